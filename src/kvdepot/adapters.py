@@ -1,0 +1,556 @@
+"""The public client API: what an inference engine calls.
+
+The names and signatures are those of the client contract that vLLM 0.15 to 0.17 documents for its LMCache multi-process
+integration; code written against it runs on these. One `LMCacheMPSchedulerAdapter` an engine asks what is
+cached; one `LMCacheMPWorkerAdapter` a rank moves bytes. Neither ever waits for the server in a call that an engine
+makes every step. The one law: what failed is said (0 tokens, failed block ids), never left to be decoded over.
+
+`submit_lookup` and `submit_shards` are the same calls for a caller that has made its chunk hashes itself (with a salt,
+a LoRA adapter, images), as the vLLM connector does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from kvdepot import contract, wire
+from kvdepot.client import CONNECT_S, MessageQueueClient, MessagingFuture
+from kvdepot.contract import (
+    IPCCacheEngineKey,
+    KVCacheHandle,
+    LoadStoreOp,
+    RequestType,
+    get_response_class,
+    striding_block_hashes,
+    wrap_kv_caches,
+)
+from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, UnknownRequest
+from kvdepot.keys import HASH_BYTES, engine_hash
+from kvdepot.layout import Layout, build_layout, find_block_axes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "IPCCacheEngineKey",
+    "KVCacheHandle",
+    "LMCacheMPSchedulerAdapter",
+    "LMCacheMPWorkerAdapter",
+    "LoadStoreOp",
+    "MessageQueueClient",
+    "MessagingFuture",
+    "RequestType",
+    "get_lmcache_chunk_size",
+    "get_response_class",
+    "send_lmcache_request",
+    "striding_block_hashes",
+    "wrap_kv_caches",
+]
+
+log = logging.getLogger(__name__)
+
+LOOKUP_S = 1.0
+"""A lookup without an answer by then counts as a miss."""
+EVENT_S = 60.0
+"""A store or retrieve whose event has not happened by then fails."""
+_SHUTDOWN_S = 5.0
+_EVENT_QUEUE = 4096
+_MAX_FINISHED = 65536
+
+
+def send_lmcache_request(
+    mq_client: MessageQueueClient, request_type: RequestType, payloads: list[Any]
+) -> MessagingFuture[Any]:
+    """Submit one request, get a future. Raises BadRequest for payloads that are not of the type's kind."""
+    return mq_client.submit_request(request_type, payloads, get_response_class(request_type))
+
+
+def get_lmcache_chunk_size(mq_client: MessageQueueClient) -> int:
+    """The server's chunk size in tokens. Blocks 5 s at most; raises Unavailable without a server."""
+    return mq_client.learn_chunk_size(CONNECT_S)
+
+
+def _blocks_in_chunk(chunk_size: int, vllm_block_size: int) -> int:
+    if vllm_block_size < 1 or chunk_size % vllm_block_size:
+        raise BadRequest(
+            f"the engine's block size {vllm_block_size} does not divide the server's chunk size {chunk_size}: "
+            f"start the server with a --chunk-size that is a multiple of {vllm_block_size}"
+        )
+    return chunk_size // vllm_block_size
+
+
+def _connect(server_url: str, context: zmq.Context[Any]) -> tuple[MessageQueueClient, int]:
+    client = MessageQueueClient(server_url, context)
+    try:
+        return client, client.learn_chunk_size(CONNECT_S)
+    except KVDepotError:
+        client.close()
+        raise
+
+
+class LMCacheMPSchedulerAdapter:
+    """The scheduler's side: what of a prompt is cached. Used by one thread."""
+
+    def __init__(
+        self,
+        server_url: str,
+        context: zmq.Context[Any],
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+    ) -> None:
+        """Read the server's chunk size; blocks 5 s at most.
+
+        Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
+        """
+        self.mq_client, self.chunk_size = _connect(server_url, context)
+        self.model_name = model_name
+        self.world_size = world_size
+        self.worker_id = kv_rank
+        try:
+            self.blocks_in_chunk = _blocks_in_chunk(self.chunk_size, vllm_block_size)
+        except BadRequest:
+            self.mq_client.close()
+            raise
+        self.lookup_futures: dict[str, MessagingFuture[int]] = {}
+
+    def maybe_submit_lookup_request(
+        self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
+    ) -> None:
+        """Start a lookup for this request unless one is under way. Never blocks.
+
+        token_ids: looks up the chunk-aligned head; fewer tokens than a chunk send nothing. block_hashes: looks up
+        the last block's hash of each full chunk. A hit is pinned for this request until it has been retrieved or its
+        session ends. Raises BadRequest unless exactly one of the two is given.
+        """
+        if (block_hashes is None) == (token_ids is None):
+            raise BadRequest("a lookup needs token_ids or block_hashes, and not both")
+        if request_id in self.lookup_futures:
+            return
+        if token_ids is not None:
+            hashes = b""
+            if len(token_ids) >= self.chunk_size:
+                chain = self.mq_client.chains.get(request_id, token_ids, self.chunk_size)
+                hashes = bytes(chain.hashes)
+        else:
+            assert block_hashes is not None
+            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
+        self.submit_lookup(request_id, hashes)
+
+    def submit_lookup(self, request_id: str, hashes: bytes, readers: int = 0) -> None:
+        """Start a lookup of chunk hashes (32 bytes each) that the caller made. Never blocks.
+
+        readers: how many ranks will retrieve each chunk; 0 = world_size.
+        """
+        if request_id in self.lookup_futures:
+            return
+        if not hashes:
+            self.lookup_futures[request_id] = MessagingFuture.resolved(0)
+            return
+        request = wire.Lookup(
+            self.model_name,
+            self.world_size,
+            self.blocks_in_chunk,
+            request_id,
+            readers or self.world_size,
+            hashes,
+        )
+        self.lookup_futures[request_id] = self.mq_client.ask(
+            request, lambda value: contract.check_type(value, int), deadline_s=LOOKUP_S
+        )
+
+    def check_lookup_result(self, request_id: str) -> int | None:
+        """Tokens in the longest cached prefix, or None while the answer is pending. Never blocks.
+
+        0 also where the server failed, is gone or did not answer in time. Raises UnknownRequest for a request id
+        without a lookup.
+        """
+        future = self.lookup_futures.get(request_id)
+        if future is None:
+            raise UnknownRequest(f"no lookup was submitted for request {request_id[:64]!r}")
+        if not future.query():
+            return None
+        try:
+            return future.result() * self.chunk_size
+        except KVDepotError as exc:
+            log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
+            self.lookup_futures[request_id] = MessagingFuture.resolved(0)
+            return 0
+
+    def wait_lookup_result(self, request_id: str, timeout_s: float) -> int | None:
+        """Like `check_lookup_result`, but waits up to `timeout_s` for an answer that is under way."""
+        tokens = self.check_lookup_result(request_id)
+        if tokens is None:
+            self.mq_client.wait(self.lookup_futures[request_id].query, timeout_s)
+            tokens = self.check_lookup_result(request_id)
+        return tokens
+
+    def num_blocks_per_chunk(self) -> int:
+        """Engine blocks in a chunk."""
+        return self.blocks_in_chunk
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        """Forget the local lookup state of a request; unknown ids are fine."""
+        self.lookup_futures.pop(request_id, None)
+
+    def end_session(self, request_id: str) -> None:
+        """Tell the server that the request is over: pins it still holds are released. Fire and forget."""
+        self.mq_client.chains.drop(request_id)
+        self.mq_client.ask(wire.EndSession(request_id))
+        self.mq_client.pump()
+
+    def shutdown(self) -> None:
+        """Close the connection; every pin of this engine goes with it. Safe twice."""
+        self.mq_client.close()
+
+    def _create_key(
+        self, token_ids: Sequence[int], start: int = 0, end: int = 0, request_id: str | None = None
+    ) -> IPCCacheEngineKey:
+        return IPCCacheEngineKey(
+            self.model_name, self.world_size, self.worker_id, tuple(token_ids), start, end, None, request_id
+        )
+
+    def _create_hash_key(self, chunk_hash: bytes, request_id: str | None = None) -> IPCCacheEngineKey:
+        return IPCCacheEngineKey(self.model_name, self.world_size, None, chunk_hash=chunk_hash, request_id=request_id)
+
+
+@dataclass
+class _Transfer:
+    """One submitted store or retrieve, of one or several requests."""
+
+    request_ids: list[str]
+    shards: list[wire.Shards]
+    blocks_in_chunk: int
+    is_store: bool
+    event: Any
+    ticket: int
+    future: MessagingFuture[Any] | None = None  # None: it waits for its event
+    error: KVDepotError | None = None
+    born: float = field(default_factory=time.monotonic)
+
+    def done(self) -> bool:
+        return self.error is not None or (self.future is not None and self.future.query())
+
+
+class LMCacheMPWorkerAdapter:
+    """A rank's side: moves blocks into the depot and chunks back. Used by one thread."""
+
+    _instances = itertools.count(1)
+
+    def __init__(
+        self,
+        server_url: str,
+        context: zmq.Context[Any],
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+    ) -> None:
+        """Read the server's chunk size; blocks 5 s at most.
+
+        Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
+        """
+        self.mq_client, self.chunk_size = _connect(server_url, context)
+        self.model_name = model_name
+        self.world_size = world_size
+        self.worker_id = kv_rank
+        self._block_tokens = vllm_block_size
+        try:
+            self.blocks_in_chunk = _blocks_in_chunk(self.chunk_size, vllm_block_size)
+        except BadRequest:
+            self.mq_client.close()
+            raise
+        self.instance_id = next(self._instances)  # the server keeps instances of two clients apart
+        self.kv_caches: dict[str, torch.Tensor] = {}
+        # request id -> its transfers under way; a batch stands under each of its requests
+        self.store_futures: dict[str, list[_Transfer]] = {}
+        self.retrieve_futures: dict[str, list[_Transfer]] = {}
+        self.finished_stores: set[str] = set()  # reported finished by the engine, store still in flight
+        self.previously_finished: OrderedDict[str, None] = OrderedDict()  # returned by get_finished
+        self.counters: Counter[str] = Counter()
+        self._failed_blocks: set[int] = set()
+        self._tickets = itertools.count(1)
+        self._last_ticket = 0
+        self._waiter: _EventWaiter | None = None
+
+    # -- registering
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_axes: Sequence[int] | None = None) -> None:
+        """Share the paged KV tensors (layer name -> tensor) with the server; returns when it has mapped them.
+
+        The tensors' storage moves into shared memory in place, views stay valid. block_axes names each tensor's
+        block axis; without it, it must be plain from the shapes (`[num_blocks, ...]`, or `[2, num_blocks, ...]`).
+        Blocks up to 30 s. Raises LayoutError, with the shapes, for tensors it can't describe.
+        """
+        views = [handle.view for handle in wrap_kv_caches(kv_caches)]
+        axes = find_block_axes(views, self._block_tokens) if block_axes is None else list(block_axes)
+        self.register_layout(build_layout(views, axes))
+        self.kv_caches = kv_caches
+
+    def register_layout(self, layout: Layout) -> None:
+        """Register tensors that are shared already. Blocks up to 30 s."""
+        self.mq_client.ask(
+            wire.Register(
+                self.instance_id,
+                layout,
+                self.model_name,
+                self.world_size,
+                self.worker_id,
+                self.blocks_in_chunk,
+            )
+        ).result()
+
+    # -- moving bytes
+
+    def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any) -> None:
+        """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
+
+        event: what must have happened before the bytes may be read: a CUDA event, or on the CPU None or any
+        object with `query()`. Raises BadRequest for an op whose tokens, hashes and blocks do not agree.
+        """
+        self.batched_submit_store_requests([request_id], [op], event)
+
+    def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any) -> None:
+        """Copy the chunks under the op's keys into `op.block_ids`, after `event`. Never blocks."""
+        self.batched_submit_retrieve_requests([request_id], [op], event)
+
+    def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any) -> None:
+        """Store for several requests in one message; they are reported finished together."""
+        self.submit_shards(request_ids, self._shards(request_ids, ops), event, is_store=True)
+
+    def batched_submit_retrieve_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any) -> None:
+        """Retrieve for several requests in one message; they are reported finished together."""
+        self.submit_shards(request_ids, self._shards(request_ids, ops), event, is_store=False)
+
+    def submit_shards(self, request_ids: Sequence[str], shards: list[wire.Shards], event: Any, is_store: bool) -> None:
+        """Store or retrieve chunks whose hashes the caller made. Never blocks."""
+        self._last_ticket = next(self._tickets)
+        transfer = _Transfer(list(request_ids), shards, self.blocks_in_chunk, is_store, event, self._last_ticket)
+        futures = self.store_futures if is_store else self.retrieve_futures
+        for request_id in request_ids:
+            futures.setdefault(request_id, []).append(transfer)
+        if not shards:
+            transfer.future = MessagingFuture.resolved(True if is_store else [])
+        elif _happened(event):
+            self._send(transfer)
+        else:
+            if self._waiter is None:
+                self._waiter = _EventWaiter(self._send)
+            self._waiter.put(transfer)
+
+    def _send(self, transfer: _Transfer) -> None:
+        request: wire.Store | wire.Retrieve
+        if transfer.is_store:
+            request = wire.Store(self.instance_id, transfer.ticket, transfer.shards)
+        else:
+            request = wire.Retrieve(self.instance_id, transfer.shards)
+        transfer.future = self.mq_client.ask(request)
+
+    def _shards(self, request_ids: list[str], ops: list[LoadStoreOp]) -> list[wire.Shards]:
+        if len(request_ids) != len(ops):
+            raise BadRequest(f"{len(request_ids)} request ids for {len(ops)} ops")
+        shards = []
+        for request_id, op in zip(request_ids, ops, strict=True):
+            parent, depth = b"", 0
+            if op.token_ids is not None:
+                end = op.end or len(op.token_ids)
+                first, last = contract.chunk_range(op.start, end, len(op.token_ids), self.chunk_size)
+                chain = self.mq_client.chains.get(request_id, op.token_ids, self.chunk_size)
+                parent, depth, hashes = chain.parent(first), first, chain.slice(first, last)
+            else:
+                assert op.block_hashes is not None
+                hashes = b"".join(map(engine_hash, striding_block_hashes(op.block_hashes, self.blocks_in_chunk)))
+            blocks = len(hashes) // HASH_BYTES * self.blocks_in_chunk
+            if not blocks <= len(op.block_ids) < blocks + self.blocks_in_chunk:
+                raise BadRequest(
+                    f"request {request_id[:64]!r}: {len(op.block_ids)} block ids for "
+                    f"{blocks // self.blocks_in_chunk} chunks of {self.blocks_in_chunk} blocks"
+                )
+            if blocks:
+                packed = contract.pack_block_ids(op.block_ids[:blocks])
+                shards.append(self.shards(request_id, parent, depth, hashes, packed))
+        return shards
+
+    def shards(
+        self,
+        request_id: str,
+        parent: bytes,
+        depth: int,
+        hashes: bytes,
+        block_ids: bytes,
+        skip_blocks: int = 0,
+    ) -> wire.Shards:
+        """This rank's shards of chunks `depth ..` of a prompt; see wire.Shards."""
+        return wire.Shards(
+            request_id,
+            self.model_name,
+            self.world_size,
+            self.worker_id,
+            parent,
+            depth,
+            hashes,
+            block_ids,
+            skip_blocks,
+        )
+
+    # -- hearing what became of it
+
+    def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Polled every engine step; never blocks.
+
+        First set: ids that the engine has reported finished (now or earlier) and that have no store in flight; each at
+        most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set.
+        """
+        self.mq_client.pump()
+        self._settle(self.store_futures, self._store_ended)
+        loaded = self._settle(self.retrieve_futures, self._retrieve_ended)
+        for request_id in finished_req_ids_from_engine:
+            if request_id not in self.previously_finished:
+                self.finished_stores.add(request_id)
+        stored = {request_id for request_id in self.finished_stores if request_id not in self.store_futures}
+        self.finished_stores -= stored
+        self.previously_finished.update(dict.fromkeys(stored))
+        while len(self.previously_finished) > _MAX_FINISHED:
+            self.previously_finished.popitem(last=False)
+        for request_id in stored:
+            self.mq_client.chains.drop(request_id)
+        return stored or None, loaded or None
+
+    def _settle(self, futures: dict[str, list[_Transfer]], ended: Any) -> set[str]:
+        """Take out transfers that are done; the ids that have none left."""
+        done: set[str] = set()
+        settled: set[int] = set()
+        for request_id, transfers in list(futures.items()):
+            left = []
+            for transfer in transfers:
+                if not transfer.done():
+                    left.append(transfer)
+                elif id(transfer) not in settled:
+                    settled.add(id(transfer))
+                    ended(transfer)
+            if left:
+                futures[request_id] = left
+            else:
+                del futures[request_id]
+                done.add(request_id)
+        return done
+
+    def _outcome(self, transfer: _Transfer) -> Any:
+        if transfer.error is not None:
+            return transfer.error
+        assert transfer.future is not None
+        try:
+            return transfer.future.result()
+        except KVDepotError as exc:
+            return exc
+
+    def _store_ended(self, transfer: _Transfer) -> None:
+        outcome = self._outcome(transfer)
+        if outcome is not True:
+            self.counters["stores_dropped"] += 1
+            log.info("store for %s dropped: %s", transfer.request_ids[:4], outcome or "no space, or a copy failed")
+
+    def _retrieve_ended(self, transfer: _Transfer) -> None:
+        outcome = self._outcome(transfer)
+        chunks = sum(len(part.hashes) // HASH_BYTES for part in transfer.shards)
+        if not isinstance(outcome, list) or len(outcome) != chunks:
+            log.warning("retrieve for %s failed: %s", transfer.request_ids[:4], outcome)
+            outcome = [False] * chunks
+        position = 0
+        for part in transfer.shards:
+            for i in range(len(part.hashes) // HASH_BYTES):
+                if outcome[position] is not True:
+                    first = 4 * i * transfer.blocks_in_chunk
+                    if i == 0:
+                        first += 4 * part.skip_blocks
+                    ids = part.block_ids[first : 4 * (i + 1) * transfer.blocks_in_chunk]
+                    self._failed_blocks.update(memoryview(ids).cast("I"))
+                    self.counters["chunks_failed"] += 1
+                position += 1
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose retrieve failed since the last call; the engine must recompute them."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:
+        """Make sure that nothing stores blocks of these requests any more: the engine is about to reuse them.
+
+        Waits up to `timeout_s` for their stores; what is still under way then will never become visible (see shm.py).
+        """
+        transfers = [t for request_id in request_ids for t in self.store_futures.get(request_id, ())]
+        if not transfers:
+            return
+        if not self.mq_client.wait(lambda: all(t.done() for t in transfers), timeout_s):
+            self.counters["stores_given_up"] += sum(not t.done() for t in transfers)
+            self.mq_client.card.raise_fence(self._last_ticket)
+
+    def wait_any(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for a retrieve under way to end; for an engine with nothing else to do."""
+        transfers = [t for transfers in self.retrieve_futures.values() for t in transfers]
+        if transfers:
+            self.mq_client.wait(lambda: any(t.done() for t in transfers), timeout_s)
+
+    def num_blocks_per_chunk(self) -> int:
+        """Engine blocks in a chunk."""
+        return self.blocks_in_chunk
+
+    def shutdown(self) -> None:
+        """Unregister and close. Safe twice and without a server; blocks 5 s at most."""
+        if self._waiter is not None:
+            self._waiter.stop()
+            self._waiter = None
+        try:
+            self.mq_client.ask(wire.Unregister(self.instance_id)).result(_SHUTDOWN_S)
+        except KVDepotError as exc:
+            log.debug("not unregistered: %s", exc)
+        self.mq_client.close()
+
+
+def _happened(event: Any) -> bool:
+    return event is None or bool(event.query())
+
+
+class _EventWaiter:
+    """Waits for events off the engine's thread, in order, then sends."""
+
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self._queue: queue.Queue[_Transfer | None] = queue.Queue(_EVENT_QUEUE)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdepot-events", daemon=True)
+        self._thread.start()
+
+    def put(self, transfer: _Transfer) -> None:
+        try:
+            self._queue.put_nowait(transfer)
+        except queue.Full:
+            transfer.error = DeadlineExceeded(f"{_EVENT_QUEUE} transfers already wait for their events")
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._queue.put(None)
+        self._thread.join(_SHUTDOWN_S)
+
+    def _run(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            try:
+                while not _happened(transfer.event):
+                    if time.monotonic() - transfer.born > EVENT_S or self._stopping.wait(0.0002):
+                        raise DeadlineExceeded(f"the event did not happen within {EVENT_S:g} s")
+                self._send(transfer)
+            except KVDepotError as exc:
+                transfer.error = exc
+            except Exception as exc:  # noqa: BLE001 - top of a thread: a broken event fails its transfer alone
+                transfer.error = KVDepotError(f"the event failed: {exc!r}")

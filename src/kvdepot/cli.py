@@ -1,0 +1,111 @@
+"""The `kvdepot` command.
+
+Exit codes: 0 done, 1 failed (the message says why), 2 wrong usage or configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+from typing import get_args, get_type_hints
+
+import msgspec
+
+from kvdepot import __version__
+from kvdepot.config import Config, load
+from kvdepot.errors import ConfigError, KVDepotError
+
+__all__ = ["main"]
+
+_TUNED = "KVDEPOT_COPY_TUNED"
+_TUNABLES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000:glibc.cpu.x86_non_temporal_threshold=0x8000"
+"""glibc's memcpy with non-temporal stores from 32 KiB on (see ARCHITECTURE.md, "Copies past the cache")."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(prog="kvdepot", description="A KV-cache server beside LLM engines.")
+    parser.add_argument("--version", action="version", version=f"kvdepot {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve", help="run the server", description="Run the server until SIGTERM or SIGINT.",
+        epilog="Every setting can also stand in the file of --config (TOML) or in the environment as "
+        "KVDEPOT_<SETTING>, e.g. KVDEPOT_CHUNK_SIZE=512. Flags win over the environment, which wins over the file.",
+    )  # fmt: skip
+    serve.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    _add_settings(serve)
+    status = commands.add_parser("status", help="print what a running server holds, as JSON")
+    status.add_argument("--url", metavar="URL", help="the server's endpoint")
+    args = vars(parser.parse_args(argv))
+    command = args.pop("command")
+    try:
+        if command == "serve":
+            return _serve(args.pop("config"), args)
+        return _status(args["url"])
+    except ConfigError as exc:
+        print(f"kvdepot: {exc}", file=sys.stderr)
+        return 2
+    except KVDepotError as exc:
+        print(f"kvdepot: {exc}", file=sys.stderr)
+        return 1
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    hints = get_type_hints(Config, include_extras=True)
+    for field in msgspec.structs.fields(Config):
+        kind, meta = get_args(hints[field.name])
+        default = "a unix socket of this user" if field.name == "url" else repr(field.default)
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            metavar=kind.__name__.upper(),
+            help=f"{meta.description} (default: {default})".replace("%", "%%"),
+        )
+
+
+def _serve(file: str | None, flags: dict[str, str | None]) -> int:
+    config = load(file, flags)
+    _tune_copies()
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    from kvdepot.server import Server
+
+    server = Server(config)
+    server.catch_signals()
+    server.run()
+    return 0
+
+
+def _tune_copies() -> None:
+    """Start over once with the C library's copies tuned; it reads its settings only when a process starts."""
+    if os.environ.pop(_TUNED, None) or platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc":
+        return
+    ours = os.environ.get("GLIBC_TUNABLES")
+    tunables = f"{_TUNABLES}:{ours}" if ours else _TUNABLES
+    environ = {**os.environ, "GLIBC_TUNABLES": tunables, _TUNED: "1"}
+    os.execve(sys.executable, [*sys.orig_argv], environ)
+
+
+def _status(url: str | None) -> int:
+    import zmq
+
+    from kvdepot import wire
+    from kvdepot.client import MessageQueueClient
+
+    config = load(flags={"url": url})
+    context = zmq.Context()
+    client = MessageQueueClient(config.url, context)
+    try:
+        print(json.dumps(client.ask(wire.Status()).result(timeout=5.0), indent=2))
+    finally:
+        client.close()
+        context.term()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The server's settings: one frozen object, merged in one place.
+
+Read by cli.py before anything else starts. Later wins: defaults, the TOML file of `--config`,
+environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvdepot.errors import ConfigError
+from kvdepot.evict import POLICIES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+__all__ = ["Config", "default_url", "load"]
+
+GIB = 1 << 30
+
+
+def default_url() -> str:
+    """Where a server of this user listens, and where a client looks: a unix socket no other user can open."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) if runtime else Path(tempfile.gettempdir())
+    return f"ipc://{base / f'kvdepot-{os.geteuid()}' / 'depot.sock'}"
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every setting of `kvdepot serve`; each field's description is its help text."""
+
+    url: Annotated[str, Meta(description="ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT")] = ""
+    chunk_size: Annotated[int, Meta(ge=1, le=1 << 20, description="tokens a chunk")] = 256
+    arena_gib: Annotated[
+        float, Meta(ge=0, description="size of the arena in GiB; 0 = 4, or a quarter of free memory if less")
+    ] = 0.0
+    arena_name: Annotated[
+        str, Meta(description="name of the arena in /dev/shm; empty = made from the user and the url")
+    ] = ""
+    copy_threads: Annotated[int, Meta(ge=1, le=256, description="threads that copy KV")] = 2
+    policy: Annotated[str, Meta(description="eviction policy: " + ", ".join(sorted(POLICIES)))] = "lru"
+    max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message taken, in MiB")] = 16
+    max_clients: Annotated[int, Meta(ge=1, description="clients served at once")] = 4096
+    max_queued: Annotated[int, Meta(ge=1, description="stores and retrieves in flight per client")] = 1024
+    max_sessions: Annotated[int, Meta(ge=1, description="requests per client that hold pins")] = 100_000
+    drain_s: Annotated[float, Meta(ge=0, description="seconds to finish copies in flight when stopped")] = 5.0
+    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+
+    def __post_init__(self) -> None:
+        if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
+            raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
+        if self.log_level not in {"debug", "info", "warning", "error"}:
+            raise ValueError(f"log_level: {self.log_level!r} is none of debug, info, warning, error")
+        if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_.\-]{1,200}", self.arena_name):
+            raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena: what was asked for, or the default for this machine."""
+        if self.arena_gib:
+            return int(self.arena_gib * GIB)
+        return min(4 * GIB, _free_memory() // 4)
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 4 * GIB
+
+
+def load(
+    file: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
+    """Merge file, environment and flags. Raises ConfigError that names the field and where it came from."""
+    merged: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    if file is not None:
+        try:
+            table = tomllib.loads(Path(file).read_text())
+        except OSError as exc:
+            raise ConfigError(f"{file}: {exc.strerror}") from exc
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{file}: not TOML: {exc}") from exc
+        merged |= table
+        source |= dict.fromkeys(table, file)
+    for name, value in (os.environ if environ is None else environ).items():
+        if name.startswith("KVDEPOT_") and name[8:].lower() in Config.__struct_fields__:
+            merged[name[8:].lower()] = value
+            source[name[8:].lower()] = name
+    for name, value in (flags or {}).items():
+        if value is not None:
+            merged[name] = value
+            source[name] = "--" + name.replace("_", "-")
+    try:
+        config = msgspec.convert(merged, Config, strict=False)
+    except msgspec.ValidationError as exc:
+        text = str(exc)
+        found = re.search(r"`\$\.(\w+)`|field `(\w+)`|^(\w+):", text)
+        name = next(filter(None, found.groups())) if found else ""
+        where = f"{source[name]}: " if name in source else ""
+        said = re.sub(r" - at `\$(\.\w+)?`$", "", text)
+        raise ConfigError(f"{where}{name}: {said}" if name and not said.startswith(name) else where + said) from exc
+    if not config.url:
+        config = msgspec.structs.replace(config, url=default_url())
+    return config

@@ -1,0 +1,535 @@
+"""The deciding part of the server: messages and outcomes in, replies and copy tasks out.
+
+Called by server.py on its one thread. No sockets, threads or clocks here, and no I/O: what takes time is
+returned as an action. The one law: every request is answered exactly once, and what a request
+holds (reservations, pins, mappings) is given up exactly once, whatever comes first: its end, an error, or
+its client's death.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot import wire
+from kvdepot.config import Config
+from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
+from kvdepot.index import Chunk, Index, Namespace
+from kvdepot.keys import HASH_BYTES
+from kvdepot.layout import Layout
+from kvdepot.mover import Call, Copy, CopyPiece, Mapped
+
+__all__ = ["Action", "Depot", "Reply"]
+
+_TASK_BYTES = 4 << 20
+"""A copy task is at least this long, so that handing it over costs little of it."""
+
+
+class Card(Protocol):
+    """What the depot needs of a client's card (shm.CardView)."""
+
+    @property
+    def fence(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Reply:
+    """Answer request `number` of `client`; an error in `value` is told as one."""
+
+    client: bytes
+    number: bytes
+    value: Any
+
+
+Action: TypeAlias = Reply | Copy | Call
+
+
+@dataclass(slots=True)
+class _Session:
+    """What one request of one client pins."""
+
+    request: str
+    chunks: list[Chunk]
+    remaining: int  # retrieved keys until the pins go by themselves
+
+
+@dataclass(slots=True)
+class _Instance:
+    """One worker's registered tensors."""
+
+    layout: Layout
+    mapped: Mapped | None = None
+    namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
+    copies: int = 0  # operations that touch the tensors
+    closing: list[bytes] | None = None  # unregistered: whom to tell (request numbers) once copies == 0
+
+
+@dataclass(slots=True)
+class _Client:
+    identity: bytes
+    card: Card
+    sessions: dict[str, _Session] = field(default_factory=dict)
+    instances: dict[int, _Instance] = field(default_factory=dict)
+    queued: int = 0
+    dead: bool = False
+
+
+@dataclass(slots=True)
+class _Operation:
+    """One STORE or RETRIEVE under way."""
+
+    client: _Client
+    number: bytes
+    instance: _Instance
+    is_store: bool
+    chunks: list[tuple[Chunk, int]]  # what is held: chunk and rank, in key order
+    tasks: int = 0
+    results: list[bool] = field(default_factory=list)  # one a key
+    places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
+    requests: list[tuple[str, int]] = field(default_factory=list)  # request id and its number of keys
+
+
+@dataclass(slots=True)
+class _Part:
+    """A task's token: which chunks `[first, end)` of an operation it copies."""
+
+    operation: _Operation
+    first: int
+    end: int
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """The token of mapping (or unmapping) an instance's tensors."""
+
+    client: _Client
+    instance: _Instance
+    numbers: list[bytes]
+    opening: bool
+
+
+class Depot:
+    """Index, pins, sessions and registrations of one server."""
+
+    def __init__(self, config: Config, index: Index, map_layout: Callable[[Layout], Mapped] = Mapped.open) -> None:
+        self.index = index
+        self.counters: Counter[str] = Counter()
+        self._config = config
+        self._map_layout = map_layout
+        self._clients: dict[bytes, _Client] = {}
+        self._by_request: dict[str, list[_Session]] = {}
+        self.operations = 0
+
+    def __repr__(self) -> str:
+        return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
+
+    # -- events
+
+    def hello(self, identity: bytes, card: Card) -> None:
+        """A client introduced itself. Raises Busy when there are too many."""
+        if identity in self._clients:
+            return
+        if len(self._clients) >= self._config.max_clients:
+            self.counters["clients_refused"] += 1
+            raise Busy(f"{len(self._clients)} clients are connected, the most that max_clients allows")
+        self._clients[identity] = _Client(identity, card)
+
+    def knows(self, identity: bytes) -> bool:
+        return identity in self._clients
+
+    def handle(self, identity: bytes, number: bytes, request: wire.Request) -> list[Action]:
+        """Decide one request. Never raises a KVDepotError: it becomes the reply."""
+        try:
+            client = self._clients.get(identity)
+            if client is None:
+                raise UnknownClient("say hello first: this server has not met you")
+            return self._decide(client, number, request)
+        except KVDepotError as exc:
+            self.counters["errors"] += 1
+            return [Reply(identity, number, exc)]
+
+    def _decide(self, client: _Client, number: bytes, request: wire.Request) -> list[Action]:
+        value: Any = None
+        match request:
+            case wire.Lookup():
+                value = self._lookup(client, request)
+            case wire.Store():
+                return self._store(client, number, request)
+            case wire.Retrieve():
+                return self._retrieve(client, number, request)
+            case wire.EndSession():
+                self._end_session(client, request.request)
+            case wire.Register():
+                return self._register(client, number, request)
+            case wire.Unregister():
+                return self._unregister(client, request.instance, [number])
+            case wire.ChunkSize():
+                value = self._config.chunk_size
+            case wire.Noop():
+                value = "ok"
+            case wire.Clear():
+                self.counters["cleared_chunks"] += self.index.clear()
+            case wire.Status():
+                value = self.status()
+            case wire.Hello():
+                raise InternalError("hello is the server's to answer")
+        return [Reply(client.identity, number, value)]
+
+    def finished(self, token: Any, outcome: Any) -> list[Action]:
+        """A task has ended; `outcome` as in mover.Mover."""
+        if isinstance(token, _Part):
+            return self._copied(token, outcome is True)
+        assert isinstance(token, _Mapping), token
+        return self._mapped(token, outcome)
+
+    def died(self, identity: bytes) -> list[Action]:
+        """A client is gone: give up all it holds. What is being copied for it ends first, by itself."""
+        client = self._clients.pop(identity, None)
+        if client is None:
+            return []
+        self.counters["clients_died"] += 1
+        client.dead = True
+        for request in list(client.sessions):
+            self._end_session(client, request)
+        return [action for number in list(client.instances) for action in self._unregister(client, number, [])]
+
+    # -- lookups and pins
+
+    def _lookup(self, client: _Client, request: wire.Lookup) -> int:
+        _check_hashes(request.hashes)
+        _check_names(request.request, request.model)
+        old = client.sessions.get(request.request)
+        if old is None and len(client.sessions) >= self._config.max_sessions:
+            self.counters["lookups_refused"] += 1
+            raise Busy(f"{len(client.sessions)} requests hold pins, the most that max_sessions allows")
+        self.counters["lookups"] += 1
+        hashes = request.hashes
+        spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
+        pins = [self.index.match(space, hashes) for space in spaces]
+        matched = min((pin.matched for pin in pins), default=0)
+        if any(pin.matched != matched for pin in pins):
+            # Engines of one name and two layouts: only what both have is sure to be there for the asker.
+            pins = [self.index.match(space, hashes[: matched * HASH_BYTES]) for space in spaces]
+        chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
+        self.index.hold(chunks)  # before the old pin goes, or what both hold could be evicted in between
+        if old is not None:
+            self._end_session(client, request.request)
+        if chunks:
+            session = _Session(request.request, chunks, matched * max(1, request.readers))
+            client.sessions[request.request] = session
+            self._by_request.setdefault(request.request, []).append(session)
+        self.counters["lookup_chunks"] += len(hashes) // HASH_BYTES
+        self.counters["hit_chunks"] += matched
+        return matched
+
+    def _end_session(self, client: _Client, request: str) -> None:
+        session = client.sessions.pop(request, None)
+        if session is None:
+            return
+        sessions = self._by_request[request]
+        sessions.remove(session)
+        if not sessions:
+            del self._by_request[request]
+        self._unpin(session)
+
+    def _unpin(self, session: _Session) -> None:
+        chunks, session.chunks = session.chunks, []
+        self.index.release(chunks)
+
+    def _count_retrieved(self, request: str, keys: int) -> None:
+        for session in self._by_request.get(request, ()):
+            session.remaining -= keys
+            if session.remaining <= 0:
+                self._unpin(session)
+
+    # -- store and retrieve
+
+    def _store(self, client: _Client, number: bytes, request: wire.Store) -> list[Action]:
+        instance = self._admit(client, request.instance)
+        for part in request.shards:
+            _check_shards(part, instance.layout)
+        operation = _Operation(client, number, instance, is_store=True, chunks=[])
+        pieces: list[CopyPiece] = []
+        complete = True
+        for part in request.shards:
+            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
+            count = len(part.hashes) // HASH_BYTES
+            blocks = len(ids) // count
+            space = self._namespace(instance, part, blocks)
+            size = instance.layout.block_bytes * blocks
+            parent = part.parent
+            for i in range(count):
+                key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+                known = space.chunks.get(key)
+                if known is None or part.rank not in known.shards:
+                    position = part.depth + i + 1 if parent else 0
+                    chunk = self.index.reserve(space, part.rank, key, parent, position, size)
+                    if chunk is None:
+                        # Without this chunk those behind it are useless: drop them too.
+                        self.counters["dropped_chunks"] += count - i
+                        complete = False
+                        break
+                    shard = chunk.shards[part.rank]
+                    operation.chunks.append((chunk, part.rank))
+                    pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks]))
+                else:
+                    self.counters["known_chunks"] += 1
+                parent = key if part.parent else b""
+        operation.results = [complete]
+        if not pieces:
+            return [Reply(client.identity, number, complete)]
+        return self._start(operation, pieces, client.card, request.ticket)
+
+    def _retrieve(self, client: _Client, number: bytes, request: wire.Retrieve) -> list[Action]:
+        instance = self._admit(client, request.instance)
+        for part in request.shards:
+            _check_shards(part, instance.layout)
+        _check_targets(request.shards)
+        operation = _Operation(client, number, instance, is_store=False, chunks=[])
+        pieces = []
+        for part in request.shards:
+            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
+            count = len(part.hashes) // HASH_BYTES
+            blocks = len(ids) // count
+            space = self._namespace(instance, part, blocks)
+            for i in range(count):
+                key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+                chunk = self.index.sealed_shard(space, part.rank, key)
+                operation.results.append(False)
+                if chunk is None:
+                    self.counters["retrieve_misses"] += 1
+                    continue
+                operation.places.append(len(operation.results) - 1)
+                operation.chunks.append((chunk, part.rank))
+                skip = part.skip_blocks if i == 0 else 0
+                pieces.append(CopyPiece(chunk.shards[part.rank].extents, ids[i * blocks : (i + 1) * blocks], skip))
+            operation.requests.append((part.request, count))
+        self.index.hold([chunk for chunk, _ in operation.chunks])
+        if not pieces:
+            self._end_retrieve(operation)
+            return [Reply(client.identity, number, operation.results)]
+        return self._start(operation, pieces, None, 0)
+
+    def _admit(self, client: _Client, number: int) -> _Instance:
+        instance = client.instances.get(number)
+        if instance is None or instance.mapped is None or instance.closing is not None:
+            raise UnknownInstance(f"no KV tensors are registered under instance {number}")
+        if client.queued >= self._config.max_queued:
+            self.counters["operations_refused"] += 1
+            raise Busy(f"{client.queued} stores and retrieves are in flight, the most that max_queued allows")
+        return instance
+
+    def _namespace(self, instance: _Instance, part: wire.Shards, blocks_in_chunk: int) -> Namespace:
+        return self._use_namespace(instance, part.model, part.world_size, part.rank, blocks_in_chunk)
+
+    def _use_namespace(
+        self, instance: _Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int
+    ) -> Namespace:
+        known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
+        if known is None:
+            known = self.index.namespace(model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk)
+            known.live += 1
+            instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
+        return known
+
+    def _start(self, operation: _Operation, pieces: list[CopyPiece], card: Card | None, ticket: int) -> list[Action]:
+        client, instance = operation.client, operation.instance
+        assert instance.mapped is not None and len(pieces) == len(operation.chunks)
+        client.queued += 1
+        instance.copies += 1
+        self.operations += 1
+        size = len(pieces[0].block_ids) * instance.layout.block_bytes
+        step = max(1, -(-_TASK_BYTES // size))
+        tasks: list[Action] = []
+        for first in range(0, len(pieces), step):
+            part = _Part(operation, first, min(first + step, len(pieces)))
+            fence = None if card is None else partial(getattr, card, "fence")
+            tasks.append(Copy(part, operation.is_store, instance.mapped, pieces[first : part.end], fence, ticket))
+        operation.tasks = len(tasks)
+        operation.results = operation.results or []
+        return tasks
+
+    def _copied(self, part: _Part, good: bool) -> list[Action]:
+        operation = part.operation
+        operation.tasks -= 1
+        if operation.is_store:
+            if not good:
+                operation.results[0] = False
+                for i in range(part.first, part.end):
+                    operation.places.append(i)  # these did not arrive
+        elif good:
+            for place in operation.places[part.first : part.end]:
+                operation.results[place] = True
+        if operation.tasks:
+            return []
+        return self._end(operation)
+
+    def _end(self, operation: _Operation) -> list[Action]:
+        client, instance = operation.client, operation.instance
+        client.queued -= 1
+        instance.copies -= 1
+        self.operations -= 1
+        value: Any
+        if operation.is_store:
+            self._end_store(operation)
+            value = operation.results[0]
+        else:
+            self._end_retrieve(operation)
+            value = operation.results
+        actions: list[Action] = []
+        if not client.dead:
+            actions.append(Reply(client.identity, operation.number, value))
+        if instance.closing is not None and not instance.copies:
+            actions.append(self._unmap(client, instance))
+        return actions
+
+    def _end_store(self, operation: _Operation) -> None:
+        failed = set(range(len(operation.chunks))) if operation.client.dead else set(operation.places)
+        sealed = []
+        for i, (chunk, rank) in enumerate(operation.chunks):
+            if i in failed:
+                self.index.discard(chunk, rank)
+                self.counters["failed_chunks"] += 1
+            else:
+                self.index.seal(chunk, rank)
+                self.counters["stored_chunks"] += 1
+                sealed.append(chunk)
+        self.index.touch(sealed)
+
+    def _end_retrieve(self, operation: _Operation) -> None:
+        self.index.release([chunk for chunk, _ in operation.chunks])
+        self.counters["retrieved_chunks"] += sum(operation.results)
+        for request, keys in operation.requests:
+            self._count_retrieved(request, keys)
+
+    # -- registrations
+
+    def _register(self, client: _Client, number: bytes, request: wire.Register) -> list[Action]:
+        request.layout.check()
+        _check_names("", request.model)
+        actions = self._unregister(client, request.instance, []) if request.instance in client.instances else []
+        instance = _Instance(request.layout)
+        client.instances[request.instance] = instance
+        if request.model:
+            _check_shape(request.world_size, request.rank)
+            if request.blocks_in_chunk < 1:
+                raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
+            self._use_namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
+        token = _Mapping(client, instance, [number], opening=True)
+        return [*actions, Call(token, partial(self._map_layout, request.layout))]
+
+    def _unregister(self, client: _Client, number: int, tell: list[bytes]) -> list[Action]:
+        instance = client.instances.pop(number, None)
+        if instance is None:
+            return [Reply(client.identity, n, None) for n in tell]
+        for space in instance.namespaces.values():
+            space.live -= 1
+            self.index.forget_namespace(space)
+        instance.namespaces.clear()
+        instance.closing = tell
+        if instance.copies or instance.mapped is None:
+            return []  # the last copy, or the mapping that is under way, goes on from here
+        return [self._unmap(client, instance)]
+
+    def _unmap(self, client: _Client, instance: _Instance) -> Call:
+        assert instance.mapped is not None and instance.closing is not None
+        mapped, instance.mapped = instance.mapped, None
+        return Call(_Mapping(client, instance, instance.closing, opening=False), mapped.close)
+
+    def _mapped(self, token: _Mapping, outcome: Any) -> list[Action]:
+        client, instance = token.client, token.instance
+        value: Any = None
+        actions: list[Action] = []
+        if token.opening:
+            if isinstance(outcome, Mapped):
+                instance.mapped = outcome
+                if instance.closing is not None:  # unregistered or dead meanwhile
+                    actions.append(self._unmap(client, instance))
+            else:
+                value = outcome if isinstance(outcome, KVDepotError) else InternalError("mapping failed")
+                for number in [n for n, i in client.instances.items() if i is instance]:
+                    actions += self._unregister(client, number, [])
+                actions += [Reply(client.identity, n, None) for n in instance.closing or ()]
+        if not client.dead:
+            actions += [Reply(client.identity, number, value) for number in token.numbers]
+        return actions
+
+    # -- what people see
+
+    def status(self) -> dict[str, Any]:
+        """Counts of what there is and what has happened. Sizes in bytes."""
+        index = self.index
+        return {
+            "chunk_size_tokens": self._config.chunk_size,
+            "capacity_bytes": index.space.capacity,
+            "used_bytes": index.space.capacity - index.space.free_bytes,
+            "chunks": index.chunks,
+            "reserved_shards": index.reserved,
+            "holds": index.held,
+            "evicted_chunks": index.evicted,
+            "operations": self.operations,
+            "clients": len(self._clients),
+            "sessions": sum(len(client.sessions) for client in self._clients.values()),
+            "instances": sum(len(client.instances) for client in self._clients.values()),
+            "namespaces": [
+                {
+                    "model": space.model,
+                    "world_size": space.world_size,
+                    "blocks_in_chunk": space.blocks_in_chunk,
+                    "chunks": len(space.chunks),
+                    "bytes": space.bytes,
+                    "engines": space.live,
+                }
+                for space in index.namespaces()
+            ],
+            "counters": dict(self.counters),
+        }
+
+
+def _check_hashes(hashes: bytes) -> None:
+    if not hashes or len(hashes) % HASH_BYTES:
+        raise BadRequest(f"{len(hashes)} bytes are not a list of {HASH_BYTES}-byte hashes")
+
+
+def _check_names(request: str, model: str) -> None:
+    for what, name in (("request id", request), ("model name", model)):
+        if len(name) > wire.MAX_REQUEST_ID:
+            raise BadRequest(f"a {what} of {len(name)} characters is longer than {wire.MAX_REQUEST_ID}")
+
+
+def _check_shape(world_size: int, rank: int) -> None:
+    if not 1 <= world_size <= 1 << 16 or not 0 <= rank < world_size:
+        raise BadRequest(f"rank {rank} of world size {world_size}")
+
+
+def _check_shards(part: wire.Shards, layout: Layout) -> None:
+    """Raise BadRequest unless a part names whole chunks, in blocks that exist, each once."""
+    _check_hashes(part.hashes)
+    _check_names(part.request, part.model)
+    _check_shape(part.world_size, part.rank)
+    chunks = len(part.hashes) // HASH_BYTES
+    ids: npt.NDArray[np.uint32] = np.frombuffer(part.block_ids[: len(part.block_ids) & ~3], np.uint32)
+    if len(part.block_ids) % 4 or not len(ids) or len(ids) % chunks:
+        raise BadRequest(f"{len(part.block_ids) / 4:g} block ids for {chunks} chunks")
+    if int(ids.max()) >= layout.num_blocks:
+        raise BadRequest(f"block id {int(ids.max())} is outside the {layout.num_blocks} registered blocks")
+    if len(np.unique(ids)) != len(ids):
+        raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
+    if part.parent and (len(part.parent) != HASH_BYTES or part.depth < 0):
+        raise BadRequest("parent is no hash, or the depth is negative")
+    if not 0 <= part.skip_blocks < len(ids) // chunks:
+        raise BadRequest(f"skip_blocks {part.skip_blocks} of {len(ids) // chunks} blocks a chunk")
+
+
+def _check_targets(parts: list[wire.Shards]) -> None:
+    """Raise BadRequest when two requests of one retrieve would write the same block."""
+    if len(parts) > 1:
+        ids = np.frombuffer(b"".join(part.block_ids for part in parts), np.uint32)
+        if len(np.unique(ids)) != len(ids):
+            raise BadRequest("two requests retrieve into the same block")

@@ -1,0 +1,363 @@
+"""Which chunks there are, who pins them, and where their bytes lie. Pure decisions: no I/O, thread or clock.
+
+Called by depot.py on the deciding thread only. The one law: what is visible is sealed on every rank; what is
+pinned, being copied or needed by a chunk behind it is never evicted.
+
+A chunk belongs to a `Namespace` and has one `Shard` a rank. Shards go `reserved -> sealed`, or are discarded.
+
+**Chains.** In token mode a key's parent is known, so chunks form trees and a chunk with `depth` d > 0 is
+sealed together with all its d - 1 ancestors. Only leaves are evicted, hence:
+
+- the longest prefix is found by binary search over the keys, O(log n) for any prompt length;
+- pinning the deepest chunk of a match protects all of it, O(1).
+
+Chunks without a known parent (engine hashes; a parent that was not there) are **loose**, depth 0: found one
+by one behind the chained part, pinned one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvdepot.evict import Policy, Victim
+from kvdepot.keys import HASH_BYTES
+from kvdepot.space import Extents, Space
+
+__all__ = ["Chunk", "Index", "Namespace", "Pin", "Shard"]
+
+
+class Shard(msgspec.Struct, gc=False):
+    """One rank's bytes of a chunk."""
+
+    extents: Extents
+    sealed: bool = False
+
+
+class Chunk(Victim, gc=False):
+    """A chunk of KV: its shards by rank, and its place in a chain. No reference cycles: parents only."""
+
+    key: bytes = b""
+    namespace: Any = None
+    parent: Any = None
+    shards: dict[int, Shard] = msgspec.field(default_factory=dict)
+    sealed: int = 0
+    """Shards that are sealed."""
+    depth: int = 0
+    """Chunks from the prompt's start to the end of this one, all sealed; 0 = loose or not yet sealed."""
+    position: int = 0
+    """What `depth` becomes when it and all before it are sealed; 0 where the parent is unknown."""
+    children: int = 0
+    """Chunks that name this one as parent."""
+    holds: int = 0
+    """Pins of requests, and copies under way."""
+    bytes: int = 0
+
+
+class Namespace:
+    """Chunks whose bytes mean the same: one model, parallel shape, blocks a chunk, and layout on every rank."""
+
+    __slots__ = ("blocks_in_chunk", "bytes", "chunks", "layouts", "live", "model", "world_size")
+
+    def __init__(self, model: str, world_size: int, blocks_in_chunk: int) -> None:
+        self.model = model
+        self.world_size = world_size
+        self.blocks_in_chunk = blocks_in_chunk
+        self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks show up
+        self.chunks: dict[bytes, Chunk] = {}
+        self.live = 0  # registered instances that use it
+        self.bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self.model!r} world_size={self.world_size} {len(self.chunks)} chunks {self.bytes} bytes>"
+
+
+class Pin(msgspec.Struct, gc=False):
+    """What one lookup holds: the deepest chained chunk and the loose ones behind it."""
+
+    chunks: list[Chunk]
+    matched: int
+
+
+class Index:
+    """All chunks of the depot, in `space`."""
+
+    def __init__(self, space: Space, policy: Policy) -> None:
+        self.space = space
+        self._policy = policy
+        self._namespaces: dict[tuple[str, int], list[Namespace]] = {}
+        self.chunks = 0
+        self.reserved = 0  # shards
+        self.held = 0  # holds on all chunks
+        self.evicted = 0
+
+    def __repr__(self) -> str:
+        return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.space}>"
+
+    # -- namespaces
+
+    def namespace(self, model: str, world_size: int, rank: int, fingerprint: bytes, blocks_in_chunk: int) -> Namespace:
+        """The namespace of one rank's layout; a new one unless all that is known of an old one agrees."""
+        spaces = self._namespaces.setdefault((model, world_size), [])
+        for space in reversed(spaces):
+            if space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint:
+                break
+        else:
+            space = Namespace(model, world_size, blocks_in_chunk)
+            spaces.append(space)
+        space.layouts[rank] = fingerprint
+        return space
+
+    def lookup_namespaces(self, model: str, world_size: int, blocks_in_chunk: int) -> list[Namespace]:
+        """Where a lookup that names no layout must look: those of registered engines, else the newest."""
+        spaces = [
+            space
+            for space in self._namespaces.get((model, world_size), ())
+            if not blocks_in_chunk or space.blocks_in_chunk == blocks_in_chunk
+        ]
+        return [space for space in spaces if space.live] or spaces[-1:]
+
+    def forget_namespace(self, space: Namespace) -> None:
+        """Drop a namespace that has no chunks and no registered instance."""
+        if not space.chunks and not space.live:
+            spaces = self._namespaces.get((space.model, space.world_size), [])
+            if space in spaces:
+                spaces.remove(space)
+                if not spaces:
+                    del self._namespaces[space.model, space.world_size]
+
+    def namespaces(self) -> list[Namespace]:
+        return [space for spaces in self._namespaces.values() for space in spaces]
+
+    # -- lookup and pins
+
+    def match(self, space: Namespace, hashes: bytes) -> Pin:
+        """The longest cached prefix of `hashes` (32 bytes a chunk). Nothing is held yet."""
+        chunks = space.chunks
+        low, high = 0, len(hashes) // HASH_BYTES
+        total = high
+        deepest: Chunk | None = None
+        probe = high  # all hit is the common case: ask for the last first
+        while low < high:
+            chunk = chunks.get(hashes[(probe - 1) * HASH_BYTES : probe * HASH_BYTES])
+            if chunk is not None and chunk.depth == probe:
+                low, deepest = probe, chunk
+            else:
+                high = probe - 1
+            probe = (low + high + 1) // 2
+        loose: list[Chunk] = []
+        while low < total:
+            chunk = chunks.get(hashes[low * HASH_BYTES : (low + 1) * HASH_BYTES])
+            if chunk is None or chunk.sealed < space.world_size:
+                break
+            low += 1
+            if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
+                chunk.depth = low  # it was sealed before its parent was: now it is chained
+                deepest = chunk
+            else:
+                loose.append(chunk)
+        return Pin(loose if deepest is None else [deepest, *loose], low)
+
+    def touch(self, chunks: list[Chunk]) -> None:
+        """Count these as used now, the head last: of what nothing else orders, the tail goes first."""
+        for chunk in reversed(chunks):
+            self._policy.touch(chunk)
+
+    def hold(self, chunks: list[Chunk]) -> None:
+        """Keep these from eviction until `release`, and count them as used."""
+        for chunk in chunks:
+            chunk.holds += 1
+        self.held += len(chunks)
+        self.touch(chunks)
+
+    def release(self, chunks: list[Chunk]) -> None:
+        """Undo one `hold`."""
+        for chunk in chunks:
+            assert chunk.holds > 0, chunk.key.hex()
+            chunk.holds -= 1
+            if not chunk.holds and not chunk.children and not chunk.gone:
+                self._policy.add(chunk)
+        self.held -= len(chunks)
+
+    def sealed_shard(self, space: Namespace, rank: int, key: bytes) -> Chunk | None:
+        """The chunk under `key` if this rank's shard of it is sealed."""
+        chunk = space.chunks.get(key)
+        if chunk is None:
+            return None
+        shard = chunk.shards.get(rank)
+        return chunk if shard is not None and shard.sealed else None
+
+    # -- storing
+
+    def reserve(self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int) -> Chunk | None:
+        """Reserve this rank's shard of a chunk: `size` bytes, evicting what is needed. The chunk is held.
+
+        parent, position: hash of the chunk before it (empty = unknown) and its number, counted from 1.
+        None when space cannot be made. The shard must not exist yet.
+        """
+        chunk = space.chunks.get(key)
+        if chunk is None:
+            before = space.chunks.get(parent) if position > 1 else None
+            known = bool(parent) and (position == 1 or (before is not None and before.position == position - 1))
+            chunk = Chunk(
+                key=key,
+                namespace=space,
+                parent=before if known else None,
+                position=position if known else 0,
+            )
+        assert rank not in chunk.shards, (rank, key.hex())
+        before = chunk.parent
+        chunk.holds += 1  # neither it nor its ancestors may make room for it
+        if before is not None:
+            before.holds += 1
+        extents = self._make_room(size)
+        if before is not None:
+            before.holds -= 1
+        if extents is None:
+            chunk.holds -= 1
+            self._requeue(before)
+            self._requeue(chunk)
+            return None
+        self.held += 1
+        self.reserved += 1
+        if not chunk.shards:  # a new chunk: it was in no dict until now
+            space.chunks[key] = chunk
+            self.chunks += 1
+            if before is not None:
+                before.children += 1
+        chunk.shards[rank] = Shard(extents)
+        bytes_taken = sum(length for _, length in extents)
+        chunk.bytes += bytes_taken
+        space.bytes += bytes_taken
+        self._policy.touch(chunk)
+        return chunk
+
+    def _requeue(self, chunk: Chunk | None) -> None:
+        if chunk is not None and chunk.shards and _evictable(chunk):
+            self._policy.add(chunk)
+
+    def _make_room(self, size: int) -> Extents | None:
+        space = self.space
+        if space.rounded(size) > space.capacity:
+            return None
+        while True:
+            extents = space.allocate(size)
+            if extents is not None:
+                return extents
+            victim = self._policy.victim(_evictable)
+            if victim is None:
+                return None
+            assert isinstance(victim, Chunk)
+            self.evicted += 1
+            self._remove(victim)
+
+    def seal(self, chunk: Chunk, rank: int) -> None:
+        """Make a reserved shard visible and release the hold of `reserve`."""
+        shard = chunk.shards[rank]
+        assert not shard.sealed
+        shard.sealed = True
+        self.reserved -= 1
+        chunk.sealed += 1
+        if chunk.sealed == chunk.namespace.world_size and chunk.position:
+            before = chunk.parent
+            if chunk.position == 1 or (before is not None and before.depth == chunk.position - 1):
+                chunk.depth = chunk.position
+        self.release([chunk])
+
+    def discard(self, chunk: Chunk, rank: int) -> None:
+        """Drop a reserved shard (its copy failed) and release the hold of `reserve`."""
+        shard = chunk.shards.pop(rank)
+        assert not shard.sealed
+        self.reserved -= 1
+        self._free(chunk, shard)
+        if not chunk.shards:
+            chunk.holds -= 1
+            self.held -= 1
+            self._unlink(chunk)
+        else:
+            self.release([chunk])
+
+    def clear(self) -> int:
+        """Remove every chunk that nothing holds, tails first; how many."""
+        removed = 0
+        for space in self.namespaces():
+            # Deepest first, so that a chunk's children are gone before it is looked at.
+            for chunk in sorted(space.chunks.values(), key=lambda chunk: -chunk.position):
+                if _evictable(chunk):
+                    self._remove(chunk)
+                    removed += 1
+            self.forget_namespace(space)
+        return removed
+
+    # -- removal
+
+    def _remove(self, chunk: Chunk) -> None:
+        assert _evictable(chunk), chunk.key.hex()
+        for shard in chunk.shards.values():
+            self._free(chunk, shard)
+        chunk.shards.clear()
+        self._unlink(chunk)
+
+    def _free(self, chunk: Chunk, shard: Shard) -> None:
+        self.space.free(shard.extents)
+        size = sum(length for _, length in shard.extents)
+        chunk.bytes -= size
+        chunk.namespace.bytes -= size
+
+    def _unlink(self, chunk: Chunk) -> None:
+        """Take a chunk without shards out of its namespace and chain.
+
+        Children of a reservation that failed stay behind: their parent object never gets a depth, so
+        they are loose from then on.
+        """
+        space: Namespace = chunk.namespace
+        del space.chunks[chunk.key]
+        self.chunks -= 1
+        chunk.gone = True
+        chunk.depth = 0
+        before: Chunk | None = chunk.parent
+        chunk.parent = None
+        if before is not None:
+            before.children -= 1
+            before.used = max(before.used, chunk.used)
+            if not before.gone and _evictable(before):
+                self._policy.add(before)
+        self.forget_namespace(space)
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every count and link agrees; O(n), for tests and `kvdepot check`."""
+        self.space.validate()
+        used = chunks = reserved = held = 0
+        children: dict[int, int] = {}
+        for space in self.namespaces():
+            total = 0
+            for key, chunk in space.chunks.items():
+                assert key == chunk.key and chunk.namespace is space and not chunk.gone and chunk.shards
+                assert chunk.sealed == sum(shard.sealed for shard in chunk.shards.values())
+                assert chunk.bytes == sum(n for s in chunk.shards.values() for _, n in s.extents)
+                open_shards = len(chunk.shards) - chunk.sealed
+                assert chunk.holds >= open_shards
+                if chunk.depth:
+                    assert chunk.sealed == space.world_size and chunk.depth == chunk.position
+                    assert chunk.depth == 1 or (chunk.parent is not None and chunk.parent.depth == chunk.depth - 1)
+                if chunk.parent is not None:
+                    children[id(chunk.parent)] = children.get(id(chunk.parent), 0) + 1
+                if _evictable(chunk):
+                    assert chunk.queued, f"{key.hex()} can be evicted but no policy knows it"
+                total += chunk.bytes
+                reserved += open_shards
+                held += chunk.holds
+            assert total == space.bytes
+            used += total
+            chunks += len(space.chunks)
+        for space in self.namespaces():
+            for chunk in space.chunks.values():
+                assert chunk.children == children.get(id(chunk), 0)
+        assert used == self.space.capacity - self.space.free_bytes, (used, self.space)
+        assert (chunks, reserved, held) == (self.chunks, self.reserved, self.held)
+
+
+def _evictable(chunk: Victim) -> bool:
+    assert isinstance(chunk, Chunk)
+    return not chunk.holds and not chunk.children and not chunk.gone

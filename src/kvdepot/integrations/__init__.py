@@ -1,0 +1,13 @@
+"""Engines that kvdepot plugs into, one module an engine."""
+
+from __future__ import annotations
+
+__all__ = ["register_vllm"]
+
+
+def register_vllm() -> None:
+    """vLLM's plugin entry point: make `KVDepotConnector` known by name. Called in every vLLM process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if "KVDepotConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("KVDepotConnector", "kvdepot.integrations.vllm", "KVDepotConnector")

@@ -1,0 +1,229 @@
+"""What a block is: segments of bytes in shared memory.
+
+Used by the client to describe its paged KV tensors, and by the server to check the description. No torch,
+no I/O. The one law: a block is bytes. Nothing here knows formats by name (NHD, HND, MLA, fp8); strides
+say all there is to say.
+
+A layer's tensor of any shape has one **block axis**. Fix a block id and what is left is one or more
+runs of contiguous bytes; each run is a **segment**, the same in every block, one block stride apart:
+
+    segment s of block b:   [offset + b * stride, offset + b * stride + size)
+
+A chunk of `n` blocks is stored segment by segment, in each the `n` blocks in prompt order:
+
+    [segment 0: block 0 .. block n-1][segment 1: block 0 .. block n-1] ...
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from kvdepot.errors import LayoutError
+
+__all__ = ["Layout", "Mapping", "Segment", "TensorView", "build_layout", "find_block_axes"]
+
+MAX_SEGMENTS = 1 << 16
+"""Segments in one layout; more means tensors so scattered that copying them piece by piece is hopeless."""
+
+
+class TensorView(NamedTuple):
+    """One layer's paged KV as strided bytes in a shared mapping. Strides and offset in bytes."""
+
+    name: str
+    mapping: str
+    mapping_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    dtype: str
+
+
+class Mapping(msgspec.Struct, frozen=True, array_like=True):
+    """A shared-memory file that holds KV tensors: its name in /dev/shm and its bytes."""
+
+    name: str
+    size: int
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`size` bytes of every block, `stride` bytes from one block to the next, from `offset` in a mapping."""
+
+    mapping: int
+    offset: int
+    stride: int
+    size: int
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """Where every byte of every block of one worker lies.
+
+    `fingerprint` (32 bytes) is equal for two layouts exactly when the bytes of a chunk mean the same:
+    same layers, dtypes, shapes and byte order within a block; the number of blocks does not enter.
+    """
+
+    mappings: list[Mapping]
+    segments: list[Segment]
+    num_blocks: int
+    fingerprint: bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(segment.size for segment in self.segments)
+
+    def check(self) -> None:
+        """Raise LayoutError unless every byte of every block lies inside its mapping."""
+        if len(self.fingerprint) != 32:
+            raise LayoutError(f"layout fingerprint has {len(self.fingerprint)} bytes, not 32")
+        if self.num_blocks < 1 or not self.segments or not self.mappings:
+            raise LayoutError("layout has no blocks")
+        if len(self.segments) > MAX_SEGMENTS:
+            raise LayoutError(f"layout has {len(self.segments)} segments, more than {MAX_SEGMENTS}")
+        for number, segment in enumerate(self.segments):
+            where = f"segment {number} {segment}"
+            if not 0 <= segment.mapping < len(self.mappings):
+                raise LayoutError(f"{where}: there are {len(self.mappings)} mappings")
+            if segment.size < 1 or segment.offset < 0 or segment.stride < segment.size:
+                raise LayoutError(f"{where}: its blocks are empty, negative or overlap")
+            end = segment.offset + (self.num_blocks - 1) * segment.stride + segment.size
+            if end > self.mappings[segment.mapping].size:
+                raise LayoutError(
+                    f"{where}: block {self.num_blocks - 1} ends at byte {end} of a mapping of "
+                    f"{self.mappings[segment.mapping].size}"
+                )
+
+
+def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[int]:
+    """The block axis of each layer from shapes alone, for callers that gave no descriptor.
+
+    An axis is possible when every layer has it with the same number of blocks. The block axis is axis 0
+    (`[num_blocks, ...]`), or axis 1 behind a K/V axis of two (`[2, num_blocks, ...]`). Where
+    `block_tokens` (tokens a block; 0 = unknown) is given, an axis after the block axis must have that size,
+    in one axis or fused with others. Raises LayoutError, with the shapes, unless exactly one
+    reading is left.
+    """
+    if not views:
+        raise LayoutError("no KV tensors were given")
+
+    def possible(view: TensorView) -> list[int]:
+        axes = [0] if len(view.shape) >= 2 else []
+        if len(view.shape) >= 3 and view.shape[0] == 2:
+            axes.append(1)
+        if len(axes) == 2 and block_tokens:
+            fits = [a for a in axes if any(n % block_tokens == 0 for n in view.shape[a + 1 :])]
+            axes = fits or axes
+        if len(axes) == 2 and len(view.shape) >= 4 and view.shape[1] != 2:
+            axes = [1]
+        return axes
+
+    per_layer = [possible(view) for view in views]
+    readings: list[list[int]] = []
+    for count in {views[0].shape[axis] for axis in per_layer[0]}:
+        choices = [
+            [axis for axis in axes if view.shape[axis] == count] for view, axes in zip(views, per_layer, strict=True)
+        ]
+        readings += [list(reading) for reading in itertools.islice(itertools.product(*choices), 2)]
+    if len(readings) != 1:
+        shapes = ", ".join(f"{view.name} {list(view.shape)}" for view in views[:8])
+        more = f" and {len(views) - 8} more" if len(views) > 8 else ""
+        raise LayoutError(
+            f"the block axis cannot be told from the shapes ({shapes}{more}): name it when registering (block_axes=...)"
+        )
+    return readings[0]
+
+
+def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layout:
+    """Describe tensors whose block axes are known. Raises LayoutError when they can't be described.
+
+    Segments that lie side by side in memory, as those of fused or cross-layer tensors do, become one.
+    """
+    if len(views) != len(block_axes) or not views:
+        raise LayoutError(f"{len(views)} KV tensors but {len(block_axes)} block axes")
+    counts = {view.shape[axis] for view, axis in zip(views, block_axes, strict=True)}
+    if len(counts) != 1:
+        raise LayoutError(f"layers disagree on the number of blocks: {sorted(counts)}")
+    (num_blocks,) = counts
+    mappings: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    segments: list[Segment] = []
+    identity = blake3(b"kvdepot layout 1")
+    for view, axis in zip(views, block_axes, strict=True):
+        number = mappings.setdefault(view.mapping, len(mappings))
+        sizes[view.mapping] = view.mapping_bytes
+        runs, run_bytes = _runs(view, axis)
+        stride = view.strides[axis]
+        if num_blocks == 1:
+            stride = max(stride, run_bytes)  # the stride of an axis of one says nothing
+        segments += [Segment(number, view.offset + run, stride, run_bytes) for run in runs]
+        identity.update(_meaning(view, axis))
+        if len(segments) > MAX_SEGMENTS:
+            raise LayoutError(f"KV tensors fall into more than {MAX_SEGMENTS} segments a block")
+    segments = _merge(segments)
+    # What merged decides the order of a chunk's bytes, so it is part of their meaning.
+    identity.update(msgspec.msgpack.encode([segment.size for segment in segments]))
+    layout = Layout(
+        mappings=[Mapping(name, sizes[name]) for name in mappings],
+        segments=segments,
+        num_blocks=num_blocks,
+        fingerprint=identity.digest(),
+    )
+    layout.check()
+    return layout
+
+
+def _runs(view: TensorView, axis: int) -> tuple[list[int], int]:
+    """Contiguous runs of one block: their offsets in rising order, and the bytes of each."""
+    inner = sorted(
+        (stride, size)
+        for i, (stride, size) in enumerate(zip(view.strides, view.shape, strict=True))
+        if i != axis and size > 1
+    )
+    if any(stride <= 0 for stride, _ in inner) or view.strides[axis] < 0:
+        raise LayoutError(f"{view.name}: shape {view.shape}, strides {view.strides} overlap or run backwards")
+    run = view.item_bytes
+    while inner and inner[0][0] == run:
+        run *= inner.pop(0)[1]
+    count = 1
+    for _, size in inner:
+        count *= size
+    if count > MAX_SEGMENTS:
+        raise LayoutError(f"{view.name}: shape {view.shape} falls into {count} runs a block")
+    offsets = sorted(
+        sum(index * stride for index, (stride, _) in zip(indices, inner, strict=True))
+        for indices in itertools.product(*(range(size) for _, size in inner))
+    )
+    if any(later - earlier < run for earlier, later in itertools.pairwise(offsets)):
+        raise LayoutError(f"{view.name}: shape {view.shape}, strides {view.strides} overlap")
+    return offsets, run
+
+
+def _meaning(view: TensorView, axis: int) -> bytes:
+    """What a block's bytes mean, as bytes: name, dtype, shape, and which inner axis lies outside which."""
+    inner = [i for i in range(len(view.shape)) if i != axis and view.shape[i] > 1]
+    order = sorted(inner, key=lambda i: -view.strides[i])
+    sizes = [view.shape[i] for i in range(len(view.shape)) if i != axis]
+    return msgspec.msgpack.encode([view.name, view.dtype, sizes, [i - (i > axis) for i in order]])
+
+
+def _merge(segments: list[Segment]) -> list[Segment]:
+    """Join segments that follow each other in memory in every block. Order is kept."""
+    merged: list[Segment] = []
+    for segment in segments:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.mapping == segment.mapping
+            and last.stride == segment.stride
+            and last.offset + last.size == segment.offset
+            and last.size + segment.size <= last.stride
+        ):
+            merged[-1] = Segment(last.mapping, last.offset, last.stride, last.size + segment.size)
+        else:
+            merged.append(segment)
+    return merged

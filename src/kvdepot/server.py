@@ -1,0 +1,280 @@
+"""The server process: wires socket, deciding part, arena and copy threads together.
+
+Made by cli.py. One thread runs `Server.run`: it receives, lets the depot decide, sends replies, and
+never touches KV bytes. Copy threads report through a queue and an eventfd. The one law: nothing
+that a client sends, or fails to read, stops the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import hashlib
+import logging
+import os
+import re
+import signal
+import stat
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvdepot import shm, wire
+from kvdepot.arena import HEADER_BYTES, Arena
+from kvdepot.config import Config
+from kvdepot.depot import Action, Depot, Reply
+from kvdepot.errors import ArenaError, BadRequest, KVDepotError, ProtocolError, Unavailable, VersionMismatch
+from kvdepot.evict import POLICIES
+from kvdepot.index import Index
+from kvdepot.mover import Mover
+from kvdepot.space import PAGE, Space
+
+__all__ = ["Server"]
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_BATCH = 128
+"""Messages taken before outcomes of copies get their turn."""
+
+
+class Server:
+    """One depot at one endpoint. Raises ArenaError or Unavailable when its places are taken."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.boot = os.urandom(wire.BOOT_BYTES)
+        name = config.arena_name or f"kvdepot-{os.geteuid()}-{hashlib.sha256(config.url.encode()).hexdigest()[:12]}"
+        size = config.arena_bytes
+        if size < HEADER_BYTES + PAGE:
+            raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
+        self._guard = _Guard(config.url)
+        try:
+            self.arena = Arena(name, size, self.boot)
+        except BaseException:
+            self._guard.close()
+            raise
+        self._stopping = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._bind()
+        except BaseException:
+            self._context.destroy(linger=0)
+            self.arena.close()
+            self._guard.close()
+            raise
+        self._cards: dict[bytes, shm.CardView] = {}
+        self.depot = Depot(config, Index(Space(HEADER_BYTES, size), POLICIES[config.policy]()))
+        self._outcomes: deque[tuple[Any, Any]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._mover = Mover(self.arena, config.copy_threads, self._report)
+
+    def _bind(self) -> None:
+        socket = self._socket
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # ZeroMQ drops the connection above this; up to it, the sender is told (see _receive).
+        socket.setsockopt(zmq.MAXMSGSIZE, 4 * self._config.max_message_mib << 20)
+        old = os.umask(0o177)
+        try:
+            socket.bind(self._config.url)
+        except zmq.ZMQError as exc:
+            raise Unavailable(f"cannot listen on {self._config.url}: {exc.strerror}") from exc
+        finally:
+            os.umask(old)
+
+    # -- the loop
+
+    def run(self) -> None:
+        """Serve until a signal or `stop`. Blocks; then drains, answers what waits and removes its files."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
+        # not tracked and form no cycles; what does is young, and is collected when nothing waits.
+        gc.disable()
+        gc.freeze()
+        shm.sweep_cards()
+        self.arena.start_populating()
+        if self.arena.taken_over:
+            log.info("took over the arena %s that a dead server left", self.arena.path)
+        log.info(
+            "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",
+            self._config.url, self._config.chunk_size, self.arena.path, self.arena.size / 2**30,
+            self._mover.threads,
+        )  # fmt: skip
+        next_tick = time.monotonic() + _TICK_S
+        try:
+            while not self._stopping:
+                wait_s = max(0.0, next_tick - time.monotonic())
+                ready = dict(poller.poll(int(wait_s * 1000) + 1))
+                if self._socket in ready:
+                    self._receive(_BATCH)
+                if self._wake in ready:
+                    self._collect()
+                if time.monotonic() >= next_tick:
+                    self._tick()
+                    next_tick = time.monotonic() + _TICK_S
+            self._drain()
+        finally:
+            self.close()
+
+    def stop(self, *_: object) -> None:
+        """End the loop; safe in a signal handler."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+
+    def catch_signals(self) -> None:
+        """Let SIGTERM and SIGINT stop the server. Main thread only."""
+        signal.signal(signal.SIGTERM, self.stop)
+        signal.signal(signal.SIGINT, self.stop)
+
+    def _receive(self, most: int) -> None:
+        limit = self._config.max_message_mib << 20
+        for _ in range(most):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            identity, frame = frames[0], frames[-1]
+            number: bytes = frame[: wire.ID_BYTES].ljust(wire.ID_BYTES, b"\0")
+            try:
+                if len(frames) != 2:
+                    raise ProtocolError(f"a message of {len(frames) - 1} frames, not 1")
+                if len(frame) > limit:
+                    raise ProtocolError(f"a message of {len(frame)} bytes is longer than {limit}")
+                number, request = wire.decode_request(frame)
+                if isinstance(request, KVDepotError):
+                    raise request
+                self._serve(identity, number, request)
+            except KVDepotError as exc:
+                self.depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1
+                self._send(identity, number, exc)
+
+    def _serve(self, identity: bytes, number: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Hello):
+            self._send(identity, number, self._hello(identity, request))
+        else:
+            self._act(self.depot.handle(identity, number, request))
+
+    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
+        if hello.version != wire.VERSION:
+            raise VersionMismatch(
+                f"the client speaks protocol {hello.version}, this server {wire.VERSION}: "
+                "install the same kvdepot on both sides"
+            )
+        if not self.depot.knows(identity):
+            card = shm.CardView(hello.card)
+            try:
+                if not card.is_alive():
+                    raise BadRequest(f"nobody holds the lock of card {hello.card[:64]!r}")
+                self.depot.hello(identity, card)
+            except KVDepotError:
+                card.close(remove=False)
+                raise
+            self._cards[identity] = card
+        return wire.Welcome(wire.VERSION, self.arena.name, self._config.chunk_size)
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Reply):
+                self._send(action.client, action.number, action.value)
+            else:
+                self._mover.submit(action)
+
+    def _send(self, identity: bytes, number: bytes, value: Any) -> None:
+        encode = wire.encode_failure if isinstance(value, KVDepotError) else wire.encode_answer
+        try:
+            self._socket.send_multipart((identity, encode(number, self.boot, value)), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.depot.counters["replies_dropped"] += 1  # gone, or does not read
+
+    def _report(self, token: Any, outcome: Any) -> None:
+        """On a copy thread."""
+        self._outcomes.append((token, outcome))
+        os.eventfd_write(self._wake, 1)
+
+    def _collect(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._outcomes:
+            token, outcome = self._outcomes.popleft()
+            self._act(self.depot.finished(token, outcome))
+
+    def _tick(self) -> None:
+        for identity, card in list(self._cards.items()):
+            if not card.is_alive():
+                log.info("client %s is gone", identity.hex()[:8])
+                self._act(self.depot.died(identity))
+                del self._cards[identity]
+                card.close(remove=True)
+        gc.collect(1)
+
+    # -- the end
+
+    def _drain(self) -> None:
+        """Let copies in flight end and answer what has arrived, for at most `drain_s`."""
+        deadline = time.monotonic() + self._config.drain_s
+        log.info("stopping: %d operations in flight", self.depot.operations)
+        self._receive(_BATCH)
+        while self.depot.operations and (left := deadline - time.monotonic()) > 0:
+            poller = zmq.Poller()
+            poller.register(self._wake, zmq.POLLIN)
+            poller.poll(int(left * 1000) + 1)
+            self._collect()
+        if self.depot.operations:
+            log.warning("%d operations did not end within %g s", self.depot.operations, self._config.drain_s)
+
+    def close(self) -> None:
+        """Give everything back: threads, sockets, files. Called by `run`."""
+        if not self.depot.operations:
+            self._mover.stop()
+        self._socket.close()
+        self._context.term()
+        for card in self._cards.values():
+            card.close(remove=False)
+        self.arena.close()
+        self._guard.close()
+        os.close(self._wake)
+        log.info("stopped")
+
+
+class _Guard:
+    """Keeps a second server off a unix socket: ZeroMQ would silently take it over."""
+
+    def __init__(self, url: str) -> None:
+        self._fd = -1
+        if not url.startswith("ipc://"):
+            return
+        self._path = Path(url[len("ipc://") :])
+        if len(os.fsencode(self._path)) > 107:
+            raise Unavailable(f"cannot listen on {url}: a unix socket's path has at most 107 bytes")
+        folder = self._path.parent
+        try:
+            if re.fullmatch(r"kvdepot-\d+", folder.name):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                info = folder.lstat()
+                if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                    raise Unavailable(f"cannot listen on {url}: {folder} belongs to somebody else")
+            self._lock = self._path.with_name(self._path.name + ".lock")
+            self._fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise Unavailable(f"cannot listen on {url}: {exc.strerror}") from exc
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise Unavailable(f"another kvdepot server listens on {url}; stop it, or choose another --url") from None
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._path.unlink(missing_ok=True)
+            self._lock.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1

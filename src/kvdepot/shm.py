@@ -1,0 +1,180 @@
+"""Files in /dev/shm, and the locks on them that say who lives.
+
+Used by the server (arena, mapping clients' tensors) and the client (its card). The one law: whoever owns a
+file holds `flock` on it as long as it lives. The kernel gives the lock up exactly when the process is gone and its
+mappings with it, `kill -9` included; so a lock that can be taken proves that its owner touches memory no more.
+
+A **card** is a client's page of shared memory:
+
+    offset 0, uint64   fence: stores whose ticket is <= this number must not become visible
+
+A client raises its fence before it lets the engine reuse blocks that a store may still be reading. The server reads
+the fence after it has copied and before it seals: a copy that ended before the fence rose is whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from kvdepot.errors import ArenaError, BadRequest, LayoutError
+
+__all__ = ["SHM", "Card", "CardView", "is_locked", "lock", "map_shared", "populate", "sweep_cards"]
+
+SHM = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
+_CARD = "kvdepot-card-"
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)  # CDLL calls release the GIL; mmap.madvise does not
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def shm_path(name: str) -> Path:
+    """The file of a shared-memory name. Raises LayoutError for what is no plain name."""
+    if not _NAME.fullmatch(name) or name in {".", ".."}:
+        raise LayoutError(f"{name[:64]!r} is not the name of a shared-memory file")
+    return SHM / name
+
+
+def open_shared(name: str, flags: int = os.O_RDWR) -> int:
+    """Open a shared-memory file of this user. Raises LayoutError for anything else; the caller closes."""
+    path = shm_path(name)
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as exc:
+        raise LayoutError(f"shared memory {name} cannot be opened: {exc.strerror}") from exc
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        os.close(fd)
+        raise LayoutError(f"shared memory {name} is not a file of user {os.geteuid()}")
+    return fd
+
+
+def map_shared(name: str, size: int) -> mmap.mmap:
+    """Map `size` bytes of an existing file, readable and writable. Raises LayoutError when it is smaller."""
+    fd = open_shared(name)
+    try:
+        actual = os.fstat(fd).st_size
+        if not 0 < size <= actual:
+            raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def populate(address: int, size: int) -> bool:
+    """Give every page of a mapped range memory now; False where there is none left.
+
+    Blocks (about 3 s a GiB the first time) without the GIL. A page that could not be had would otherwise
+    kill the process with SIGBUS at the first touch.
+    """
+    return bool(_libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0)
+
+
+def advise_huge(address: int, size: int) -> None:
+    """Ask for huge pages; the kernel may say no."""
+    _libc.madvise(address, size, _MADV_HUGEPAGE)
+
+
+def lock(fd: int) -> bool:
+    """Take the owner's lock; False when another living process has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(fd: int) -> bool:
+    """Whether the owner of this file lives. `fd` must be an open of our own, not the owner's."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+class Card:
+    """The client's side: makes the page, holds its lock, raises the fence. Close removes it."""
+
+    def __init__(self) -> None:
+        self.name = f"{_CARD}{secrets.token_hex(8)}"
+        path = SHM / self.name
+        hidden = path.with_name(f".{self.name}")  # locked before anyone can find it and take it for stale
+        try:
+            self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.ftruncate(self._fd, mmap.PAGESIZE)
+            lock(self._fd)
+            hidden.rename(path)
+        except OSError as exc:
+            raise ArenaError(f"{SHM} cannot hold this client's card: {exc}") from exc
+        self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        self._fence = memoryview(self._page).cast("Q")
+
+    def raise_fence(self, ticket: int) -> None:
+        """From now on no store with a ticket up to this one becomes visible."""
+        self._fence[0] = max(self._fence[0], ticket)
+
+    def close(self) -> None:
+        """Remove the page; the lock goes with it. Safe twice."""
+        if self._fd >= 0:
+            (SHM / self.name).unlink(missing_ok=True)
+            self._fence.release()
+            self._page.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+class CardView:
+    """The server's side of a client's card."""
+
+    def __init__(self, name: str) -> None:
+        if not name.startswith(_CARD):
+            raise BadRequest(f"{name[:64]!r} is not the name of a client's card")
+        self.name = name
+        self._fd = open_shared(name)
+        self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        self._fence = memoryview(self._page).cast("Q")
+
+    @property
+    def fence(self) -> int:
+        return self._fence[0]
+
+    def is_alive(self) -> bool:
+        return is_locked(self._fd)
+
+    def close(self, remove: bool) -> None:
+        """Unmap; with `remove`, take the file of a dead client away."""
+        if self._fd >= 0:
+            if remove:
+                (SHM / self.name).unlink(missing_ok=True)
+            self._fence.release()
+            self._page.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def sweep_cards() -> int:
+    """Remove cards of clients that died while no server watched; how many. Cards of the living stay."""
+    removed = 0
+    for path in SHM.glob(f"*{_CARD}*"):
+        try:
+            fd = open_shared(path.name)
+        except LayoutError:
+            continue  # another user's, or gone by now
+        try:
+            if not is_locked(fd):
+                path.unlink(missing_ok=True)
+                removed += 1
+        finally:
+            os.close(fd)
+    return removed

@@ -1,0 +1,232 @@
+"""What travels between client and server: messages, and nothing that reads or writes a socket.
+
+Used by client.py and server.py. One frame a message, both ways, in msgpack (https://msgpack.org), never pickle:
+
+    request   [id: 8 bytes][body]             body = one of `Request`, tagged by its name
+    reply     [id: 8 bytes][boot: 8 bytes][body]   body = `Answer` or `Failure`
+
+The id is the client's and comes back as it was; it stands outside the body so that a body nobody can decode
+still gets its reply. `boot` names one run of the server: a client that sees another one knows that
+the server has forgotten it. Every request gets exactly one reply. The first message of a client is `Hello`.
+
+Hashes travel as one byte string, 32 bytes a chunk; block ids as little-endian uint32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from kvdepot import errors
+from kvdepot.layout import Layout
+
+__all__ = [
+    "VERSION",
+    "Answer",
+    "ChunkSize",
+    "Clear",
+    "EndSession",
+    "Failure",
+    "Hello",
+    "Lookup",
+    "Noop",
+    "Register",
+    "Request",
+    "Retrieve",
+    "Shards",
+    "Status",
+    "Store",
+    "Unregister",
+    "Welcome",
+    "decode_reply",
+    "decode_request",
+    "encode_answer",
+    "encode_failure",
+    "encode_request",
+]
+
+VERSION = 1
+ID_BYTES = 8
+BOOT_BYTES = 8
+MAX_REQUEST_ID = 4096
+"""Characters in a request id or a model name; longer ones are refused."""
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
+    pass
+
+
+class Hello(_Message, frozen=True):
+    """First message. `card` is the client's liveness file (see shm.py). Answer: `Welcome` fields as a list."""
+
+    version: int
+    card: str
+
+
+class Register(_Message, frozen=True):
+    """Share paged KV tensors under `instance`. Answer: None, once the server has mapped them.
+
+    Where the caller knows for whom it registers, `model` and the shape say so; empty model: the first store tells.
+    """
+
+    instance: int
+    layout: Layout
+    model: str = ""
+    world_size: int = 0
+    rank: int = 0
+    blocks_in_chunk: int = 0
+
+
+class Unregister(_Message, frozen=True):
+    """Forget an instance. Answer: None, once no copy touches its tensors."""
+
+    instance: int
+
+
+class Lookup(_Message, frozen=True):
+    """Longest cached prefix of `hashes`. Answer: chunks in it; they are pinned for `request`.
+
+    readers: keys that will be retrieved per chunk (ranks); after that many the pin is gone by itself.
+    blocks_in_chunk: 0 where the caller does not know it.
+    """
+
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    request: str
+    readers: int
+    hashes: bytes
+
+
+class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One request's consecutive chunks on one rank, and the blocks they lie in.
+
+    parent: hash of the chunk before the first (the chain's root before chunk 0), empty where the
+        hashes are an engine's own and nobody knows how they chain.
+    depth: chunks before the first, from the prompt's start (with `parent` only).
+    skip_blocks: leading blocks of the first chunk that a retrieve must not write.
+    """
+
+    request: str
+    model: str
+    world_size: int
+    rank: int
+    parent: bytes
+    depth: int
+    hashes: bytes
+    block_ids: bytes
+    skip_blocks: int = 0
+
+
+class Store(_Message, frozen=True):
+    """Copy blocks into the depot. `ticket` is the client's running number (see shm.py). Answer: bool."""
+
+    instance: int
+    ticket: int
+    shards: list[Shards]
+
+
+class Retrieve(_Message, frozen=True):
+    """Copy chunks into blocks. Answer: list of bool, one a chunk."""
+
+    instance: int
+    shards: list[Shards]
+
+
+class EndSession(_Message, frozen=True):
+    """Release what `request` still pins. Answer: None."""
+
+    request: str
+
+
+class ChunkSize(_Message, frozen=True):
+    """Answer: tokens a chunk."""
+
+
+class Noop(_Message, frozen=True):
+    """Answer: "ok"."""
+
+
+class Clear(_Message, frozen=True):
+    """Drop every chunk that nothing pins or copies. Answer: None."""
+
+
+class Status(_Message, frozen=True):
+    """Answer: a dict of counts."""
+
+
+Request: TypeAlias = (
+    Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession | ChunkSize | Noop | Clear | Status
+)
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    """Answer to `Hello`: the arena's file name (whose lock says that the server lives) and the chunk size."""
+
+    version: int
+    arena: str
+    chunk_size: int
+
+
+class Answer(_Message, frozen=True):
+    """A result."""
+
+    value: Any
+
+
+class Failure(_Message, frozen=True):
+    """An error: a code of errors.py and a sentence."""
+
+    code: str
+    message: str
+
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_request(number: int, request: Request) -> bytes:
+    """One frame, client to server."""
+    return number.to_bytes(ID_BYTES, "little") + _encode(request)
+
+
+def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]:
+    """The id, and the request or what is wrong with it. A frame too short for an id has the id zero."""
+    number = frame[:ID_BYTES]
+    if len(number) < ID_BYTES:
+        return bytes(ID_BYTES), errors.ProtocolError(f"a frame of {len(frame)} bytes is no message")
+    try:
+        return number, _requests.decode(memoryview(frame)[ID_BYTES:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        return number, errors.ProtocolError(f"not a message of protocol version {VERSION}: {exc}")
+
+
+def encode_answer(number: bytes, boot: bytes, value: Any) -> bytes:
+    """One frame, server to client: the result of request `number`."""
+    return number + boot + _encode(Answer(value))
+
+
+def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> bytes:
+    """One frame, server to client: request `number` failed."""
+    return number + boot + _encode(Failure(error.code, str(error)))
+
+
+def decode_reply(frame: bytes) -> tuple[int, bytes, Any]:
+    """Id, boot id, and the value or an error from errors.py (returned, not raised).
+
+    Raises ProtocolError for a frame that is no reply.
+    """
+    head = ID_BYTES + BOOT_BYTES
+    if len(frame) < head:
+        raise errors.ProtocolError(f"a frame of {len(frame)} bytes is no reply")
+    try:
+        body = _replies.decode(memoryview(frame)[head:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise errors.ProtocolError(f"not a reply of protocol version {VERSION}: {exc}") from exc
+    number = int.from_bytes(frame[:ID_BYTES], "little")
+    boot = frame[ID_BYTES:head]
+    if isinstance(body, Failure):
+        return number, boot, errors.from_code(body.code, body.message)
+    return number, boot, body.value
