@@ -51,6 +51,7 @@ CONNECT_S = 5.0
 DEADLINE_S = 30.0
 """For requests that are neither lookups nor copies: registering maps gigabytes."""
 MAX_IN_FLIGHT = 65536
+_HELLO_S = 1.0
 _GONE_CHECK_S = 0.2
 _STALE_S = 10.0
 """After this long, a copy's answer is suspected lost."""
@@ -236,7 +237,7 @@ class MessageQueueClient:
     # -- hello, and again after a restart
 
     def _greet(self) -> bool:
-        return self._ask_own(wire.Hello(wire.VERSION, self.card.name), self._on_welcome, CONNECT_S)
+        return self._ask_own(wire.Hello(wire.VERSION, self.card.name), self._on_welcome, _HELLO_S)
 
     def _ask_own(self, request: wire.Request, then: Callable[[Any], None], deadline_s: float = DEADLINE_S) -> bool:
         """One of our own requests; `then` gets the value or the error."""
@@ -305,13 +306,6 @@ class MessageQueueClient:
                 pending.future._finish(Unavailable(reason))
         self._parked.clear()
         self._recovering.clear()
-
-    def _bury(self, error: Unavailable) -> None:
-        """The server we knew is gone for sure. What waits for a new one goes on waiting."""
-        self._welcomed = False
-        self._forget_server()
-        for number in self._pending.keys() - {*self._parked, *self._recovering}:
-            self._pending.pop(number).future._finish(error)
 
     def _fail_all(self, error: KVDepotError) -> None:
         self._parked.clear()
@@ -383,8 +377,8 @@ class MessageQueueClient:
         pending.repeats += 1
         self._welcomed = False
         self._parked.append(number)
-        if not self._recovering:
-            self._greet()
+        if not self._recovering and not self._greet():
+            self._lose(f"the connection to {self.server_url} is down")
         return True
 
     def _expire(self) -> None:
@@ -402,12 +396,15 @@ class MessageQueueClient:
         if self._pending and now - self._last_reply > _GONE_CHECK_S and self._watch is not None:
             self._last_reply = now
             if self._watch.is_gone():
-                self._bury(Unavailable(f"the server at {self.server_url} is gone"))
+                # Whoever is there now does not know us: what was sent to the old one ends with the next welcome.
+                self._welcomed = False
+                self._forget_server()
         if self._pending and self._welcomed and now - next(iter(self._pending.values())).born > _STALE_S:
             self._welcomed = False  # its answer may be lost: recovering tells
             next(iter(self._pending.values())).born = now
-        if self._pending and not self._welcomed and not self._recovering:
-            self._greet()
+        if self._pending and not self._welcomed and not self._recovering and not self._greet():
+            if self._met and self._watch is None:
+                self._fail_all(self._no_server())
 
     def close(self) -> None:
         """End the connection; what is in flight fails with Unavailable. Safe twice; blocks 0.2 s at most."""

@@ -1,0 +1,112 @@
+"""Real parts for the tests: a server process at its own socket with its own arena, and connections to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+
+SHM = Path("/dev/shm")
+
+
+class Depot:
+    """A `kvdepot serve` process."""
+
+    def __init__(self, *flags: str, arena_mib: int = 64, chunk_size: int = 256, url: str = "", name: str = "") -> None:
+        self.name = name or f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+        self.url = url or f"ipc://{tempfile.gettempdir()}/{self.name}.sock"
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.name,
+                "--arena-gib", str(arena_mib / 1024), "--chunk-size", str(chunk_size), *flags,
+            ],
+            stderr=self.log,
+        )  # fmt: skip
+
+    def wait_ready(self) -> Depot:
+        client = MessageQueueClient(self.url, self.context)
+        try:
+            client.learn_chunk_size(20.0)
+        except Exception:
+            self.process.kill()
+            pytest.fail(f"the server did not answer:\n{self.logged()}")
+        finally:
+            client.close()
+        return self
+
+    def logged(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def status(self) -> dict[str, Any]:
+        client = MessageQueueClient(self.url, self.context)
+        try:
+            answer: dict[str, Any] = client.ask(wire.Status()).result(10.0)
+            return answer
+        finally:
+            client.close()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        return self.process.wait(20)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(20)
+        with contextlib.suppress(zmq.ZMQError):
+            self.context.destroy(linger=0)
+        self.log.close()
+        (SHM / self.name).unlink(missing_ok=True)
+        for path in Path(tempfile.gettempdir()).glob(f"{self.name}.sock*"):
+            path.unlink()
+
+
+StartDepot = Callable[..., Depot]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    """No test of this process may leave cards or arenas behind."""
+    before = set(os.listdir(SHM))
+    yield
+    left = {name for name in set(os.listdir(SHM)) - before if "kvdepot" in name}
+    assert not left, f"left in /dev/shm: {sorted(left)}"
+
+
+@pytest.fixture
+def start_depot() -> Iterator[StartDepot]:
+    """Start servers that end with the test: `start_depot(*flags, arena_mib=64, chunk_size=256)`."""
+    started: list[Depot] = []
+
+    def start(*flags: str, **options: Any) -> Depot:
+        depot = Depot(*flags, **options)
+        started.append(depot)
+        return depot.wait_ready()
+
+    yield start
+    for depot in started:
+        depot.close()
+
+
+@pytest.fixture(scope="module")
+def depot() -> Iterator[Depot]:
+    """One server for a module's tests; they use model names of their own."""
+    server = Depot().wait_ready()
+    yield server
+    server.close()
