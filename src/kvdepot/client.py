@@ -402,8 +402,9 @@ class MessageQueueClient:
         if self._pending and self._welcomed and now - next(iter(self._pending.values())).born > _STALE_S:
             self._welcomed = False  # its answer may be lost: recovering tells
             next(iter(self._pending.values())).born = now
-        if self._pending and not self._welcomed and not self._recovering and not self._greet():
-            if self._met and self._watch is None:
+        if self._pending and not self._welcomed and not self._recovering:
+            reached = self._greet()
+            if not reached and self._met and self._watch is None:
                 self._fail_all(self._no_server())
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ class Depot:
             case wire.Noop():
                 value = "ok"
             case wire.Clear():
-                self.counters["cleared_chunks"] += self.index.clear()
+                self.counters["cleared_chunks"] += self.index.clear(request.model)
             case wire.Status():
                 value = self.status()
             case wire.Hello():

@@ -278,10 +278,12 @@ class Index:
         else:
             self.release([chunk])
 
-    def clear(self) -> int:
-        """Remove every chunk that nothing holds, tails first; how many."""
+    def clear(self, model: str = "") -> int:
+        """Remove every chunk that nothing holds, of one model or of all (empty), tails first; how many."""
         removed = 0
         for space in self.namespaces():
+            if model and space.model != model:
+                continue
             # Deepest first, so that a chunk's children are gone before it is looked at.
             for chunk in sorted(space.chunks.values(), key=lambda chunk: -chunk.position):
                 if _evictable(chunk):

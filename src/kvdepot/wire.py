@@ -149,7 +149,9 @@ class Noop(_Message, frozen=True):
 
 
 class Clear(_Message, frozen=True):
-    """Drop every chunk that nothing pins or copies. Answer: None."""
+    """Drop every chunk that nothing pins or copies, of one model or of all (empty). Answer: None."""
+
+    model: str = ""
 
 
 class Status(_Message, frozen=True):

@@ -1,0 +1,478 @@
+"""vLLM's side of kvdepot: `KVDepotConnector`, for vLLM 0.32.
+
+vLLM makes one in its scheduler and one in each worker. The scheduler's decides: it hashes a request's tokens, looks its
+prefix up when it arrives, and says in each step's metadata what is to be loaded and stored. The worker's acts. The one
+law: vLLM never decodes over a block that is not whole, and neither side ever waits for the depot in a step.
+
+    request arrives       on_new_request              hash, send the lookup
+    request is scheduled  get_num_new_matched_tokens  its answer (awaited 0.5 ms at most, else asked again next step)
+    blocks are allocated  update_state_after_alloc    note which chunks go into which blocks
+    step is built         build_connector_meta        loads; stores of chunks this step completes; preempted requests
+    worker, before        handle_preemptions          stores of preempted requests end or are made void
+    worker, after         start_load_kv, wait_for_save, get_finished
+    load has ended        update_connector_output     failed blocks: vLLM recomputes, and no second try
+    request ends          request_finished_all_groups blocks stay alive until its stores are done
+
+Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.save_decode` (store decoded chunks too, default false),
+`kvdepot.weights_revision` (a name for weights that their path does not tell apart).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+import zmq
+from blake3 import blake3
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvdepot import wire
+from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter
+from kvdepot.config import default_url
+from kvdepot.contract import pack_block_ids
+from kvdepot.devices.cpu import share
+from kvdepot.errors import ConfigError
+from kvdepot.keys import ChunkChain, derive_root
+from kvdepot.layout import build_layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["KVDepotConnector"]
+
+log = init_logger(__name__)
+
+_PREFIX = "kvdepot."
+_SETTINGS = {"url": str, "save_decode": bool, "weights_revision": str}
+_ANSWER_S = 0.0005
+"""How long the scheduler awaits a lookup that is under way, once per scheduling attempt."""
+_PREEMPTION_S = 0.05
+"""How long a worker awaits the stores of preempted requests before it makes them void."""
+_IDLE_S = 0.002
+"""How long a worker with nothing to compute awaits a load, rather than spin on a core that copies need."""
+
+
+@dataclass
+class _Transfer:
+    """Chunks of one request to copy, as the scheduler tells the workers."""
+
+    request_id: str
+    parent: bytes
+    depth: int
+    hashes: bytes
+    block_ids: bytes
+    skip_blocks: int = 0
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):
+    """One step's orders, scheduler to workers."""
+
+    loads: list[_Transfer] = field(default_factory=list)
+    stores: list[_Transfer] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    """Finished requests whose blocks vLLM keeps until a worker reports them."""
+    idle: bool = False
+
+
+@dataclass
+class _Tracked:
+    """What the scheduler knows of one request."""
+
+    request: Request
+    chain: ChunkChain
+    extras: list[tuple[int, bytes]]
+    preemptions: int = 0
+    local_tokens: int = 0  # in the engine's own cache when it was last asked for
+    saved_chunks: int = 0  # from the start, in the depot or on their way
+    load: _Transfer | None = None
+    load_blocks: frozenset[int] = frozenset()
+    may_load: bool = True
+    stores_open: bool = False  # a worker may be storing its blocks
+
+
+class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
+    """Stores prompts' KV in a kvdepot server and takes it back instead of recomputing.
+
+    Raises ConfigError for a configuration it can't serve, Unavailable when no server answers within 5 s.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        _refuse_unserved(vllm_config, kv_cache_config)
+        self._save_decode = settings["save_decode"]
+        self._stores = self._kv_transfer_config.is_kv_producer
+        self._loads = self._kv_transfer_config.is_kv_consumer
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        replicas = kv_cache_config.kv_tp_replicas
+        self._ranks = ranks
+        model = _namespace(vllm_config, kv_cache_config, settings["weights_revision"])
+        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        place = (settings["url"], zmq.Context(), model, ranks // replicas)
+        self._scheduler: LMCacheMPSchedulerAdapter | None = None
+        self._worker: LMCacheMPWorkerAdapter | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._scheduler = LMCacheMPSchedulerAdapter(*place, 0, block_tokens)
+        else:
+            rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
+            self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens)
+        self._context: zmq.Context[Any] = place[1]
+        self._tracked: dict[str, _Tracked] = {}
+        self._new_loads: list[_Transfer] = []
+        self._ended: set[str] = set()
+        log.info("kvdepot: %s at %s as %s", role.name.lower(), settings["url"], model)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped store is a future miss, nothing worse."""
+        return False
+
+    # -- scheduler: what is cached
+
+    @property
+    def _asks(self) -> LMCacheMPSchedulerAdapter:
+        assert self._scheduler is not None, "this connector was made for a worker"
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
+        if request.prompt_embeds is not None or request.request_id in self._tracked:
+            return  # embeddings are not named by tokens: neither stored nor looked up
+        tracked = _Tracked(request, ChunkChain(self._asks.chunk_size, _root(request)), _extras(request))
+        self._tracked[request.request_id] = tracked
+        self._look_up(tracked)
+
+    def _look_up(self, tracked: _Tracked) -> None:
+        request = tracked.request
+        tracked.chain.extend(request.all_token_ids, tracked.extras)
+        self._asks.cleanup_lookup_result(request.request_id)
+        if self._loads and not request.skip_reading_prefix_cache:
+            self._asks.submit_lookup(request.request_id, bytes(tracked.chain.hashes), readers=self._ranks)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens the depot has beyond the engine's own `num_computed_tokens`; None: ask again next step."""
+        self.on_new_request(request)  # vLLM announces requests; an engine that does not is served all the same
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not self._loads or request.skip_reading_prefix_cache:
+            return 0, False
+        if request.num_preemptions > tracked.preemptions:
+            tracked.preemptions = request.num_preemptions
+            tracked.may_load = True
+            self._look_up(tracked)
+        if not tracked.may_load or len(tracked.chain) * self._asks.chunk_size <= num_computed_tokens:
+            return 0, False  # the depot could not add anything: no need to await its answer
+        cached = self._asks.wait_lookup_result(request.request_id, _ANSWER_S)
+        if cached is None:
+            return None, False
+        tracked.saved_chunks = cached // self._asks.chunk_size
+        tracked.local_tokens = num_computed_tokens
+        new_tokens = min(cached, request.num_tokens) - num_computed_tokens
+        return (new_tokens, True) if new_tokens > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Note which chunks go into which of the blocks that were just allocated."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or num_external_tokens == 0:
+            return
+        chunk_size, per_chunk = self._asks.chunk_size, self._asks.blocks_in_chunk
+        first = tracked.local_tokens // chunk_size
+        end = (tracked.local_tokens + num_external_tokens) // chunk_size
+        (block_ids,) = blocks.get_block_ids()
+        targets = block_ids[first * per_chunk : end * per_chunk]
+        skip = tracked.local_tokens % chunk_size * per_chunk // chunk_size
+        tracked.load = self._transfer(tracked, first, end, targets, skip)
+        tracked.load_blocks = frozenset(targets[skip:])
+        tracked.may_load = False  # whatever becomes of it, this request is not loaded twice
+        self._new_loads.append(tracked.load)
+
+    def _transfer(
+        self, tracked: _Tracked, first: int, end: int, block_ids: list[int], skip_blocks: int = 0
+    ) -> _Transfer:
+        chain = tracked.chain
+        return _Transfer(
+            tracked.request.request_id, chain.parent(first), first, chain.slice(first, end),
+            pack_block_ids(block_ids), skip_blocks,
+        )  # fmt: skip
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> _Metadata:
+        """This step's orders to the workers."""
+        meta = _Metadata(
+            loads=self._new_loads,
+            preempted=set(scheduler_output.preempted_req_ids or ()),
+            ended=self._ended,
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
+        )
+        self._new_loads, self._ended = [], set()
+        for request_id in meta.preempted:
+            if request_id in self._tracked:
+                self._tracked[request_id].stores_open = False
+                self._tracked[request_id].saved_chunks = 0  # its last stores may have been made void
+        if self._stores:
+            for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
+                tracked = self._tracked.get(request_id)
+                if tracked is not None:
+                    self._order_store(meta, scheduler_output, tracked, new_tokens)
+        return meta
+
+    def _order_store(
+        self, meta: _Metadata, scheduler_output: SchedulerOutput, tracked: _Tracked, new_tokens: int
+    ) -> None:
+        """Store the chunks that are complete once this step has run and that the depot does not have."""
+        request, chunk_size = tracked.request, self._asks.chunk_size
+        # Decoded tokens count up to the last one known: behind it there may be drafts or placeholders.
+        known = request.num_tokens if self._save_decode else request.num_prompt_tokens
+        end = min(request.num_computed_tokens + new_tokens, known) // chunk_size
+        if end <= tracked.saved_chunks:
+            return
+        if tracked.saved_chunks == 0 and request.request_id in self._asks.lookup_futures:
+            cached = self._asks.check_lookup_result(request.request_id)
+            tracked.saved_chunks = (cached or 0) // chunk_size
+        if end <= tracked.saved_chunks:
+            return
+        if end > len(tracked.chain):
+            tracked.chain.extend(request.all_token_ids, tracked.extras)
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+        (block_ids,) = state.resolve_block_ids(request.request_id)
+        first, per_chunk = tracked.saved_chunks, self._asks.blocks_in_chunk
+        meta.stores.append(self._transfer(tracked, first, end, block_ids[first * per_chunk : end * per_chunk]))
+        tracked.saved_chunks = end
+        tracked.stores_open = True
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Loads have ended: release their pins, and remember what failed."""
+        failed = connector_output.invalid_block_ids or set()
+        for request_id in connector_output.finished_recving or ():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            self._asks.end_session(request_id)
+            if not failed.isdisjoint(tracked.load_blocks):
+                tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips what it has
+            tracked.load = None
+            tracked.load_blocks = frozenset()
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """True where a worker may still be storing the request's blocks; it reports the id when it is done."""
+        request_id = request.request_id
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None:
+            return False, None
+        self._asks.cleanup_lookup_result(request_id)
+        self._asks.end_session(request_id)
+        self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
+        if not tracked.stores_open:
+            return False, None
+        self._ended.add(request_id)
+        return True, None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, for the one group there is."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def reset_cache(self) -> bool | None:
+        """Forget what is stored for this model (its weights changed, say). Blocks 1 s at most."""
+        self._asks.mq_client.ask(wire.Clear(self._asks.model_name)).result(1.0)
+        return True
+
+    # -- worker: moving bytes
+
+    @property
+    def _moves(self) -> LMCacheMPWorkerAdapter:
+        assert self._worker is not None, "this connector was made for the scheduler"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Share the paged KV with the server. vLLM's views are [blocks, heads, tokens, content]."""
+        backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
+        num_blocks = self._kv_cache_config.num_blocks
+        views, seen = [], set()
+        for name, cache in kv_caches.items():
+            place = (cache.data_ptr(), tuple(cache.shape), cache.stride())
+            if place in seen:
+                continue  # a layer that shares another's KV
+            seen.add(place)
+            if cache.shape[0] % num_blocks:
+                raise ConfigError(
+                    f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide"
+                )
+            if cache.shape[0] != num_blocks:
+                cache = cache.unflatten(0, (num_blocks, -1))  # kernel blocks are parts of a block
+            view = share(cache, name)
+            views.append(view._replace(dtype=f"{view.dtype} {backends}"))
+        self._moves.register_layout(build_layout(views, [0] * len(views)))
+        self._moves.kv_caches = kv_caches
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before blocks of preempted requests are overwritten: their stores end, or never become visible."""
+        assert isinstance(kv_connector_metadata, _Metadata)
+        if kv_connector_metadata.preempted:
+            self._moves.give_up_stores(kv_connector_metadata.preempted, _PREEMPTION_S)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Submit this step's loads; they run between steps."""
+        for load in self._orders.loads:
+            self._moves.submit_shards([load.request_id], self._shards([load]), None, is_store=False)
+
+    def wait_for_save(self) -> None:
+        """Submit this step's stores; on the CPU the forward pass has written their blocks by now."""
+        stores = self._orders.stores
+        if stores:
+            self._moves.submit_shards([s.request_id for s in stores], self._shards(stores), None, is_store=True)
+
+    def _shards(self, transfers: Iterable[_Transfer]) -> list[wire.Shards]:
+        return [
+            self._moves.shards(t.request_id, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks) for t in transfers
+        ]
+
+    @property
+    def _orders(self) -> _Metadata:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, _Metadata)
+        return orders
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose last store is done, among those vLLM waits for; and requests whose load has ended."""
+        orders = self._orders
+        self._ended |= orders.ended
+        if orders.idle:
+            self._moves.wait_any(_IDLE_S)
+        stored, loaded = self._moves.get_finished(finished_req_ids)
+        # Ids come twice, or for requests that never stored; vLLM asserts that it waits for each it is told.
+        stored = (stored or set()) & self._ended
+        self._ended -= stored
+        return stored or None, loaded
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that vLLM must recompute."""
+        return self._moves.get_block_ids_with_load_errors()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only once all its layers are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: chunks are stored with all their layers after the step."""
+
+    def shutdown(self) -> None:
+        """Close the connection. Safe twice and without a server; blocks 5 s at most."""
+        for adapter in (self._scheduler, self._worker):
+            if adapter is not None:
+                adapter.shutdown()
+        self._context.term()
+
+
+def _settings(extra: dict[str, Any]) -> dict[str, Any]:
+    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types."""
+    settings: dict[str, Any] = {"url": default_url(), "save_decode": False, "weights_revision": ""}
+    for key, value in extra.items():
+        name = key.removeprefix(_PREFIX)
+        if name == key:
+            continue  # somebody else's
+        if name not in _SETTINGS:
+            raise ConfigError(f"{key} is no setting of kvdepot: there are {', '.join(_PREFIX + s for s in _SETTINGS)}")
+        if not isinstance(value, _SETTINGS[name]):
+            raise ConfigError(f"{key} is {value!r}, not a {_SETTINGS[name].__name__}")
+        settings[name] = value
+    return settings
+
+
+def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError for what would be cached wrongly or not at all."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ConfigError(
+            f"kvdepot serves models with one KV cache group so far; this one has {len(groups)} "
+            f"({kinds}). "
+            "Hybrid models (sliding window or state space beside full attention) cannot use KVDepotConnector yet"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec | MLAAttentionSpec) or getattr(spec, "sliding_window", None):
+        raise ConfigError(f"kvdepot serves full attention and MLA so far, not {type(spec).__name__}: {spec}")
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            "kvdepot does not serve context parallelism yet: ranks would hold different tokens of a block"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        raise ConfigError(
+            f"kvdepot does not serve speculative decoding by {speculative.method} yet: the draft's KV of a "
+            "loaded prefix would miss the target's hidden states"
+        )
+
+
+def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
+    """All that is fixed for an engine and changes KV bytes, as a readable name with a hash.
+
+    Equal in the scheduler and every worker, and after a restart with the same weights.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    facts = {
+        "vllm": vllm.__version__,
+        "model": model.model,
+        "revision": [model.revision, model.code_revision, getattr(model.hf_config, "_commit_hash", None)],
+        "weights": weights_revision or _weights(Path(model.model)),
+        "load": [str(vllm_config.load_config.load_format), model.seed],
+        "config": model.hf_config.to_dict(),
+        "dtype": [str(model.dtype), str(cache.cache_dtype), str(model.quantization)],
+        "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        "spec": str(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
+    }
+    digest = blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return f"{Path(model.model).name}@{digest}"
+
+
+def _weights(path: Path) -> str:
+    """What tells weights in a local folder from others at the same path: names, sizes and times of its files."""
+    if not path.is_dir():
+        return ""  # a hub name: the revision says it
+    files = sorted(p for p in path.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"})
+    return " ".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in files)
+
+
+def _root(request: Request) -> bytes:
+    """Parent of the request's first chunk: its cache salt and LoRA adapter."""
+    parts = []
+    if request.cache_salt:
+        parts.append(("salt", request.cache_salt))
+    lora = request.lora_request
+    if lora is not None:
+        parts.append(("lora", lora.lora_name))
+        parts.append(("lora path", f"{lora.lora_path} {_weights(Path(lora.lora_path))}"))
+    return derive_root(*parts)
+
+
+def _extras(request: Request) -> list[tuple[int, bytes]]:
+    """Where images, audio and the like begin, and their full hashes."""
+    return [(item.mm_position.offset, item.identifier.encode()) for item in request.mm_features]
