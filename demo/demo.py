@@ -1,0 +1,184 @@
+"""The main job, end to end, on this machine's CPU: `make demo`.
+
+Writes a random-weight Llama, starts `kvdepot serve`, runs a vLLM engine on a few prompts and stops it, then runs
+a fresh engine on the same prompts. Prints what the depot saved, and whether the tokens and logprobs are those of the
+engine's own prefix-cache hit, bit for bit. Exit code 1 when they differ or nothing was retrieved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from safetensors.torch import save_file
+
+from kvdepot.adapters import MessageQueueClient, get_lmcache_chunk_size
+
+HERE = Path(__file__).parent
+# Lengths just past a chunk's end: the engine's own cache and the depot then hold the same tokens of each.
+LENGTHS = (2048 + 17, 2048 + 33, 8192 + 17, 8192 + 49)
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_model(folder: Path) -> None:
+    """A Llama with random bf16 weights, grouped-query attention."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    hidden, inner, vocab = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
+    heads = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
+    kv = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    torch.manual_seed(0)
+
+    def random_weight(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape) * 0.02).to(torch.bfloat16)
+
+    weights = {"model.embed_tokens.weight": random_weight(vocab, hidden), "lm_head.weight": random_weight(vocab, hidden)}
+    weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    for layer in range(CONFIG["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        weights |= {
+            name + "input_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+            name + "post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+            name + "self_attn.q_proj.weight": random_weight(heads, hidden),
+            name + "self_attn.k_proj.weight": random_weight(kv, hidden),
+            name + "self_attn.v_proj.weight": random_weight(kv, hidden),
+            name + "self_attn.o_proj.weight": random_weight(hidden, heads),
+            name + "mlp.gate_proj.weight": random_weight(inner, hidden),
+            name + "mlp.up_proj.weight": random_weight(inner, hidden),
+            name + "mlp.down_proj.weight": random_weight(hidden, inner),
+        }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def start_server(url: str) -> subprocess.Popen[bytes]:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-gib", "2", "--log-level", "warning"]
+    )
+    context: zmq.Context[Any] = zmq.Context()
+    client = MessageQueueClient(url, context)
+    try:
+        get_lmcache_chunk_size(client)  # waits until it answers, or says that nothing does
+    finally:
+        client.close()
+        context.term()
+    return server
+
+
+def run_engine(folder: Path, url: str, mode: str) -> dict[str, Any]:
+    out = folder / f"{mode}.json"
+    environ = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", all_cpus())}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "engine.py"), str(folder / "model"), url, str(folder / "prompts.json"), str(out), mode],
+        env=environ, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    if done.returncode or not out.exists():
+        sys.exit(f"the {mode} engine failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+    results: dict[str, Any] = json.loads(out.read_text())
+    return results
+
+
+def all_cpus() -> str:
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))))
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """How far two runs of a prompt are apart."""
+    if one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"]:
+        return "none"
+    same = next((i for i, (a, b) in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if a != b), None)
+    gaps = [
+        abs(a[token] - b[token])
+        for a, b in zip(one["logprobs"][: same or None], other["logprobs"][: same or None], strict=True)
+        for token in a.keys() & b.keys()
+    ]
+    where = "" if same is None else f", token {same} differs"
+    return f"logprobs by {max(gaps, default=0.0):.4f}{where}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:
+        folder = Path(name)
+        url = f"ipc://{folder}/depot.sock"
+        generator = random.Random(2026)
+        prompts = {
+            f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
+            for i, length in enumerate(args.lengths)
+        }
+        (folder / "prompts.json").write_text(json.dumps(prompts))
+        print(f"machine: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
+        print("writing a random-weight Llama (8 layers, 8 KV heads of 128, bf16)", flush=True)
+        write_model(folder / "model")
+        print("starting kvdepot serve", flush=True)
+        server = start_server(url)
+        try:
+            print("engine A: cold prefill, stores its KV", flush=True)
+            cold = run_engine(folder, url, "cold")
+            print("engine A stopped; engine B: the same prompts from the depot", flush=True)
+            warm = run_engine(folder, url, "warm")
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(30)
+    return report(prompts, cold, warm)
+
+
+def report(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any]) -> int:
+    print()
+    print(f"{'prompt':<16} {'TTFT cold':>10} {'depot':>10} {'own cache':>10} {'speed-up':>9} {'retrieved':>10} identical  cold differs by")
+    good = True
+    for name in prompts:
+        first, depot, own = cold[name]["first"], warm[name]["first"], warm[name]["own"]
+        identical = depot["tokens"] == own["tokens"] and depot["logprobs"] == own["logprobs"]
+        good &= identical and depot["cached"] > 0
+        print(
+            f"{name:<16} {first['ttft'] * 1e3:>7.0f} ms {depot['ttft'] * 1e3:>7.0f} ms {own['ttft'] * 1e3:>7.0f} ms "
+            f"{first['ttft'] / depot['ttft']:>8.1f}x {depot['cached']:>10} {'yes' if identical else 'NO':<9}  "
+            f"{difference(first, own)}"
+        )
+    print()
+    print("identical: tokens and logprobs from the depot equal those of the engine's own prefix-cache hit, bit for bit.")
+    print("A cold run computes the prompt in other batches, so a random-weight bf16 model may differ from it by rounding.")
+    if not good:
+        print("FAILED: an output differs, or nothing was retrieved")
+    return 0 if good else 1
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""One vLLM engine of the demo, in a process of its own: runs prompts and writes what it measured as JSON.
+
+    python engine.py MODEL_DIR DEPOT_URL PROMPTS.json OUT.json MODE
+
+MODE `cold`: every prompt once. MODE `warm`: every prompt twice, first from the depot, then from the engine's own prefix
+cache. The time to first token is that from adding the request until the step that returns its first token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from vllm import LLM, SamplingParams
+
+NEW_TOKENS = 16
+
+
+def run(llm: LLM, name: str, tokens: list[int]) -> dict[str, Any]:
+    """One request to its end: TTFT in seconds, tokens and logprobs, prompt tokens that were cached."""
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, logprobs=5, detokenize=False, ignore_eos=True)
+    engine = llm.llm_engine
+    engine.add_request(name, {"prompt_token_ids": tokens}, params)
+    start, first, last = time.perf_counter(), 0.0, None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if not first and output.outputs[0].token_ids:
+                first = time.perf_counter() - start
+            last = output
+    assert last is not None
+    logprobs = [{token: p.logprob for token, p in step.items()} for step in last.outputs[0].logprobs]
+    return {
+        "ttft": first,
+        "tokens": list(last.outputs[0].token_ids),
+        "logprobs": logprobs,
+        "cached": last.num_cached_tokens,
+    }
+
+
+def main() -> None:
+    model, url, prompts_file, out, mode = sys.argv[1:]
+    prompts: dict[str, list[int]] = json.loads(Path(prompts_file).read_text())
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=8448,
+        max_num_seqs=4,
+        max_num_batched_tokens=2048,
+        kv_transfer_config={
+            "kv_connector": "KVDepotConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kvdepot.url": url},
+        },
+    )
+    run(llm, "warm-up", [7] * 2050)  # first-call costs of the engine are not the depot's to gain
+    results: dict[str, Any] = {}
+    for name, tokens in prompts.items():
+        llm.reset_prefix_cache()
+        results[name] = {"first": run(llm, f"{name}-first", tokens)}
+        if mode == "warm":
+            results[name]["own"] = run(llm, f"{name}-own", tokens)
+    Path(out).write_text(json.dumps(results))
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
