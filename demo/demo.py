@@ -60,7 +60,10 @@ def write_model(folder: Path) -> None:
     def random_weight(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape) * 0.02).to(torch.bfloat16)
 
-    weights = {"model.embed_tokens.weight": random_weight(vocab, hidden), "lm_head.weight": random_weight(vocab, hidden)}
+    weights = {
+        "model.embed_tokens.weight": random_weight(vocab, hidden),
+        "lm_head.weight": random_weight(vocab, hidden),
+    }
     weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     for layer in range(CONFIG["num_hidden_layers"]):
         name = f"model.layers.{layer}."
@@ -96,7 +99,10 @@ def run_engine(folder: Path, url: str, mode: str) -> dict[str, Any]:
     out = folder / f"{mode}.json"
     environ = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", all_cpus())}
     done = subprocess.run(
-        [sys.executable, str(HERE / "engine.py"), str(folder / "model"), url, str(folder / "prompts.json"), str(out), mode],
+        [
+            sys.executable, str(HERE / "engine.py"), str(folder / "model"), url, str(folder / "prompts.json"),
+            str(out), mode,
+        ],
         env=environ, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     if done.returncode or not out.exists():
@@ -154,7 +160,8 @@ def main() -> int:
 
 def report(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any]) -> int:
     print()
-    print(f"{'prompt':<16} {'TTFT cold':>10} {'depot':>10} {'own cache':>10} {'speed-up':>9} {'retrieved':>10} identical  cold differs by")
+    titles = f"{'prompt':<16} {'TTFT cold':>10} {'depot':>10} {'own cache':>10} {'speed-up':>9} {'retrieved':>10}"
+    print(f"{titles} identical  cold differs by")
     good = True
     for name in prompts:
         first, depot, own = cold[name]["first"], warm[name]["first"], warm[name]["own"]
@@ -166,8 +173,12 @@ def report(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, 
             f"{difference(first, own)}"
         )
     print()
-    print("identical: tokens and logprobs from the depot equal those of the engine's own prefix-cache hit, bit for bit.")
-    print("A cold run computes the prompt in other batches, so a random-weight bf16 model may differ from it by rounding.")
+    print(
+        "identical: tokens and logprobs from the depot equal those of the engine's own prefix-cache hit, bit for bit."
+    )
+    print(
+        "A cold run computes the prompt in other batches, so a random-weight bf16 model may differ from it by rounding."
+    )
     if not good:
         print("FAILED: an output differs, or nothing was retrieved")
     return 0 if good else 1

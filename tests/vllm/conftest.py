@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Depot
+from tests.vllm import engines
+from tests.vllm.engines import Engine
+
+StartEngine = Callable[..., Engine]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _needs_vllm() -> None:
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        if os.environ.get("CI"):
+            pytest.fail("vLLM is not installed, and CI must not skip its tests")
+        pytest.skip("vLLM is not installed (make test installs it)")
+
+
+@pytest.fixture(scope="module")
+def vllm_depot() -> Iterator[Depot]:
+    server = Depot(arena_mib=256).wait_ready()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {
+        "gqa": engines.write_model(base / "gqa", engines.LLAMA),
+        "mla": engines.write_model(base / "mla", engines.MLA),
+        "hybrid": engines.write_model(base / "hybrid", engines.HYBRID),
+    }
+
+
+@pytest.fixture
+def start_engine() -> Iterator[StartEngine]:
+    """Start engines that end with the test."""
+    started: list[Engine] = []
+
+    def start(*arguments: Any, **options: Any) -> Engine:
+        engine = Engine(*arguments, **options)
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()

@@ -1,0 +1,181 @@
+"""Tiny random models, and real vLLM engines on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+CHILD = Path(__file__).with_name("child.py")
+START_S = 240
+ANSWER_S = 180
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MLA: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 256,
+    "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 2,
+    "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "vocab_size": 1000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "scoring_func": "softmax", "topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "sliding_window": 512, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+    "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    """A model with random weights, large enough that every token depends on the whole prompt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    norms = {"model.norm": hidden}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        norms |= {f"{name}.input_layernorm": hidden, f"{name}.post_attention_layernorm": hidden}
+        shapes |= {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
+        shapes[f"{name}.mlp.down_proj"] = (hidden, inner)
+        attention = f"{name}.self_attn"
+        if config["model_type"] == "deepseek_v2":
+            latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+            plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
+            norms[f"{attention}.kv_a_layernorm"] = latent
+            shapes |= {
+                f"{attention}.q_proj": (heads * (plain + rope), hidden),
+                f"{attention}.kv_a_proj_with_mqa": (latent + rope, hidden),
+                f"{attention}.kv_b_proj": (heads * (plain + value), latent),
+                f"{attention}.o_proj": (hidden, heads * value),
+            }
+        else:
+            width = config["head_dim"]
+            shapes |= {f"{attention}.{part}_proj": (config["num_key_value_heads"] * width, hidden) for part in "kv"}
+            shapes |= {f"{attention}.q_proj": (heads * width, hidden), f"{attention}.o_proj": (hidden, heads * width)}
+    weights = {f"{name}.weight": torch.ones(size).bfloat16() for name, size in norms.items()}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = (torch.randn(*shape, generator=generator) * 0.1).bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, 1000) for _ in range(tokens)]
+
+
+class Engine:
+    """One vLLM engine with `KVDepotConnector`, in a process of its own."""
+
+    def __init__(
+        self, model: Path, url: str, role: str = "kv_both", extra: dict[str, Any] | None = None, **arguments: Any
+    ) -> None:
+        options = {
+            "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True,
+            "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "disable_log_stats": False,
+            "kv_transfer_config": {
+                "kv_connector": "KVDepotConnector",
+                "kv_role": role,
+                "kv_connector_extra_config": {"kvdepot.url": url, **(extra or {})},
+            },
+        } | arguments  # fmt: skip
+        environ = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive",
+        }  # fmt: skip
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), json.dumps(options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environ,
+        )  # fmt: skip
+        self.number = 0
+
+    def wait_started(self) -> Engine:
+        self._answer(START_S)
+        return self
+
+    def start_error(self) -> str:
+        """What the engine says when it refuses to start."""
+        with pytest.raises(EngineError) as caught:
+            self._answer(START_S)
+        return str(caught.value)
+
+    def _answer(self, timeout_s: float) -> Any:
+        assert self.process.stdout is not None
+        watchdog = threading.Timer(timeout_s, self.process.kill)
+        watchdog.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        answer = json.loads(line) if line else {"error": "the engine died, or did not answer in time"}
+        if "error" in answer:
+            raise EngineError(f"{answer['error']}\n{self.logged()[-6000:]}")
+        return answer["ok"]
+
+    def logged(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def tell(self, do: str, **command: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+        self.process.stdin.flush()
+        return self._answer(ANSWER_S)
+
+    def request(self, tokens: list[int], **options: Any) -> dict[str, Any]:
+        self.number += 1
+        return {"id": f"r{self.number}", "tokens": tokens, **options}
+
+    def run(self, tokens: list[int], **options: Any) -> dict[str, Any]:
+        """One request: its tokens, logprobs, and how many of its prompt tokens were cached."""
+        request = self.request(tokens, **options)
+        (result,) = self.tell("run", requests=[request]).values()
+        return dict(result)
+
+    def run_fresh(self, tokens: list[int], **options: Any) -> dict[str, Any]:
+        """The same with the engine's own prefix cache emptied before."""
+        self.tell("reset")
+        return self.run(tokens, **options)
+
+    def stop(self) -> None:
+        self.tell("stop")
+        assert self.process.wait(60) == 0, self.logged()[-4000:]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(20)
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            if stream is not None:
+                stream.close()
+
+
+class EngineError(Exception):
+    """The engine's process answered with an error, or not at all."""
+
+
+def output(result: dict[str, Any]) -> tuple[Any, Any]:
+    """What must be equal bit for bit."""
+    return result["tokens"], result["logprobs"]

@@ -1,0 +1,187 @@
+"""A real vLLM engine on a real server: what comes from the depot equals the engine's own prefix-cache hit, bit for bit.
+
+Prompts end just past a chunk: the engine's own cache (blocks of 128) and the depot (chunks of 256) then hold the same
+tokens of it, so both runs compute the same rest in the same batch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Depot, StartDepot
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import LLAMA, output, prompt
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_fresh_engine_gets_what_an_earlier_one_stored(
+    kind: str, vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    tokens = prompt(1, 4 * 256 + 17)
+    first = start_engine(models[kind], vllm_depot.url).wait_started()
+    assert first.run(tokens)["cached"] == 0
+    assert first.run(tokens, max_tokens=1)["cached"] == 1024  # by itself
+    first.stop()
+
+    second = start_engine(models[kind], vllm_depot.url).wait_started()
+    from_depot = second.run(tokens)
+    own = second.run(tokens)
+    assert from_depot["cached"] == own["cached"] == 1024
+    assert output(from_depot) == output(own)
+
+    longer = tokens[:700] + prompt(2, 900)  # two chunks of it are stored
+    assert second.run_fresh(longer)["cached"] == 512
+    from_depot = second.run_fresh([*longer[:1536], 5, 6, 7])
+    own = second.run([*longer[:1536], 5, 6, 7])
+    assert from_depot["cached"] == own["cached"] == 1536
+    assert output(from_depot) == output(own)
+    exact = tokens[:1024]  # all of it is stored; the last token is computed all the same
+    assert output(second.run_fresh(exact)) == output(second.run_fresh(exact))
+    second.stop()
+    assert vllm_depot.status()["holds"] == 0
+
+
+def test_salts_and_lora_adapters_never_share_and_two_engines_do(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+) -> None:
+    adapters = [(name, i + 1, str(_write_lora(tmp_path / name, i))) for i, name in enumerate(("red", "blue"))]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    one = start_engine(models["gqa"], vllm_depot.url, **options)
+    two = start_engine(models["gqa"], vllm_depot.url, **options)
+    one.wait_started(), two.wait_started()
+    tokens = prompt(3, 2 * 256 + 9)
+    variants = [{}, {"salt": "tenant-1"}, {"salt": "tenant-2"}, *({"lora": adapter} for adapter in adapters)]
+    for variant in variants:
+        assert one.run_fresh(tokens, **variant)["cached"] == 0, variant
+    for variant in variants:
+        from_depot = two.run_fresh(tokens, **variant)
+        assert from_depot["cached"] == 512, variant
+        assert output(from_depot) == output(two.run(tokens, **variant)), variant
+    outputs = [output(two.run_fresh(tokens, **variant)) for variant in variants]
+    assert outputs[0] == outputs[1] == outputs[2]  # a salt changes nothing but who shares
+    assert outputs[3] != outputs[0] and outputs[4] != outputs[0] and outputs[3] != outputs[4]
+    mixed = two.tell("run", requests=[two.request(tokens, salt=f"tenant-{i}") for i in (1, 2)])
+    assert len(mixed) == 2
+    one.stop(), two.stop()
+
+
+def test_a_producer_only_stores_a_consumer_only_loads_and_dtypes_never_share(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    tokens, other = prompt(4, 2 * 256 + 5), prompt(5, 2 * 256 + 5)
+    producer = start_engine(models["gqa"], vllm_depot.url, role="kv_producer").wait_started()
+    producer.run(tokens)
+    assert producer.run_fresh(tokens)["cached"] == 0
+    producer.stop()
+    consumer = start_engine(models["gqa"], vllm_depot.url, role="kv_consumer").wait_started()
+    assert consumer.run(tokens)["cached"] == 512
+    assert consumer.run_fresh(other)["cached"] == 0
+    assert consumer.run_fresh(other)["cached"] == 0  # it did not store it
+    consumer.stop()
+    full = start_engine(models["gqa"], vllm_depot.url, dtype="float32").wait_started()
+    assert full.run(tokens)["cached"] == 0
+    assert full.run_fresh(tokens)["cached"] == 512  # its own
+    full.stop()
+
+
+def test_decoded_chunks_are_stored_only_when_asked(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    tokens = prompt(6, 256 + 200)
+    plain = start_engine(models["gqa"], depot.url).wait_started()
+    plain.run(tokens, max_tokens=100)
+    plain.stop()
+    assert depot.status()["chunks"] == 1
+    saving = start_engine(models["gqa"], depot.url, extra={"kvdepot.save_decode": True}).wait_started()
+    decoded = saving.run(tokens, max_tokens=100)
+    assert depot.status()["chunks"] == 2
+    follow_up = tokens + decoded["tokens"][:60]
+    from_depot = saving.run_fresh(follow_up)
+    assert from_depot["cached"] == 512
+    assert output(from_depot) == output(saving.run(follow_up))
+    saving.stop()
+
+
+def test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    engine = start_engine(models["gqa"], depot.url).wait_started()
+    tokens = prompt(7, 3 * 256 + 11)
+    cold = engine.run(tokens)
+    engine.tell("reset")
+    engine.tell("add", request=engine.request(tokens))  # the lookup says 768 tokens ...
+    depot.process.kill()
+    depot.process.wait(10)
+    again = start_depot(url=depot.url, name=depot.name, arena_mib=64)  # ... and then they are gone
+    (recomputed,) = engine.tell("finish").values()
+    assert again.status()["counters"]["retrieve_misses"] == 3
+    assert output(recomputed) == output(cold)
+    engine.tell("reset")
+    from_depot = engine.run(tokens)  # what was recomputed was stored again
+    assert from_depot["cached"] == 768
+    assert output(from_depot) == output(engine.run(tokens))
+    again.process.kill()
+    again.process.wait(10)
+    engine.tell("reset")
+    assert engine.run(tokens)["tokens"] == cold["tokens"]  # without a server at all
+    engine.stop()
+
+
+def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    engine = start_engine(
+        models["gqa"], depot.url, extra={"kvdepot.save_decode": True}, num_gpu_blocks_override=20
+    ).wait_started()
+    prompts = [prompt(20 + i, 2 * 256 + 17 + i) for i in range(4)]
+    engine.tell("run", requests=[engine.request(tokens, max_tokens=400) for tokens in prompts])
+    assert engine.tell("preemptions") > 0, "the KV space was not tiny enough to test anything"
+    for tokens in prompts:
+        from_depot = engine.run_fresh(tokens)
+        own = engine.run(tokens)
+        assert from_depot["cached"] == own["cached"] == 512
+        assert output(from_depot) == output(own)
+    engine.stop()
+    status = depot.status()
+    assert status["reserved_shards"] == status["holds"] == status["operations"] == 0
+
+
+def test_a_hybrid_model_is_refused_at_start_with_the_reason(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    said = start_engine(models["hybrid"], vllm_depot.url).start_error()
+    assert "kvdepot serves models with one KV cache group so far" in said
+
+
+def test_an_unknown_setting_and_a_missing_server_are_named_at_start(
+    models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+) -> None:
+    said = start_engine(models["gqa"], "ipc:///nowhere", extra={"kvdepot.save_decodes": True}).start_error()
+    assert "kvdepot.save_decodes is no setting of kvdepot" in said
+    said = start_engine(models["gqa"], f"ipc://{tmp_path}/none.sock").start_error()
+    assert "no kvdepot server answers" in said and "kvdepot serve" in said
+
+
+def _write_lora(folder: Path, seed: int) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LLAMA["num_hidden_layers"]):
+        for name, width in (("q_proj", 256), ("v_proj", 128)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{base}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.1
+            weights[f"{base}.lora_B.weight"] = torch.randn(width, 8, generator=generator) * 0.1
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"})
+    )
+    return folder
