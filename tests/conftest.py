@@ -80,18 +80,6 @@ class Depot:
             path.unlink()
 
 
-def _is_ownerless(name: str) -> bool:
-    """Whether no living process holds the file's lock: others may run servers here at the same time."""
-    try:
-        fd = os.open(SHM / name, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        return not shm.is_locked(fd)
-    finally:
-        os.close(fd)
-
-
 StartDepot = Callable[..., Depot]
 
 
@@ -102,19 +90,6 @@ def _no_leftovers() -> Iterator[None]:
     shm.sweep_cards()  # as the next server would: tests kill clients and servers together
     left = [name for name in Depot.names if (SHM / name).exists()]
     assert not left, f"left in {SHM}: {left}"
-
-
-StartDepot = Callable[..., Depot]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_leftovers() -> Iterator[None]:
-    """No test of this process may leave arenas behind, nor cards that a server would not find."""
-    before = set(os.listdir(SHM))
-    yield
-    shm.sweep_cards()  # as the next server would: tests kill clients and servers together
-    left = {name for name in set(os.listdir(SHM)) - before if "kvdepot" in name and _is_ownerless(name)}
-    assert not left, f"left in /dev/shm: {sorted(left)}"
 
 
 @pytest.fixture
