@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -246,8 +247,6 @@ class _Transfer:
 class LMCacheMPWorkerAdapter:
     """A rank's side: moves blocks into the depot and chunks back. Used by one thread."""
 
-    _instances = itertools.count(1)
-
     def __init__(
         self,
         server_url: str,
@@ -271,7 +270,7 @@ class LMCacheMPWorkerAdapter:
         except BadRequest:
             self.mq_client.close()
             raise
-        self.instance_id = next(self._instances)  # the server keeps instances of two clients apart
+        self.instance_id = secrets.randbits(62)  # a process id would collide between containers
         self.kv_caches: dict[str, torch.Tensor] = {}
         # request id -> its transfers under way; a batch stands under each of its requests
         self.store_futures: dict[str, list[_Transfer]] = {}
@@ -335,6 +334,7 @@ class LMCacheMPWorkerAdapter:
 
     def submit_shards(self, request_ids: Sequence[str], shards: list[wire.Shards], event: Any, is_store: bool) -> None:
         """Store or retrieve chunks whose hashes the caller made. Never blocks."""
+        happened = _happened(event)
         self._last_ticket = next(self._tickets)
         transfer = _Transfer(list(request_ids), shards, self.blocks_in_chunk, is_store, event, self._last_ticket)
         futures = self.store_futures if is_store else self.retrieve_futures
@@ -342,7 +342,7 @@ class LMCacheMPWorkerAdapter:
             futures.setdefault(request_id, []).append(transfer)
         if not shards:
             transfer.future = MessagingFuture.resolved(True if is_store else [])
-        elif _happened(event):
+        elif happened:
             self._send(transfer)
         else:
             if self._waiter is None:
@@ -431,10 +431,12 @@ class LMCacheMPWorkerAdapter:
         """Take out transfers that are done; the ids that have none left."""
         done: set[str] = set()
         settled: set[int] = set()
+        # Asked once each: an answer that comes in meanwhile must not end a batch for some of its requests only.
+        ended_now = {id(t): t.done() for transfers in futures.values() for t in transfers}
         for request_id, transfers in list(futures.items()):
             left = []
             for transfer in transfers:
-                if not transfer.done():
+                if not ended_now[id(transfer)]:
                     left.append(transfer)
                 elif id(transfer) not in settled:
                     settled.add(id(transfer))
@@ -519,7 +521,12 @@ class LMCacheMPWorkerAdapter:
 
 
 def _happened(event: Any) -> bool:
-    return event is None or bool(event.query())
+    try:
+        return event is None or bool(event.query())
+    except AttributeError as exc:
+        raise BadRequest(f"{event!r:.80} is no event: it has no query()") from exc
+    except Exception as exc:
+        raise KVDepotError(f"the event failed: {exc!r}") from exc
 
 
 class _EventWaiter:
@@ -552,5 +559,6 @@ class _EventWaiter:
                 self._send(transfer)
             except KVDepotError as exc:
                 transfer.error = exc
-            except Exception as exc:  # noqa: BLE001 - top of a thread: a broken event fails its transfer alone
-                transfer.error = KVDepotError(f"the event failed: {exc!r}")
+            except Exception as exc:
+                log.exception("an event could not be awaited")
+                transfer.error = KVDepotError(f"the event could not be awaited: {exc!r}")

@@ -100,6 +100,7 @@ def _status(url: str | None) -> int:
     context = zmq.Context()
     client = MessageQueueClient(config.url, context)
     try:
+        client.learn_chunk_size(5.0)  # says so when nobody answers
         print(json.dumps(client.ask(wire.Status()).result(timeout=5.0), indent=2))
     finally:
         client.close()

@@ -120,6 +120,7 @@ class MessagingFuture(Generic[T]):
 @dataclass(slots=True)
 class _Pending:
     request: wire.Request
+    frame: bytes
     future: MessagingFuture[Any]
     deadline: float
     born: float
@@ -211,7 +212,12 @@ class MessageQueueClient:
                     deadline_s = None
                 deadline = time.monotonic() + deadline_s if deadline_s is not None else float("inf")
                 number = next(self._numbers)
-                self._pending[number] = _Pending(request, future, deadline, time.monotonic())
+                try:
+                    frame = wire.encode_request(number, request)
+                except KVDepotError as exc:
+                    future._finish(exc)
+                    return future
+                self._pending[number] = _Pending(request, frame, future, deadline, time.monotonic())
                 self._dispatch(number)
         return future
 
@@ -226,8 +232,8 @@ class MessageQueueClient:
 
     def _transmit(self, number: int) -> bool:
         try:
-            self._socket.send(wire.encode_request(number, self._pending[number].request), zmq.NOBLOCK)
-        except zmq.Again:
+            self._socket.send(self._pending[number].frame, zmq.NOBLOCK)
+        except zmq.ZMQError:  # no connection; or the engine has ended its ZeroMQ context before us
             return False
         return True
 
@@ -244,7 +250,8 @@ class MessageQueueClient:
         number = next(self._numbers)
         future: MessagingFuture[Any] = _Hook(then)
         now = time.monotonic()
-        self._pending[number] = _Pending(request, future, now + deadline_s, now)
+        frame = wire.encode_request(number, request)
+        self._pending[number] = _Pending(request, frame, future, now + deadline_s, now)
         self._recovering.add(number)
         if self._transmit(number):
             return True
@@ -345,6 +352,9 @@ class MessageQueueClient:
             try:
                 frame = cast(bytes, self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
+                return
+            except zmq.ZMQError as exc:
+                self._fail_all(Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}"))
                 return
             try:
                 number, boot, value = wire.decode_reply(frame)

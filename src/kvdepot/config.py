@@ -6,6 +6,7 @@ environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -58,13 +59,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
 
     def __post_init__(self) -> None:
+        for name in ("arena_gib", "drain_s"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
             raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
         if self.log_level not in {"debug", "info", "warning", "error"}:
             raise ValueError(f"log_level: {self.log_level!r} is none of debug, info, warning, error")
-        if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_.\-]{1,200}", self.arena_name):
+        if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
 
     @property

@@ -200,7 +200,10 @@ def check_type(value: Any, expected: type[T]) -> T:
 def pack_block_ids(block_ids: Sequence[int]) -> bytes:
     """Block ids as little-endian uint32. Raises BadRequest for what is none."""
     try:
-        ids = np.asarray(block_ids, dtype=np.int64)
+        ids = np.asarray(block_ids)
+        if ids.size and ids.dtype.kind not in "iu":
+            raise BadRequest(f"block ids must be integers, not {ids.dtype}")
+        ids = ids.astype(np.int64)
     except (TypeError, ValueError, OverflowError) as exc:
         raise BadRequest(f"block ids must be integers: {exc}") from exc
     if ids.ndim != 1 or (len(ids) and (ids.min() < 0 or ids.max() > 0xFFFFFFFF)):
@@ -242,7 +245,7 @@ def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> Any:
     """The answer where `translate` found no whole chunk to ask for."""
     if request_type is RequestType.LOOKUP:
         return 0
-    return True if request_type is RequestType.STORE else [True] * len(payloads[0])
+    return True if request_type is RequestType.STORE else [not payloads[2]] * len(payloads[0])
 
 
 def chunk_range(start: int, end: int, tokens: int, chunk_size: int) -> tuple[int, int]:
@@ -286,6 +289,8 @@ def _transfer(
     chunk_size: int,
     chains: Chains,
 ) -> Call | None:
+    if not all(isinstance(key, IPCCacheEngineKey) for key in keys):
+        raise BadRequest("keys must be a list of IPCCacheEngineKey")
     named = [_key_hashes(key, chunk_size, chains) for key in keys]
     counts = [len(hashes) // 32 for _, _, hashes in named]
     chunks = sum(counts)
@@ -317,7 +322,7 @@ def _transfer(
 
     def per_key(value: Any) -> list[bool]:
         results = iter(check_type(value, list))
-        return [all(list(itertools.islice(results, count))) for count in counts]
+        return [count > 0 and all(list(itertools.islice(results, count))) for count in counts]
 
     return Call(wire.Retrieve(instance, shards), per_key)
 

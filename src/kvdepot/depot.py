@@ -76,6 +76,7 @@ class _Client:
     card: Card
     sessions: dict[str, _Session] = field(default_factory=dict)
     instances: dict[int, _Instance] = field(default_factory=dict)
+    closing: dict[int, _Instance] = field(default_factory=dict)  # unregistered, still being copied
     queued: int = 0
     dead: bool = False
 
@@ -413,13 +414,14 @@ class Depot:
     def _register(self, client: _Client, number: bytes, request: wire.Register) -> list[Action]:
         request.layout.check()
         _check_names("", request.model)
-        actions = self._unregister(client, request.instance, []) if request.instance in client.instances else []
-        instance = _Instance(request.layout)
-        client.instances[request.instance] = instance
         if request.model:
             _check_shape(request.world_size, request.rank)
             if request.blocks_in_chunk < 1:
                 raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
+        actions = self._unregister(client, request.instance, []) if request.instance in client.instances else []
+        instance = _Instance(request.layout)
+        client.instances[request.instance] = instance
+        if request.model:
             self._use_namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
         token = _Mapping(client, instance, [number], opening=True)
         return [*actions, Call(token, partial(self._map_layout, request.layout))]
@@ -427,7 +429,12 @@ class Depot:
     def _unregister(self, client: _Client, number: int, tell: list[bytes]) -> list[Action]:
         instance = client.instances.pop(number, None)
         if instance is None:
+            closing = client.closing.get(number)
+            if closing is not None and closing.closing is not None:  # asked again: both hear when it is done
+                closing.closing += tell
+                return []
             return [Reply(client.identity, n, None) for n in tell]
+        client.closing[number] = instance
         for space in instance.namespaces.values():
             space.live -= 1
             self.index.forget_namespace(space)
@@ -440,6 +447,7 @@ class Depot:
     def _unmap(self, client: _Client, instance: _Instance) -> Call:
         assert instance.mapped is not None and instance.closing is not None
         mapped, instance.mapped = instance.mapped, None
+        client.closing = {n: i for n, i in client.closing.items() if i is not instance}
         return Call(_Mapping(client, instance, instance.closing, opening=False), mapped.close)
 
     def _mapped(self, token: _Mapping, outcome: Any) -> list[Action]:
@@ -456,6 +464,7 @@ class Depot:
                 for number in [n for n, i in client.instances.items() if i is instance]:
                     actions += self._unregister(client, number, [])
                 actions += [Reply(client.identity, n, None) for n in instance.closing or ()]
+                client.closing = {n: i for n, i in client.closing.items() if i is not instance}
         if not client.dead:
             actions += [Reply(client.identity, number, value) for number in token.numbers]
         return actions

@@ -47,6 +47,8 @@ def engine_hash(chunk_hash: bytes) -> bytes:
 
     Hashed under a root of its own, so an engine's hash can never equal one of our chain.
     """
+    if not isinstance(chunk_hash, bytes):
+        raise BadRequest(f"a block hash must be bytes, not {type(chunk_hash).__name__}")
     return blake3(_ENGINE_ROOT + chunk_hash).digest()
 
 

@@ -142,6 +142,9 @@ class CardView:
             raise BadRequest(f"{name[:64]!r} is not the name of a client's card")
         self.name = name
         self._fd = open_shared(name)
+        if os.fstat(self._fd).st_size < mmap.PAGESIZE:
+            os.close(self._fd)
+            raise BadRequest(f"card {name} is shorter than a page")
         self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
         self._fence = memoryview(self._page).cast("Q")
 

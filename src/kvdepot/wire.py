@@ -191,7 +191,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def encode_request(number: int, request: Request) -> bytes:
     """One frame, client to server."""
-    return number.to_bytes(ID_BYTES, "little") + _encode(request)
+    try:
+        return number.to_bytes(ID_BYTES, "little") + _encode(request)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise errors.BadRequest(f"{type(request).__name__} cannot be sent: {exc}") from exc
 
 
 def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]:

@@ -1,0 +1,189 @@
+"""Where a setting comes from, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvdepot import config
+from kvdepot.config import Config, load
+from kvdepot.errors import ConfigError
+
+GIB = 1 << 30
+WRONG: list[tuple[str, str]] = [
+    ("url", "nowhere"),
+    ("chunk_size", "many"),
+    ("chunk_size", "0"),
+    ("chunk_size", "1.5"),
+    ("chunk_size", ""),
+    ("arena_gib", "-1"),
+    ("arena_gib", "much"),
+    ("arena_gib", "nan"),
+    ("arena_gib", "inf"),
+    ("arena_name", "a/b"),
+    ("arena_name", ".."),
+    ("arena_name", "x" * 300),
+    ("copy_threads", "0"),
+    ("copy_threads", "257"),
+    ("policy", "mru"),
+    ("max_message_mib", "0"),
+    ("max_clients", "0"),
+    ("max_queued", "-3"),
+    ("max_sessions", "0"),
+    ("drain_s", "-0.5"),
+    ("drain_s", "nan"),
+    ("drain_s", "inf"),
+    ("log_level", "loud"),
+]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "depot.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def fields() -> list[msgspec.structs.FieldInfo]:
+    return list(msgspec.structs.fields(Config))
+
+
+def test_without_file_environment_and_flags_every_setting_has_its_default() -> None:
+    loaded = load(environ={})
+    assert loaded.url == config.default_url()
+    for field in fields():
+        if field.name != "url":
+            assert getattr(loaded, field.name) == field.default
+
+
+def test_the_file_wins_over_the_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path, 'chunk_size = 128\narena_gib = 0.5\npolicy = "lru"\n')
+    loaded = load(file, environ={})
+    assert (loaded.chunk_size, loaded.arena_gib, loaded.copy_threads) == (128, 0.5, 2)
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "chunk_size = 128\ncopy_threads = 3\n")
+    loaded = load(file, environ={"KVDEPOT_CHUNK_SIZE": "512"})
+    assert (loaded.chunk_size, loaded.copy_threads) == (512, 3)
+
+
+def test_flags_win_over_the_environment(tmp_path: Path) -> None:
+    file = write(tmp_path, "chunk_size = 128\n")
+    loaded = load(file, flags={"chunk_size": "1024"}, environ={"KVDEPOT_CHUNK_SIZE": "512"})
+    assert loaded.chunk_size == 1024
+
+
+def test_a_flag_that_was_not_given_hides_nothing() -> None:
+    loaded = load(flags={"chunk_size": None, "policy": None}, environ={"KVDEPOT_CHUNK_SIZE": "512"})
+    assert loaded.chunk_size == 512
+
+
+def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVDEPOT_CHUNK_SIZE", "48")
+    assert load().chunk_size == 48
+
+
+def test_environment_variables_that_are_no_setting_are_left_alone() -> None:
+    assert load(environ={"KVDEPOT_HOME": "/x", "CHUNK_SIZE": "9", "KVDEPOT_": "y"}).chunk_size == 256
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_flag_is_refused_with_the_flags_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags={name: value}, environ={})
+    assert "--" + name.replace("_", "-") in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_environment_variable_is_refused_with_its_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(environ={f"KVDEPOT_{name.upper()}": value})
+    assert f"KVDEPOT_{name.upper()}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("chunk_size", 'chunk_size = "many"'),
+        ("chunk_size", "chunk_size = 0"),
+        ("chunk_size", "chunk_size = [256]"),
+        ("chunk_size", "chunk_size = 2026-01-01"),
+        ("url", "url = 5"),
+        ("url", 'url = "nowhere"'),
+        ("policy", 'policy = "mru"'),
+        ("log_level", "log_level = false"),
+        ("arena_gib", "arena_gib = nan"),
+        ("arena_gib", "arena_gib = inf"),
+        ("chunk_sise", "chunk_sise = 256"),
+        ("serve", "[serve]\nchunk_size = 256"),
+    ],
+)
+def test_a_wrong_or_unknown_field_of_the_file_is_refused_with_file_and_field(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={})
+    assert file in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_the_message_blames_the_source_that_won(tmp_path: Path) -> None:
+    file = write(tmp_path, "chunk_size = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={"KVDEPOT_CHUNK_SIZE": "-1"})
+    assert "KVDEPOT_CHUNK_SIZE" in str(caught.value)
+    assert file not in str(caught.value)
+
+
+def test_a_wrong_value_that_something_later_overrides_does_no_harm(tmp_path: Path) -> None:
+    file = write(tmp_path, "chunk_size = 0\n")
+    assert load(file, flags={"chunk_size": "64"}, environ={"KVDEPOT_CHUNK_SIZE": "x"}).chunk_size == 64
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml: No such file"):
+        load(str(tmp_path / "missing.toml"), environ={})
+
+
+@pytest.mark.parametrize("data", [b"chunk_size = ", b"= 3", b"\xff\xfe", b"chunk_size = 1\nchunk_size = 2"])
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "depot.toml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"depot\.toml: not TOML"):
+        load(str(path), environ={})
+
+
+def test_a_flag_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="colour"):
+        load(flags={"colour": "red"}, environ={})
+
+
+@pytest.mark.parametrize("url", ["ipc:///run/kvdepot.sock", "tcp://127.0.0.1:5555"])
+def test_an_endpoint_is_taken_as_it_was_given(url: str) -> None:
+    assert load(flags={"url": url}, environ={}).url == url
+
+
+def test_the_default_endpoint_is_a_unix_socket_in_the_users_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/77")
+    assert load().url.startswith("ipc:///run/user/77/")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert load().url.startswith("ipc:///")
+    assert not load().url.startswith("ipc:///run/user/77/")
+
+
+def test_the_arena_has_the_bytes_that_were_asked_for() -> None:
+    assert load(flags={"arena_gib": "0.25"}, environ={}).arena_bytes == GIB // 4
+
+
+def test_an_arena_of_no_given_size_takes_4_gib_at_most() -> None:
+    assert 0 < load(environ={}).arena_bytes <= 4 * GIB
+
+
+def test_a_loaded_configuration_cannot_be_changed() -> None:
+    loaded: Any = load(environ={})
+    with pytest.raises(AttributeError):
+        loaded.chunk_size = 1

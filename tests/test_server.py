@@ -1,0 +1,506 @@
+"""The `kvdepot` command as its users see it: what it takes, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvdepot import __version__, cli
+from kvdepot.adapters import (
+    LMCacheMPSchedulerAdapter,
+    LMCacheMPWorkerAdapter,
+    LoadStoreOp,
+    MessageQueueClient,
+    RequestType,
+)
+from kvdepot.config import Config
+from kvdepot.errors import Busy
+
+from .conftest import Depot, StartDepot
+
+SHM = Path("/dev/shm")
+CHUNK = 256
+BLOCK = 64
+PER_CHUNK = CHUNK // BLOCK
+MIB = 1 << 20
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """What `condition` answers once that is true; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
+        time.sleep(0.005)
+    return value
+
+
+def run_serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A `kvdepot serve` that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", "serve", *flags],
+        capture_output=True, text=True, timeout=30, env={**os.environ, **environ}, check=False,
+    )  # fmt: skip
+
+
+def socket_path(depot: Depot) -> Path:
+    return Path(depot.url.removeprefix("ipc://"))
+
+
+def files(depot: Depot) -> list[Path]:
+    """Socket, lock and arena."""
+    path = socket_path(depot)
+    return [path, path.with_name(path.name + ".lock"), SHM / depot.name]
+
+
+class Engine:
+    """A scheduler and a worker with tensors of `block_bytes` a block."""
+
+    def __init__(self, depot: Depot, block_bytes: int = 256, blocks: int = 16) -> None:
+        self.model = f"model-{uuid.uuid4().hex[:8]}"
+        shape = (depot.url, depot.context, self.model, 1, 0, BLOCK)
+        self.scheduler, self.worker = LMCacheMPSchedulerAdapter(*shape), LMCacheMPWorkerAdapter(*shape)
+        self.cache = torch.randint(0, 256, (blocks, BLOCK, block_bytes // BLOCK), dtype=torch.uint8)
+        self.worker.register_kv_caches({"layer": self.cache})
+
+    def store(self, tokens: list[int], blocks: list[int]) -> None:
+        request_id = uuid.uuid4().hex
+        self.worker.submit_store_request(request_id, LoadStoreOp(blocks, token_ids=tokens), None)
+        eventually(lambda: self.worker.get_finished({request_id})[0])
+
+    def retrieve(self, tokens: list[int], blocks: list[int]) -> set[int]:
+        self.worker.submit_retrieve_request(uuid.uuid4().hex, LoadStoreOp(blocks, token_ids=tokens), None)
+        eventually(lambda: self.worker.get_finished(set())[1])
+        return self.worker.get_block_ids_with_load_errors()
+
+    def lookup(self, tokens: list[int]) -> int | None:
+        request_id = uuid.uuid4().hex
+        self.scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
+        return self.scheduler.wait_lookup_result(request_id, 10.0)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def works(depot: Depot) -> bool:
+    """Whether bytes go into a server and come back."""
+    engine, tokens = Engine(depot), list(range(CHUNK))
+    engine.store(tokens, [0, 1, 2, 3])
+    good = engine.lookup(tokens) == CHUNK and engine.retrieve(tokens, [7, 6, 5, 4]) == set()
+    good = good and torch.equal(engine.cache[[7, 6, 5, 4]], engine.cache[:4])
+    engine.close()
+    return good
+
+
+# -- help and usage
+
+
+def help_text(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*argv, "--help"])
+    assert ended.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_shows_every_setting_with_its_description_and_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    text = help_text(capsys, "serve")
+    for field in msgspec.structs.fields(Config):
+        assert "--" + field.name.replace("_", "-") in text
+        description = field.type.__metadata__[0].description
+        assert description in text
+        if field.name != "url":
+            assert f"{description} (default: {field.default!r})" in text
+    assert "--config" in text
+    assert "KVDEPOT_" in text
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys)
+    assert "serve" in text
+    assert "status" in text
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--colour", "red"], ["serve", "--chunk-size"], ["serve", "x"]])
+def test_wrong_usage_exits_2_and_says_why(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert "usage: kvdepot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chunk_size", "many"), ("chunk_size", "0"), ("url", "nowhere"), ("policy", "mru"), ("arena_gib", "-1"),
+        ("copy_threads", "0"), ("log_level", "loud"), ("arena_name", "a/b"), ("max_clients", "x"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_a_wrong_value_is_refused_by_name_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    name: str, value: str, source: str,
+) -> None:  # fmt: skip
+    argv = ["serve"]
+    if source == "flag":
+        argv.append(f"--{name.replace('_', '-')}={value}")
+        said = "--" + name.replace("_", "-")
+    elif source == "environment":
+        monkeypatch.setenv(f"KVDEPOT_{name.upper()}", value)
+        said = f"KVDEPOT_{name.upper()}"
+    else:
+        file = tmp_path / "depot.toml"
+        file.write_text(f'{name} = "{value}"\n')
+        argv += ["--config", str(file)]
+        said = str(file)
+    assert cli.main(argv) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("kvdepot: ")
+    assert said in text
+    assert name in text or said == "--" + name.replace("_", "-")
+    assert "Traceback" not in text
+
+
+def test_an_unknown_field_of_the_file_is_refused_by_name_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "depot.toml"
+    file.write_text("chunk_sise = 256\n")
+    assert cli.main(["serve", "--config", str(file)]) == 2
+    assert "chunk_sise" in capsys.readouterr().err
+    assert cli.main(["serve", "--config", str(tmp_path / "missing.toml")]) == 2
+    assert "missing.toml" in capsys.readouterr().err
+
+
+def test_the_process_itself_exits_2_on_a_wrong_value() -> None:
+    ended = run_serve("--chunk-size", "0")
+    assert ended.returncode == 2
+    assert "--chunk-size" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_settings_of_file_environment_and_flags_reach_the_server(
+    start_depot: StartDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "depot.toml"
+    file.write_text('chunk_size = 64\nlog_level = "debug"\ncopy_threads = 1\n')
+    monkeypatch.setenv("KVDEPOT_COPY_THREADS", "3")
+    server = start_depot("--config", str(file), chunk_size=128, arena_mib=8)
+    assert server.status()["chunk_size_tokens"] == 128
+    assert "3 copy threads" in server.logged()
+
+
+# -- status
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_in_vain() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A `kvdepot status` where no server is; it waits for one while the other tests run."""
+    url = f"ipc:///tmp/kvdepot-test-{uuid.uuid4().hex[:12]}.sock"
+    command = [sys.executable, "-m", "kvdepot.cli", "status", "--url", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield url, process
+        process.kill()
+
+
+def test_status_prints_what_the_server_holds_as_json(depot: Depot, capsys: pytest.CaptureFixture[str]) -> None:
+    assert works(depot)
+    assert cli.main(["status", "--url", depot.url]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["chunk_size_tokens"] == CHUNK
+    assert printed["chunks"] >= 1
+    assert printed["used_bytes"] > 0
+    assert {"clients", "sessions", "instances", "holds", "operations", "namespaces", "counters"} <= set(printed)
+
+
+# -- one server a place
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Depot]:
+    server = Depot(arena_mib=4).wait_ready()
+    yield server
+    server.close()
+
+
+def test_a_second_server_on_the_same_socket_is_refused_and_the_first_goes_on(small: Depot) -> None:
+    other = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    ended = run_serve("--url", small.url, "--arena-name", other, "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert "another kvdepot server" in ended.stderr
+    assert small.url in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / other).exists()
+    assert all(path.exists() for path in files(small))
+    assert works(small)
+
+
+def test_a_second_server_on_the_same_arena_is_refused_and_the_first_goes_on(small: Depot, tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path}/other.sock"
+    ended = run_serve("--url", url, "--arena-name", small.name, "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert "in use by another kvdepot server" in ended.stderr
+    assert small.name in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert (SHM / small.name).stat().st_size == 4 * MIB
+    assert works(small)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ipc:///no/such/folder/depot.sock", "No such file"),
+        ("ipc:///" + "x" * 120, "107 bytes"),
+        ("tcp://127.0.0.1:notaport", "cannot listen"),
+        ("tcp://192.0.2.1:5555", "cannot listen"),
+    ],
+)
+def test_an_address_nobody_can_listen_on_is_refused(url: str, said: str) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    ended = run_serve("--url", url, "--arena-name", name, "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / name).exists()
+
+
+@pytest.mark.parametrize(("gib", "said"), [("1000000", "does not fit in /dev/shm"), ("0.000001", "raise --arena-gib")])
+def test_an_arena_of_an_impossible_size_is_refused(tmp_path: Path, gib: str, said: str) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    ended = run_serve("--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", name, "--arena-gib", gib)
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / name).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_foreign_file_in_the_arenas_place_is_left_alone(tmp_path: Path) -> None:
+    path = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    path.write_bytes(b"somebody's data" * 100)
+    try:
+        ended = run_serve("--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", path.name, "--arena-gib", "0.01")
+        assert ended.returncode == 1
+        assert "no kvdepot arena" in ended.stderr
+        assert path.read_bytes() == b"somebody's data" * 100
+    finally:
+        path.unlink()
+
+
+# -- files
+
+
+def test_only_its_user_can_open_the_socket_the_lock_and_the_arena(small: Depot) -> None:
+    path, lock, arena = files(small)
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, lock, arena)] == [0o600] * 3
+
+
+def test_the_arena_is_never_larger_than_asked(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=3)
+    arena = SHM / server.name
+    engine = Engine(server, block_bytes=MIB // 16)  # a chunk of 256 KiB
+
+    def check() -> None:
+        info = arena.stat()
+        assert info.st_size == 3 * MIB
+        assert info.st_blocks * 512 <= 3 * MIB
+
+    for number in range(30):
+        engine.store([number] * CHUNK, [0, 1, 2, 3])
+        check()
+    eventually(lambda: arena.stat().st_blocks * 512 == 3 * MIB)
+    status = server.status()
+    assert status["evicted_chunks"] > 0
+    assert status["used_bytes"] <= status["capacity_bytes"] <= 3 * MIB
+    engine.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_with_0_and_removes_its_files(start_depot: StartDepot, number: int) -> None:
+    server = start_depot()
+    engine = Engine(server)
+    engine.store(list(range(CHUNK)), [0, 1, 2, 3])
+    assert all(path.exists() for path in files(server))
+    server.process.send_signal(number)
+    assert server.process.wait(10) == 0
+    assert not any(path.exists() for path in files(server))
+    assert "stopped" in server.logged()
+    assert "Traceback" not in server.logged()
+    engine.close()
+
+
+def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -> None:
+    server = start_depot()
+    engine = Engine(server)
+    for number in range(50):
+        engine.worker.submit_store_request(f"r{number}", LoadStoreOp([0, 1, 2, 3], token_ids=[number] * CHUNK), None)
+    server.process.terminate()
+    done: set[str] = set()
+    names = {f"r{number}" for number in range(50)}
+    eventually(lambda: done.update(engine.worker.get_finished(names)[0] or ()) or done == names)
+    assert server.process.wait(10) == 0
+    engine.close()
+
+
+def test_what_kill_9_leaves_behind_is_taken_over(start_depot: StartDepot) -> None:
+    first = start_depot(arena_mib=8)
+    assert works(first)
+    first.process.kill()
+    first.process.wait(10)
+    assert all(path.exists() for path in files(first))
+    second = start_depot(url=first.url, name=first.name, arena_mib=4)
+    assert "took over the arena" in second.logged()
+    assert (SHM / first.name).stat().st_size == 4 * MIB
+    assert second.status()["chunks"] == 0
+    assert works(second)
+    assert second.stop() == 0
+    assert not any(path.exists() for path in files(first))
+
+
+# -- clients that die
+
+_CHILD = """
+import sys, time
+import torch, zmq
+from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+
+context = zmq.Context()
+shape = (sys.argv[1], context, "dying", 1, 0, 64)
+scheduler, worker = LMCacheMPSchedulerAdapter(*shape), LMCacheMPWorkerAdapter(*shape)
+worker.register_kv_caches({"layer": torch.zeros(8, 64, 4)})
+worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=list(range(256))), None)
+while not worker.get_finished({"r"})[0]:
+    pass
+scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
+assert scheduler.wait_lookup_result("r", 10.0) == 256
+print(scheduler.mq_client.card.name, worker.mq_client.card.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot: StartDepot) -> None:
+    server = start_depot()
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout is not None
+        cards = child.stdout.readline().split()
+        assert len(cards) == 2
+        assert all((SHM / card).exists() for card in cards)
+        status = server.status()
+        assert (status["sessions"], status["instances"]) == (1, 1)
+        assert status["holds"] > 0
+        child.kill()
+        child.wait(10)
+    killed = time.monotonic()
+
+    def released() -> bool:
+        status = server.status()
+        counts = status["sessions"], status["instances"], status["holds"]
+        return counts == (0, 0, 0) and not any((SHM / card).exists() for card in cards)
+
+    eventually(released, timeout_s=5.0)
+    assert time.monotonic() - killed < 5.0
+    assert server.status()["counters"]["clients_died"] >= 2
+    maps = Path(f"/proc/{server.process.pid}/maps")
+    eventually(lambda: "torch_" not in maps.read_text())
+    assert works(server)
+
+
+def test_cards_of_clients_that_died_while_no_server_ran_are_swept_at_the_start(start_depot: StartDepot) -> None:
+    stale = SHM / f"kvdepot-card-{uuid.uuid4().hex[:16]}"
+    stale.write_bytes(bytes(4096))
+    try:
+        start_depot(arena_mib=4)
+        eventually(lambda: not stale.exists())
+    finally:
+        stale.unlink(missing_ok=True)
+
+
+# -- limits
+
+
+def connect(server: Depot) -> MessageQueueClient | None:
+    """A client that the server has welcomed; None where it is refused."""
+    client = MessageQueueClient(server.url, server.context)
+    try:
+        client.submit_request(RequestType.NOOP, []).result(10.0)
+    except Busy:
+        client.close()
+        return None
+    return client
+
+
+def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_left(start_depot: StartDepot) -> None:
+    server = start_depot("--max-clients", "2", arena_mib=4)
+    first, second = eventually(lambda: connect(server)), eventually(lambda: connect(server))
+    assert connect(server) is None
+    first.close()
+    third = eventually(lambda: connect(server), timeout_s=5.0)
+    assert second.submit_request(RequestType.NOOP, []).result(10.0) == "ok"
+    second.close()
+    third.close()
+
+
+# -- tcp
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_a_tcp_endpoint_on_the_loopback_works_and_is_not_shared(start_depot: StartDepot) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    server = start_depot(url=url, arena_mib=8)
+    assert works(server)
+    ended = run_serve("--url", url, "--arena-name", f"{server.name}-2", "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert url in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / f"{server.name}-2").exists()
+    assert works(server)
+    assert server.stop() == 0
+    assert not (SHM / server.name).exists()
+
+
+# -- last, for it takes seconds
+
+
+def test_status_without_a_server_exits_1_and_names_the_address(
+    asked_in_vain: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, process = asked_in_vain
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert out == ""
+    assert "Traceback" not in err
+    assert url in err
