@@ -24,7 +24,7 @@ from typing import Any
 import zmq
 
 from kvdepot import shm, wire
-from kvdepot.arena import HEADER_BYTES, Arena
+from kvdepot.arena import CHUNKS_START, Arena
 from kvdepot.config import Config
 from kvdepot.depot import Action, Depot, Reply
 from kvdepot.errors import ArenaError, BadRequest, KVDepotError, ProtocolError, Unavailable, VersionMismatch
@@ -50,7 +50,7 @@ class Server:
         self.boot = os.urandom(wire.BOOT_BYTES)
         name = config.arena_name or f"kvdepot-{os.geteuid()}-{hashlib.sha256(config.url.encode()).hexdigest()[:12]}"
         size = config.arena_bytes
-        if size < HEADER_BYTES + PAGE:
+        if size < CHUNKS_START + PAGE:
             raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
         self._guard = _Guard(config.url)
         try:
@@ -69,7 +69,7 @@ class Server:
             self._guard.close()
             raise
         self._cards: dict[bytes, shm.CardView] = {}
-        self.depot = Depot(config, Index(Space(HEADER_BYTES, size), POLICIES[config.policy]()))
+        self.depot = Depot(config, Index(Space(CHUNKS_START, size), POLICIES[config.policy]()))
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._mover = Mover(self.arena, config.copy_threads, self._report)

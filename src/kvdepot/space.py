@@ -22,10 +22,10 @@ class Space:
     __slots__ = ("_by_class", "_ends", "_starts", "capacity", "end", "free_bytes", "start")
 
     def __init__(self, start: int, end: int) -> None:
-        self.start = -(-start // PAGE) * PAGE
-        self.end = end - end % PAGE
-        assert self.end > self.start, f"no whole page in [{start}, {end})"
-        self.capacity = self.end - self.start
+        self.start = start
+        self.capacity = (end - start) // PAGE * PAGE
+        assert self.capacity > 0, f"no whole page in [{start}, {end})"
+        self.end = start + self.capacity
         self.free_bytes = 0
         self._starts: dict[int, int] = {}  # start of a free extent -> bytes
         self._ends: dict[int, int] = {}  # end of a free extent -> its start
