@@ -138,7 +138,7 @@ def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
 ) -> None:
     depot = start_depot(arena_mib=64)
     engine = start_engine(
-        models["gqa"], depot.url, extra={"kvdepot.save_decode": True}, num_gpu_blocks_override=20
+        models["gqa"], depot.url, extra={"kvdepot.save_decode": True}, num_gpu_blocks_override=20, max_model_len=2048
     ).wait_started()
     prompts = [prompt(20 + i, 2 * 256 + 17 + i) for i in range(4)]
     engine.tell("run", requests=[engine.request(tokens, max_tokens=400) for tokens in prompts])
@@ -156,7 +156,7 @@ def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
 def test_a_hybrid_model_is_refused_at_start_with_the_reason(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
-    said = start_engine(models["hybrid"], vllm_depot.url).start_error()
+    said = start_engine(models["hybrid"], vllm_depot.url, load_format="dummy").start_error()
     assert "kvdepot serves models with one KV cache group so far" in said
 
 

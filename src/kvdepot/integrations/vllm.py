@@ -276,7 +276,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 continue
             self._asks.end_session(request_id)
             if not failed.isdisjoint(tracked.load_blocks):
-                tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips what it has
+                # What is recomputed is stored again; the server skips what it has after all.
+                tracked.saved_chunks = 0
+                self._asks.cleanup_lookup_result(request_id)
             tracked.load = None
             tracked.load_blocks = frozenset()
 
