@@ -50,38 +50,42 @@ class Reply:
 Action: TypeAlias = Reply | Copy | Call
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Session:
     """What one request of one client pins."""
 
+    client: _Client
     request: str
+    model: str
     chunks: list[Chunk]
     remaining: int  # retrieved keys until the pins go by themselves
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Instance:
     """One worker's registered tensors."""
 
+    number: int
     layout: Layout
     mapped: Mapped | None = None
     namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
     copies: int = 0  # operations that touch the tensors
-    closing: list[bytes] | None = None  # unregistered: whom to tell (request numbers) once copies == 0
+    closing: bool = False  # unregistered or replaced: unmapped once copies == 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Client:
     identity: bytes
     card: Card
     sessions: dict[str, _Session] = field(default_factory=dict)
     instances: dict[int, _Instance] = field(default_factory=dict)
-    closing: dict[int, _Instance] = field(default_factory=dict)  # unregistered, still being copied
+    closing: dict[int, list[_Instance]] = field(default_factory=dict)  # by number: no more, but still mapped
+    waiting: dict[int, list[bytes]] = field(default_factory=dict)  # requests to answer when these are unmapped
     queued: int = 0
     dead: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Operation:
     """One STORE or RETRIEVE under way."""
 
@@ -93,10 +97,10 @@ class _Operation:
     tasks: int = 0
     results: list[bool] = field(default_factory=list)  # one a key
     places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
-    requests: list[tuple[str, int]] = field(default_factory=list)  # request id and its number of keys
+    requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Part:
     """A task's token: which chunks `[first, end)` of an operation it copies."""
 
@@ -105,14 +109,13 @@ class _Part:
     end: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Mapping:
     """The token of mapping (or unmapping) an instance's tensors."""
 
     client: _Client
     instance: _Instance
-    numbers: list[bytes]
-    opening: bool
+    register: bytes | None = None  # the request to answer; None: it is being unmapped
 
 
 class Depot:
@@ -124,7 +127,7 @@ class Depot:
         self._config = config
         self._map_layout = map_layout
         self._clients: dict[bytes, _Client] = {}
-        self._by_request: dict[str, list[_Session]] = {}
+        self._by_request: dict[tuple[str, str], list[_Session]] = {}
         self.operations = 0
 
     def __repr__(self) -> str:
@@ -222,9 +225,10 @@ class Depot:
         if old is not None:
             self._end_session(client, request.request)
         if chunks:
-            session = _Session(request.request, chunks, matched * max(1, request.readers))
+            readers = max(1, request.readers)
+            session = _Session(client, request.request, request.model, chunks, matched * readers)
             client.sessions[request.request] = session
-            self._by_request.setdefault(request.request, []).append(session)
+            self._by_request.setdefault((request.request, request.model), []).append(session)
         self.counters["lookup_chunks"] += len(hashes) // HASH_BYTES
         self.counters["hit_chunks"] += matched
         return matched
@@ -233,21 +237,18 @@ class Depot:
         session = client.sessions.pop(request, None)
         if session is None:
             return
-        sessions = self._by_request[request]
+        sessions = self._by_request[request, session.model]
         sessions.remove(session)
         if not sessions:
-            del self._by_request[request]
-        self._unpin(session)
+            del self._by_request[request, session.model]
+        self.index.release(session.chunks)
 
-    def _unpin(self, session: _Session) -> None:
-        chunks, session.chunks = session.chunks, []
-        self.index.release(chunks)
-
-    def _count_retrieved(self, request: str, keys: int) -> None:
-        for session in self._by_request.get(request, ()):
+    def _count_retrieved(self, request: str, model: str, keys: int) -> None:
+        """`keys` of a request were retrieved: after as many as its lookup matched, its pins are gone."""
+        for session in list(self._by_request.get((request, model), ())):
             session.remaining -= keys
             if session.remaining <= 0:
-                self._unpin(session)
+                self._end_session(session.client, request)
 
     # -- store and retrieve
 
@@ -310,7 +311,7 @@ class Depot:
                 operation.chunks.append((chunk, part.rank))
                 skip = part.skip_blocks if i == 0 else 0
                 pieces.append(CopyPiece(chunk.shards[part.rank].extents, ids[i * blocks : (i + 1) * blocks], skip))
-            operation.requests.append((part.request, count))
+            operation.requests.append((part.request, part.model, count))
         self.index.hold([chunk for chunk, _ in operation.chunks])
         if not pieces:
             self._end_retrieve(operation)
@@ -319,7 +320,7 @@ class Depot:
 
     def _admit(self, client: _Client, number: int) -> _Instance:
         instance = client.instances.get(number)
-        if instance is None or instance.mapped is None or instance.closing is not None:
+        if instance is None or instance.mapped is None or instance.closing:
             raise UnknownInstance(f"no KV tensors are registered under instance {number}")
         if client.queued >= self._config.max_queued:
             self.counters["operations_refused"] += 1
@@ -386,7 +387,7 @@ class Depot:
         actions: list[Action] = []
         if not client.dead:
             actions.append(Reply(client.identity, operation.number, value))
-        if instance.closing is not None and not instance.copies:
+        if instance.closing and not instance.copies:
             actions.append(self._unmap(client, instance))
         return actions
 
@@ -406,8 +407,8 @@ class Depot:
     def _end_retrieve(self, operation: _Operation) -> None:
         self.index.release([chunk for chunk, _ in operation.chunks])
         self.counters["retrieved_chunks"] += sum(operation.results)
-        for request, keys in operation.requests:
-            self._count_retrieved(request, keys)
+        for request, model, keys in operation.requests:
+            self._count_retrieved(request, model, keys)
 
     # -- registrations
 
@@ -419,55 +420,68 @@ class Depot:
             if request.blocks_in_chunk < 1:
                 raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
         actions = self._unregister(client, request.instance, []) if request.instance in client.instances else []
-        instance = _Instance(request.layout)
+        instance = _Instance(request.instance, request.layout)
         client.instances[request.instance] = instance
         if request.model:
             self._use_namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
-        token = _Mapping(client, instance, [number], opening=True)
+        token = _Mapping(client, instance, number)
         return [*actions, Call(token, partial(self._map_layout, request.layout))]
 
     def _unregister(self, client: _Client, number: int, tell: list[bytes]) -> list[Action]:
+        """Let go of an instance; whom to `tell` hears of it when no copy touches its tensors any more."""
         instance = client.instances.pop(number, None)
-        if instance is None:
-            closing = client.closing.get(number)
-            if closing is not None and closing.closing is not None:  # asked again: both hear when it is done
-                closing.closing += tell
-                return []
-            return [Reply(client.identity, n, None) for n in tell]
-        client.closing[number] = instance
+        if instance is not None:
+            self._leave_namespaces(instance)
+            instance.closing = True
+            client.closing.setdefault(number, []).append(instance)
+        if number not in client.closing:
+            return [Reply(client.identity, asked, None) for asked in tell]
+        client.waiting.setdefault(number, []).extend(tell)
+        if instance is None or instance.copies or instance.mapped is None:
+            return []  # the last copy, or the mapping that is under way, goes on from here
+        return [self._unmap(client, instance)]
+
+    def _leave_namespaces(self, instance: _Instance) -> None:
         for space in instance.namespaces.values():
             space.live -= 1
             self.index.forget_namespace(space)
         instance.namespaces.clear()
-        instance.closing = tell
-        if instance.copies or instance.mapped is None:
-            return []  # the last copy, or the mapping that is under way, goes on from here
-        return [self._unmap(client, instance)]
 
     def _unmap(self, client: _Client, instance: _Instance) -> Call:
-        assert instance.mapped is not None and instance.closing is not None
+        assert instance.mapped is not None and instance.closing
         mapped, instance.mapped = instance.mapped, None
-        client.closing = {n: i for n, i in client.closing.items() if i is not instance}
-        return Call(_Mapping(client, instance, instance.closing, opening=False), mapped.close)
+        return Call(_Mapping(client, instance), mapped.close)
 
     def _mapped(self, token: _Mapping, outcome: Any) -> list[Action]:
         client, instance = token.client, token.instance
+        if token.register is None:
+            return self._closed(client, instance)
         value: Any = None
         actions: list[Action] = []
-        if token.opening:
-            if isinstance(outcome, Mapped):
-                instance.mapped = outcome
-                if instance.closing is not None:  # unregistered or dead meanwhile
-                    actions.append(self._unmap(client, instance))
+        if isinstance(outcome, Mapped):
+            instance.mapped = outcome
+            if instance.closing:  # unregistered, replaced or dead meanwhile
+                actions.append(self._unmap(client, instance))
+        else:
+            value = outcome if isinstance(outcome, KVDepotError) else InternalError("mapping failed")
+            if instance.closing:
+                actions += self._closed(client, instance)
             else:
-                value = outcome if isinstance(outcome, KVDepotError) else InternalError("mapping failed")
-                for number in [n for n, i in client.instances.items() if i is instance]:
-                    actions += self._unregister(client, number, [])
-                actions += [Reply(client.identity, n, None) for n in instance.closing or ()]
-                client.closing = {n: i for n, i in client.closing.items() if i is not instance}
+                del client.instances[instance.number]
+                self._leave_namespaces(instance)
         if not client.dead:
-            actions += [Reply(client.identity, number, value) for number in token.numbers]
+            actions.append(Reply(client.identity, token.register, value))
         return actions
+
+    def _closed(self, client: _Client, instance: _Instance) -> list[Action]:
+        """Nothing touches these tensors any more; who waits hears it once that is so of all under their number."""
+        closing = client.closing[instance.number]
+        closing.remove(instance)
+        if closing:
+            return []
+        del client.closing[instance.number]
+        waiting = client.waiting.pop(instance.number, [])
+        return [] if client.dead else [Reply(client.identity, asked, None) for asked in waiting]
 
     # -- what people see
 

@@ -33,13 +33,20 @@ _ENGINE_ROOT = blake3(b"kvdepot engine hash 1").digest()
 def derive_root(*parts: tuple[str, str]) -> bytes:
     """Parent of the first chunk of a prompt whose KV also depends on `parts`, e.g. ("salt", "tenant-7").
 
-    Lengths are hashed with the text, so no two lists of parts collide; no parts give `ROOT`.
+    Lengths are hashed with the text, so no two lists of parts collide, and in BLAKE3's key derivation mode, so no
+    tokens reach such a root; no parts give `ROOT`.
     """
     root: bytes = ROOT
     for name, value in parts:
         for text in (name.encode(), value.encode()):
-            root = blake3(root + len(text).to_bytes(8, "little") + text).digest()
+            root = _derive(root, len(text).to_bytes(8, "little") + text)
     return root
+
+
+def _derive(parent: bytes, text: bytes) -> bytes:
+    """A hash that depends on more than tokens, in BLAKE3's key derivation mode: no tokens can spell their way to it."""
+    derived: bytes = blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
+    return derived
 
 
 def engine_hash(chunk_hash: bytes) -> bytes:
@@ -113,7 +120,10 @@ class ChunkChain:
         hashed = len(self._tokens) - 1
         if len(tokens) == hashed:
             tokens = [*tokens, 0]  # the sentinel is asked only where the other list has an item too
-        _ = self._tokens < tokens
+        try:
+            _ = self._tokens < tokens
+        except TypeError:
+            return False  # something in there is no number: hashing it says so
         return sentinel.reached
 
     def extend(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:
@@ -139,17 +149,15 @@ class ChunkChain:
         digest: bytes = self.parent(done // size)
         by_chunk: dict[int, list[bytes]] = {}
         for position, extra in extras:
-            by_chunk.setdefault(position // size, []).append(
-                (position % size).to_bytes(4, "little") + len(extra).to_bytes(4, "little") + extra
-            )
+            by_chunk.setdefault(position // size, []).append((position % size).to_bytes(4, "little") + extra)
         step = 4 * size
         for offset in range(0, len(data), step):
             hasher = blake3(digest)
             hasher.update(data[offset : offset + step])
+            digest = hasher.digest()
             if by_chunk:
                 for extra in by_chunk.get(done // size + offset // step, ()):
-                    hasher.update(extra)
-            digest = hasher.digest()
+                    digest = _derive(digest, extra)
             self.hashes += digest
         self._tokens[-1:-1] = fresh
 

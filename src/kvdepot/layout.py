@@ -103,10 +103,11 @@ def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[
     """The block axis of each layer from shapes alone, for callers that gave no descriptor.
 
     An axis is possible when every layer has it with the same number of blocks. The block axis is axis 0
-    (`[num_blocks, ...]`), or axis 1 behind a K/V axis of two (`[2, num_blocks, ...]`). Where
-    `block_tokens` (tokens a block; 0 = unknown) is given, an axis after the block axis must have that size,
-    in one axis or fused with others. Raises LayoutError, with the shapes, unless exactly one
-    reading is left.
+    (`[num_blocks, ...]`), or axis 1 behind a K/V axis of two (`[2, num_blocks, ...]`). Where both
+    could be, `block_tokens` (tokens a block; 0 = unknown) helps: an axis after the block axis then has that size,
+    alone or fused with others; and five axes that begin with two, or four where the tokens follow the second, are K
+    and V apart, for a paged cache of two blocks serves nobody. Raises LayoutError, with the shapes, unless exactly
+    one reading is left.
     """
     if not views:
         raise LayoutError("no KV tensors were given")
@@ -118,7 +119,10 @@ def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[
         if len(axes) == 2 and block_tokens:
             fits = [a for a in axes if any(n % block_tokens == 0 for n in view.shape[a + 1 :])]
             axes = fits or axes
-        if len(axes) == 2 and len(view.shape) >= 4 and view.shape[1] != 2:
+        kv_apart = len(view.shape) >= 5 or (
+            len(view.shape) == 4 and (view.shape[1] != block_tokens or view.shape[2] == block_tokens)
+        )
+        if len(axes) == 2 and kv_apart and view.shape[1] != 2:
             axes = [1]
         return axes
 

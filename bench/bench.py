@@ -1,0 +1,60 @@
+"""The one canonical benchmark: what the depot does, beside the floor measured in the same run.
+
+    python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--out bench.json]
+
+Families: copies, lookups, serve, engine (vLLM). Exit code 0 when it ran; a missed bar is a result, not a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+from common import TINY, Scale, say
+from report import Figure, describe_machine, table, write
+
+FAMILIES = ("copies", "lookups", "serve", "engine")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what is asked for, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes; its numbers mean nothing")
+    parser.add_argument("--only", metavar="NAME", help=f"some of {', '.join(FAMILIES)}, separated by commas")
+    parser.add_argument("--no-vllm", action="store_true", help="leave out the figures that need a vLLM engine")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("bench.json"), help="default: bench.json")
+    args = parser.parse_args(argv)
+    names = args.only.split(",") if args.only else list(FAMILIES)
+    for name in names:
+        if name not in FAMILIES:
+            parser.error(f"{name!r} is none of {', '.join(FAMILIES)}")
+    if "engine" in names and (args.no_vllm or importlib.util.find_spec("vllm") is None):
+        names.remove("engine")
+        say("engine: left out" + ("" if args.no_vllm else ", vLLM is not installed"))
+    scale = TINY if args.tiny else Scale()
+    begun = time.monotonic()
+    for line in describe_machine():
+        print(line)
+    if args.tiny:
+        print("tiny       sizes far below those the names say: the numbers mean nothing")
+    figures: list[Figure] = []
+    notes: list[str] = []
+    for name in names:
+        figures += importlib.import_module(name).run(scale, notes)
+    print()
+    print(table(figures))
+    print()
+    for note in notes:
+        print(note)
+    missed = sum(not figure.holds for figure in figures)
+    print(f"{len(figures)} figures, {missed} missed, {time.monotonic() - begun:.0f} s")
+    write(figures, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What every family of figures needs: sizes, a real `kvdepot serve` process, and the echo process of the floors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvdepot.client import MessageQueueClient
+
+__all__ = ["SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "say"]
+
+SHM = Path("/dev/shm")
+_READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured. The figures keep their names in the tiny form, whose numbers mean nothing."""
+
+    layers: int = 32
+    blocks: int = 1024
+    """Blocks of the engine's KV: twice those of the longest prompt copied."""
+    copy_tokens: tuple[int, ...] = (2048, 8192)
+    copy_runs: int = 9
+    copy_arena_gib: float = 3.0
+    lookup_tokens: tuple[int, ...] = (1024, 8192, 32768, 131072)
+    lookup_runs: int = 51
+    rate_clients: int = 4
+    rate_tokens: int = 8192
+    rate_seconds: float = 1.0
+    rate_runs: int = 5
+    index_chunks: tuple[int, ...] = (1_000, 100_000, 1_000_000)
+    index_lookups: int = 20_000
+    start_runs: int = 7
+    engine_layers: int = 4
+    engine_tokens: int = 8192
+    cold_runs: int = 5
+    warm_runs: int = 15
+
+
+TINY = Scale(
+    layers=2,
+    blocks=64,
+    copy_tokens=(256, 512),
+    copy_runs=2,
+    copy_arena_gib=1 / 32,
+    lookup_tokens=(1024, 2048, 3072, 4096),
+    lookup_runs=3,
+    rate_clients=2,
+    rate_tokens=2048,
+    rate_seconds=0.05,
+    rate_runs=1,
+    index_chunks=(64, 128, 256),
+    index_lookups=50,
+    start_runs=1,
+    engine_layers=2,
+    engine_tokens=1024,
+    cold_runs=1,
+    warm_runs=2,
+)
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+def new_url() -> str:
+    """A unix socket of our own."""
+    return f"ipc://{tempfile.gettempdir()}/kvdepot-bench-{uuid.uuid4().hex[:12]}.sock"
+
+
+class Serve:
+    """A `kvdepot serve` process with an arena of its own."""
+
+    def __init__(self, *flags: str, arena_gib: float | None = None, chunk_size: int = 256) -> None:
+        self.url = new_url()
+        self.arena = f"kvdepot-bench-{uuid.uuid4().hex[:12]}"
+        size = [] if arena_gib is None else ["--arena-gib", str(arena_gib)]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.started = time.perf_counter()
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.arena,
+                "--chunk-size", str(chunk_size), *size, *flags,
+            ],
+            stderr=self._log,
+        )  # fmt: skip
+
+    def wait_first_answer(self, context: zmq.Context[Any]) -> float:
+        """Seconds from launch to the first answer that a client got."""
+        client = MessageQueueClient(self.url, context)
+        try:
+            client.learn_chunk_size(_READY_S)
+            return time.perf_counter() - self.started
+        finally:
+            client.close()
+
+    def wait_populated(self, context: zmq.Context[Any]) -> None:
+        """Until it answers and every page of its arena has memory."""
+        self.wait_first_answer(context)
+        path = SHM / self.arena
+        deadline = time.monotonic() + _READY_S
+        while (info := path.stat()).st_blocks * 512 < info.st_size:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} has {info.st_blocks * 512} of {info.st_size} bytes populated")
+            time.sleep(0.02)
+        time.sleep(0.1)
+
+    def resident_bytes(self) -> int:
+        """Resident memory of the process, its arena left out."""
+        total = 0
+        counted = True
+        for line in Path(f"/proc/{self.process.pid}/smaps").read_text().splitlines():
+            first = line.split(maxsplit=1)[0]
+            if not first.endswith(":"):  # "7f..-7f.. rw-s ... /dev/shm/name" begins a mapping
+                counted = str(SHM / self.arena) not in line
+            elif first == "Rss:" and counted:
+                total += int(line.split()[1]) * 1024
+        return total
+
+    def close(self) -> None:
+        """Stop it and make sure that nothing stays behind."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.seek(0)
+        if self.process.returncode:
+            sys.stderr.write(self._log.read())
+        self._log.close()
+        (SHM / self.arena).unlink(missing_ok=True)
+        path = self.url.removeprefix("ipc://")
+        for left in (path, path + ".lock"):
+            Path(left).unlink(missing_ok=True)
+
+
+class Peer:
+    """A helper process (peers.py) that does what a line on its stdin says and answers with a line of JSON."""
+
+    def __init__(self, *arguments: str) -> None:
+        script = str(Path(__file__).with_name("peers.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a helper process ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it: it stops at the end of its stdin."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+class Echo:
+    """A bare ROUTER in another process, and a DEALER to it: the floor of everything that asks over ZeroMQ."""
+
+    def __init__(self, context: zmq.Context[Any], reply_bytes: int = 16) -> None:
+        self.url = new_url()
+        self._peer = Peer("echo", self.url, str(reply_bytes))
+        self._peer.hear()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.connect(self.url)
+        self.round_trip(b"warm")
+
+    def round_trip(self, message: bytes) -> None:
+        """One message there, one back."""
+        self._socket.send(message)
+        self._socket.recv()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._peer.close()
+        Path(self.url.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -1,0 +1,152 @@
+"""Stores and retrieves through the worker adapter, beside one thread that copies the same bytes with numpy.
+
+From `submit_*` until `get_finished` reports it, as an engine sees it. The floor of shuffled block ids is `np.take` of
+the same blocks, that of adjacent ones a contiguous copy of as many bytes, each taken right before the pair it stands
+beside. Chunks are cleared in between, so that every store moves all its bytes; the arena has its memory by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zmq
+from common import Scale, Serve, say
+from report import Figure, at_least
+
+from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
+
+__all__ = ["run"]
+
+Bytes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.intp]
+
+BLOCK_TOKENS = 16
+_DEADLINE_S = 60.0
+
+
+def run(scale: Scale, notes: list[str]) -> list[Figure]:
+    """Figures for one and two copy threads."""
+    say("copies: filling the engine's KV")
+    shape = (scale.blocks, BLOCK_TOKENS, 2, 8, 128)
+    caches = {f"layers.{i}": torch.empty(shape, dtype=torch.bfloat16) for i in range(scale.layers)}
+    for tensor in caches.values():
+        tensor.view(torch.int16).random_()
+    engine = _Engine(scale, caches)
+    context: zmq.Context[Any] = zmq.Context()
+    figures: list[Figure] = []
+    for threads in (1, 2):
+        say(f"copies: {threads} copy thread(s), waiting for the arena to have its memory")
+        server = Serve("--copy-threads", str(threads), arena_gib=scale.copy_arena_gib)
+        worker = None
+        try:
+            server.wait_populated(context)
+            worker = LMCacheMPWorkerAdapter(server.url, context, "bench", 1, 0, BLOCK_TOKENS)
+            worker.register_kv_caches(caches)
+            say(f"copies: {threads} copy thread(s), measuring")
+            figures += engine.measure(worker, threads)
+        finally:
+            if worker is not None:
+                worker.shutdown()
+            server.close()
+    context.term()
+    return figures
+
+
+class _Engine:
+    """The engine's KV tensors, and plain buffers for the floors."""
+
+    def __init__(self, scale: Scale, caches: dict[str, torch.Tensor]) -> None:
+        self._scale = scale
+        self._rng = np.random.default_rng(7)
+        self._caches = caches
+        self.block_bytes = next(iter(caches.values()))[0].nbytes
+        most = max(scale.copy_tokens) // BLOCK_TOKENS
+        self._source: Bytes = np.ones(scale.layers * most * self.block_bytes, np.uint8)
+        self._target: Bytes = np.ones(scale.layers * most * self.block_bytes, np.uint8)
+
+    def measure(self, worker: LMCacheMPWorkerAdapter, threads: int) -> list[Figure]:
+        layers = [t.view(torch.uint8).numpy().reshape(self._scale.blocks, -1) for t in self._caches.values()]
+        gained: dict[tuple[int, str, str], list[float]] = {}
+        for number in range(-1, self._scale.copy_runs):  # the first warms everything up
+            for tokens in self._scale.copy_tokens:
+                for order in ("shuffled", "adjacent"):
+                    source, target = self._blocks(tokens // BLOCK_TOKENS, order)
+                    size = len(source) * len(layers) * self.block_bytes
+                    floor_s = self._take(layers, source) if order == "shuffled" else self._copy(size)
+                    ids = self._rng.integers(0, 1 << 17, tokens).tolist()
+                    store_s = self._store(worker, f"store {number} {tokens} {order}", ids, source)
+                    retrieve_s = self._retrieve(worker, f"retrieve {number} {tokens} {order}", ids, target)
+                    if number < 0:
+                        if not all(np.array_equal(layer[source], layer[target]) for layer in layers):
+                            raise RuntimeError("what was retrieved is not what was stored")
+                    else:
+                        for what, seconds in (("floor", floor_s), ("store", store_s), ("retrieve", retrieve_s)):
+                            gained.setdefault((tokens, order, what), []).append(size / seconds / 1e9)
+                    send_lmcache_request(worker.mq_client, RequestType.CLEAR, []).result()
+        figures = []
+        for order, bar in (("shuffled", 0.85 if threads == 1 else 1.5), ("adjacent", 0.80)):
+            for what in ("store", "retrieve"):
+                for tokens, name in zip(self._scale.copy_tokens, ("2k", "8k"), strict=True):
+                    title = f"{what} {name} tokens, {order} blocks, {threads} copy thread{'s' * (threads > 1)}"
+                    values, floors = gained[tokens, order, what], gained[tokens, order, "floor"]
+                    figures.append(at_least(title, "GB/s", values, floors, bar))
+        return figures
+
+    def _blocks(self, count: int, order: str) -> tuple[Ids, Ids]:
+        """Blocks to store, and as many others to retrieve into."""
+        if order == "shuffled":
+            ids = self._rng.permutation(self._scale.blocks)
+            return ids[:count], ids[count : 2 * count]
+        half = self._scale.blocks // 2
+        first = int(self._rng.integers(0, half - count + 1))
+        return np.arange(first, first + count), np.arange(half + first, half + first + count)
+
+    # -- the floors: one thread, buffers that are touched and larger than the cache
+
+    def _take(self, layers: list[Bytes], ids: Ids) -> float:
+        size = len(ids) * self.block_bytes
+        outs = [self._target[i * size : (i + 1) * size].reshape(len(ids), -1) for i in range(len(layers))]
+        begun = time.perf_counter()
+        for layer, out in zip(layers, outs, strict=True):
+            np.take(layer, ids, axis=0, out=out, mode="clip")
+        return time.perf_counter() - begun
+
+    def _copy(self, size: int) -> float:
+        begun = time.perf_counter()
+        np.copyto(self._target[:size], self._source[:size])
+        return time.perf_counter() - begun
+
+    # -- the figures
+
+    def _store(self, worker: LMCacheMPWorkerAdapter, request: str, ids: list[int], blocks: Ids) -> float:
+        op = LoadStoreOp(blocks.tolist(), token_ids=ids, start=0, end=len(ids))
+        begun = time.perf_counter()
+        worker.submit_store_request(request, op, None)
+        stored, _ = worker.get_finished({request})
+        if not stored:
+            _until(worker, lambda: worker.get_finished(set())[0], request)
+        seconds = time.perf_counter() - begun
+        if worker.counters["stores_dropped"]:
+            raise RuntimeError("the depot dropped a store")
+        return seconds
+
+    def _retrieve(self, worker: LMCacheMPWorkerAdapter, request: str, ids: list[int], blocks: Ids) -> float:
+        op = LoadStoreOp(blocks.tolist(), token_ids=ids, start=0, end=len(ids))
+        begun = time.perf_counter()
+        worker.submit_retrieve_request(request, op, None)
+        _until(worker, lambda: worker.get_finished(set())[1], request)
+        seconds = time.perf_counter() - begun
+        if worker.get_block_ids_with_load_errors():
+            raise RuntimeError("a retrieve failed")
+        return seconds
+
+
+def _until(worker: LMCacheMPWorkerAdapter, look: Callable[[], set[str] | None], request: str) -> None:
+    """Sleep on the socket between looks, as an idle engine does: a loop that spins takes a core from the copies."""
+    if not worker.mq_client.wait(lambda: request in (look() or ()), _DEADLINE_S):
+        raise TimeoutError(f"{request} did not finish")

@@ -1,0 +1,289 @@
+"""A real vLLM engine's time to first token, with the connector and without.
+
+Two engines of the same random-weight Llama live side by side, one with the connector, and are asked in turn, so that
+what drifts on the machine drifts for both; while one computes, the other sleeps. The time runs from before the
+request is added until the step that returns its first token. Prompts end a few tokens behind a chunk, so that
+the depot and the engine's own cache hold the same of each.
+
+    python engine.py MODEL_DIR TOKENS DTYPE DEPOT_URL      one engine, told what to do by lines on its stdin
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import zmq
+from common import Scale, Serve, say
+from report import Figure, at_most
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+
+__all__ = ["run"]
+
+_CHUNK_TOKENS = 256
+_TAIL_TOKENS = 17
+_KV_NUMBERS = 2 * 8 * 128
+"""Numbers of KV a token and layer: keys and values of 8 heads of 128."""
+_READY_S = 300.0
+_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def run(scale: Scale, notes: list[str]) -> list[Figure]:
+    """Figures for a cold prompt, the engine's own cache hit, and a hit in the depot."""
+    context: zmq.Context[Any] = zmq.Context()
+    dtype, item_bytes = _dtype()
+    kv_bytes = scale.engine_tokens * scale.engine_layers * _KV_NUMBERS * item_bytes
+    prompts = scale.cold_runs + 1
+    server = Serve(arena_gib=(kv_bytes * prompts + (64 << 20)) / 2**30)
+    engines: list[_Engine] = []
+    client = None
+    with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as folder:
+        config = {**_CONFIG, "num_hidden_layers": scale.engine_layers}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        try:
+            server.wait_populated(context)
+            client = MessageQueueClient(server.url, context)
+            say("engine: starting vLLM twice")
+            engines = [_Engine(folder, scale.engine_tokens, dtype, url) for url in ("", server.url)]
+            for engine in engines:
+                engine.hear()
+            notes.append(
+                f"engine: Llama of {scale.engine_layers} layers, hidden size {_CONFIG['hidden_size']}, 8 KV heads of "
+                f"128, {dtype}; {scale.engine_tokens} tokens are {kv_bytes / 2**20:.0f} MiB of KV"
+            )
+            return _measure(scale, engines[0], engines[1], _Depot(client), kv_bytes, notes)
+        finally:
+            for engine in engines:
+                engine.close()
+            if client is not None:
+                client.close()
+            server.close()
+            context.term()
+
+
+def _dtype() -> tuple[str, int]:
+    """What the model computes in, and its bytes: on x86 without AVX-512, bf16 products are 6 times as slow."""
+    slow = platform.machine() == "x86_64" and " avx512f " not in Path("/proc/cpuinfo").read_text()
+    return ("float32", 4) if slow else ("bfloat16", 2)
+
+
+class _Depot:
+    """What the server says of itself."""
+
+    def __init__(self, client: MessageQueueClient) -> None:
+        self._client = client
+
+    def counter(self, name: str) -> int:
+        return int(self._status()["counters"].get(name, 0))
+
+    def wait_idle(self) -> None:
+        while self._status()["operations"]:
+            time.sleep(0.01)
+
+    def _status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._client.ask(wire.Status()).result(10.0)
+        return answer
+
+
+def _measure(
+    scale: Scale, plain: _Engine, connected: _Engine, depot: _Depot, kv_bytes: int, notes: list[str]
+) -> list[Figure]:
+    both = (plain, connected)
+    cold: dict[_Engine, list[float]] = {plain: [], connected: []}
+    own: dict[_Engine, list[float]] = {plain: [], connected: []}
+    served: list[float] = []
+    floors: list[float] = []
+    say("engine: nothing cached")
+    for number in range(-1, scale.cold_runs):  # the first warms up
+        for engine in both if number % 2 else both[::-1]:
+            engine.reset()
+            seconds, cached = engine.first_token(number)
+            depot.wait_idle()
+            _expect(cached, 0)
+            if number >= 0:
+                cold[engine].append(seconds * 1000)
+    say("engine: everything in its own cache")
+    last = scale.cold_runs - 1
+    for number in range(-1, scale.warm_runs):
+        for engine in both if number % 2 else both[::-1]:
+            seconds, cached = engine.first_token(last)
+            _expect(cached, scale.engine_tokens)
+            if number >= 0:
+                own[engine].append(seconds * 1000)
+    say("engine: everything in the depot")
+    source, target = np.ones(kv_bytes, np.uint8), np.ones(kv_bytes, np.uint8)
+    chunks = scale.engine_tokens // _CHUNK_TOKENS
+    copies = []
+    for number in range(-1, scale.warm_runs):
+        connected.reset()
+        before = depot.counter("retrieved_chunks")
+        seconds, cached = connected.first_token(last)
+        _expect(cached, scale.engine_tokens)
+        _expect(depot.counter("retrieved_chunks") - before, chunks)
+        own_s, cached = plain.first_token(last)
+        _expect(cached, scale.engine_tokens)
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        copy_s = time.perf_counter() - begun
+        if number >= 0:
+            served.append(seconds * 1000)
+            floors.append((own_s + copy_s) * 1000)
+            copies.append(kv_bytes / copy_s / 1e9)
+    notes.append(f"engine: one numpy copy of a prompt's KV runs at {median(copies):.1f} GB/s")
+    return [
+        at_most("vLLM first token, 8k tokens, nothing cached", "ms", cold[connected], cold[plain], 1.03),
+        at_most("vLLM first token, 8k tokens in its own cache", "ms", own[connected], own[plain], 1.1, 0.5),
+        at_most("vLLM first token, 8k tokens from the depot", "ms", served, floors, 1.5),
+    ]
+
+
+def _expect(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise RuntimeError(f"{found} where {wanted} should be cached or retrieved")
+
+
+class _Engine:
+    """One engine in a process of its own."""
+
+    def __init__(self, folder: str, tokens: int, dtype: str, url: str) -> None:
+        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        environ = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cpus,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, folder, str(tokens), dtype, url],
+            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )  # fmt: skip
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"a vLLM engine ended:\n{self._log.read()[-6000:]}")
+        return json.loads(line)
+
+    def _ask(self, command: list[Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self.hear()
+
+    def reset(self) -> None:
+        """Empty its own prefix cache."""
+        self._ask(["reset"])
+
+    def first_token(self, prompt: int) -> tuple[float, int]:
+        """Seconds to the first token of prompt number `prompt`, and how many of its tokens were cached."""
+        seconds, cached = self._ask(["run", prompt])
+        return seconds, cached
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+
+# -- the engine's process
+
+
+def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints
+
+    from vllm import LLM, SamplingParams
+
+    transfer: dict[str, Any] = {
+        "kv_connector": "KVDepotConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvdepot.url": url},
+    }
+    llm = LLM(
+        model=folder,
+        load_format="dummy",
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=tokens + 256,
+        max_num_seqs=4,
+        max_num_batched_tokens=2048,
+        **({"kv_transfer_config": transfer} if url else {}),
+    )
+    params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
+    serial = 0
+
+    def first_token(ids: list[int]) -> tuple[float, int]:
+        nonlocal serial
+        serial += 1
+        engine = llm.llm_engine
+        first, cached = 0.0, 0
+        begun = time.perf_counter()
+        engine.add_request(f"bench-{serial}", {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if not first and output.outputs[0].token_ids:
+                    first = time.perf_counter() - begun
+                    cached = output.num_cached_tokens or 0
+        return first, cached
+
+    def reset() -> bool:
+        for _ in range(200):
+            if llm.reset_prefix_cache():
+                return True
+            time.sleep(0.02)  # blocks whose store is under way; a step tells the engine that it has ended
+            first_token([7] * _TAIL_TOKENS)
+        raise RuntimeError("the engine does not give its blocks back")
+
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        result: Any
+        if command[0] == "reset":
+            result = reset()
+        else:
+            rng = np.random.default_rng(1000 + command[1])
+            result = first_token(rng.integers(3, _CONFIG["vocab_size"], tokens + _TAIL_TOKENS).tolist())
+        print(json.dumps(result), file=answers, flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,105 @@
+"""Helper processes of the benchmark: the bare echo server of the floors, and the clients that count.
+
+    peers.py echo URL REPLY_BYTES                    a ROUTER that answers every message
+    peers.py bare URL REQUEST_BYTES                  a bare DEALER that counts round trips
+    peers.py depot URL MODEL BLOCK_SIZE CHUNKS HASHES_HEX    the scheduler adapter, counting lookups that all hit
+
+They say `"ready"`; a counting one then reads seconds, a line each, and answers `[count, seconds]`. They end with stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+_REQUESTS = 1024
+"""Request ids a counting client uses in turn."""
+
+
+def answer(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def echo(url: str, reply_bytes: int) -> None:
+    """Answer every message with `reply_bytes` bytes until stdin ends."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(url)
+    reply = bytes(reply_bytes)
+
+    def serve() -> None:
+        while True:
+            identity, _ = socket.recv_multipart()
+            socket.send_multipart((identity, reply))
+
+    threading.Thread(target=serve, daemon=True).start()
+    answer("ready")
+    sys.stdin.read()
+
+
+def count(once: Callable[[int], None]) -> None:
+    """Do `once` as often as it goes, for as long as each line says."""
+    for number in range(64):
+        once(number)
+    answer("ready")
+    for line in sys.stdin:
+        done = 0
+        begun = time.perf_counter()
+        end = begun + float(line)
+        while (now := time.perf_counter()) < end:
+            once(done)
+            done += 1
+        answer([done, now - begun])
+
+
+def bare(url: str, request_bytes: int) -> None:
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(url)
+    message = bytes(request_bytes)
+
+    def once(_: int) -> None:
+        socket.send(message)
+        socket.recv()
+
+    count(once)
+
+
+def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> None:
+    from kvdepot.adapters import LMCacheMPSchedulerAdapter
+
+    scheduler = LMCacheMPSchedulerAdapter(url, zmq.Context(), model, 1, 0, block_size)
+    tokens = chunks * scheduler.chunk_size
+
+    def once(number: int) -> None:
+        request = f"{os.getpid()}-{number % _REQUESTS}"
+        scheduler.submit_lookup(request, hashes)
+        found = scheduler.wait_lookup_result(request, 1.0)
+        if found != tokens:
+            raise RuntimeError(f"{found} of {tokens} tokens found")
+        scheduler.cleanup_lookup_result(request)
+
+    count(once)
+    scheduler.shutdown()
+
+
+def main(kind: str, *arguments: str) -> None:
+    if kind == "echo":
+        echo(arguments[0], int(arguments[1]))
+    elif kind == "bare":
+        bare(arguments[0], int(arguments[1]))
+    else:
+        url, model, block_size, chunks, hashes = arguments
+        depot(url, model, int(block_size), int(chunks), bytes.fromhex(hashes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,67 @@
+"""The benchmark's tiny form, so that it never rots. Its numbers mean nothing; that they are there does."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench" / "bench.py"
+FIELDS = {"figure", "unit", "median", "floor", "ratio", "bar", "holds"}
+EXPECTED = (
+    [
+        f"{what} {tokens} tokens, {order} blocks, {threads}"
+        for threads in ("1 copy thread", "2 copy threads")
+        for order in ("shuffled", "adjacent")
+        for what in ("store", "retrieve")
+        for tokens in ("2k", "8k")
+    ]
+    + [f"lookup {tokens} tokens, all hit" for tokens in ("1k", "8k", "32k", "128k")]
+    + [f"lookup {tokens} tokens repeated with 256 more" for tokens in ("1k", "8k", "32k", "128k")]
+    + ["lookups a second, 8k tokens, 4 clients"]
+    + [
+        f"lookup {which} with {chunks} chunks in the index"
+        for which in ("p50", "p99.9")
+        for chunks in ("1k", "100k", "1M")
+    ]
+    + ["kvdepot serve, launch to first answer", "kvdepot serve, resident without the arena"]
+)
+
+
+def test_the_tiny_benchmark_reports_every_figure_beside_its_floor(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "bench.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCH), "--tiny", "--no-vllm", "--out", str(out)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())
+    assert [row["figure"] for row in rows] == EXPECTED
+    for row in rows:
+        assert set(row) == FIELDS, row
+        assert row["unit"] in {"GB/s", "ms", "1/s", "MB"}, row
+        assert row["median"] > 0 and row["floor"] > 0, row
+        assert row["ratio"] == pytest.approx(row["median"] / row["floor"]), row
+        assert re.match(r"(>=|<=) \d", row["bar"]) and isinstance(row["holds"], bool), row
+        assert row["figure"] in done.stdout
+        assert ("OK" if row["holds"] else "MISSED") in done.stdout
+    assert "processor" in done.stdout and "Python" in done.stdout
+
+
+def test_a_figure_holds_exactly_when_it_is_on_the_right_side_of_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import report
+
+    assert report.at_least("f", "GB/s", [8.5, 1.0, 9.0], [10.0], 0.85).holds
+    assert not report.at_least("f", "GB/s", [8.4], [10.0], 0.85).holds
+    assert report.at_most("f", "ms", [3.0], [1.0], 3).holds
+    assert not report.at_most("f", "ms", [3.1], [1.0], 3).holds
+    assert report.at_most("f", "ms", [11.4], [10.0], 1.1, 0.5).holds
+    assert not report.at_most("f", "ms", [11.6], [10.0], 1.1, 0.5).holds
+    assert report.below("f", "MB", [120.0], [30.0], 120).holds
+    assert not report.below("f", "MB", [121.0], [30.0], 120).holds

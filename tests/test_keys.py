@@ -1,0 +1,287 @@
+"""The chain of chunk hashes: equal bytes everywhere, and never equal where the KV differs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.errors import BadRequest, KVDepotError
+from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain, derive_root, engine_hash
+
+TOKEN = st.integers(0, 2**32 - 1)
+FEW = st.integers(0, 2)  # so small that prompts share heads by chance
+
+
+def chunks_of(chain: ChunkChain) -> list[bytes]:
+    return [bytes(chain.hashes[i : i + HASH_BYTES]) for i in range(0, len(chain.hashes), HASH_BYTES)]
+
+
+def hashed(tokens: list[int], size: int, root: bytes = ROOT, extras: tuple[tuple[int, bytes], ...] = ()) -> list[bytes]:
+    chain = ChunkChain(size, root)
+    chain.extend(tokens, extras)
+    return chunks_of(chain)
+
+
+def by_hand(tokens: list[int], size: int) -> list[bytes]:
+    """The chain as its specification says it, one chunk at a time."""
+    found, parent = [], blake3(b"kvdepot chunk chain 1").digest()
+    for first in range(0, len(tokens) // size * size, size):
+        text = b"".join(token.to_bytes(4, "little") for token in tokens[first : first + size])
+        parent = blake3(parent + text).digest()
+        found.append(parent)
+    return found
+
+
+GOLDEN = {
+    "root": "beea93ccd7914852bd887762d601174fe2d92e6299044438e990e067b7448e27",
+    "first": "7f7cdcc14dd8aad8a915bad796b87fefe3ab3d7f7dd6745d3376c554b51b698c",
+    "third": "86eb21d0a1cf4ec44a039f6326498d66180a0f5d93563214879da5b3cf766d69",
+    "large ids": "902fdc044179bdc09e9a562adcba835109f437c15b587548d76a1cee85fbfdfc",
+    "salted root": "db8b381e3757453d6e0b33bd6c03b545208ad4e317f7c0f21d6a141821a351c5",
+    "salted": "962042bcf650f3fa8b34f35b83e609f6b367972397cbad5b84207af58585c262",
+    "image": "dd111ac96c33fe13570c30bc53e89140670718937c60d04b95f010ee4fec0a6b",
+    "engine": "6a49aa2bc3bf0a25a9fb7c1b9a4abba6cd148d9aeccf94463bb8481d11059cdc",
+}
+
+PROGRAM = """
+from kvdepot.keys import ROOT, ChunkChain, derive_root, engine_hash
+
+def last(tokens, size, root=ROOT, extras=()):
+    chain = ChunkChain(size, root)
+    chain.extend(tokens, extras)
+    return bytes(chain.hashes[-32:])
+
+salted = derive_root(("salt", "tenant-7"), ("lora", "sql"))
+for name, value in {
+    "root": ROOT,
+    "first": last(list(range(256)), 256),
+    "third": last(list(range(800)), 256),
+    "large ids": last([0, 2**32 - 1, 2**31, 128_255], 2),
+    "salted root": salted,
+    "salted": last(list(range(256)), 256, salted),
+    "image": last(list(range(16)), 16, ROOT, [(3, b"image hash")]),
+    "engine": engine_hash(b"hash of the engine"),
+}.items():
+    print(name, value.hex(), sep="=")
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4242"])
+def test_hashes_are_the_same_in_every_process_and_on_every_host(seed: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert dict(line.split("=") for line in ran.stdout.splitlines()) == GOLDEN
+
+
+@given(st.lists(TOKEN, max_size=40), st.integers(1, 7))
+def test_a_chain_is_what_its_specification_says(tokens: list[int], size: int) -> None:
+    assert hashed(tokens, size) == by_hand(tokens, size)
+
+
+@given(st.lists(TOKEN, max_size=60), st.integers(1, 7), st.data())
+def test_a_prompt_that_grows_hashes_like_one_from_scratch(tokens: list[int], size: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)))
+    chain = ChunkChain(size)
+    for cut in [*cuts, len(tokens)]:
+        chain.extend(tokens[:cut])
+        assert chunks_of(chain)[: cut // size] == by_hand(tokens, size)[: cut // size]
+        assert len(chain) >= cut // size
+    assert chunks_of(chain) == by_hand(tokens, size)
+
+
+@given(st.lists(st.lists(FEW, max_size=12), max_size=8), st.integers(1, 4))
+def test_a_chain_that_is_given_any_prompts_in_turn_never_remembers_a_wrong_one(
+    prompts: list[list[int]], size: int
+) -> None:
+    chain = ChunkChain(size)
+    for prompt in prompts:
+        chain.extend(prompt)
+        assert chunks_of(chain)[: len(prompt) // size] == by_hand(prompt, size)
+
+
+def test_a_prompt_that_gets_shorter_than_what_was_hashed_is_hashed_anew() -> None:
+    chain = ChunkChain(2)
+    chain.extend([1, 2, 3, 4, 5, 6])
+    chain.extend([1, 2, 3])
+    assert chunks_of(chain) == by_hand([1, 2, 3], 2)
+
+
+def test_the_same_tokens_as_fresh_int_objects_continue_the_chain() -> None:
+    tokens = [random.Random(1).randrange(2**31) for _ in range(64)]
+    fresh = [int(str(token)) for token in tokens]
+    assert not any(a is b for a, b in zip(tokens, fresh, strict=True))
+    chain = ChunkChain(8)
+    chain.extend(tokens[:40])
+    kept = bytes(chain.hashes)
+    chain.extend(fresh)
+    assert bytes(chain.hashes[: len(kept)]) == kept
+    assert chunks_of(chain) == by_hand(tokens, 8)
+
+
+@pytest.mark.parametrize("position", [0, 1, 17, 30, 31])
+@pytest.mark.parametrize("grow", [0, 1, 8])
+def test_a_list_that_was_changed_in_the_middle_is_noticed(position: int, grow: int) -> None:
+    tokens = list(range(1000, 1032))
+    chain = ChunkChain(4)
+    chain.extend(tokens)
+    tokens[position] += 1  # the caller's own list, in place
+    tokens += range(grow)
+    chain.extend(tokens)
+    assert chunks_of(chain) == by_hand(tokens, 4)
+
+
+@given(st.lists(TOKEN, min_size=1, max_size=40), st.integers(1, 5), st.data())
+def test_a_changed_token_changes_its_chunk_and_all_behind_it_and_none_before(
+    tokens: list[int], size: int, data: st.DataObject
+) -> None:
+    position = data.draw(st.integers(0, len(tokens) - 1))
+    other = list(tokens)
+    other[position] = (other[position] + data.draw(st.integers(1, 2**32 - 1))) % 2**32
+    one, two = hashed(tokens, size), hashed(other, size)
+    same = [a == b for a, b in zip(one, two, strict=True)]
+    assert same == [i < position // size for i in range(len(one))]
+
+
+def test_tokens_may_come_as_a_list_a_tuple_or_any_sequence() -> None:
+    for tokens in (list(range(20)), tuple(range(20)), range(20)):
+        chain = ChunkChain(4)
+        chain.extend(tokens[:9])
+        chain.extend(tokens)
+        assert chunks_of(chain) == by_hand(list(range(20)), 4)
+
+
+def test_a_tail_shorter_than_a_chunk_has_no_hash() -> None:
+    assert hashed([1, 2, 3], 4) == [] == hashed([], 4)
+    assert len(hashed(list(range(11)), 4)) == 2
+
+
+def test_parents_and_slices_are_the_hashes_of_the_chunks_they_name() -> None:
+    chain = ChunkChain(4, derive_root(("salt", "a")))
+    chain.extend(range(16))
+    each = chunks_of(chain)
+    assert [chain.parent(i) for i in range(5)] == [derive_root(("salt", "a")), *each]
+    assert chain.slice(1, 3) == each[1] + each[2]
+    assert chain.slice(2, 2) == b""
+
+
+PARTS = st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=3)
+
+
+@given(PARTS, PARTS)
+def test_no_two_lists_of_parts_share_a_root(one: list[tuple[str, str]], two: list[tuple[str, str]]) -> None:
+    assert (derive_root(*one) == derive_root(*two)) == (one == two)
+
+
+def test_roots_do_not_depend_on_where_one_text_ends_and_the_next_begins() -> None:
+    texts = itertools.product(["", "a", "ab", "b"], repeat=2)
+    assert len({derive_root(pair) for pair in texts}) == 16
+
+
+def test_no_parts_at_all_are_the_plain_root() -> None:
+    assert derive_root() == ROOT
+
+
+def test_every_chunk_under_another_root_has_another_hash() -> None:
+    tokens = list(range(32))
+    plain = set(hashed(tokens, 8))
+    salted = set(hashed(tokens, 8, derive_root(("salt", "a"))))
+    lora = set(hashed(tokens, 8, derive_root(("lora", "a"))))
+    assert len(plain | salted | lora) == 12
+
+
+def test_a_prompt_whose_tokens_spell_a_salt_does_not_reach_the_root_of_that_salt() -> None:
+    def as_tokens(text: str) -> list[int]:
+        return [len(text), 0, int.from_bytes(text.encode(), "little")]
+
+    prompt = [*as_tokens("salt"), *as_tokens("vip1")]
+    assert derive_root(("salt", "vip1")) not in hashed(prompt, 3)
+
+
+def test_extras_change_the_chunk_that_holds_their_position_and_all_behind_it() -> None:
+    tokens = list(range(32))
+    plain, image = hashed(tokens, 8), hashed(tokens, 8, ROOT, ((9, b"image"),))
+    assert [a == b for a, b in zip(plain, image, strict=True)] == [True, False, False, False]
+
+
+def test_the_position_order_and_content_of_extras_all_count() -> None:
+    tokens = list(range(8))
+    ways: list[tuple[tuple[int, bytes], ...]] = [
+        (),
+        ((0, b""),),
+        ((0, b"ab"),),
+        ((1, b"ab"),),
+        ((0, b"a"), (0, b"b")),
+        ((0, b"b"), (0, b"a")),
+        ((0, b"a"), (1, b"b")),
+        ((0, b"ba"),),
+    ]
+    assert len({hashed(tokens, 8, ROOT, extras)[0] for extras in ways}) == len(ways)
+
+
+@given(st.lists(st.tuples(st.integers(0, 31), st.binary(max_size=3)), max_size=5), st.integers(0, 32))
+@settings(max_examples=50)
+def test_extras_of_a_prompt_that_grows_count_like_those_of_one_from_scratch(
+    extras: list[tuple[int, bytes]], cut: int
+) -> None:
+    extras.sort(key=lambda extra: extra[0])
+    tokens = list(range(32))
+    chain = ChunkChain(8)
+    chain.extend(tokens[:cut], extras)
+    chain.extend(tokens, extras)
+    assert chunks_of(chain) == hashed(tokens, 8, ROOT, tuple(extras))
+
+
+def test_a_hash_of_the_engine_is_never_one_of_a_chain() -> None:
+    first = hashed([1, 2], 2)[0]
+    assert engine_hash(first) != first
+    assert engine_hash(b"") != engine_hash(b"\0") != engine_hash(b"\0\0")
+    text = b"".join(token.to_bytes(4, "little") for token in (1, 2))
+    assert engine_hash(text) != first
+    assert len(engine_hash(b"any length")) == HASH_BYTES
+
+
+BAD = [-1, 2**32, 1.5, "7", None, b"7", [7], 2**70]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_what_is_no_token_id_is_a_bad_request(bad: object) -> None:
+    chain = ChunkChain(2)
+    with pytest.raises(BadRequest):
+        chain.extend([1, bad])  # type: ignore[list-item]
+    assert len(chain) == 0
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+@pytest.mark.parametrize("position", [0, 3, 4])
+def test_what_is_no_token_id_is_a_bad_request_also_in_a_chain_that_goes_on(bad: object, position: int) -> None:
+    chain = ChunkChain(2)
+    chain.extend([1, 2, 3, 4])
+    tokens: list[object] = [1, 2, 3, 4, 5, 6]
+    tokens[position] = bad
+    with pytest.raises(KVDepotError) as raised:
+        chain.extend(tokens)  # type: ignore[arg-type]
+    assert isinstance(raised.value, BadRequest)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_after_a_bad_request_a_chain_still_hashes_right(bad: object) -> None:
+    chain = ChunkChain(2)
+    chain.extend([1, 2, 3, 4])
+    with pytest.raises(BadRequest):
+        chain.extend([1, 2, 3, 4, bad, 6])  # type: ignore[list-item]
+    chain.extend([1, 2, 3, 4, 5, 6])
+    assert chunks_of(chain) == by_hand([1, 2, 3, 4, 5, 6], 2)

@@ -1,0 +1,416 @@
+"""Layouts against an oracle that asks numpy where every single element lies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.errors import LayoutError
+from kvdepot.layout import MAX_SEGMENTS, Layout, Mapping, Segment, TensorView, build_layout, find_block_axes
+
+DTYPES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
+
+
+def dense(name: str, shape: tuple[int, ...], dtype: str = "bfloat16", mapping: str = "", offset: int = 0) -> TensorView:
+    """A contiguous tensor, in a mapping of its own unless one is named."""
+    return strided(name, shape, tuple(range(len(shape))), (0,) * len(shape), dtype, mapping, offset)
+
+
+def strided(
+    name: str,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    padding: tuple[int, ...],
+    dtype: str = "bfloat16",
+    mapping: str = "",
+    offset: int = 0,
+) -> TensorView:
+    """`shape` as seen; in memory axis `order[0]` lies outermost, and axis i has `padding[i]` unused items behind it."""
+    item = DTYPES[dtype]
+    strides = [0] * len(shape)
+    step = item
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= shape[axis] + padding[axis]
+    return TensorView(name, mapping or name, offset + step, offset, shape, tuple(strides), item, dtype)
+
+
+def element_addresses(view: TensorView) -> np.ndarray:
+    """Where each element begins, by numpy."""
+    base = np.arange(view.mapping_bytes, dtype=np.int64)
+    assert view.item_bytes * math.prod(view.shape) <= view.mapping_bytes
+    strides = tuple(stride * 8 for stride in view.strides)
+    return np.lib.stride_tricks.as_strided(base[view.offset :], view.shape, strides)
+
+
+Item = tuple[str, tuple[int, ...], int]  # layer, element within a block, byte within the element
+
+
+def block_contents(views: list[TensorView], axes: list[int], block: int) -> dict[tuple[str, int], Item]:
+    """Every byte of a block: (mapping, address) -> what it is."""
+    found: dict[tuple[str, int], Item] = {}
+    for view, axis in zip(views, axes, strict=True):
+        inner = element_addresses(view).take(block, axis)
+        for index in np.ndindex(inner.shape):
+            for byte in range(view.item_bytes):
+                place = (view.mapping, int(inner[index]) + byte)
+                assert place not in found, "the test's tensors overlap"
+                found[place] = (view.name, index, byte)
+    return found
+
+
+def chunk_contents(layout: Layout, views: list[TensorView], axes: list[int], blocks: list[int]) -> list[object]:
+    """What byte after byte of a chunk of these blocks is, as the layout says; a wrong address is a KeyError."""
+    contents = {block: block_contents(views, axes, block) for block in blocks}
+    found: list[object] = []
+    for segment in layout.segments:
+        for number, block in enumerate(blocks):
+            first = segment.offset + block * segment.stride
+            mapping = layout.mappings[segment.mapping].name
+            found += [(number, contents[block][mapping, first + byte]) for byte in range(segment.size)]
+    return found
+
+
+def assert_describes(layout: Layout, views: list[TensorView], axes: list[int]) -> None:
+    """Every byte of every block once, none besides, in an order that is the same for all blocks."""
+    size = sum(
+        view.item_bytes * math.prod(view.shape) // view.shape[axis] for view, axis in zip(views, axes, strict=True)
+    )
+    assert layout.block_bytes == size
+    assert layout.num_blocks == views[0].shape[axes[0]]
+    orders = [chunk_contents(layout, views, axes, [block]) for block in range(layout.num_blocks)]
+    assert all(order == orders[0] for order in orders)
+    assert len(set(orders[0])) == len(orders[0]) == size
+
+
+@dataclass
+class Tensors:
+    views: list[TensorView]
+    axes: list[int]
+
+    def build(self) -> Layout:
+        return build_layout(self.views, self.axes)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, num_blocks: int | None = None) -> Tensors:
+    """One to three layers of any rank, dtype, order of axes in memory, padding; some side by side in one mapping."""
+    count = num_blocks or draw(st.integers(1, 4))
+    views: list[TensorView] = []
+    axes: list[int] = []
+    for number in range(draw(st.integers(1, 3))):
+        inner = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        axis = draw(st.integers(0, len(inner)))
+        shape = (*inner[:axis], count, *inner[axis:])
+        order = tuple(draw(st.permutations(range(len(shape)))))
+        padding = tuple(draw(st.sampled_from([0, 0, 0, 1])) for _ in shape)
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        mapping, offset = f"m{number}", draw(st.sampled_from([0, 64, 68]))
+        if views and draw(st.booleans()):
+            mapping, offset = views[-1].mapping, views[-1].mapping_bytes
+        views.append(strided(f"layer{number}", shape, order, padding, dtype, mapping, offset))
+        views = [v._replace(mapping_bytes=views[-1].mapping_bytes) if v.mapping == mapping else v for v in views]
+        axes.append(axis)
+    return Tensors(views, axes)
+
+
+# -- segments
+
+
+@given(tensors())
+@settings(max_examples=150, deadline=None)
+def test_segments_are_every_byte_of_every_block_once_in_one_order(given: Tensors) -> None:
+    layout = given.build()
+    layout.check()
+    assert_describes(layout, given.views, given.axes)
+
+
+def test_a_dense_tensor_with_the_block_axis_first_is_one_segment() -> None:
+    view = dense("l", (5, 2, 4, 3, 2))
+    assert build_layout([view], [0]).segments == [Segment(0, 0, 96, 96)]
+
+
+def test_key_and_value_halves_are_two_segments() -> None:
+    view = dense("l", (2, 5, 4, 3, 2))
+    assert build_layout([view], [1]).segments == [Segment(0, 0, 48, 48), Segment(0, 240, 48, 48)]
+
+
+def test_mla_layers_are_one_segment_each() -> None:
+    views = [dense(f"l{i}", (7, 4, 10), "float8_e4m3fn") for i in range(3)]
+    layout = build_layout(views, [0, 0, 0])
+    assert layout.segments == [Segment(i, 0, 40, 40) for i in range(3)]
+    assert layout.block_bytes == 120
+
+
+def test_heads_before_tokens_in_memory_are_still_one_segment() -> None:
+    view = strided("l", (5, 4, 3, 8), (0, 2, 1, 3), (0, 0, 0, 0))  # seen as tokens, heads; stored as heads, tokens
+    layout = build_layout([view], [0])
+    assert layout.segments == [Segment(0, 0, 192, 192)]
+    assert_describes(layout, [view], [0])
+
+
+def test_heads_outside_the_blocks_are_a_segment_a_head() -> None:
+    view = strided("l", (5, 4, 3, 8), (2, 0, 1, 3), (0, 0, 0, 0))
+    layout = build_layout([view], [0])
+    assert layout.segments == [Segment(0, head * 5 * 64, 64, 64) for head in range(3)]
+    assert_describes(layout, [view], [0])
+
+
+def test_layers_that_lie_side_by_side_in_every_block_become_one_segment() -> None:
+    views = [
+        TensorView(f"l{i}", "all", 4 * 3 * 32, i * 32, (4, 2, 8), (96, 16, 2), 2, "bfloat16") for i in range(3)
+    ]  # [block, layer, token, dim] cut into its layers
+    layout = build_layout(views, [0, 0, 0])
+    assert layout.segments == [Segment(0, 0, 96, 96)]
+    assert_describes(layout, views, [0, 0, 0])
+
+
+def test_layers_behind_each_other_in_one_mapping_stay_apart() -> None:
+    views = [dense("a", (4, 8), mapping="m"), dense("b", (4, 8), mapping="m", offset=64)]
+    views[0] = views[0]._replace(mapping_bytes=128)
+    layout = build_layout(views, [0, 0])
+    assert layout.segments == [Segment(0, 0, 16, 16), Segment(0, 64, 16, 16)]
+    assert layout.mappings == [Mapping("m", 128)]
+
+
+def test_layers_that_lie_side_by_side_only_in_the_first_block_stay_apart() -> None:
+    views = [
+        TensorView("a", "m", 96, 0, (2, 8), (32, 2), 2, "bfloat16"),
+        TensorView("b", "m", 96, 16, (2, 8), (64, 2), 2, "bfloat16"),
+    ]
+    layout = build_layout(views, [0, 0])
+    assert layout.segments == [Segment(0, 0, 32, 16), Segment(0, 16, 64, 16)]
+    assert_describes(layout, views, [0, 0])
+
+
+def test_padding_between_blocks_and_rows_is_no_part_of_a_block() -> None:
+    rows = strided("l", (3, 4, 6), (0, 1, 2), (0, 0, 2))
+    assert build_layout([rows], [0]).segments == [Segment(0, row * 16, 64, 12) for row in range(4)]
+    blocks = strided("l", (3, 4, 6), (0, 1, 2), (0, 1, 0))
+    assert build_layout([blocks], [0]).segments == [Segment(0, 0, 60, 48)]
+
+
+def test_a_single_block_can_be_described_whatever_its_stride_says() -> None:
+    view = TensorView("l", "m", 64, 0, (1, 8, 4), (0, 8, 2), 2, "bfloat16")
+    layout = build_layout([view], [0])
+    assert (layout.num_blocks, layout.block_bytes) == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((4, 8), (8, 2)), ((4, 8), (0, 2)), ((4, 8), (-16, 2)), ((4, 8), (16, 0)), ((4, 2, 4), (16, 4, 2))],
+    ids=["blocks overlap", "blocks are one", "backwards", "items are one", "rows overlap"],
+)
+def test_tensors_whose_blocks_overlap_or_run_backwards_are_refused(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    with pytest.raises(LayoutError):
+        build_layout([TensorView("l", "m", 4096, 1024, shape, strides, 2, "bfloat16")], [0])
+
+
+def test_layers_with_different_numbers_of_blocks_are_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError, match=r"\[4, 5\]"):
+        build_layout([dense("a", (4, 8)), dense("b", (5, 8))], [0, 0])
+
+
+def test_no_tensors_or_as_many_axes_as_not_tensors_are_refused() -> None:
+    with pytest.raises(LayoutError):
+        build_layout([], [])
+    with pytest.raises(LayoutError):
+        build_layout([dense("a", (4, 8))], [0, 0])
+
+
+def test_tensors_in_too_many_pieces_are_refused() -> None:
+    scattered = strided("l", (2, MAX_SEGMENTS + 1, 1), (1, 0, 2), (0, 0, 0))
+    with pytest.raises(LayoutError, match="l"):
+        build_layout([scattered], [0])
+
+
+# -- the block axis from shapes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "block_tokens", "axes"),
+    [
+        ([(10, 16, 8, 64)], 0, [0]),
+        ([(10, 2, 16, 8, 64)], 0, [0]),
+        ([(2, 10, 16, 8, 64)], 0, [1]),
+        ([(2, 10, 16, 8, 64)], 16, [1]),
+        ([(10, 16, 576)], 16, [0]),
+        ([(2, 10, 16, 8, 64), (10, 16, 576)], 16, [1, 0]),
+        ([(10, 4096)], 0, [0]),
+    ],
+)
+def test_the_block_axis_is_told_from_plain_shapes(
+    shapes: list[tuple[int, ...]], block_tokens: int, axes: list[int]
+) -> None:
+    views = [dense(f"l{i}", shape) for i, shape in enumerate(shapes)]
+    assert find_block_axes(views, block_tokens) == axes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "block_tokens"),
+    [
+        ([(2, 2, 16, 8, 64)], 16),  # K/V and two blocks, either way round
+        ([(2, 16, 64)], 16),  # two MLA blocks, or K and V of sixteen
+        ([(2, 16, 64)], 0),
+        ([(2, 16, 8, 64)], 16),  # two blocks of sixteen tokens, or K and V of sixteen blocks
+        ([(10, 16, 8), (11, 16, 8)], 16),
+        ([(2, 10, 16, 8, 64), (9, 16, 576)], 16),
+        ([(8,)], 0),
+    ],
+    ids=str,
+)
+def test_shapes_that_can_be_read_two_ways_or_none_are_refused_and_shown(
+    shapes: list[tuple[int, ...]], block_tokens: int
+) -> None:
+    views = [dense(f"layer.{i}", shape) for i, shape in enumerate(shapes)]
+    with pytest.raises(LayoutError) as raised:
+        find_block_axes(views, block_tokens)
+    for view in views:
+        assert f"{view.name} {list(view.shape)}" in str(raised.value)
+    assert "block_axes" in str(raised.value)
+
+
+def test_no_tensors_have_no_block_axis() -> None:
+    with pytest.raises(LayoutError):
+        find_block_axes([])
+
+
+def test_many_layers_that_cannot_be_read_are_refused_at_once_and_in_one_sentence() -> None:
+    views = [dense(f"l{i}", (2, 2, 16, 8, 4)) for i in range(200)]
+    with pytest.raises(LayoutError, match="192 more"):
+        find_block_axes(views, 16)
+
+
+# -- fingerprints
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_layouts_with_one_fingerprint_agree_on_every_byte_of_a_chunk(data: st.DataObject) -> None:
+    shape = (3, *data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=3)))
+    layouts = []
+    for _ in range(2):
+        order = tuple(data.draw(st.permutations(range(len(shape)))))
+        padding = tuple(data.draw(st.sampled_from([0, 1])) for _ in shape)
+        views = [strided(name, shape, order, padding, "float8_e4m3fn") for name in "ab"]
+        layouts.append((build_layout(views, [0, 0]), views))
+    one, two = ((layout, chunk_contents(layout, views, [0, 0], [2, 0])) for layout, views in layouts)
+    if one[0].fingerprint == two[0].fingerprint:
+        assert one[1] == two[1]
+    elif one[1] != two[1]:
+        assert one[0].fingerprint != two[0].fingerprint
+
+
+@given(st.integers(2, 9), st.integers(2, 9), st.sampled_from([0, 1, 2]), st.sampled_from(sorted(DTYPES)))
+def test_the_number_of_blocks_is_no_part_of_a_fingerprint(one: int, two: int, axis: int, dtype: str) -> None:
+    def layout(num_blocks: int) -> Layout:
+        shape = [2, 3, 4]
+        shape.insert(axis, num_blocks)
+        return build_layout([dense(f"l{i}", tuple(shape), dtype) for i in range(2)], [axis, axis])
+
+    assert layout(one).fingerprint == layout(two).fingerprint
+
+
+def test_where_the_memory_lies_is_no_part_of_a_fingerprint() -> None:
+    here = build_layout([dense("l", (4, 8), mapping="here")], [0])
+    there = build_layout([dense("l", (4, 8), mapping="there", offset=640)], [0])
+    assert here.fingerprint == there.fingerprint
+    assert len(here.fingerprint) == 32
+
+
+def test_whatever_changes_the_meaning_of_a_byte_changes_the_fingerprint() -> None:
+    plain = (0, 1, 2, 3)
+    views = {
+        "base": ([strided("l", (4, 6, 2, 8), plain, (0, 0, 0, 0))], [0]),
+        "dtype": ([strided("l", (4, 6, 2, 8), plain, (0, 0, 0, 0), "float32")], [0]),
+        "name": ([strided("m", (4, 6, 2, 8), plain, (0, 0, 0, 0))], [0]),
+        "shape": ([strided("l", (4, 2, 6, 8), plain, (0, 0, 0, 0))], [0]),
+        "flat": ([strided("l", (4, 6, 16), (0, 1, 2), (0, 0, 0))], [0]),
+        "order": ([strided("l", (4, 6, 2, 8), (0, 2, 1, 3), (0, 0, 0, 0))], [0]),
+        "axis outside": ([strided("l", (4, 6, 2, 8), (2, 0, 1, 3), (0, 0, 0, 0))], [0]),
+        "two layers": ([dense("l", (4, 6, 2, 8)), dense("m", (4, 6, 2, 8))], [0, 0]),
+        "other way round": ([dense("m", (4, 6, 2, 8)), dense("l", (4, 6, 2, 8))], [0, 0]),
+        "tokens": ([strided("l", (4, 3, 2, 8), plain, (0, 0, 0, 0))], [0]),
+    }
+    prints = {name: build_layout(*given).fingerprint for name, given in views.items()}
+    same = [pair for pair in itertools.combinations(prints, 2) if prints[pair[0]] == prints[pair[1]]]
+    assert not same
+
+
+def test_types_of_one_width_have_different_fingerprints() -> None:
+    views = [dense("l", (4, 8))._replace(dtype=dtype) for dtype in ("bfloat16", "float16", "int16")]
+    assert len({build_layout([view], [0]).fingerprint for view in views}) == 3
+
+
+# -- what the server checks
+
+
+GOOD = Layout([Mapping("m", 1000)], [Segment(0, 100, 90, 90), Segment(0, 0, 100, 10)], 10, b"f" * 32)
+
+
+def changed(**fields: object) -> Layout:
+    values = {name: getattr(GOOD, name) for name in ("mappings", "segments", "num_blocks", "fingerprint")}
+    return Layout(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def test_a_layout_that_ends_with_the_last_byte_of_its_mapping_is_good() -> None:
+    GOOD.check()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        changed(mappings=[Mapping("m", 999)]),
+        changed(num_blocks=11),
+        changed(num_blocks=0),
+        changed(num_blocks=-1),
+        changed(num_blocks=2**62),
+        changed(segments=[]),
+        changed(mappings=[]),
+        changed(segments=[Segment(0, 101, 90, 90)]),
+        changed(segments=[Segment(0, -1, 90, 90)]),
+        changed(segments=[Segment(0, 0, 0, 0)]),
+        changed(segments=[Segment(0, 0, 90, 0)]),
+        changed(segments=[Segment(0, 0, 90, -5)]),
+        changed(segments=[Segment(0, 500, -40, 10)]),
+        changed(segments=[Segment(0, 0, 10, 11)]),
+        changed(segments=[Segment(1, 0, 10, 10)]),
+        changed(segments=[Segment(-1, 0, 10, 10)]),
+        changed(segments=[Segment(0, 2**62, 90, 90)]),
+        changed(segments=[GOOD.segments[0]] * (MAX_SEGMENTS + 1)),
+        changed(mappings=[Mapping("m", -1000)]),
+        changed(fingerprint=b"f" * 31),
+        changed(fingerprint=b""),
+    ],
+)
+def test_a_layout_that_lies_outside_its_memory_is_refused(layout: Layout) -> None:
+    with pytest.raises(LayoutError):
+        layout.check()
+
+
+@given(st.integers(-5, 60), st.integers(-5, 30), st.integers(-5, 30), st.integers(-1, 6), st.integers(0, 120))
+@settings(max_examples=300)
+def test_a_layout_is_accepted_exactly_when_its_blocks_are_apart_and_inside(
+    offset: int, stride: int, size: int, num_blocks: int, mapping_bytes: int
+) -> None:
+    layout = Layout([Mapping("m", mapping_bytes)], [Segment(0, offset, stride, size)], num_blocks, bytes(32))
+    spots = [spot for b in range(num_blocks) for spot in range(offset + b * stride, offset + b * stride + size)]
+    rising = num_blocks == 1 or stride > 0
+    good = bool(spots) and rising and len(set(spots)) == len(spots) and min(spots) >= 0 and max(spots) < mapping_bytes
+    try:
+        layout.check()
+        accepted = True
+    except LayoutError:
+        accepted = False
+    if num_blocks == 1 and stride < size:
+        assert not accepted or good  # the stride of a single block says nothing; refusing it is allowed
+    else:
+        assert accepted == good
