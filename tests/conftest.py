@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,15 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 
 SHM = Path("/dev/shm")
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """What `condition` answers once that is true; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
+        time.sleep(0.001)
+    return value
 
 
 class Depot:
@@ -72,8 +82,9 @@ class Depot:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(20)
-        with contextlib.suppress(zmq.ZMQError):
-            self.context.destroy(linger=0)
+        ending = threading.Thread(target=self.context.destroy, kwargs={"linger": 0}, daemon=True)
+        ending.start()
+        ending.join(10)  # a socket that a failed test left open elsewhere must not hang the rest
         self.log.close()
         (SHM / self.name).unlink(missing_ok=True)
         for path in Path(tempfile.gettempdir()).glob(f"{self.name}.sock*"):

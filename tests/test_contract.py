@@ -31,22 +31,13 @@ from kvdepot.adapters import (
     wrap_kv_caches,
 )
 
-from .conftest import Depot, StartDepot
+from .conftest import Depot, StartDepot, eventually
 
 CHUNK = 256
 BLOCK = 64
 PER_CHUNK = CHUNK // BLOCK
 BLOCKS = 32
 _seeds = itertools.count(1)
-
-
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """What `condition` answers once that is true; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
-        time.sleep(0.001)
-    return value
 
 
 def make_caches(blocks: int = BLOCKS, width: int = 4) -> dict[str, torch.Tensor]:

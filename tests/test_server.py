@@ -11,9 +11,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -30,22 +29,13 @@ from kvdepot.adapters import (
 from kvdepot.config import Config
 from kvdepot.errors import Busy
 
-from .conftest import Depot, StartDepot
+from .conftest import Depot, StartDepot, eventually
 
 SHM = Path("/dev/shm")
 CHUNK = 256
 BLOCK = 64
 PER_CHUNK = CHUNK // BLOCK
 MIB = 1 << 20
-
-
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """What `condition` answers once that is true; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
-        time.sleep(0.005)
-    return value
 
 
 def run_serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:

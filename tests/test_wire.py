@@ -7,9 +7,8 @@ import mmap
 import os
 import secrets
 import struct
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from kvdepot.keys import ROOT
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.shm import Card
 
-from .conftest import Depot
+from .conftest import Depot, eventually
 
 SHM = Path("/dev/shm")
 BLOCKS = 16
@@ -33,15 +32,6 @@ SIZE = BLOCKS * BLOCK_BYTES
 MIB = 1 << 20
 
 fuzz = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """What `condition` answers once that is true; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
-        time.sleep(0.001)
-    return value
 
 
 class Raw:

@@ -2,7 +2,7 @@
 
 The one law: a request for `n` bytes succeeds whenever `n` bytes are free. Chunks of different models have
 different sizes and free each other's room in pieces, so an allocation may be several extents; it is
-one extent wherever a large enough one is free. Free neighbours are joined at once. Extents are multiples
+one extent wherever one of a larger size class is free. Free neighbours are joined at once. Extents are multiples
 of a page, and free ones are kept by size class (powers of two), so both ways are O(1) for the usual case.
 """
 

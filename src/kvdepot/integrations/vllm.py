@@ -353,9 +353,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._moves.submit_shards([s.request_id for s in stores], self._shards(stores), None, is_store=True)
 
     def _shards(self, transfers: Iterable[_Transfer]) -> list[wire.Shards]:
-        return [
-            self._moves.shards(t.request_id, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks) for t in transfers
-        ]
+        # No request id: the scheduler ends pins itself when a load has ended, and two engines may well number
+        # their requests alike.
+        return [self._moves.shards("", t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks) for t in transfers]
 
     @property
     def _orders(self) -> _Metadata:
