@@ -263,7 +263,7 @@ class Depot:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            space = self._namespace(instance, part, blocks)
+            space = self._namespace(instance, part.model, part.world_size, part.rank, blocks)
             size = instance.layout.block_bytes * blocks
             parent = part.parent
             for i in range(count):
@@ -299,7 +299,7 @@ class Depot:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            space = self._namespace(instance, part, blocks)
+            space = self._namespace(instance, part.model, part.world_size, part.rank, blocks)
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                 chunk = self.index.sealed_shard(space, part.rank, key)
@@ -327,10 +327,7 @@ class Depot:
             raise Busy(f"{client.queued} stores and retrieves are in flight, the most that max_queued allows")
         return instance
 
-    def _namespace(self, instance: _Instance, part: wire.Shards, blocks_in_chunk: int) -> Namespace:
-        return self._use_namespace(instance, part.model, part.world_size, part.rank, blocks_in_chunk)
-
-    def _use_namespace(
+    def _namespace(
         self, instance: _Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int
     ) -> Namespace:
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
@@ -354,7 +351,6 @@ class Depot:
             fence = None if card is None else partial(getattr, card, "fence")
             tasks.append(Copy(part, operation.is_store, instance.mapped, pieces[first : part.end], fence, ticket))
         operation.tasks = len(tasks)
-        operation.results = operation.results or []
         return tasks
 
     def _copied(self, part: _Part, good: bool) -> list[Action]:
@@ -423,7 +419,7 @@ class Depot:
         instance = _Instance(request.instance, request.layout)
         client.instances[request.instance] = instance
         if request.model:
-            self._use_namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
+            self._namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
         token = _Mapping(client, instance, number)
         return [*actions, Call(token, partial(self._map_layout, request.layout))]
 

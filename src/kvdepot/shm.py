@@ -150,7 +150,11 @@ class CardView:
 
     @property
     def fence(self) -> int:
-        return self._fence[0]
+        """Stores with a ticket up to this are void; all of them once the card is closed, for its client is dead."""
+        try:
+            return self._fence[0]
+        except ValueError:
+            return 2**64 - 1
 
     def is_alive(self) -> bool:
         return is_locked(self._fd)
