@@ -2,7 +2,7 @@
 
 Run as `python child.py ENGINE_ARGS_JSON`. Commands: run (a list of requests, together), add (one request, and wait
 until its depot lookup is answered), finish (step until all are done), reset (the engine's own prefix cache),
-preemptions, stop.
+preemptions, failed chunks (retrieved in vain so far), stop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM prints to stdout; answers must not mix with it
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
 
@@ -79,6 +80,8 @@ class Child:
             case "reset":
                 assert self.llm.reset_prefix_cache(), "blocks are still in use"
                 return None
+            case "failed chunks":
+                return get_kv_transfer_group()._worker.counters["chunks_failed"]
             case "preemptions":
                 return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
         raise ValueError(command)
