@@ -224,7 +224,7 @@ class MessageQueueClient:
     def _dispatch(self, number: int) -> None:
         if self._welcomed:
             if not self._transmit(number):
-                self._lose(f"the connection to {self.server_url} is down")
+                self._lose(self._cut_off())
             return
         self._parked.append(number)
         if not self._recovering and not self._greet() and self._met:
@@ -236,6 +236,9 @@ class MessageQueueClient:
         except zmq.ZMQError:  # no connection; or the engine has ended its ZeroMQ context before us
             return False
         return True
+
+    def _cut_off(self) -> Unavailable:
+        return Unavailable(f"the connection to {self.server_url} is down")
 
     def _no_server(self) -> Unavailable:
         return Unavailable(f"no kvdepot server answers at {self.server_url}; start one with `kvdepot serve`")
@@ -261,7 +264,7 @@ class MessageQueueClient:
 
     def _on_welcome(self, value: Any) -> None:
         if isinstance(value, KVDepotError):
-            self._fail_all(value)
+            self._lose(value)
             return
         welcome = msgspec.convert(value, wire.Welcome)
         self._forget_server()
@@ -293,24 +296,24 @@ class MessageQueueClient:
             while self._parked and self._welcomed:
                 number = self._parked.popleft()
                 if number in self._pending and not self._transmit(number):
-                    self._lose(f"the connection to {self.server_url} is down")
+                    self._lose(self._cut_off())
 
     def _forget_server(self) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, error: KVDepotError) -> None:
         """Nothing new reaches the server: it is gone, or only the connection is."""
         self._welcomed = False
         if self._watch is None or self._watch.is_gone():
-            self._fail_all(Unavailable(reason))
+            self._fail_all(error)
             return
         # It lives, so it may still touch blocks: only requests that touch none end here.
         for number, pending in list(self._pending.items()):
             if not isinstance(pending.request, wire.Store | wire.Retrieve) or number in self._parked:
                 del self._pending[number]
-                pending.future._finish(Unavailable(reason))
+                pending.future._finish(error)
         self._parked.clear()
         self._recovering.clear()
 
@@ -354,7 +357,7 @@ class MessageQueueClient:
             except zmq.Again:
                 return
             except zmq.ZMQError as exc:
-                self._fail_all(Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}"))
+                self._lose(Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}"))
                 return
             try:
                 number, boot, value = wire.decode_reply(frame)
@@ -388,7 +391,7 @@ class MessageQueueClient:
         self._welcomed = False
         self._parked.append(number)
         if not self._recovering and not self._greet():
-            self._lose(f"the connection to {self.server_url} is down")
+            self._lose(self._cut_off())
         return True
 
     def _expire(self) -> None:
