@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import client
+from kvdepot import connection
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 
 from .conftest import StartDepot, eventually
@@ -20,8 +20,8 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
     is_store: bool, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depot = start_depot()
-    monkeypatch.setattr(client, "_STALE_S", 0.2)
-    monkeypatch.setattr(client, "_HELLO_S", 0.2)
+    monkeypatch.setattr(connection, "_STALE_S", 0.2)
+    monkeypatch.setattr(connection, "_HELLO_S", 0.2)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = LMCacheMPWorkerAdapter(depot.url, context, "stopped", 1, 0, 64)
     worker.register_kv_caches({"layer": torch.zeros(16, 64, 1, 8)})

@@ -90,8 +90,10 @@ def _blocks_in_chunk(chunk_size: int, vllm_block_size: int) -> int:
     return chunk_size // vllm_block_size
 
 
-def _connect(server_url: str, context: zmq.Context[Any]) -> tuple[MessageQueueClient, int]:
-    client = MessageQueueClient(server_url, context)
+def _connect(
+    server_url: str, context: zmq.Context[Any], client: MessageQueueClient | None
+) -> tuple[MessageQueueClient, int]:
+    client = client or MessageQueueClient(server_url, context)
     try:
         return client, client.learn_chunk_size(CONNECT_S)
     except KVDepotError:
@@ -110,12 +112,14 @@ class LMCacheMPSchedulerAdapter:
         world_size: int,
         kv_rank: int,
         vllm_block_size: int,
+        *,
+        client: MessageQueueClient | None = None,
     ) -> None:
-        """Read the server's chunk size; blocks 5 s at most.
+        """Read the server's chunk size; blocks 5 s at most. A `client` that is given becomes the adapter's own.
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        self.mq_client, self.chunk_size = _connect(server_url, context)
+        self.mq_client, self.chunk_size = _connect(server_url, context, client)
         self.model_name = model_name
         self.world_size = world_size
         self.worker_id = kv_rank
@@ -255,12 +259,14 @@ class LMCacheMPWorkerAdapter:
         world_size: int,
         kv_rank: int,
         vllm_block_size: int,
+        *,
+        client: MessageQueueClient | None = None,
     ) -> None:
-        """Read the server's chunk size; blocks 5 s at most.
+        """Read the server's chunk size; blocks 5 s at most. A `client` that is given becomes the adapter's own.
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        self.mq_client, self.chunk_size = _connect(server_url, context)
+        self.mq_client, self.chunk_size = _connect(server_url, context, client)
         self.model_name = model_name
         self.world_size = world_size
         self.worker_id = kv_rank

@@ -1,0 +1,300 @@
+"""What a client knows of its server: requests under way, deadlines, recovery. No socket, thread or clock of its own.
+
+Driven by client.py, and by the simulation with a network and a clock that it makes up. The one law: every request
+ends once, with a value or an error. Lookups and the like have deadlines; a store or retrieve ends when the server
+answered, or when the server provably touches no memory any more (its lock on the arena is free, see shm.py).
+
+A server that restarted answers `UnknownClient`. The connection then **recovers**: it says hello, takes its
+registrations back and makes them anew, and repeats the refused requests; callers notice nothing. A copy whose
+answer got lost ends there too: the server answers `Unregister` only when no copy touches the tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from kvdepot import wire
+from kvdepot.errors import (
+    Busy,
+    DeadlineExceeded,
+    KVDepotError,
+    LayoutError,
+    ProtocolError,
+    Unavailable,
+    UnknownClient,
+    UnknownInstance,
+)
+
+__all__ = ["MAX_IN_FLIGHT", "Connection", "Done", "Watch"]
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 65536
+DEADLINE_S = 30.0
+"""For requests that are neither lookups nor copies: registering maps gigabytes."""
+_HELLO_S = 1.0
+_GONE_CHECK_S = 0.2
+_STALE_S = 10.0
+"""After this long, a copy's answer is suspected lost."""
+_MAX_REPEATS = 3
+CHECK_S = 0.01
+"""How often `expire` looks."""
+
+Done: TypeAlias = Callable[[Any], None]
+"""Told what became of a request, once: its value, or a KVDepotError."""
+
+
+class Watch(Protocol):
+    """What tells whether the server of one boot still lives (arena.Watch)."""
+
+    def is_gone(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: wire.Request
+    frame: bytes
+    done: Done
+    deadline: float
+    born: float
+    repeats: int = 0
+
+
+class Connection:
+    """One client's requests to the server at one address. Not thread-safe: client.py has the lock."""
+
+    def __init__(
+        self,
+        url: str,
+        card: str,
+        send: Callable[[bytes], bool],
+        watch: Callable[[str, bytes], Watch],
+        clock: Callable[[], float],
+    ) -> None:
+        """send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise LayoutError."""
+        self.boot = b""
+        self.chunk_size = 0  # tokens; known once welcomed
+        self.welcomed = False
+        self._url = url
+        self._card = card
+        self._send = send
+        self._open_watch = watch
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._parked: deque[int] = deque()  # pending numbers that wait for the welcome
+        self._registered: dict[int, wire.Register] = {}
+        self._recovering: set[int] = set()  # numbers of our own hello and registrations
+        self._lost: list[int] = []  # sent before the connection was made anew, unanswered
+        self._watch: Watch | None = None
+        self._met = False  # a server has welcomed us at least once
+        self._closed = False
+        self._last_reply = 0.0
+        self._next_check = 0.0
+
+    def __len__(self) -> int:
+        """Requests under way."""
+        return len(self._pending)
+
+    # -- asking
+
+    def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
+        """Send a message of the wire. deadline_s None: until answered or the server is gone."""
+        if self._closed:
+            done(Unavailable("this client is closed"))
+        elif len(self._pending) >= MAX_IN_FLIGHT:
+            done(Busy(f"{len(self._pending)} requests are in flight"))
+        else:
+            if isinstance(request, wire.Store | wire.Retrieve):
+                deadline_s = None
+            now = self._clock()
+            number = next(self._numbers)
+            try:
+                frame = wire.encode_request(number, request)
+            except KVDepotError as exc:
+                done(exc)
+                return
+            deadline = now + deadline_s if deadline_s is not None else float("inf")
+            self._pending[number] = _Pending(request, frame, done, deadline, now)
+            self._dispatch(number)
+
+    def _dispatch(self, number: int) -> None:
+        if self.welcomed:
+            if not self._transmit(number):
+                self.lose(self._cut_off())
+            return
+        self._parked.append(number)
+        if not self._recovering and not self._greet() and self._met:
+            self._fail_all(self.no_server())
+
+    def _transmit(self, number: int) -> bool:
+        return self._send(self._pending[number].frame)
+
+    def _cut_off(self) -> Unavailable:
+        return Unavailable(f"the connection to {self._url} is down")
+
+    def no_server(self) -> Unavailable:
+        """What to say where nobody answers."""
+        return Unavailable(f"no kvdepot server answers at {self._url}; start one with `kvdepot serve`")
+
+    # -- hello, and again after a restart
+
+    def _greet(self) -> bool:
+        return self._ask_own(wire.Hello(wire.VERSION, self._card), self._on_welcome, _HELLO_S)
+
+    def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
+        """One of our own requests; `then` gets the value or the error."""
+        number = next(self._numbers)
+        now = self._clock()
+        frame = wire.encode_request(number, request)
+        self._pending[number] = _Pending(request, frame, then, now + deadline_s, now)
+        self._recovering.add(number)
+        if self._transmit(number):
+            return True
+        del self._pending[number]
+        self._recovering.discard(number)
+        return False
+
+    def _on_welcome(self, value: Any) -> None:
+        if isinstance(value, KVDepotError):
+            self.lose(value)
+            return
+        welcome = msgspec.convert(value, wire.Welcome)
+        self._forget_server()
+        self.chunk_size = welcome.chunk_size
+        try:
+            self._watch = self._open_watch(welcome.arena, self.boot)
+        except LayoutError as exc:
+            log.warning("cannot see the server's shared memory (%s): do both share /dev/shm?", exc)
+        if self._met and self._registered:
+            log.info("connected to %s again: registering again", self._url)
+        self._met = True
+        # Asked before the parked requests are: what is unanswered when these are answered never will be.
+        waiting = {*self._parked, *self._recovering}
+        self._lost = [number for number in self._pending if number not in waiting]
+        for instance, register in self._registered.items():
+            self._ask_own(wire.Unregister(instance), self._on_recovered)
+            self._ask_own(register, self._on_recovered)
+        self._on_recovered(None)
+
+    def _on_recovered(self, value: Any) -> None:
+        if isinstance(value, Unavailable | DeadlineExceeded):
+            self._recovering.clear()  # `expire` begins anew
+        elif not self._recovering:
+            for number in self._lost:
+                if number in self._pending:
+                    self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
+            self._lost.clear()
+            self.welcomed = True
+            while self._parked and self.welcomed:
+                number = self._parked.popleft()
+                if number in self._pending and not self._transmit(number):
+                    self.lose(self._cut_off())
+
+    def _forget_server(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def lose(self, error: KVDepotError) -> None:
+        """Nothing new reaches the server: it is gone, or only the connection is."""
+        self.welcomed = False
+        if self._watch is None or self._watch.is_gone():
+            self._fail_all(error)
+            return
+        # It lives, so it may still touch blocks: only requests that touch none end here.
+        for number, pending in list(self._pending.items()):
+            if not isinstance(pending.request, wire.Store | wire.Retrieve) or number in self._parked:
+                del self._pending[number]
+                pending.done(error)
+        self._parked.clear()
+        self._recovering.clear()
+
+    def _fail_all(self, error: KVDepotError) -> None:
+        self._parked.clear()
+        self._recovering.clear()
+        pending, self._pending = self._pending, {}
+        for item in pending.values():
+            item.done(error)
+
+    # -- hearing
+
+    def take(self, frame: bytes) -> None:
+        """A frame has arrived."""
+        try:
+            number, boot, value = wire.decode_reply(frame)
+        except ProtocolError:
+            log.warning("dropped %d bytes that are no reply", len(frame))
+            return
+        self._last_reply = self._clock()
+        pending = self._pending.get(number)
+        if pending is None:
+            return  # answered after its deadline
+        if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
+            return
+        del self._pending[number]
+        if number in self._recovering:
+            self._recovering.discard(number)
+            self.boot = boot
+        elif isinstance(pending.request, wire.Register) and not isinstance(value, KVDepotError):
+            self._registered[pending.request.instance] = pending.request
+        elif isinstance(pending.request, wire.Unregister):
+            self._registered.pop(pending.request.instance, None)
+        pending.done(value)
+
+    def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
+        """The server has forgotten us: introduce ourselves again, then send this once more."""
+        known = not isinstance(value, UnknownInstance) or (
+            isinstance(pending.request, wire.Store | wire.Retrieve) and pending.request.instance in self._registered
+        )
+        if not known or number in self._recovering or pending.repeats >= _MAX_REPEATS:
+            return False
+        pending.repeats += 1
+        self.welcomed = False
+        self._parked.append(number)
+        if not self._recovering and not self._greet():
+            self.lose(self._cut_off())
+        return True
+
+    def expire(self) -> None:
+        """End what is overdue, find out whether the server is gone, begin to recover. Cheap; call it often."""
+        now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_S
+        for number in [n for n, item in self._pending.items() if item.deadline <= now]:
+            request = self._pending[number].request
+            pending = self._pending.pop(number)
+            self._recovering.discard(number)
+            pending.done(DeadlineExceeded(f"no answer to {type(request).__name__} in time"))
+        if self._parked:
+            self._parked = deque(n for n in self._parked if n in self._pending)
+        if self._pending and now - self._last_reply > _GONE_CHECK_S and self._watch is not None:
+            self._last_reply = now
+            if self._watch.is_gone():
+                # Whoever is there now does not know us: what was sent to the old one ends with the next welcome.
+                self.welcomed = False
+                self._forget_server()
+        if self._pending and self.welcomed and now - next(iter(self._pending.values())).born > _STALE_S:
+            self.welcomed = False  # its answer may be lost: recovering tells
+            next(iter(self._pending.values())).born = now
+        if self._pending and not self.welcomed and not self._recovering:
+            reached = self._greet()
+            if not reached and self._met and self._watch is None:
+                self._fail_all(self.no_server())
+
+    def close(self) -> None:
+        """End every request with Unavailable. Safe twice."""
+        if not self._closed:
+            self._closed = True
+            self._fail_all(Unavailable("this client is closed"))
+            self._forget_server()
