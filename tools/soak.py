@@ -112,6 +112,11 @@ class Child:
             self.process.stdin.write(order + "\n")
             self.process.stdin.flush()
 
+    def has_ended(self) -> bool:
+        """Whether its last words were that it ended in order."""
+        self._reader.join()
+        return self.ended
+
     def kill(self) -> None:
         """-9, and take in its last words."""
         self.process.kill()
@@ -344,6 +349,7 @@ class Soak:
 
     def pause(self, what: str) -> dict[str, Any]:
         """Traffic ends; the same processes are there and do nothing. What they hold then."""
+        begun = time.monotonic()
         self.stop_odd()
         for child in self.children:
             child.tell("pause")
@@ -352,7 +358,9 @@ class Soak:
             lambda: [child.counts for child in self.children if not child.idle],
             PAUSE_S,
         )
+        rested = time.monotonic()
         self.until("the server still holds", self.held, PAUSE_S)
+        print(f"at rest after {rested - begun:.1f} s, nothing held after {time.monotonic() - rested:.1f} s more")
         return self.line(what)
 
     def resume(self) -> None:
@@ -403,14 +411,10 @@ class Soak:
         assert self.server is not None
         for child in self.children:
             child.tell("quit")
-        for child in self.children:
-            child.process.wait(30)
-            if child.process.returncode:
+        for child in list(self.children):
+            if child.process.wait(30) or not child.has_ended():
                 raise Failed(f"an engine ended with {child.process.returncode}\n{child.logged()}")
-            self.bury(child) if child is not self.children[0] else None
-        old = self.children.pop(0)
-        self.cards |= old.cards
-        self.dead += old.counts
+            self.bury(child)
         self.until("the server still holds", self.held, PAUSE_S)
         self.client.close()
         self.server.terminate()

@@ -113,7 +113,9 @@ class Engine:
         self.failed: list[set[int]] = [set() for _ in range(world_size)]
         self.reported: dict[str, None] = {}  # finished lately; told twice now and then, as vLLM does
         self.paused = False
+        self.resting = False
         self.reconnecting = False
+        self.awaited: set[int] = set()  # ranks whose adapter has waited for an event: from then on it has a thread
         self.serial = 0
         self.context: zmq.Context[Any] = zmq.Context()
         self.connect()
@@ -134,6 +136,7 @@ class Engine:
         try:
             for rank in range(-1, self.world_size):
                 side = LMCacheMPSchedulerAdapter if rank < 0 else LMCacheMPWorkerAdapter
+                self.awaited.clear()
                 opened.append(side(self.url, self.context, self.model, self.world_size, max(rank, 0), BLOCK_TOKENS))
                 say(card=opened[-1].mq_client.card.name)
             self.scheduler: LMCacheMPSchedulerAdapter = opened[0]
@@ -178,7 +181,8 @@ class Engine:
         """One engine step; whether anything moved."""
         before = sum(self.counts.values())
         self.counts["steps"] += 1
-        if not (self.paused or self.reconnecting) and len(self.requests) < RUNNING:
+        self.resting = self.paused and len(self.awaited) == self.world_size
+        if not (self.resting or self.reconnecting) and len(self.requests) < RUNNING:
             self.begin()
         for request in list(self.requests.values()):
             if request.state == "lookup":
@@ -242,7 +246,10 @@ class Engine:
     def transfer(self, request: Request, rank: int, first: int, end: int, *, is_store: bool) -> None:
         """Submit blocks `[first, end)` of a request, whole chunks."""
         worker = self.workers[rank]
-        event = Event(self.random.random() * 0.01) if self.random.random() < 0.3 else None
+        event = None
+        if rank not in self.awaited or self.random.random() < 0.3:
+            event = Event(0.001 + self.random.random() * 0.01)
+            self.awaited.add(rank)
         blocks = request.blocks[first:end]
         if self.mode == "token":
             op = LoadStoreOp(blocks, request.tokens, start=first * BLOCK_TOKENS, end=end * BLOCK_TOKENS)
@@ -412,7 +419,7 @@ def main() -> None:
             held = sum(len(request.blocks) for request in engine.requests.values())
             if len(engine.free) + held != BLOCKS or len(set(engine.free)) != len(engine.free):
                 engine.wrong.append(f"{len(engine.free)} blocks free, {held} held of {BLOCKS}")
-            say(counts=engine.counts, wrong=engine.wrong[:4], idle=engine.paused and not engine.requests)
+            say(counts=engine.counts, wrong=engine.wrong[:4], idle=engine.resting and not engine.requests)
             engine.wrong.clear()
     engine.shutdown()
     engine.context.term()
