@@ -7,7 +7,7 @@ every byte is checked (soak_engine.py), one of which lives as long as the soak; 
 
 What grows shows only in a process that lives, and under like conditions. So there are three parts:
 
-    storm    0 to 35 %     engines and the server are killed (-9), the server is stopped for a second. Here nothing may be
+    storm    0 to 35 %     engines and the server are killed (-9), the server is stopped for a second. Nothing may be
                            served wrong, hang, or stay behind in /dev/shm
     steady   35 to 100 %   a fresh server that is not killed any more; everything else goes on. After a warm-up, the
                            resident memory of server and old engine is read each second, and the medians of the
@@ -196,9 +196,8 @@ class Soak:
         for child in (*self.children, *([self.odd] if self.odd else ())):
             self.cards |= child.cards
         cards = [*sorted(self.cards), self.client.card.name]
-        tensors = [
-            path.name for path in SHM.glob("torch_*") if (m := re.match(r"torch_(\d+)_", path.name)) and int(m[1]) in self.pids
-        ]  # fmt: skip
+        torches = [(path.name, re.match(r"torch_(\d+)_", path.name)) for path in SHM.glob("torch_*")]
+        tensors = [name for name, found in torches if found and int(found[1]) in self.pids]
         return {
             "arenas": [path.name for path in SHM.glob(f"*{self.name}*")],
             "cards": [name for name in cards if (SHM / name).exists() or (SHM / f".{name}").exists()],
@@ -379,7 +378,8 @@ class Soak:
             "reserved_shards": 0,
             "operations": 0,
         }
-        odd = [f"{name} is {status.get(name)}, not {value}" for name, value in expected.items() if status.get(name) != value]
+        wrong = {name: value for name, value in expected.items() if status.get(name) != value}
+        odd = [f"{name} is {status.get(name)}, not {value}" for name, value in wrong.items()]
         files = self.files()
         if len(files["cards"]) != expected["clients"]:
             odd.append(f"{len(files['cards'])} cards of {expected['clients']} clients: {files['cards']}")
@@ -461,7 +461,7 @@ def fds(pid: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Mixed traffic with random kills; what grows, hangs or is wrong fails.")
+    parser = argparse.ArgumentParser(description="Mixed traffic with random kills: nothing wrong, nothing that grows.")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
     args = parser.parse_args()

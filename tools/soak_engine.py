@@ -4,7 +4,7 @@
 
 Started and killed by soak.py. It runs requests as an engine does: look up, load what is cached, compute the rest,
 store it, give the blocks back; in between it aborts, preempts, registers again and connects again. The bytes of a block
-are a function of model, rank and the tokens up to the block's end. Every byte is checked after a retrieve, and once more
+are a function of model, rank and the tokens up to the block's end. Every byte is checked after a retrieve, and again
 before the blocks go back, for until then nobody may write them. MODE `token` or `hash` says how prompts are named.
 
 It writes a JSON line a second to its output, and reads words from its input: `pause` (end what runs, start nothing

@@ -97,8 +97,9 @@ class Odd:
 
     def stranger(self) -> None:
         """Asks without a hello, or with one that must be refused."""
-        for hello in (wire.Hello(99, "x"), wire.Hello(wire.VERSION, "../etc"), wire.Hello(wire.VERSION, "kvdepot-card-0")):
-            self.ask(hello)
+        self.ask(wire.Hello(99, "x"))
+        for card in ("../etc", "kvdepot-card-0", ""):
+            self.ask(wire.Hello(wire.VERSION, card))
         for _ in range(10):
             self.ask(self.any_request())
 

@@ -1,0 +1,376 @@
+"""What is fuzzed, by run.py and tests/test_fuzz.py: functions of bytes that return when all is well and raise otherwise.
+
+A **target** makes of any bytes an input of one part, and checks what holds for every input. It may be called any number
+of times in one process and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+import msgspec
+from fuzz.choices import Choices, Script
+from fuzz.desk import depot, depot_seeds
+
+from kvdepot import config as settings
+from kvdepot import wire
+from kvdepot.arena import MAGIC, Arena, Header, smallest_arena
+from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
+from kvdepot.evict import Lru
+from kvdepot.index import Index
+from kvdepot.keys import HASH_BYTES, ROOT
+from kvdepot.layout import Layout, Mapping, Segment
+from kvdepot.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
+from kvdepot.recovery import restore
+from kvdepot.shm import SHM
+from kvdepot.space import PAGE, Space
+
+__all__ = ["TARGETS", "Target"]
+
+
+class Target(NamedTuple):
+    check: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+
+
+# -- the wire
+
+
+def requests(data: bytes) -> None:
+    """A frame is a request, which travels again as it is, or a ProtocolError; its id comes back in either case."""
+    number, request = wire.decode_request(data)
+    assert number == (data[: wire.ID_BYTES] if len(data) >= wire.ID_BYTES else bytes(wire.ID_BYTES))
+    if not isinstance(request, ProtocolError):
+        again = wire.encode_request(int.from_bytes(number, "little"), request)
+        assert wire.decode_request(again) == (number, request)
+
+
+def replies(data: bytes) -> None:
+    """A frame is a reply with its id and boot, or raises ProtocolError."""
+    try:
+        number, boot, value = wire.decode_reply(data)
+    except ProtocolError:
+        return
+    assert data.startswith(number.to_bytes(wire.ID_BYTES, "little") + boot)
+    if isinstance(value, KVDepotError):
+        assert str(value) is not None and value.code
+        wire.encode_failure(data[: wire.ID_BYTES], boot, value)
+    elif not _has_nan(value):
+        again = wire.encode_answer(data[: wire.ID_BYTES], boot, value)
+        assert wire.decode_reply(again) == (number, boot, value)
+
+
+def _has_nan(value: object) -> bool:
+    """Not equal to itself, as is a list that holds it; timestamps and extensions may lose precision."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    if isinstance(value, list):
+        return any(map(_has_nan, value))
+    if isinstance(value, dict):
+        return any(_has_nan(key) or _has_nan(item) for key, item in value.items())
+    return not isinstance(value, (str, bytes, int, type(None)))
+
+
+def _request_seeds() -> list[bytes]:
+    shards = wire.Shards("r", "model", 2, 1, ROOT, 0, bytes(64), struct.pack("<4I", 0, 1, 2, 3), 1)
+    layout = Layout([Mapping("kv", 4096)], [Segment(0, 0, 64, 64)], 64, bytes(32))
+    messages: list[wire.Request] = [
+        wire.Hello(wire.VERSION, "kvdepot-card-0"),
+        wire.Register(1, layout, "model", 2, 1, 2),
+        wire.Unregister(1),
+        wire.Lookup("model", 2, 2, "r", 2, bytes(96)),
+        wire.Store(1, 7, [shards, shards]),
+        wire.Retrieve(1, [shards]),
+        wire.EndSession("r"),
+        wire.ChunkSize(),
+        wire.Noop(),
+        wire.Clear("model"),
+        wire.Status(),
+    ]
+    return [wire.encode_request(number, message) for number, message in enumerate(messages)]
+
+
+def _reply_seeds() -> list[bytes]:
+    number, boot = bytes(wire.ID_BYTES), bytes(range(wire.BOOT_BYTES))
+    values = [None, True, 3, [True, False], "ok", {"chunks": 1, "counters": {"lookups": 2}}, [1, "arena", 256]]
+    return [wire.encode_answer(number, boot, value) for value in values] + [
+        wire.encode_failure(number, boot, error("what went wrong")) for error in (KVDepotError, ConfigError, ArenaError)
+    ]
+
+
+# -- settings
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-")
+
+
+def config(data: bytes) -> None:
+    """A file, variables and flags are settings in their ranges, or a ConfigError. The same settings load again."""
+    pick = Choices(data)
+    fields = settings.Config.__struct_fields__
+    environ = {f"KVDEPOT_{pick.of(fields).upper()}": _word(pick) for _ in range(pick.below(3))}
+    flags = {pick.of(fields): _word(pick) for _ in range(pick.below(3))}
+    file = Path(_FOLDER.name) / "kvdepot.toml"
+    file.write_bytes(pick.take(len(data)))
+    try:
+        loaded = settings.load(str(file), flags, environ)
+    except ConfigError as exc:
+        assert str(exc)
+        return
+    assert 1 <= loaded.chunk_size <= 1 << 20 and 1 <= loaded.copy_threads <= 256
+    assert loaded.arena_gib >= 0 and loaded.drain_s >= 0 and loaded.url and loaded.arena_bytes >= 0
+    assert "/" not in loaded.arena_name and not loaded.arena_name.startswith(".")
+    again = {name: str(getattr(loaded, name)) for name in fields}
+    assert settings.load(None, again, {}) == loaded
+
+
+def _word(pick: Choices) -> str:
+    return pick.text(24).decode("utf-8", "replace")
+
+
+def _config_seeds() -> list[bytes]:
+    whole = settings.Config(url="ipc:///run/depot.sock", arena_gib=1.5, arena_name="depot")
+    lines = [f"{name} = {msgspec.json.encode(getattr(whole, name)).decode()}" for name in whole.__struct_fields__]
+    nothing = Script().below(0, 3).below(0, 3).data
+    seeds = [nothing + "\n".join(lines).encode()] + [nothing + line.encode() for line in lines]
+    for number, name in enumerate(whole.__struct_fields__):
+        words = Script().below(1, 3).below(number, len(whole.__struct_fields__))
+        seeds.append(words.text(str(getattr(whole, name)).encode()[:24], 24).below(0, 3).data)
+    return seeds
+
+
+# -- the arena
+
+_SLOTS = 64
+_PAGES = 24
+_START = PAGE + _SLOTS * SLOT_BYTES + 64
+
+
+def _space() -> Space:
+    return Space(_START, _START + _PAGES * PAGE)
+
+
+def _check_restored(index: Index) -> None:
+    """What was taken back makes sense: places in the arena that are apart, and sums that are right."""
+    index.validate()
+    places = sorted(
+        extent
+        for space in index.namespaces()
+        for chunk in space.chunks.values()
+        for shard in chunk.shards.values()
+        for extent in shard.extents
+    )
+    reached = index.space.start
+    for start, length in places:
+        assert start >= reached and length > 0, f"{start}+{length} overlaps, or lies before {reached}"
+        reached = start + length
+    assert reached <= index.space.end
+    taken = sum(length for _, length in places)
+    assert index.space.free_bytes + taken == index.space.capacity
+
+
+def _check_usable(index: Index) -> None:
+    """The index goes on: all of the arena can be had again, and nothing is left of the old when that goes too."""
+    space = index.namespace("fuzz", 1, 0, bytes(32), 1)
+    space.live += 1
+    for number in range(index.space.capacity // PAGE + 1):
+        chunk = index.reserve(space, 0, number.to_bytes(HASH_BYTES, "big"), b"", 0, PAGE)
+        assert chunk is not None, f"no room for page {number} although nothing is held"
+        index.seal(chunk, 0)
+    index.validate()
+    space.live -= 1
+    index.clear()
+    index.validate()
+    assert index.space.free_bytes == index.space.capacity and not index.namespaces()
+    assert not index.records.used, index.records
+
+
+def _restored(table: bytes) -> Index:
+    index = Index(_space(), Lru(), Records(memoryview(bytearray(table))))
+    restore(index)
+    return index
+
+
+def records(data: bytes) -> None:
+    """A table of any bytes, or of records that lie (with sums that fit), restores to something that makes sense."""
+    pick = Choices(data)
+    table = bytearray(_SLOTS * SLOT_BYTES)
+    if pick.below(4) == 0:
+        raw = pick.take(len(table))
+        table[: len(raw)] = raw
+        if pick.below(2) == 0:  # sums that fit
+            for slot in range(0, len(table), SLOT_BYTES):
+                table[slot : slot + 4] = crc32(table[slot + 4 : slot + SLOT_BYTES]).to_bytes(4, "little")
+    else:
+        writer = Records(memoryview(table))
+        while pick:
+            writer.write(_record(pick))
+    index = _restored(bytes(table))
+    _check_restored(index)
+    first = _contents(index)
+    # What one server took back, the next takes back too: restoring erased nothing that it kept.
+    index = _restored(bytes(index.records._memory))
+    assert _contents(index) == first
+    _check_usable(index)
+
+
+def _record(pick: Choices) -> NamespaceRecord | ShardRecord:
+    odd = (-1, 0, 1, 2, 3, 1 << 16, 1 << 31, 1 << 63, (1 << 64) - 1)
+
+    def number(most: int) -> int:
+        return pick.of(odd) if pick.below(16) == 0 else pick.below(most)
+
+    if pick.below(4) == 0:
+        layouts = {number(3): bytes([pick.below(2)]) * pick.of((32, 32, 32, 0, 200)) for _ in range(pick.below(4))}
+        return NamespaceRecord(number(3), "", pick.of(("m", "n", "m" * 300)), number(4), number(3), layouts)
+    keys = [bytes([n]) * HASH_BYTES for n in range(6)]
+    extents: list[int] = []
+    for _ in range(1 + (pick.below(4) == 0)):
+        extents += [_START + pick.below(_PAGES) * PAGE, (1 + pick.below(3)) * PAGE]
+    if pick.below(16) == 0:
+        extents = [number(8) for _ in range(pick.below(5))]
+    size = (sum(extents[1::2]) - pick.of((0, 0, 1, 100, PAGE, -1))) % (1 << 63)
+    key, parent = pick.of(keys), pick.of((b"", ROOT, *keys))
+    if pick.below(16) == 0:
+        key = key[: pick.below(HASH_BYTES + 1)]
+    position, serial = number(6), number(256)
+    return ShardRecord(number(3), number(3), key, parent, position, extents, size, serial, number(3))
+
+
+def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
+    """Everything about every shard that a retrieve goes by."""
+    return {
+        (space.model, space.world_size, space.blocks_in_chunk, space.layouts.get(rank), rank, key): (
+            shard.extents, shard.size, shard.checksum, chunk.position and chunk.position,
+        )
+        for space in index.namespaces()
+        for key, chunk in space.chunks.items()
+        for rank, shard in chunk.shards.items()
+        if shard.sealed
+    }  # fmt: skip
+
+
+def _stored(pick: Choices) -> tuple[Index, bytearray]:
+    """An index into which a story has stored, and its table."""
+    table = bytearray(_SLOTS * SLOT_BYTES)
+    index = Index(_space(), Lru(), Records(memoryview(table)))
+    for _ in range(pick.below(40)):
+        prompt, first, ranks = pick.below(4), pick.below(3), 1 + pick.below(2)
+        space = index.namespace(f"model-{ranks}" * pick.of((1, 20)), ranks, 0, bytes([ranks]) * 32, 2)
+        space.live += 1  # as for a registered engine
+        for rank in range(ranks):
+            index.namespace(space.model, ranks, rank, bytes([ranks]) * 32, 2)
+        parent = ROOT if first == 0 else bytes([prompt, first - 1]) * 16
+        for i in range(first, first + 1 + pick.below(3)):
+            key = bytes([prompt, i]) * 16
+            for rank in range(ranks):
+                if not index.missing(space, rank, key):
+                    continue
+                chunk = index.reserve(space, rank, key, parent, i + 1, 1 + pick.below(3 * PAGE))
+                if chunk is None:
+                    continue
+                if pick.below(8):
+                    index.seal(chunk, rank, pick.below(1 << 32))
+                else:
+                    index.discard(chunk, rank)
+            parent = key
+    return index, table
+
+
+def table(data: bytes) -> None:
+    """Whatever happens to bytes of a good table: what is restored is what was stored. Untouched, all of it is."""
+    pick = Choices(data)
+    index, memory = _stored(pick)
+    index.validate()
+    stored = _contents(index)
+    touched = False
+    while pick:
+        touched = True
+        what, slot = pick.below(4), pick.below(_SLOTS) * SLOT_BYTES
+        if what == 0:
+            memory[pick.below(len(memory))] ^= 1 << pick.below(8)
+        elif what == 1:
+            memory[slot : slot + SLOT_BYTES] = bytes(SLOT_BYTES)
+        elif what == 2:
+            torn = pick.below(SLOT_BYTES)  # a write that was cut off
+            memory[slot + torn : slot + SLOT_BYTES] = bytes(SLOT_BYTES - torn)
+        else:
+            memory[slot : slot + SLOT_BYTES] = pick.take(SLOT_BYTES).ljust(SLOT_BYTES, b"\0")
+    again = _restored(bytes(memory))
+    _check_restored(again)
+    found = _contents(again)
+    for name, shard in found.items():
+        assert name in stored, f"{name} was never stored"
+        assert stored[name][:3] == shard[:3], f"{name}: stored {stored[name]}, restored {shard}"
+    if not touched:
+        recorded = sum(
+            shard.slot >= 0 for s in index.namespaces() for c in s.chunks.values() for shard in c.shards.values()
+        )
+        assert len(found) == recorded, f"{len(found)} shards came back of {recorded}"
+    _check_usable(again)
+
+
+def arena(data: bytes) -> None:
+    """A file of any bytes is taken over with what makes sense in it, or refused with an ArenaError and left alone."""
+    pick = Choices(data)
+    size = smallest_arena() + pick.below(16) * PAGE
+    name = f"kvdepot-fuzz-{os.getpid()}-arena"
+    path = SHM / name
+    head = pick.take(64)
+    if pick.below(4):  # a header that is whole, and may lie
+        odd = (size, 0, PAGE, SLOT_BYTES, 100, size // 2, 2 * size, (1 << 64) - 1)
+        head = Header(pick.of(odd), pick.of((PAGE, *odd)), pick.take(8).ljust(8, b"\0")).pack()
+    elif pick.below(2):
+        head = MAGIC + head
+    inner = bytearray(PAGE)
+    writer = Records(memoryview(inner))
+    while pick:
+        writer.write(_record(pick))
+    content = (head.ljust(PAGE, b"\0") + bytes(inner)).ljust(size, b"\0")
+    content = content[: pick.of((size, size, 2 * PAGE, PAGE, 30, size // 2))]
+    path.write_bytes(content)
+    path.chmod(0o600)
+    try:
+        try:
+            taken = Arena(name, size, b"fuzzboot")
+        except ArenaError as exc:
+            assert str(exc)
+            assert path.read_bytes() == content, "refused, but not left alone"
+            return
+        try:
+            index = Index(
+                Space(taken.header.chunks_start, size), Lru(), Records(taken.table(), taken.ensure_table)
+            )  # fmt: skip
+            restore(index, taken.read_table(), taken.whole)
+            _check_restored(index)
+            taken.settle()
+            assert path.stat().st_size == size
+            assert index.space.end <= size
+        finally:
+            index = None  # type: ignore[assignment]
+            taken.close(remove=False)
+    finally:
+        path.unlink()
+
+
+def _random_seeds(count: int, size: int) -> Callable[[], list[bytes]]:
+    """Stories told at random: far longer ones than a fuzzer would begin with."""
+    return lambda: [random.Random(number).randbytes(size) for number in range(count)]
+
+
+TARGETS: dict[str, Target] = {
+    "requests": Target(requests, _request_seeds),
+    "replies": Target(replies, _reply_seeds),
+    "depot": Target(depot, lambda: depot_seeds() + _random_seeds(50, 800)()),
+    "config": Target(config, _config_seeds),
+    "records": Target(records, _random_seeds(50, 400)),
+    "table": Target(table, _random_seeds(50, 300)),
+    "arena": Target(arena, _random_seeds(50, 200)),
+}
