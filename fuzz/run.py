@@ -3,8 +3,8 @@
     python fuzz/run.py [--seconds 60] [TARGET...]     each target for so long; exit code 1 when one failed
     python fuzz/run.py --replay FILE [TARGET]         one input again, without atheris; the name of FILE says the target
 
-An input that fails is kept in fuzz/found/ and printed. Exit code 3: atheris (https://github.com/google/atheris, which brings
-libFuzzer) is not installed; it has wheels for some Pythons only.
+An input that fails is kept in fuzz/found/ and printed. Exit code 3: atheris (https://github.com/google/atheris, which
+brings libFuzzer) is not installed; it has wheels for some Pythons only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def main() -> int:
         return _replay(args.replay, args.targets)
     if importlib.util.find_spec("atheris") is None:
         print(
-            f"atheris is not installed for Python {sys.version_info.major}.{sys.version_info.minor}: `pip install "
-            "atheris` where it has a wheel (3.11 to 3.13). The same properties run with Hypothesis in tests/test_fuzz.py."
+            f"atheris is not installed for Python {sys.version_info.major}.{sys.version_info.minor}: "
+            "`pip install atheris`, which has wheels for 3.11 to 3.13.\n"
+            "Without it, tests/test_fuzz.py tries the same properties with Hypothesis."
         )
         return 3
     if args.inside is not None:
@@ -95,8 +96,7 @@ def _fuzz(name: str, folder: Path, seconds: int) -> None:
     """Does not return."""
     import atheris
 
-    # The parts that read what came from outside; all else is not instrumented and fast.
-    with atheris.instrument_imports(include=["kvdepot"]):
+    with atheris.instrument_imports(include=["kvdepot", "fuzz.targets"]):
         from fuzz.targets import TARGETS as targets
     corpus = folder / "corpus"
     corpus.mkdir()
