@@ -45,7 +45,8 @@ START = 64
 SLOTS = 24
 FILE_BYTES = 28 << 10
 CLIENTS = 3
-FRAME = 4096
+FRAME = 255
+STEPS = 48
 
 Name: TypeAlias = tuple[int, str, int, int, int, bytes]  # instance, model, world size, rank, blocks in chunk, key
 Block: TypeAlias = tuple[int, int]  # instance, block id
@@ -120,7 +121,7 @@ class Client:
 class Question:
     """A request that has no answer yet."""
 
-    client: Client
+    client: Client | None  # None: a stranger
     request: wire.Request
     chunks: list[tuple[Name, list[int], int]] = field(default_factory=list)  # name, blocks, how many are skipped
     blocks: set[Block] = field(default_factory=set)  # in use until the answer
@@ -231,13 +232,14 @@ class Desk:
             return
         asked = sum(len(part.hashes) // HASH_BYTES for part in question.request.shards)
         assert isinstance(value, list) and len(value) == asked, (value, asked)
-        if not (self.sound and question.checked and len(question.chunks) == asked):
+        client = question.client
+        if client is None or not (self.sound and question.checked and len(question.chunks) == asked):
             return
         for good, (name, ids, skip) in zip(value, question.chunks, strict=True):
             if good and name not in self.tainted:
                 for i, number in enumerate(ids):
                     expected = content(name, i) if i >= skip else 0xEE
-                    there = question.client.block(name[0], number)
+                    there = client.block(name[0], number)
                     assert (there == expected).all(), f"block {i} of {name} was retrieved wrong"
 
     # -- the clients' side
@@ -249,21 +251,19 @@ class Desk:
         number, request = wire.decode_request(frame)
         if isinstance(request, ProtocolError | wire.Hello):
             return  # the server's to answer
-        question = Question(client or Client(identity, "nobody"), request)
-        if client is None:
-            self.old.append(question.client)
+        question = Question(client, request)
         if client is not None:
             if isinstance(request, wire.Register):
                 variant = VARIANTS.get(request.instance)
                 self.sound &= variant is not None and request.layout == variant.layout(client.symbol)
             elif isinstance(request, wire.Store | wire.Retrieve) and request.instance in VARIANTS:
-                self.prepare(question, request)
+                self.prepare(client, question, request)
         self.asked[identity, number] = question
         self.take(self.depot.handle(identity, number, request))
 
-    def prepare(self, question: Question, request: wire.Store | wire.Retrieve) -> None:
+    def prepare(self, client: Client, question: Question, request: wire.Store | wire.Retrieve) -> None:
         """Fill the blocks, and note which requests are in each other's way."""
-        client, instance = question.client, request.instance
+        instance = request.instance
         for part in request.shards:
             count = len(part.hashes) // HASH_BYTES
             ids = struct.unpack(f"<{len(part.block_ids) // 4}I", part.block_ids[: len(part.block_ids) // 4 * 4])
@@ -396,30 +396,30 @@ class Desk:
 
     def step(self) -> None:
         pick = self.choices
-        what = pick.below(20)
+        what = pick.below(STEPS)
         place = pick.below(CLIENTS)
         client = self.clients.get(place)
         number = next(self.numbers)
-        if what < 9 and client is not None:
+        if what < 22 and client is not None:
             self.send(place, wire.encode_request(number, self.request(client)))
-        elif what == 9 and client is not None:
+        elif what == 22 and client is not None:
             frame = bytearray(wire.encode_request(number, self.request(client)))
             for _ in range(1 + pick.below(3)):
                 frame[8 + pick.below(len(frame) - 8)] = pick.below(256)
             self.send(place, bytes(frame))
-        elif what == 10:
+        elif what == 23:
             self.send(place, number.to_bytes(8, "little") + pick.text(FRAME))
-        elif what < 16:
+        elif what < 42:
             if self.tasks:
                 self.finish(pick.below(len(self.tasks)), fails=pick.below(6) == 0)
-        elif what == 16 and client is not None:
+        elif what < 44 and client is not None:
             self.give_up_stores(client)
-        elif what == 17:
-            if pick.below(3) == 0:
-                self.restart()
-            elif self.verify == "always":
+        elif what == 44:
+            self.restart()
+        elif what == 45:
+            if self.verify == "always":
                 self.arena.bytes[START + pick.below(PAGES * PAGE)] ^= 1 << pick.below(8)
-        elif what == 18 and pick.below(2):
+        elif what == 46:
             self.die(place)
         else:
             self.hello(place)
@@ -488,7 +488,7 @@ def depot_seeds() -> list[bytes]:
     for request in requests:
         for _ in range(2):
             frame = wire.encode_request(0, request)[wire.ID_BYTES :]
-            script.below(10, 20).below(0, CLIENTS).text(frame, FRAME)
-            script.below(11, 20).below(0, CLIENTS).below(0, 256).below(1, 6)
+            script.below(23, STEPS).below(0, CLIENTS).text(frame, FRAME)
+            script.below(24, STEPS).below(0, CLIENTS).below(0, 256).below(1, 6)
         seeds.append(script.data)
     return seeds

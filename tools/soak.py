@@ -73,6 +73,7 @@ class Child:
         self.cards: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.notes: list[str] = []
         self.idle = False
         self.ended = False
         self.moved = time.monotonic()  # when it made a step last
@@ -97,6 +98,8 @@ class Child:
                 continue  # cut off by a kill
             if "card" in said:
                 self.cards.add(said["card"])
+            if "note" in said:
+                self.notes.append(said["note"])
             if "counts" in said:
                 if said["counts"]["steps"] > self.counts["steps"]:
                     self.moved = time.monotonic()
@@ -245,6 +248,8 @@ class Soak:
         for child in (*self.children, *([self.odd] if self.odd else ())):
             self.faults_found += child.wrong
             child.wrong = []
+            while child.notes:
+                print(f"{time.monotonic() - self.start:6.0f} s engine {child.pid}: {child.notes.pop(0)}", flush=True)
             if child.process.poll() is not None:
                 raise Failed(f"{child.script} ended with {child.process.returncode}\n{child.logged()}")
             if child.script == "soak_engine.py" and time.monotonic() - child.moved > STUCK_S:

@@ -40,8 +40,9 @@ BLOCKS = 192
 WORDS = 512  # uint64 a block in each of the two layers
 MAX_CHUNKS = 8
 RUNNING = 6
-LATE_S = 10.0
-"""A lookup or load that takes longer is told: the longest fault of the soak, and the deadline after it, are shorter."""
+SLOW_S = 3.0
+LATE_S = 20.0
+"""A lookup, load or end that takes longer is a failure: faults and the deadlines after them are shorter."""
 
 Words = npt.NDArray[np.uint64]
 
@@ -95,6 +96,7 @@ class Request:
     loaded: int = 0  # blocks that the depot gives
     loading: set[int] = field(default_factory=set)  # ranks
     ending: set[int] = field(default_factory=set)  # ranks that have not given the blocks back
+    answered: bool = False  # the lookup
     told: bool = False  # the workers have heard that it has finished
     computed: bool = False
     aborted: bool = False
@@ -222,10 +224,10 @@ class Engine:
     def look_up(self, request: Request) -> None:
         tokens = self.scheduler.check_lookup_result(request.name)
         if tokens is None:
-            if time.monotonic() - request.since > LATE_S:
-                self.wrong.append(f"the lookup of {request.name} has no answer after {LATE_S} s")
-                request.since = float("inf")
             return
+        if not request.answered:
+            self.note_time(request, "the lookup")
+            request.answered = True
         if len(request.seeds) > len(self.free):
             return
         self.random.shuffle(self.free)
@@ -259,10 +261,17 @@ class Engine:
         submit(request.name, op, event)
         self.counts["stores" if is_store else "retrieves"] += 1
 
+    def note_time(self, request: Request, what: str) -> None:
+        took = time.monotonic() - request.since
+        request.since = time.monotonic()
+        if took > SLOW_S:
+            say(note=f"{what} took {took:.1f} s")
+        if took > LATE_S:
+            self.wrong.append(f"{what} of {request.name} took {took:.1f} s")
+
     def loaded(self, request: Request) -> None:
         """Every rank has its blocks, or knows which failed."""
-        if time.monotonic() - request.since > LATE_S:
-            self.wrong.append(f"the load of {request.name} took longer than {LATE_S} s")
+        self.note_time(request, "the load")
         for rank, memory in enumerate(self.memories):
             for index in range(request.loaded):
                 block = request.blocks[index]
@@ -325,6 +334,7 @@ class Engine:
             if request.state == "ending" and not request.told:
                 fresh.add(name)
                 request.told = True
+                request.since = time.monotonic()
                 request.ending = set(range(self.world_size))
         again = {name for name in self.reported if self.random.random() < 0.02}
         for rank, worker in enumerate(self.workers):
@@ -346,6 +356,7 @@ class Engine:
             if request.state == "loading" and not request.loading:
                 self.loaded(request)
             elif request.told and not request.ending:
+                self.note_time(request, "the end")
                 self.end(request)
 
     def end(self, request: Request) -> None:
