@@ -197,6 +197,8 @@ class Desk:
         size = sum(segment.size for segment in layout.segments)
         under_way = [(other.is_store, e) for other in self.copies() for piece in other.pieces for e in piece.extents]
         assert task.mapped.rows, "a copy for tensors that are unmapped"
+        targets = [int(number) for piece in task.pieces for number in piece.block_ids]
+        assert task.is_store or len(set(targets)) == len(targets), "two chunks are retrieved into one block"
         for piece in task.pieces:
             ids = piece.block_ids
             assert len(ids) and int(ids.min()) >= 0 and int(ids.max()) < layout.num_blocks, ids
@@ -316,6 +318,13 @@ class Desk:
             self.files[symbol] = client.file
         self.depot.hello(identity, self.clients[place].card)
 
+    def join(self, place: int) -> None:
+        """Say hello and ask for both registrations."""
+        self.hello(place)
+        for instance, variant in VARIANTS.items():
+            register = wire.Register(instance, variant.layout(self.clients[place].symbol))
+            self.send(place, wire.encode_request(next(self.numbers), register))
+
     def die(self, place: int) -> None:
         client = self.clients.pop(place, None)
         if client is None:
@@ -351,7 +360,7 @@ class Desk:
         if kind < 4:
             client.ticket += 1
             return wire.Store(instance, client.ticket, self.shards(instance, request))
-        if kind < 6:
+        if kind < 6 or (kind == 7 and pick.below(3)):
             return wire.Retrieve(instance, self.shards(instance, request))
         if kind == 6:
             model = pick.of(("m", "m", ""))
@@ -379,17 +388,17 @@ class Desk:
         for _ in range(1 + (pick.below(4) == 0)):
             prompt, first = pick.below(3), pick.of((0, 0, 1, 2))
             hashes = self.keys(prompt, first, first + 1 + pick.below(3))
-            each = pick.of((2, 2, 2, 1, 3))
-            start, step = pick.below(20), pick.of((1, 1, 3, 7, 0))
+            each = pick.of((2, 2, 2, 2, 2, 2, 1, 3))
+            start, step = pick.below(20), pick.of((1, 1, 1, 3, 3, 7, 7, 0))
             limit = VARIANTS[instance].blocks + (pick.below(16) == 0)
             ids = [(start + i * step) % limit for i in range(each * len(hashes))]
             parent = self.keys(prompt, first - 1, first)[0] if first else ROOT
-            world_size = 1 + (pick.below(4) == 0)
+            world_size = 1 + (pick.below(8) == 0)
             rank = pick.below(world_size)
-            if pick.below(5) == 0:
+            if pick.below(6) == 0:
                 parent, first = b"", 0  # an engine's own hashes
             skip = pick.of((0, 0, 0, 1))
-            model = pick.of(("m", "m", "m", "n"))
+            model = "n" if pick.below(8) == 0 else "m"
             packed = struct.pack(f"<{len(ids)}I", *ids)
             parts.append(wire.Shards(request, model, world_size, rank, parent, first, b"".join(hashes), packed, skip))
         return parts
@@ -400,7 +409,9 @@ class Desk:
         place = pick.below(CLIENTS)
         client = self.clients.get(place)
         number = next(self.numbers)
-        if what < 22 and client is not None:
+        if client is None and what < 12:
+            self.join(place)
+        elif what < 22 and client is not None:
             self.send(place, wire.encode_request(number, self.request(client)))
         elif what == 22 and client is not None:
             frame = bytearray(wire.encode_request(number, self.request(client)))
@@ -418,7 +429,7 @@ class Desk:
             self.restart()
         elif what == 45:
             if self.verify == "always":
-                self.arena.bytes[START + pick.below(PAGES * PAGE)] ^= 1 << pick.below(8)
+                self.arena.bytes[START + pick.below(PAGES) * PAGE + pick.below(64)] ^= 1 << pick.below(8)
         elif what == 46:
             self.die(place)
         else:
@@ -455,12 +466,9 @@ def depot(data: bytes) -> None:
     desk = Desk(Choices(data))
     try:
         for place in range(2):
-            desk.hello(place)
-            client = desk.clients[place]
-            for instance, variant in VARIANTS.items():
-                frame = wire.encode_request(next(desk.numbers), wire.Register(instance, variant.layout(client.symbol)))
-                desk.send(place, frame)
-                desk.finish(0)
+            desk.join(place)
+            desk.finish(0)
+            desk.finish(0)
         while desk.choices:
             desk.step()
         desk.end()

@@ -199,16 +199,18 @@ def _space() -> Space:
 def _check_restored(index: Index) -> None:
     """What was taken back makes sense: places in the arena that are apart, and sums that are right."""
     index.validate()
-    places = sorted(
-        extent
-        for space in index.namespaces()
-        for chunk in space.chunks.values()
-        for shard in chunk.shards.values()
-        for extent in shard.extents
-    )
+    places: list[tuple[int, int]] = []
+    for space in index.namespaces():
+        for chunk in space.chunks.values():
+            for rank, shard in chunk.shards.items():
+                assert 0 <= rank < space.world_size and rank in space.layouts, (rank, space)
+                assert sum(length for _, length in shard.extents) == Space.rounded(shard.size) > 0, shard
+                places += shard.extents
+    places.sort()
     reached = index.space.start
     for start, length in places:
         assert start >= reached and length > 0, f"{start}+{length} overlaps, or lies before {reached}"
+        assert (start - index.space.start) % PAGE == 0 == length % PAGE, f"{start}+{length} is no extent"
         reached = start + length
     assert reached <= index.space.end
     taken = sum(length for _, length in places)
@@ -249,8 +251,13 @@ def records(data: bytes) -> None:
                 table[slot : slot + 4] = crc32(table[slot + 4 : slot + SLOT_BYTES]).to_bytes(4, "little")
     else:
         writer = Records(memoryview(table))
-        while pick:
+        while pick and pick.below(24):
             writer.write(_record(pick))
+        while pick:  # slots that name others, with sums that fit
+            start = pick.below(_SLOTS) * SLOT_BYTES
+            table[start + 4 : start + 8] = pick.of((pick.below(_SLOTS), 0xFFFFFFFF, 1 << 31)).to_bytes(4, "little")
+            table[start + 8] = pick.below(4)
+            table[start : start + 4] = crc32(table[start + 4 : start + SLOT_BYTES]).to_bytes(4, "little")
     index = _restored(bytes(table))
     _check_restored(index)
     first = _contents(index)
@@ -272,7 +279,7 @@ def _record(pick: Choices) -> NamespaceRecord | ShardRecord:
     keys = [bytes([n]) * HASH_BYTES for n in range(6)]
     extents: list[int] = []
     for _ in range(1 + (pick.below(4) == 0)):
-        extents += [_START + pick.below(_PAGES) * PAGE, (1 + pick.below(3)) * PAGE]
+        extents += [_START + pick.below(_PAGES) * PAGE + 64 * (pick.below(32) == 0), (1 + pick.below(3)) * PAGE]
     if pick.below(16) == 0:
         extents = [number(8) for _ in range(pick.below(5))]
     size = (sum(extents[1::2]) - pick.of((0, 0, 1, 100, PAGE, -1))) % (1 << 63)
@@ -366,6 +373,9 @@ def arena(data: bytes) -> None:
     if pick.below(4):  # a header that is whole, and may lie
         odd = (size, 0, PAGE, SLOT_BYTES, 100, size // 2, 2 * size, (1 << 64) - 1)
         head = Header(pick.of(odd), pick.of((PAGE, *odd)), pick.take(8).ljust(8, b"\0")).pack()
+        if pick.below(3) == 0:
+            at = pick.below(len(head))
+            head = head[:at] + bytes([head[at] ^ 1 << pick.below(8)]) + head[at + 1 :]
     elif pick.below(2):
         head = MAGIC + head
     inner = bytearray(PAGE)
@@ -384,6 +394,9 @@ def arena(data: bytes) -> None:
             assert path.read_bytes() == content, "refused, but not left alone"
             return
         try:
+            told = content[: len(Header(0, 0, bytes(8)).pack())]
+            summed = told[:12] + bytes(4) + told[16:]
+            assert not any(told) or crc32(summed).to_bytes(4, "little") == told[12:16], "a damaged header was believed"
             index = Index(
                 Space(taken.header.chunks_start, size), Lru(), Records(taken.table(), taken.ensure_table)
             )  # fmt: skip

@@ -266,8 +266,12 @@ class Soak:
     def until(self, what: str, condition: Callable[[], Any], timeout_s: float) -> None:
         """Poll; fails with what `condition` last complained of."""
         deadline = time.monotonic() + timeout_s
+        begun = next_word = time.monotonic()
         while complaint := condition():
             self.watch()
+            if time.monotonic() > next_word + 2:
+                next_word = time.monotonic()
+                print(f"{next_word - begun:4.1f} s: {what}: {complaint}", flush=True)
             if time.monotonic() > deadline:
                 raise Failed(f"{what}, {timeout_s:g} s on: {complaint}")
             time.sleep(0.1)

@@ -132,6 +132,7 @@ class Engine:
             except KVDepotError as exc:
                 self.counts["connects_failed"] += 1
                 say(note=f"not connected: {exc}")
+                time.sleep(0.1)
 
     def _connect(self) -> None:
         opened: list[Any] = []
@@ -197,6 +198,7 @@ class Engine:
         if not self.requests and self.reconnecting:
             self.counts["reconnects"] += 1
             self.shutdown()
+            self.workers = []  # what they remember goes before the new ones begin to
             self.reported.clear()
             self.connect()
             self.reconnecting = False
@@ -394,8 +396,9 @@ class Engine:
             try:
                 worker.register_kv_caches(self.memories[rank].tensors, block_axes=[0, 1])
                 return
-            except KVDepotError as exc:
-                say(note=f"not registered: {exc}")
+            except KVDepotError:
+                self.counts["registrations_failed"] += 1
+                time.sleep(0.1)  # the server is being started again
 
 
 def say(**what: Any) -> None:
