@@ -78,10 +78,10 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 @dataclass
 class Contents:
-    """What a table holds: whole records with their slots, and how many slots make no sense."""
+    """What a table holds: whole records with their slots, and the slots that belong to none."""
 
     records: list[tuple[int, Record]] = field(default_factory=list)
-    damaged: int = 0
+    damaged: list[int] = field(default_factory=list)
 
 
 class Records:
@@ -128,8 +128,11 @@ class Records:
         if slot < 0:
             return
         for each in (slot, *self._further.pop(slot, ())):
-            self._memory[each * SLOT_BYTES : each * SLOT_BYTES + 10] = bytes(10)
+            self._wipe(each)
             self._free.append(each)
+
+    def _wipe(self, slot: int) -> None:
+        self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + 10] = bytes(10)
 
     def _take(self) -> int:
         if self._free:
@@ -146,7 +149,7 @@ class Records:
         """All records of a table that another server wrote, of which this one knows nothing yet.
 
         data: the table's bytes, where the caller can read them without touching memory that was never written.
-        Slots that belong to no whole record count as free; `write` may use them.
+        Slots that belong to no whole record are wiped and free.
         """
         data = bytes(self._memory) if data is None else data
         contents = Contents()
@@ -161,9 +164,11 @@ class Records:
             contents.records.append((slot, record))
             if len(slots) > 1:
                 self._further[slot] = slots[1:]
-        contents.damaged = len(written) - len(used)
+        contents.damaged = [slot for slot in written if slot not in used]
         self._fresh = self._ready = written[-1] + 1 if written else 0
         self._free = [slot for slot in range(self._fresh) if slot not in used]
+        for slot in contents.damaged:
+            self._wipe(slot)
         return contents
 
     def _assemble(self, data: bytes, slot: int) -> tuple[list[int], Record | None]:

@@ -25,7 +25,7 @@ class Restored:
     chunks: int = 0
     dropped: list[str] = field(default_factory=list)
     """One line a record that was dropped."""
-    damaged: int = 0
+    damaged: list[int] = field(default_factory=list)
     """Slots of the table that belong to no whole record."""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import hashlib
 import logging
 import os
 import re
@@ -52,13 +51,12 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.boot = os.urandom(wire.BOOT_BYTES)
-        name = config.arena_name or f"kvdepot-{os.geteuid()}-{hashlib.sha256(config.url.encode()).hexdigest()[:12]}"
         size = config.arena_bytes
         if size < smallest_arena():
             raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
         self._guard = _Guard(config.url)
         try:
-            self.arena = Arena(name, size, self.boot)
+            self.arena = Arena(config.arena, size, self.boot)
         except BaseException:
             self._guard.close()
             raise
@@ -91,7 +89,7 @@ class Server:
                 log.warning("not taken back: %s", line)
             log.info(
                 "took over the arena %s with %d chunks in %.3f s; %d records and %d slots made no sense",
-                arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), restored.damaged,
+                arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), len(restored.damaged),
             )  # fmt: skip
         arena.settle()
         return index
