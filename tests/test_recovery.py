@@ -169,7 +169,7 @@ def test_what_was_cut_off_is_dropped_alone_with_what_hangs_on_it_no_prefix() -> 
 
 def record(**changes: Any) -> ShardRecord:
     fields = {
-        "namespace": 1, "rank": 0, "key": b"k" * 32, "parent": b"", "position": 1, "extents": [START, PAGE],
+        "namespace": 1, "rank": 0, "key": b"k" * 32, "parent": b"", "position": 1, "extents": ((START, PAGE),),
         "size": PAGE, "serial": 1, "checksum": 0,
     } | changes  # fmt: skip
     return ShardRecord(**fields)
@@ -179,10 +179,10 @@ def record(**changes: Any) -> ShardRecord:
     "changes",
     [
         {"namespace": 2}, {"rank": 1}, {"rank": -1}, {"key": b"short"}, {"position": -1}, {"size": 0},
-        {"size": PAGE + 1}, {"extents": []}, {"extents": [START]}, {"extents": [START + 1, PAGE]},
-        {"extents": [START - PAGE, PAGE]}, {"extents": [START + 40 * PAGE, PAGE]}, {"extents": [START, 0]},
-        {"extents": [START, -PAGE]}, {"extents": [START, PAGE, START, PAGE], "size": 2 * PAGE}, {"serial": -1},
-        {"extents": [START + 39 * PAGE, 2 * PAGE], "size": 2 * PAGE}, {"checksum": -1},
+        {"size": PAGE + 1}, {"extents": ()}, {"extents": ((START + 1, PAGE),)}, {"extents": ((START - PAGE, PAGE),)},
+        {"extents": ((START + 40 * PAGE, PAGE),)}, {"extents": ((START, 0),)}, {"extents": ((START, -PAGE),)},
+        {"extents": ((START, PAGE), (START, PAGE)), "size": 2 * PAGE}, {"serial": -1},
+        {"extents": ((START + 39 * PAGE, 2 * PAGE),), "size": 2 * PAGE}, {"checksum": -1},
     ],
 )  # fmt: skip
 def test_a_record_that_makes_no_sense_is_dropped_with_its_reason_and_erased(changes: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ def test_a_record_that_makes_no_sense_is_dropped_with_its_reason_and_erased(chan
     records = Records(memory)
     records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}))
     records.write(record(**changes))
-    records.write(record(key=b"g" * 32, extents=[START + 5 * PAGE, PAGE]))
+    records.write(record(key=b"g" * 32, extents=((START + 5 * PAGE, PAGE),)))
     after = make(memory=memory)
     restored = restore(after)
     after.validate()
@@ -201,9 +201,9 @@ def test_two_shards_that_claim_the_same_bytes_are_both_dropped() -> None:
     memory = memoryview(bytearray(16 * SLOT_BYTES))
     records = Records(memory)
     records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}))
-    records.write(record(extents=[START, 3 * PAGE], size=3 * PAGE))
-    records.write(record(key=b"g" * 32, extents=[START + 2 * PAGE, PAGE]))
-    records.write(record(key=b"h" * 32, extents=[START + 3 * PAGE, PAGE]))
+    records.write(record(extents=((START, 3 * PAGE),), size=3 * PAGE))
+    records.write(record(key=b"g" * 32, extents=((START + 2 * PAGE, PAGE),)))
+    records.write(record(key=b"h" * 32, extents=((START + 3 * PAGE, PAGE),)))
     after = make(memory=memory)
     restored = restore(after)
     after.validate()
@@ -216,7 +216,7 @@ def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
     records = Records(memory)
     records.write(NamespaceRecord(1, "", "m", 1, 4, {0: LAYOUT}))
     records.write(record(serial=2, checksum=22))
-    records.write(record(serial=1, checksum=11, extents=[START + PAGE, PAGE]))
+    records.write(record(serial=1, checksum=11, extents=((START + PAGE, PAGE),)))
     after = make(memory=memory)
     assert restore(after).shards == 1
     (space,) = after.namespaces()

@@ -29,10 +29,13 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from kvdepot.space import Extents
+
 __all__ = ["ARENA_BYTES_A_SLOT", "SLOT_BYTES", "Contents", "NamespaceRecord", "Record", "Records", "ShardRecord"]
 
 SLOT_BYTES = 128
 ARENA_BYTES_A_SLOT = 16384
+_SLOT = struct.Struct("<IIBB118s")
 _BODY = struct.Struct("<IBB118s")
 _ROOM = 118
 _LAST = 0xFFFFFFFF
@@ -55,7 +58,7 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
 class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """One sealed shard.
 
-    parent, position: as in index.Chunk (empty, 0: loose). extents: as in space.py, flat: offset, bytes, offset, ...
+    parent, position: as in index.Chunk (empty, 0: loose). extents: as in space.py.
     size: bytes of KV in them. serial: shards sealed before this one. checksum: of the KV; 0 = none was made.
     """
 
@@ -64,7 +67,7 @@ class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False)
     key: bytes
     parent: bytes
     position: int
-    extents: list[int]
+    extents: Extents
     size: int
     serial: int
     checksum: int
@@ -158,12 +161,16 @@ class Records:
         used: set[int] = set()
         for slot in np.flatnonzero(kinds == _FIRST).tolist():
             slots, record = self._assemble(data, slot)
-            if record is None or not used.isdisjoint(slots):
+            if record is None:
                 continue
-            used.update(slots)
-            contents.records.append((slot, record))
             if len(slots) > 1:
+                if not used.isdisjoint(slots):
+                    continue
+                used.update(slots)
                 self._further[slot] = slots[1:]
+            else:
+                used.add(slot)
+            contents.records.append((slot, record))
         contents.damaged = [slot for slot in written if slot not in used]
         self._fresh = self._ready = written[-1] + 1 if written else 0
         self._free = [slot for slot in range(self._fresh) if slot not in used]
@@ -177,12 +184,9 @@ class Records:
         text = b""
         kind = _FIRST
         while slot < self.capacity and len(slots) < self.capacity:
+            total, following, found, length, piece = _SLOT.unpack_from(data, slot * SLOT_BYTES)
             end = (slot + 1) * SLOT_BYTES
-            body = data[end - _BODY.size : end]
-            if crc32(body).to_bytes(4, "little") != data[end - SLOT_BYTES : end - _BODY.size]:
-                break
-            following, found, length, piece = _BODY.unpack(body)
-            if found != kind:
+            if found != kind or total != crc32(data[end - _BODY.size : end]):
                 break
             slots.append(slot)
             text = text + piece[:length] if text else piece[:length]

@@ -49,6 +49,9 @@ class Server:
     """One depot at one endpoint. Raises ArenaError or Unavailable when its places are taken."""
 
     def __init__(self, config: Config) -> None:
+        # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
+        # not tracked and form no cycles; what does is young, and is collected when nothing waits.
+        gc.disable()
         self._config = config
         self.boot = os.urandom(wire.BOOT_BYTES)
         size = config.arena_bytes
@@ -115,9 +118,6 @@ class Server:
         """Serve until a signal or `stop`. Blocks; then drains, answers what waits and removes its files."""
         # Not zmq.Poller: it builds its lists anew for every message.
         waited_for: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake, zmq.POLLIN)]
-        # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
-        # not tracked and form no cycles; what does is young, and is collected when nothing waits.
-        gc.disable()
         gc.freeze()
         shm.sweep_cards()
         self.arena.start_populating()
