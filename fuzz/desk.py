@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -38,7 +39,10 @@ from kvdepot.recovery import restore
 from kvdepot.shm import SHM
 from kvdepot.space import PAGE, Space
 
-__all__ = ["depot", "depot_seeds"]
+__all__ = ["REACHED", "depot", "depot_seeds"]
+
+REACHED: Counter[str] = Counter()
+"""How often the stories came to what they are about: targets that reach nothing find nothing."""
 
 PAGES = 12
 START = 64
@@ -154,6 +158,7 @@ class Desk:
         self.numbers = itertools.count(1)
         self.asked: dict[tuple[bytes, bytes], Question] = {}
         self.tasks: list[Copy | Call] = []
+        self.stored: list[tuple[int, wire.Shards]] = []
         self.boot()
 
     def boot(self) -> None:
@@ -165,6 +170,7 @@ class Desk:
             url="ipc:///nowhere", chunk_size=1, max_clients=CLIENTS, max_queued=4, max_sessions=3, verify=self.verify
         )
         self.depot = Depot(config, self.index, self.map)
+        self.corrupt = 0
 
     def map(self, layout: Layout) -> Mapped:
         """Mapped.open, on the files of this story only."""
@@ -227,9 +233,13 @@ class Desk:
                 outcome = exc
             assert all(copy.mapped.rows for copy in self.copies()), "tensors were unmapped during a copy"
         self.take(self.depot.finished(task.token, outcome))
+        REACHED["corruptions found"] += self.depot.counters["corrupt_chunks"] - self.corrupt
+        self.corrupt = self.depot.counters["corrupt_chunks"]
 
     def judge(self, question: Question, value: Any) -> None:
         """A retrieve that says True has brought the bytes."""
+        if isinstance(question.request, wire.Store) and value is True:
+            self.stored += [(question.request.instance, part) for part in question.request.shards]
         if not isinstance(question.request, wire.Retrieve) or isinstance(value, KVDepotError):
             return
         asked = sum(len(part.hashes) // HASH_BYTES for part in question.request.shards)
@@ -239,6 +249,7 @@ class Desk:
             return
         for good, (name, ids, skip) in zip(value, question.chunks, strict=True):
             if good and name not in self.tainted:
+                REACHED["chunks checked"] += 1
                 for i, number in enumerate(ids):
                     expected = content(name, i) if i >= skip else 0xEE
                     there = client.block(name[0], number)
@@ -324,6 +335,8 @@ class Desk:
         for instance, variant in VARIANTS.items():
             register = wire.Register(instance, variant.layout(self.clients[place].symbol))
             self.send(place, wire.encode_request(next(self.numbers), register))
+            if self.tasks and self.choices.below(8):
+                self.finish(len(self.tasks) - 1)
 
     def die(self, place: int) -> None:
         client = self.clients.pop(place, None)
@@ -345,9 +358,10 @@ class Desk:
         self.tasks.clear()
         self.asked.clear()
         self.boot()
+        REACHED["shards back after a restart"] += recorded
         assert self.restored.shards == recorded and not self.restored.dropped and not self.restored.damaged
-        for place in self.clients:
-            self.hello(place)
+        for place in list(self.clients):
+            self.join(place)
 
     # -- the story
 
@@ -359,9 +373,14 @@ class Desk:
         request = f"r{pick.below(3)}"
         if kind < 4:
             client.ticket += 1
-            return wire.Store(instance, client.ticket, self.shards(instance, request))
+            return wire.Store(instance, client.ticket, self.shards(client, instance, request))
         if kind < 6 or (kind == 7 and pick.below(3)):
-            return wire.Retrieve(instance, self.shards(instance, request))
+            if self.stored and pick.below(4):
+                instance, part = self.stored[-1 - pick.below(len(self.stored)) % 16]
+                count = len(part.block_ids) // 4
+                ids = self.blocks(client, instance, count)
+                return wire.Retrieve(instance, [msgspec.structs.replace(part, request=request, block_ids=ids)])
+            return wire.Retrieve(instance, self.shards(client, instance, request))
         if kind == 6:
             model = pick.of(("m", "m", ""))
             shape = (2, 1, 2) if pick.below(4) == 0 else (1, 0, 2)
@@ -374,7 +393,7 @@ class Desk:
             return wire.Lookup(model, ranks, blocks, request, pick.below(3), hashes)
         if kind == 10:
             return wire.EndSession(request)
-        return pick.of((wire.Clear(), wire.Clear("m"), wire.Status(), wire.Noop(), wire.ChunkSize()))
+        return pick.of((wire.Status(), wire.Noop(), wire.ChunkSize(), wire.Clear("m")))
 
     @staticmethod
     def keys(prompt: int, first: int, end: int) -> list[bytes]:
@@ -382,16 +401,27 @@ class Desk:
         names = [bytes([max(1, prompt) if i < 2 else prompt, i]) for i in range(first, end)]
         return [blake2b(name, digest_size=HASH_BYTES).digest() for name in names]
 
-    def shards(self, instance: int, request: str) -> list[wire.Shards]:
+    def blocks(self, client: Client, instance: int, count: int) -> bytes:
+        """Block ids: such as are free, as an engine's, or seldom any."""
+        pick = self.choices
+        busy = {block for question in self.asked.values() if question.client is client for block in question.blocks}
+        start, step = pick.below(20), pick.of((1, 1, 1, 1, 1, 3, 7, 0))
+        numbers = list(range(VARIANTS[instance].blocks + (pick.below(16) == 15)))
+        free = [number for number in numbers if (instance, number) not in busy]
+        if pick.below(8) < 7 and count <= len(free):
+            ids = [free[(start + i) % len(free)] for i in range(count)]
+        else:
+            ids = [numbers[(start + i * step) % len(numbers)] for i in range(count)]
+        return struct.pack(f"<{count}I", *ids)
+
+    def shards(self, client: Client, instance: int, request: str) -> list[wire.Shards]:
         pick = self.choices
         parts = []
         for _ in range(1 + (pick.below(4) == 0)):
             prompt, first = pick.below(3), pick.of((0, 0, 1, 2))
             hashes = self.keys(prompt, first, first + 1 + pick.below(3))
             each = pick.of((2, 2, 2, 2, 2, 2, 1, 3))
-            start, step = pick.below(20), pick.of((1, 1, 1, 3, 3, 7, 7, 0))
-            limit = VARIANTS[instance].blocks + (pick.below(16) == 0)
-            ids = [(start + i * step) % limit for i in range(each * len(hashes))]
+            ids = self.blocks(client, instance, each * len(hashes))
             parent = self.keys(prompt, first - 1, first)[0] if first else ROOT
             world_size = 1 + (pick.below(8) == 0)
             rank = pick.below(world_size)
@@ -399,8 +429,7 @@ class Desk:
                 parent, first = b"", 0  # an engine's own hashes
             skip = pick.of((0, 0, 0, 1))
             model = "n" if pick.below(8) == 0 else "m"
-            packed = struct.pack(f"<{len(ids)}I", *ids)
-            parts.append(wire.Shards(request, model, world_size, rank, parent, first, b"".join(hashes), packed, skip))
+            parts.append(wire.Shards(request, model, world_size, rank, parent, first, b"".join(hashes), ids, skip))
         return parts
 
     def step(self) -> None:
@@ -411,14 +440,14 @@ class Desk:
         number = next(self.numbers)
         if client is None and what < 12:
             self.join(place)
-        elif what < 22 and client is not None:
+        elif what < 18 and client is not None:
             self.send(place, wire.encode_request(number, self.request(client)))
-        elif what == 22 and client is not None:
+        elif what == 18 and client is not None:
             frame = bytearray(wire.encode_request(number, self.request(client)))
             for _ in range(1 + pick.below(3)):
                 frame[8 + pick.below(len(frame) - 8)] = pick.below(256)
             self.send(place, bytes(frame))
-        elif what == 23:
+        elif what == 19:
             self.send(place, number.to_bytes(8, "little") + pick.text(FRAME))
         elif what < 42:
             if self.tasks:
@@ -467,8 +496,6 @@ def depot(data: bytes) -> None:
     try:
         for place in range(2):
             desk.join(place)
-            desk.finish(0)
-            desk.finish(0)
         while desk.choices:
             desk.step()
         desk.end()
@@ -496,7 +523,7 @@ def depot_seeds() -> list[bytes]:
     for request in requests:
         for _ in range(2):
             frame = wire.encode_request(0, request)[wire.ID_BYTES :]
-            script.below(23, STEPS).below(0, CLIENTS).text(frame, FRAME)
+            script.below(19, STEPS).below(0, CLIENTS).text(frame, FRAME)
             script.below(24, STEPS).below(0, CLIENTS).below(0, 256).below(1, 6)
         seeds.append(script.data)
     return seeds

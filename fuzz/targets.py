@@ -18,11 +18,11 @@ from zlib import crc32
 
 import msgspec
 from fuzz.choices import Choices, Script
-from fuzz.desk import depot, depot_seeds
+from fuzz.desk import REACHED, depot, depot_seeds
 
 from kvdepot import config as settings
 from kvdepot import wire
-from kvdepot.arena import MAGIC, Arena, Header, smallest_arena
+from kvdepot.arena import CHUNKS_OFFSET, MAGIC, Arena, Header, smallest_arena
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
 from kvdepot.evict import Lru
 from kvdepot.index import Index
@@ -33,7 +33,7 @@ from kvdepot.recovery import restore
 from kvdepot.shm import SHM
 from kvdepot.space import PAGE, Space
 
-__all__ = ["TARGETS", "Target"]
+__all__ = ["REACHED", "TARGETS", "Target"]
 
 
 class Target(NamedTuple):
@@ -199,6 +199,8 @@ def _space() -> Space:
 def _check_restored(index: Index) -> None:
     """What was taken back makes sense: places in the arena that are apart, and sums that are right."""
     index.validate()
+    REACHED["chunks restored"] += index.chunks
+    REACHED["chained chunks restored"] += sum(c.depth > 1 for s in index.namespaces() for c in s.chunks.values())
     places: list[tuple[int, int]] = []
     for space in index.namespaces():
         for chunk in space.chunks.values():
@@ -250,9 +252,7 @@ def records(data: bytes) -> None:
             for slot in range(0, len(table), SLOT_BYTES):
                 table[slot : slot + 4] = crc32(table[slot + 4 : slot + SLOT_BYTES]).to_bytes(4, "little")
     else:
-        writer = Records(memoryview(table))
-        while pick and pick.below(24):
-            writer.write(_record(pick))
+        _Liar(pick, _START, _PAGES).write(Records(memoryview(table)))
         while pick:  # slots that name others, with sums that fit
             start = pick.below(_SLOTS) * SLOT_BYTES
             table[start + 4 : start + 8] = pick.of((pick.below(_SLOTS), 0xFFFFFFFF, 1 << 31)).to_bytes(4, "little")
@@ -267,27 +267,63 @@ def records(data: bytes) -> None:
     _check_usable(index)
 
 
-def _record(pick: Choices) -> NamespaceRecord | ShardRecord:
-    odd = (-1, 0, 1, 2, 3, 1 << 16, 1 << 31, 1 << 63, (1 << 64) - 1)
+class _Liar:
+    """Makes records that mostly make sense, in an arena of so many pages behind `start`."""
 
-    def number(most: int) -> int:
-        return pick.of(odd) if pick.below(16) == 0 else pick.below(most)
+    def __init__(self, pick: Choices, start: int, pages: int) -> None:
+        self.pick = pick
+        self.start = start
+        self.pages = pages
+        self.next_page = 0
 
-    if pick.below(4) == 0:
-        layouts = {number(3): bytes([pick.below(2)]) * pick.of((32, 32, 32, 0, 200)) for _ in range(pick.below(4))}
-        return NamespaceRecord(number(3), "", pick.of(("m", "n", "m" * 300)), number(4), number(3), layouts)
-    keys = [bytes([n]) * HASH_BYTES for n in range(6)]
-    extents: list[int] = []
-    for _ in range(1 + (pick.below(4) == 0)):
-        extents += [_START + pick.below(_PAGES) * PAGE + 64 * (pick.below(32) == 0), (1 + pick.below(3)) * PAGE]
-    if pick.below(16) == 0:
-        extents = [number(8) for _ in range(pick.below(5))]
-    size = (sum(extents[1::2]) - pick.of((0, 0, 1, 100, PAGE, -1))) % (1 << 63)
-    key, parent = pick.of(keys), pick.of((b"", ROOT, *keys))
-    if pick.below(16) == 0:
-        key = key[: pick.below(HASH_BYTES + 1)]
-    position, serial = number(6), number(256)
-    return ShardRecord(number(3), number(3), key, parent, position, extents, size, serial, number(3))
+    def number(self, most: int) -> int:
+        odd = (-1, 0, 1, 2, 3, 1 << 16, 1 << 31, 1 << 63, (1 << 64) - 1)
+        return self.pick.of(odd) if self.seldom(32) else self.pick.below(most)
+
+    def seldom(self, one_in: int) -> bool:
+        return self.pick.below(one_in) == one_in - 1
+
+    def namespace(self, number: int) -> NamespaceRecord:
+        pick = self.pick
+        layouts = {
+            rank: bytes([(number + 1) % 256]) * pick.of((32, 32, 32, 0, 200)) for rank in range(2 - self.seldom(8))
+        }
+        if self.seldom(8):
+            layouts[self.number(4)] = b""
+        model = pick.of(("m", "m" * 300)) + str(self.number(2))
+        return NamespaceRecord(number, "", model, 1 + pick.below(2) if pick.below(8) else self.number(4), 2, layouts)
+
+    def record(self) -> NamespaceRecord | ShardRecord:
+        pick = self.pick
+        if self.seldom(12):
+            return self.namespace(self.number(3))
+        prompt, i = pick.below(3), pick.below(3)
+        keys = [bytes([prompt, i]) * (HASH_BYTES // 2) for i in range(3)]
+        key, parent, position = keys[i], keys[i - 1] if i else ROOT, i + 1
+        if self.seldom(8):
+            parent, position = pick.of((b"", ROOT, *keys)), self.number(4)
+        if self.seldom(16):
+            key = key[: pick.below(HASH_BYTES + 1)]
+        extents = []
+        for _ in range(1 + self.seldom(4)):
+            page = pick.below(self.pages) if self.seldom(8) else self.next_page
+            length = 1 + pick.below(2)
+            self.next_page = page + length
+            extents.append((self.start + page * PAGE + 64 * self.seldom(32), length * PAGE))
+        if self.seldom(16):
+            extents = [(self.number(8), self.number(8)) for _ in range(pick.below(3))]
+        size = sum(length for _, length in extents) - pick.of((0, 0, 0, 0, 0, 100, PAGE, -1))
+        return ShardRecord(
+            self.number(2), self.number(2), key, parent, position, tuple(extents), size % (1 << 63),
+            self.number(256), self.number(3),
+        )  # fmt: skip
+
+    def write(self, table: Records) -> None:
+        """Fill a table until the choices say otherwise."""
+        for number in range(2 - self.seldom(8)):
+            table.write(self.namespace(number))
+        while self.pick and not self.seldom(32):
+            table.write(self.record())
 
 
 def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
@@ -369,21 +405,21 @@ def arena(data: bytes) -> None:
     size = smallest_arena() + pick.below(16) * PAGE
     name = f"kvdepot-fuzz-{os.getpid()}-arena"
     path = SHM / name
-    head = pick.take(64)
-    if pick.below(4):  # a header that is whole, and may lie
-        odd = (size, 0, PAGE, SLOT_BYTES, 100, size // 2, 2 * size, (1 << 64) - 1)
-        head = Header(pick.of(odd), pick.of((PAGE, *odd)), pick.take(8).ljust(8, b"\0")).pack()
-        if pick.below(3) == 0:
+    head = pick.take(64) if pick.below(4) == 0 else b""
+    if not head:  # a header that is whole, and may lie
+        odd = (size, size, size, size, 0, PAGE, SLOT_BYTES, 100, size // 2, 2 * size, (1 << 64) - 1)
+        head = Header(
+            pick.of(odd), pick.of((PAGE, *odd)) if pick.below(4) == 0 else PAGE, pick.take(8).ljust(8, b"\0")
+        ).pack()
+        if pick.below(6) == 0:
             at = pick.below(len(head))
             head = head[:at] + bytes([head[at] ^ 1 << pick.below(8)]) + head[at + 1 :]
     elif pick.below(2):
         head = MAGIC + head
     inner = bytearray(PAGE)
-    writer = Records(memoryview(inner))
-    while pick:
-        writer.write(_record(pick))
+    _Liar(pick, 2 * PAGE + CHUNKS_OFFSET, 16).write(Records(memoryview(inner)))
     content = (head.ljust(PAGE, b"\0") + bytes(inner)).ljust(size, b"\0")
-    content = content[: pick.of((size, size, 2 * PAGE, PAGE, 30, size // 2))]
+    content = content[: pick.of((size, size, size, size, 2 * PAGE, PAGE, 30, size // 2))]
     path.write_bytes(content)
     path.chmod(0o600)
     try:

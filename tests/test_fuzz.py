@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from fuzz.targets import REACHED, TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from fuzz.targets import TARGETS
 
 RUN = Path(__file__).parent.parent / "fuzz" / "run.py"
 SHM = Path("/dev/shm")
 
 anything = st.one_of(st.binary(max_size=64), st.binary(min_size=200, max_size=900))
-EXAMPLES = {"requests": 200, "replies": 200, "depot": 120, "config": 100, "records": 120, "table": 120, "arena": 120}
+EXAMPLES = {"requests": 500, "replies": 500, "depot": 500, "config": 300, "records": 600, "table": 500, "arena": 600}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -25,6 +24,21 @@ def test_what_holds_for_every_input_holds_for_the_seeds_of_the_fuzzer(name: str)
     assert len(seeds) >= 10
     for seed in seeds:
         TARGETS[name].check(seed)
+
+
+def test_the_seeds_come_to_what_the_targets_are_about() -> None:
+    reached = {}
+    for name in ("depot", "records", "table", "arena"):
+        REACHED.clear()
+        for seed in TARGETS[name].seeds():
+            TARGETS[name].check(seed)
+        reached[name] = dict(REACHED)
+    assert reached["depot"]["chunks checked"] > 100
+    assert reached["depot"]["shards back after a restart"] > 30
+    assert reached["depot"]["corruptions found"] > 0
+    for name in ("records", "table", "arena"):
+        assert reached[name]["chunks restored"] > 30, reached
+        assert reached[name]["chained chunks restored"] > 0, reached
 
 
 @pytest.mark.parametrize("name", TARGETS)
