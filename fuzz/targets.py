@@ -188,7 +188,7 @@ def _config_seeds() -> list[bytes]:
 # -- the arena
 
 _SLOTS = 64
-_PAGES = 24
+_PAGES = 48
 _START = PAGE + _SLOTS * SLOT_BYTES + 64
 
 
@@ -253,7 +253,7 @@ def records(data: bytes) -> None:
                 table[slot : slot + 4] = crc32(table[slot + 4 : slot + SLOT_BYTES]).to_bytes(4, "little")
     else:
         _Liar(pick, _START, _PAGES).write(Records(memoryview(table)))
-        while pick:  # slots that name others, with sums that fit
+        for _ in range(pick.of((0, 0, 1, 2, 5))):  # slots that name others, with sums that fit
             start = pick.below(_SLOTS) * SLOT_BYTES
             table[start + 4 : start + 8] = pick.of((pick.below(_SLOTS), 0xFFFFFFFF, 1 << 31)).to_bytes(4, "little")
             table[start + 8] = pick.below(4)
@@ -297,7 +297,7 @@ class _Liar:
         pick = self.pick
         if self.seldom(12):
             return self.namespace(self.number(3))
-        prompt, i = pick.below(3), pick.below(3)
+        prompt, i = pick.below(6), pick.below(3)
         keys = [bytes([prompt, i]) * (HASH_BYTES // 2) for i in range(3)]
         key, parent, position = keys[i], keys[i - 1] if i else ROOT, i + 1
         if self.seldom(8):
@@ -307,16 +307,16 @@ class _Liar:
         extents = []
         for _ in range(1 + self.seldom(4)):
             page = pick.below(self.pages) if self.seldom(8) else self.next_page
-            length = 1 + pick.below(2)
+            length = 1 + self.seldom(4)
             self.next_page = page + length
             extents.append((self.start + page * PAGE + 64 * self.seldom(32), length * PAGE))
         if self.seldom(16):
             extents = [(self.number(8), self.number(8)) for _ in range(pick.below(3))]
         size = sum(length for _, length in extents) - pick.of((0, 0, 0, 0, 0, 100, PAGE, -1))
+        namespace, rank = (self.number(2), self.number(2)) if self.seldom(4) else (0, 0)
         return ShardRecord(
-            self.number(2), self.number(2), key, parent, position, tuple(extents), size % (1 << 63),
-            self.number(256), self.number(3),
-        )  # fmt: skip
+            namespace, rank, key, parent, position, tuple(extents), size % (1 << 63), self.number(256), self.number(3)
+        )
 
     def write(self, table: Records) -> None:
         """Fill a table until the choices say otherwise."""
@@ -402,7 +402,7 @@ def table(data: bytes) -> None:
 def arena(data: bytes) -> None:
     """A file of any bytes is taken over with what makes sense in it, or refused with an ArenaError and left alone."""
     pick = Choices(data)
-    size = smallest_arena() + pick.below(16) * PAGE
+    size = smallest_arena() + (pick.below(16) if pick.below(4) == 0 else 15) * PAGE
     name = f"kvdepot-fuzz-{os.getpid()}-arena"
     path = SHM / name
     head = pick.take(64) if pick.below(4) == 0 else b""
@@ -458,7 +458,7 @@ TARGETS: dict[str, Target] = {
     "replies": Target(replies, _reply_seeds),
     "depot": Target(depot, lambda: depot_seeds() + _random_seeds(50, 800)()),
     "config": Target(config, _config_seeds),
-    "records": Target(records, _random_seeds(50, 400)),
+    "records": Target(records, _random_seeds(50, 900)),
     "table": Target(table, _random_seeds(50, 300)),
-    "arena": Target(arena, _random_seeds(50, 200)),
+    "arena": Target(arena, _random_seeds(50, 500)),
 }
