@@ -456,7 +456,7 @@ def _random_seeds(count: int, size: int) -> Callable[[], list[bytes]]:
 TARGETS: dict[str, Target] = {
     "requests": Target(requests, _request_seeds),
     "replies": Target(replies, _reply_seeds),
-    "depot": Target(depot, lambda: depot_seeds() + _random_seeds(50, 800)()),
+    "depot": Target(depot, lambda: depot_seeds() + _random_seeds(50, 600)()),
     "config": Target(config, _config_seeds),
     "records": Target(records, _random_seeds(50, 900)),
     "table": Target(table, _random_seeds(50, 300)),

@@ -15,7 +15,7 @@ RUN = Path(__file__).parent.parent / "fuzz" / "run.py"
 SHM = Path("/dev/shm")
 
 anything = st.one_of(st.binary(max_size=64), st.binary(min_size=200, max_size=900))
-EXAMPLES = {"requests": 500, "replies": 500, "depot": 500, "config": 300, "records": 600, "table": 500, "arena": 600}
+EXAMPLES = {"requests": 500, "replies": 500, "depot": 200, "config": 150, "records": 250, "table": 200, "arena": 250}
 
 
 @pytest.mark.parametrize("name", TARGETS)

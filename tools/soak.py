@@ -70,6 +70,7 @@ class Child:
 
     def __init__(self, script: str, *args: str) -> None:
         self.script = script
+        self.mode = ""  # of an engine
         self.cards: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -165,7 +166,7 @@ class Soak:
         """`token`: one rank; `hash`: a model of two ranks, named by the engine's own hashes."""
         seed = str(self.random.getrandbits(32))
         child = Child("soak_engine.py", self.url, f"soak-{mode}", str(CLIENTS[mode] - 1), mode, seed)
-        child.mode = mode  # type: ignore[attr-defined]
+        child.mode = mode
         self.children.append(child)
         self.pids.add(child.pid)
         return child
@@ -269,7 +270,7 @@ class Soak:
         begun = next_word = time.monotonic()
         while complaint := condition():
             self.watch()
-            if time.monotonic() > next_word + 2:
+            if time.monotonic() > next_word + 5:
                 next_word = time.monotonic()
                 print(f"{next_word - begun:4.1f} s: {what}: {complaint}", flush=True)
             if time.monotonic() > deadline:
@@ -287,7 +288,7 @@ class Soak:
         if kind == "engine":
             child = self.random.choice(self.children[1:])
             self.bury(child)
-            self.engine(child.mode)  # type: ignore[attr-defined]
+            self.engine(child.mode)
         elif kind == "server":
             self.server.kill()
             self.server.wait()
@@ -317,7 +318,11 @@ class Soak:
         for mode in ("token", "token", "hash"):
             self.engine(mode)
         self.start_odd()
-        self.until("engines did not start", lambda: any(c.counts["done"] < 20 for c in self.children), 60)
+        self.until(
+            "engines have not begun",
+            lambda: [child.mode for child in self.children if child.counts["done"] < 20],
+            60,
+        )
         self.line("start")
         steady = False
         before: dict[str, Any] = {}
@@ -380,8 +385,8 @@ class Soak:
         """What of all that traffic held the server has not given up; empty: nothing."""
         status = self.status()
         expected = {
-            "clients": 1 + sum(CLIENTS[child.mode] for child in self.children),  # type: ignore[attr-defined]
-            "instances": sum(CLIENTS[child.mode] - 1 for child in self.children),  # type: ignore[attr-defined]
+            "clients": 1 + sum(CLIENTS[child.mode] for child in self.children),
+            "instances": sum(CLIENTS[child.mode] - 1 for child in self.children),
             "sessions": 0,
             "holds": 0,
             "reserved_shards": 0,
@@ -407,6 +412,9 @@ class Soak:
         for name, samples in self.memory.items():
             kib = [value for _, value in samples]
             third = len(kib) // 3
+            if third < 5:
+                print(f"resident memory of the {name}: too few samples to compare; let it run longer")
+                continue
             first, last = statistics.median(kib[:third]), statistics.median(kib[-third:])
             growth = last / first - 1
             print(f"resident memory of the {name}: median {first:.0f} KiB, then {last:.0f} KiB: {growth:+.2%}")
