@@ -134,7 +134,7 @@ class Connection:
             return
         self._parked.append(number)
         if not self._recovering and not self._greet() and self._met:
-            self._fail_all(self.no_server())
+            self.lose(self.no_server())
 
     def _transmit(self, number: int) -> bool:
         return self._send(self._pending[number].frame)
