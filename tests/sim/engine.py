@@ -66,6 +66,7 @@ class Engine:
         self.mode = mode
         self.alive = True
         self.leaving = False
+        self.serving = False  # all its ranks are registered
         self.pause_s = 0.0
         self.steps = 0
         self.requests: dict[str, Request] = {}
@@ -103,6 +104,7 @@ class Engine:
             self.world.counters["engine_could_not_start"] += 1
             self.end()
             return
+        self.serving = True
         while not (self.leaving and not self.requests):
             self._step()
             self.process.sleep(self.pause_s or self.world.spread(0.002, 0.03))
@@ -127,7 +129,7 @@ class Engine:
 
     def end(self) -> None:
         """It is gone, whatever the reason: the kernel takes its locks and connections, torch its files."""
-        self.alive = False
+        self.alive = self.serving = False
         for request in self.requests.values():
             self._unpin(request)
         for memory in self.memories:

@@ -36,7 +36,7 @@ class Run(Host):
         world = World(seed)
         random = world.random
         config = new_config(copy_threads=random.randint(1, 3), max_queued=random.choice([2, 1024, 1024, 1024]))
-        super().__init__(world, config, arena_bytes=_PAGE * random.choice([1, 8, 24, 24, 48, 96]))
+        super().__init__(world, config, arena_bytes=_PAGE * random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96]))
         self.engines: list[Engine] = []
         self._steps = steps
         self._steps_of_dead = 0
@@ -45,6 +45,8 @@ class Run(Host):
         self._faults = [fault for fault in FAULTS if world.chance(0.35)]
         self._every_s = world.spread(0.02, 1.0)
         self._over = False
+        self._rarer = 1.0
+        self._last_taken = 0
         world.note(f"seed {seed}: {[fault.__name__ for fault in self._faults]} every {self._every_s:.3f} s")
 
     # -- the course of a run
@@ -87,6 +89,8 @@ class Run(Host):
         self._heal()
         for engine in self.engines:
             engine.leaving = True
+            if engine.serving:
+                engine.process.wake()
         if self.server is None:
             self.start_server()
         self._run_until(lambda: not any(engine.requests for engine in self.engines if engine.alive), _SETTLE_S, "requests")
@@ -113,15 +117,16 @@ class Run(Host):
     def _misfortune(self) -> None:
         if self._over:
             return
-        if self.server is None:
-            pass  # it is being started again: see _restart_later
         if self._faults:
             fault = self.world.random.choice(self._faults)
             fault(self)
         for engine in list(self.engines):
             if not engine.alive:
                 self._bury(engine)
-        self.world.after(self._every_s * 2 * self.world.random.random(), self._misfortune)
+        # While engines are idle for hours, misfortunes get rarer too.
+        self._rarer = 1.0 if self._taken() != self._last_taken else min(self._rarer * 1.5, 1000.0)
+        self._last_taken = self._taken()
+        self.world.after(self._rarer * self._every_s * 2 * self.world.random.random(), self._misfortune)
 
     def _bury(self, engine: Engine) -> None:
         """A dead engine starts again."""
@@ -242,7 +247,7 @@ class Run(Host):
     def clear(self) -> None:
         if self._living():
             engine = self.world.random.choice(self._living())
-            if engine.clients and engine.clients[0]._connection.welcomed:
+            if engine.serving:
                 self.world.counters["cleared"] += 1
                 engine.clear()
 

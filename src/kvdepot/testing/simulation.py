@@ -177,6 +177,11 @@ class Process:
         if self.alive and self._condition is not _never:
             self._world.after(0, self._look, self._wait)
 
+    def wake(self) -> None:
+        """End its sleep or wait now."""
+        self._deadline = self._world.now
+        self._world.after(0, self._look, self._wait)
+
     def stop(self) -> None:
         """SIGSTOP."""
         self.stopped = True
