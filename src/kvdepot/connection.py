@@ -272,10 +272,11 @@ class Connection:
             return
         self._next_check = now + CHECK_S
         for number in [n for n, item in self._pending.items() if item.deadline <= now]:
-            request = self._pending[number].request
-            pending = self._pending.pop(number)
+            pending = self._pending.pop(number, None)
+            if pending is None:
+                continue  # our own hello was overdue too, and its end ended this one
             self._recovering.discard(number)
-            pending.done(DeadlineExceeded(f"no answer to {type(request).__name__} in time"))
+            pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
         if self._parked:
             self._parked = deque(n for n in self._parked if n in self._pending)
         if self._pending and now - self._last_reply > _GONE_CHECK_S and self._watch is not None:
