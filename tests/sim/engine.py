@@ -105,9 +105,13 @@ class Engine:
             self.end()
             return
         self.serving = True
+        waits = 0
         while not (self.leaving and not self.requests):
             self._step()
-            self.process.sleep(self.pause_s or self.world.spread(0.002, 0.03))
+            # Steps in which all wait for the depot get longer, or a server that is stopped would cost thousands.
+            busy = any(request.state in (State.MATCHED, State.RUNNING) for request in self.requests.values())
+            waits = 0 if busy else waits + 1
+            self.process.sleep(self.pause_s or min(0.5, self.world.spread(0.002, 0.03) * (1 + waits)))
             self.pause_s = 0.0
         for worker in self.workers:
             worker.shutdown()

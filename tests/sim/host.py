@@ -94,6 +94,7 @@ class Client(MessageQueueClient):
         self.lookup_boots: dict[str, bytes] = {}  # request id -> the server that answered its lookup
         self._seen_down = 0
         self._next_seen = 0.0
+        self._next_check = 0.0
         self.link = Link(host.network, name, name.encode(), self._arrived)
         self._connection = Connection(
             self.server_url, page.name, self.link.send, lambda arena, boot: Watch(host, arena, boot), self._now
@@ -149,6 +150,9 @@ class Client(MessageQueueClient):
     def _check(self) -> None:
         """Futures are done by their deadlines, and soon after the server's end."""
         now = self._now()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_S
         host = self.host
         if host.server is not None:
             self._seen_down = 0
@@ -156,14 +160,13 @@ class Client(MessageQueueClient):
             self._seen_down += 1
             self._next_seen = now + 0.25
         forlorn = self._seen_down > 8 and now - host.down_since > GONE_S
+        self._asked = [asked for asked in self._asked if not asked.future._done]
         for asked in self._asked:
-            if not asked.future._done:
-                assert now < asked.deadline + CHECK_S + 1e-6, f"{self.name}: {asked.what} is not done at its deadline"
-                assert not forlorn or not self._connection._met, (
-                    f"{self.name}: {asked.what} is not done {now - host.down_since:.1f} s after its server's end"
-                )
-        if len(self._asked) > 64:
-            self._asked = [asked for asked in self._asked if not asked.future._done]
+            # Connection.expire looks every CHECK_S.
+            assert now < asked.deadline + CHECK_S + 1e-6, f"{self.name}: {asked.what} is not done at its deadline"
+            assert not forlorn or not self._connection._met, (
+                f"{self.name}: {asked.what} is not done {now - host.down_since:.1f} s after its server's end"
+            )
 
     def pending(self) -> list[str]:
         """What is not done."""
