@@ -88,7 +88,7 @@ class Run(Host):
         world.note("everyone leaves")
         self._heal()
         for engine in self.engines:
-            engine.leaving = True
+            engine.leaving, engine.pause_s = True, 0.0
             if engine.serving:
                 engine.process.wake()
         if self.server is None:
