@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvdepot.testing.simulation import Network, World
-from tests.sim.engine import MODES, Engine
-from tests.sim.host import Host, new_config
+from kvdepot.records import SLOT_BYTES
+from kvdepot.testing.simulation import World
 from tests.sim.content import MODELS
+from tests.sim.engine import MODES, Engine
+from tests.sim.host import ARENA, Host, new_config
 
 STEPS = 150
 """Engine steps of a run, until everyone leaves."""
@@ -35,8 +36,14 @@ class Run(Host):
     def __init__(self, seed: int, steps: int = STEPS) -> None:
         world = World(seed)
         random = world.random
-        config = new_config(copy_threads=random.randint(1, 3), max_queued=random.choice([2, 1024, 1024, 1024]))
-        super().__init__(world, config, arena_bytes=_PAGE * random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96]))
+        config = new_config(
+            copy_threads=random.randint(1, 3),
+            max_queued=random.choice([2, 1024, 1024, 1024]),
+            on_stop=random.choice(["remove", "keep"]),
+            verify=random.choice(["off", "sampled", "always"]),
+        )
+        slots = random.choice([3, 24, 256, 256, 256])
+        super().__init__(world, config, table_slots=slots, arena_bytes=_PAGE * random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96]))
         self.engines: list[Engine] = []
         self._steps = steps
         self._steps_of_dead = 0
@@ -244,6 +251,22 @@ class Run(Host):
         engine.pause_s = 3600.0
         return True
 
+    def flip_chunk(self) -> None:
+        server = self.server
+        if self.config.verify != "off" and server is not None and server.serving:
+            self.world.counters["chunk_flipped"] += server.flip_chunk()
+
+    def flip_table(self) -> None:
+        """Bits of the records; they are read again after the next restart."""
+        file = self.files.get(ARENA)
+        if file is not None:
+            slot = self.world.random.randrange(min(self.table_slots, 40))
+            for _ in range(self.world.random.randint(1, 3)):
+                at = slot * SLOT_BYTES + self.world.random.randrange(SLOT_BYTES)
+                file.bytes[at] ^= 1 << self.world.random.randrange(8)
+            file.table_flipped = True
+            self.world.counters["table_flipped"] += 1
+
     def clear(self) -> None:
         if self._living():
             engine = self.world.random.choice(self._living())
@@ -267,6 +290,8 @@ FAULTS: list[Callable[[Run], None]] = [
     Run.stop_engine,
     Run.idle_for_hours,
     Run.clear,
+    Run.flip_chunk,
+    Run.flip_table,
 ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from kvdepot.errors import BadRequest, KVDepotError, LayoutError, VersionMismatc
 from kvdepot.evict import POLICIES
 from kvdepot.index import Chunk, Index
 from kvdepot.layout import Layout
-from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, _rows
+from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, _rows, checksum, copy
+from kvdepot.records import SLOT_BYTES, Records, ShardRecord
+from kvdepot.recovery import restore
 from kvdepot.space import PAGE, Space
 from kvdepot.testing.simulation import Link
 from tests.sim.content import Memory, chunk_image
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 DRAIN_S = 5.0
-START = 64  # where chunks begin in the arena
+ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
 
 
 @dataclass(eq=False)
@@ -39,8 +41,17 @@ class ArenaFile:
 
     name: str
     bytes: npt.NDArray[np.uint8]
+    table_bytes: int
     boot: bytes = b""  # what its header says
     owner: Server | None = None  # who holds its lock
+    left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
+    flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
+    table_flipped: bool = False  # since the last server began
+
+    @property
+    def start(self) -> int:
+        """Where chunks begin."""
+        return self.table_bytes + 64
 
 
 class SimMapped(Mapped):
@@ -81,9 +92,11 @@ class SealedIndex(Index):
 
     server: Server
 
-    def seal(self, chunk: Chunk, rank: int) -> None:
+    def seal(self, chunk: Chunk, rank: int, checksum: int = 0) -> None:
+        for start, size in chunk.shards[rank].extents:
+            self.server.file.flips.difference_update(range(start, start + size))
         self.server.check_bytes(chunk, rank, "sealed")
-        super().seal(chunk, rank)
+        super().seal(chunk, rank, checksum)
 
 
 @dataclass(eq=False)
@@ -94,6 +107,7 @@ class _Running:
     piece: int = 0
     cut: int = -1  # half of the piece has arrived: what lies before this
     voided: bool = False  # it read a block that was given back
+    sums: list[int] = field(default_factory=list)
 
 
 class Server:
@@ -121,11 +135,13 @@ class Server:
             return
         config = self.host.config
         self.file.boot = self.boot
-        index = SealedIndex(Space(START, len(self.bytes)), POLICIES[config.policy]())
+        records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
+        index = SealedIndex(Space(self.file.start, len(self.bytes)), POLICIES[config.policy](), records)
         index.server = self
         self.index = index
+        self._take_over()
         self.depot = Depot(config, index, self._map)
-        self._mover = Mover(self, 0, self._report)  # type: ignore[arg-type]
+        self._mover = Mover(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
         self._cards: dict[bytes, CardView] = {}
@@ -142,6 +158,44 @@ class Server:
         self.host.network.listen(self)
         self.world.note(f"{self!r} serves")
         self.world.after(TICK_S, self._event, self._tick)
+
+    def _take_over(self) -> None:
+        """What the last server had sealed is there again; what it was writing is not."""
+        left = self.file.left
+        if left is None:
+            return
+        self.file.left = None
+        restored = restore(self.index)
+        found = self.shards()
+        lost = left.keys() - found.keys()
+        self.world.note(f"{self!r} takes over {restored.shards} shards, {len(lost)} are lost")
+        self.world.counters["shards_recovered"] += len(found)
+        self.world.counters["records_damaged"] += len(restored.damaged)
+        assert not found.keys() - left.keys(), "a restart made shards visible that were not"
+        if self.file.table_flipped:
+            self.world.counters["shards_lost_to_flips"] += len(lost)
+        else:
+            assert not lost, f"{len(lost)} of {len(left)} shards were sealed, and are gone after a restart"
+            for name, depth in left.items():
+                assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and is {found[name]} after a restart"
+        self.file.table_flipped = False
+        assert not self.index.held and not self.index.reserved, "holds of the dead"
+        self.validate()
+
+    def shards(self) -> dict[ShardName, int]:
+        """What a restart must find: recorded shards, and how deep in its chain each is known to be."""
+        found: dict[ShardName, int] = {}
+        for space in self.index.namespaces():
+            whole: set[bytes] = set()
+            for chunk in sorted(space.chunks.values(), key=lambda chunk: chunk.depth):
+                recorded = {rank: shard for rank, shard in chunk.shards.items() if shard.sealed and shard.slot >= 0}
+                chained = chunk.depth == 1 or (chunk.depth > 1 and chunk.parent.key in whole)
+                if chained and len(recorded) == space.world_size:
+                    whole.add(chunk.key)
+                for rank in recorded:
+                    name = space.model, space.layouts[rank], chunk.key, rank
+                    found[name] = chunk.depth if chunk.key in whole else 0
+        return found
 
     # -- being a process
 
@@ -177,7 +231,24 @@ class Server:
                 if isinstance(running.task, Copy):
                     kind = "store" if running.task.is_store else "retrieve"
                     self.world.counters[f"server_killed_during_{kind}"] += 1
+            self.file.left = self.shards()
+            self._tear_record()
         self._end(all_arrives=False)
+
+    def _tear_record(self) -> None:
+        """It may die while it writes a record: then some of that is there, and it must not count."""
+        shards = [s for n in self.index.namespaces() for c in n.chunks.values() for s in c.shards.values() if s.sealed]
+        if not shards or self.world.chance(0.5):
+            return
+        shard = self.world.random.choice(shards)
+        table = self.bytes[: self.file.table_bytes]
+        before = table.copy()
+        record = ShardRecord(1, 0, self.world.random.randbytes(32), b"", 0, shard.extents, shard.size, 1 << 40, 0)
+        if self.index.records.write(record) >= 0:
+            changed = np.flatnonzero(table != before)
+            undone = changed[self.world.random.randrange(len(changed)) :]
+            table[undone] = before[undone]
+            self.world.counters["record_torn"] += 1
 
     def stop(self) -> None:
         """SIGTERM: end what is under way, for `DRAIN_S` at most, then go and take the arena along."""
@@ -192,7 +263,11 @@ class Server:
 
     def _leave(self) -> None:
         self.world.counters["server_left_with_copies" if self.depot.operations else "server_drained"] += 1
-        self.host.files.pop(self.file.name, None)
+        if self.host.config.on_stop == "keep":
+            self.world.counters["arena_kept"] += 1
+            self.file.left = self.shards()
+        else:
+            self.host.files.pop(self.file.name, None)
         self._end(all_arrives=True)
 
     def _end(self, all_arrives: bool) -> None:
@@ -289,7 +364,7 @@ class Server:
 
     def ensure(self, offset: int, size: int) -> bool:
         """As Arena.ensure."""
-        assert START <= offset < offset + size <= len(self.bytes), (offset, size)
+        assert self.file.start <= offset < offset + size <= len(self.bytes), (offset, size)
         if self.host.shm_full:
             self.world.counters["shm_full_during_store"] += 1
             return False
@@ -324,19 +399,21 @@ class Server:
                 outcome = exc
         elif self.world.chance(self.host.copy_failures):
             self.world.counters["copy_failed"] += 1
-            outcome = False
+            outcome = None
         elif running.piece < len(task.pieces):
             if self._half(running, task, task.pieces[running.piece]):
                 self.world.after(self.host.copy_s(), self._event, self._advance, running)
                 return
-            outcome = False
+            outcome = None
         else:
-            outcome = self._mover._copy(Copy(None, task.is_store, task.mapped, [], task.fence, task.ticket))
+            outcome = copy(self, Copy(None, task.is_store, task.mapped, [], task.fence, task.ticket))
             if running.voided:
                 self.world.counters["store_of_reused_blocks"] += 1
-                assert outcome is not True, "a store that read blocks which had been given back was not made void"
-            elif outcome is False:
+                assert outcome is None, "a store that read blocks which had been given back was not made void"
+            elif outcome is None:
                 self.world.counters["store_fenced"] += 1
+            else:
+                outcome = running.sums
         self._running.remove(running)
         self._idle += 1
         self.world.after(self.host.copy_s() / 4, self._event, self._report, task.token, outcome)
@@ -360,12 +437,14 @@ class Server:
             running.cut = self.world.random.randrange(len(target))
         later = target[running.cut :] if first else target[: running.cut]  # not in this half
         before = later.copy()
-        if not self._mover._copy(Copy(None, task.is_store, mapped, [piece])):
+        if copy(self, Copy(None, task.is_store, mapped, [piece])) is None:
             return False
         later[:] = before
         if not first:
             running.cut = -1
             running.piece += 1
+            size = len(piece.block_ids) * memory.layout.block_bytes
+            running.sums.append(checksum(self.bytes, piece.extents, size) if piece.summed else 0)
         return True
 
     def _check_blocks(self, running: _Running, task: Copy, piece: CopyPiece, memory: Memory, chunk: Chunk) -> None:
@@ -414,6 +493,8 @@ class Server:
         truth = self.host.truth.get((chunk.namespace.layouts[rank], chunk.key))
         assert truth is not None, f"{when}: a chunk that nobody named: {chunk.key.hex()}"
         model, seeds = truth
+        if any(start <= at < start + size for start, size in chunk.shards[rank].extents for at in self.file.flips):
+            return  # whoever asks for it finds out
         data = b"".join(self.bytes[start : start + size].tobytes() for start, size in chunk.shards[rank].extents)
         image = chunk_image(model, rank, seeds)
         assert data[: len(image)] == image, f"{when}: wrong bytes under {chunk.key.hex()[:8]} of rank {rank}"
@@ -424,10 +505,31 @@ class Server:
         for space in self.index.namespaces():
             for chunk in space.chunks.values():
                 for rank, shard in chunk.shards.items():
-                    if shard.sealed:
+                    if shard.sealed and not shard.spoilt:
                         self.check_bytes(chunk, rank, "kept")
                         found += 1
         return found
+
+    def flip_chunk(self) -> bool:
+        """Flip a bit of a sealed shard that has a checksum."""
+        shards = [
+            shard
+            for space in self.index.namespaces()
+            for chunk in space.chunks.values()
+            for shard in chunk.shards.values()
+            if shard.sealed and shard.checksum
+        ]
+        if not shards:
+            return False
+        shard = self.world.random.choice(shards)
+        at = self.world.random.randrange(shard.size)
+        for start, size in shard.extents:
+            if at < size:
+                self.bytes[start + at] ^= 1 << self.world.random.randrange(8)
+                self.file.flips.add(start + at)
+                break
+            at -= size
+        return True
 
     def check_quiet(self) -> None:
         """All clients are gone: nothing is held for anybody."""
