@@ -98,6 +98,11 @@ class SealedIndex(Index):
         self.server.check_bytes(chunk, rank, "sealed")
         super().seal(chunk, rank, checksum)
 
+    def condemn(self, chunk: Chunk, rank: int) -> None:
+        self.server.condemned.add(chunk.key)
+        self.server.world.counters["flip_found"] += 1
+        super().condemn(chunk, rank)
+
 
 @dataclass(eq=False)
 class _Running:
@@ -150,6 +155,7 @@ class Server:
             del self.host.cards[name]  # as shm.sweep_cards
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.mappings: list[SimMapped] = []
+        self.condemned: set[bytes] = set()  # keys under which a flipped bit was found: a pin keeps them no more
         self.asked: Counter[tuple[bytes, bytes]] = Counter()
         self.answered: Counter[tuple[bytes, bytes]] = Counter()
         self._links: dict[bytes, Link] = {}
