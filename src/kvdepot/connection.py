@@ -285,6 +285,9 @@ class Connection:
                 # Whoever is there now does not know us: what was sent to the old one ends with the next welcome.
                 self.welcomed = False
                 self._forget_server()
+                for number in self._recovering:  # it will not answer these: begin anew, or callers wait for them
+                    self._pending.pop(number, None)
+                self._recovering.clear()
         if self._pending and self.welcomed and now - next(iter(self._pending.values())).born > _STALE_S:
             self.welcomed = False  # its answer may be lost: recovering tells
             next(iter(self._pending.values())).born = now
