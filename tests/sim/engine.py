@@ -65,7 +65,8 @@ class Engine:
         self.model = model
         self.mode = mode
         self.alive = True
-        self.leaving = False
+        self.leaving = False  # no new requests
+        self.may_go = False
         self.serving = False  # all its ranks are registered
         self.pause_s = 0.0
         self.steps = 0
@@ -106,7 +107,7 @@ class Engine:
             return
         self.serving = True
         waits = 0
-        while not (self.leaving and not self.requests):
+        while not (self.may_go and not self.requests):
             self._step()
             # Steps in which all wait for the depot get longer, or a server that is stopped would cost thousands.
             busy = any(request.state in (State.MATCHED, State.RUNNING) for request in self.requests.values())
@@ -426,6 +427,8 @@ class Engine:
 
     def _hear(self) -> None:
         finished, self._finished = self._finished, set()
+        if self.leaving:
+            self.scheduler.mq_client.pump()  # otherwise it hears only when it asks
         for rank, worker in enumerate(self.workers):
             if self.world.chance(0.3):
                 worker.wait_any(0.002)

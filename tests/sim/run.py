@@ -101,6 +101,12 @@ class Run(Host):
         if self.server is None:
             self.start_server()
         self._run_until(lambda: not any(engine.requests for engine in self.engines if engine.alive), _SETTLE_S, "requests")
+        self._run_until(lambda: not any(client.pending() for client in self.clients), _SETTLE_S, "what clients asked")
+        self._run_until(self._idle, _SETTLE_S, "copies")
+        assert self.server is not None
+        self.server.check_idle()
+        for engine in self.engines:
+            engine.may_go = True
         self._run_until(self._engines_gone, _SETTLE_S, "engines")
         for what in range(4):
             end = world.now + 1.0
@@ -108,6 +114,10 @@ class Run(Host):
             self._run_until(lambda end=end: world.now >= end, 10.0, f"second {what} of quiet")  # type: ignore[misc]
         assert self.server is not None
         self.server.check_quiet()
+
+    def _idle(self) -> bool:
+        server = self.server
+        return server is not None and server.serving and not server.depot.operations
 
     def _engines_gone(self) -> bool:
         return not any(engine.alive for engine in self.engines)

@@ -537,6 +537,22 @@ class Server:
             at -= size
         return True
 
+    def check_idle(self) -> None:
+        """All requests have ended, and the clients are still there: everything was answered, and nothing is pinned."""
+        for asked, count in self.asked.items():
+            identity = asked[0]
+            if self.depot.knows(identity) and self._cards[identity].is_alive():
+                number = int.from_bytes(asked[1], "little")
+                name = self._links[identity].name
+                assert self.answered[asked] == count, f"request {number} of {name} was not answered"
+        sessions = [
+            f"{self._links[identity].name} {request}"
+            for identity, client in self.depot._clients.items()
+            if self._cards[identity].is_alive()
+            for request in client.sessions
+        ]
+        assert not sessions, f"requests have ended, and their pins have not: {', '.join(sessions)}"
+
     def check_quiet(self) -> None:
         """All clients are gone: nothing is held for anybody."""
         status = self.depot.status()
