@@ -182,8 +182,11 @@ class Connection:
         waiting = {*self._parked, *self._recovering}
         self._lost = [number for number in self._pending if number not in waiting]
         for instance, register in self._registered.items():
-            self._ask_own(wire.Unregister(instance), self._on_recovered)
-            self._ask_own(register, self._on_recovered)
+            if not self._ask_own(wire.Unregister(instance), self._on_recovered) or not self._ask_own(
+                register, self._on_recovered
+            ):
+                self.lose(self._cut_off())
+                return
         self._on_recovered(None)
 
     def _on_recovered(self, value: Any) -> None:
@@ -191,9 +194,13 @@ class Connection:
             self._recovering.clear()  # `expire` begins anew
         elif not self._recovering:
             for number in self._lost:
-                if number in self._pending:
+                if number in self._pending and isinstance(self._pending[number].request, wire.EndSession):
+                    self._parked.append(number)
+                elif number in self._pending:
                     self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
             self._lost.clear()
+            # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
+            self._parked = deque(sorted(self._parked))
             self.welcomed = True
             while self._parked and self.welcomed:
                 number = self._parked.popleft()
@@ -211,13 +218,18 @@ class Connection:
         if self._watch is None or self._watch.is_gone():
             self._fail_all(error)
             return
-        # It lives, so it may still touch blocks: only requests that touch none end here.
+        # It lives, so it may still touch blocks: only requests that touch none end here. And it holds pins: who ends
+        # a session does so with the next welcome.
+        parked, self._parked = self._parked, deque()
+        self._recovering.clear()
         for number, pending in list(self._pending.items()):
-            if not isinstance(pending.request, wire.Store | wire.Retrieve) or number in self._parked:
+            if number not in self._pending:
+                continue  # the end of our own hello has ended it
+            if isinstance(pending.request, wire.EndSession):
+                self._parked.append(number)
+            elif not isinstance(pending.request, wire.Store | wire.Retrieve) or number in parked:
                 del self._pending[number]
                 pending.done(error)
-        self._parked.clear()
-        self._recovering.clear()
 
     def _fail_all(self, error: KVDepotError) -> None:
         self._parked.clear()
