@@ -226,6 +226,8 @@ class Host:
     copy_failures: float = 0.0
     map_failures: float = 0.0
     copies_slow: bool = False
+    at_copy: Callable[[str], None] | None = None
+    """To happen once, in the middle of the next copy; told whose it is."""
     network_slow: bool = False
 
     def __post_init__(self) -> None:

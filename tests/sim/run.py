@@ -136,7 +136,10 @@ class Run(Host):
             return
         if self._faults:
             fault = self.world.random.choice(self._faults)
-            fault(self)
+            if fault in AT_COPIES and self.world.chance(0.5):
+                self.at_copy = lambda name: None if self._over else fault(self, name)
+            else:
+                fault(self)
         for engine in list(self.engines):
             if not engine.alive:
                 self._bury(engine)
@@ -171,7 +174,7 @@ class Run(Host):
         for engine in self.engines:
             engine.process.resume()
 
-    def kill_server(self) -> None:
+    def kill_server(self, name: str = "") -> None:
         if self.server is not None:
             self.world.counters["server_killed"] += 1
             self.server.kill()
@@ -191,7 +194,7 @@ class Run(Host):
         elif self.server is None:
             self._restart_later()
 
-    def freeze_server(self) -> None:
+    def freeze_server(self, name: str = "") -> None:
         server = self.server
         if server is not None and server.serving and not server.frozen:
             duration_s = self.world.spread(0.005, 45.0)
@@ -201,9 +204,10 @@ class Run(Host):
             server.freeze()
             self.world.after(duration_s, server.thaw)
 
-    def cut_link(self) -> None:
-        if self.network.links:
-            link = self.world.random.choice(self.network.links)
+    def cut_link(self, name: str = "") -> None:
+        links = [link for link in self.network.links if name in ("", link.name)]
+        if links:
+            link = self.world.random.choice(links)
             if link.up:
                 self.world.counters["connection_cut"] += 1
                 self.world.note(f"{link!r} is cut")
@@ -231,9 +235,10 @@ class Run(Host):
     def fill_shm(self) -> None:
         self.shm_full = not self.shm_full
 
-    def kill_engine(self) -> None:
-        if self._living():
-            engine = self.world.random.choice(self._living())
+    def kill_engine(self, name: str = "") -> None:
+        engines = [engine for engine in self._living() if name.split(".")[0] in ("", engine.name)]
+        if engines:
+            engine = self.world.random.choice(engines)
             self.world.note(f"{engine!r} killed")
             self.world.counters["engine_killed"] += 1
             if engine.requests and any(r.storing for r in engine.requests.values()):
@@ -285,7 +290,7 @@ class Run(Host):
                 engine.clear()
 
 
-FAULTS: list[Callable[[Run], None]] = [
+FAULTS: list[Callable[..., None]] = [
     Run.kill_server,
     Run.stop_server,
     Run.freeze_server,
@@ -304,6 +309,9 @@ FAULTS: list[Callable[[Run], None]] = [
     Run.flip_table,
 ]
 
+
+AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}
+"""Faults that are drawn to copies: half of them strike in the middle of one."""
 
 EXPECTED = frozenset(
     """

@@ -407,6 +407,9 @@ class Server:
             self.world.counters["copy_failed"] += 1
             outcome = None
         elif running.piece < len(task.pieces):
+            if self.host.at_copy is not None:
+                act, self.host.at_copy = self.host.at_copy, None
+                self.world.after(0, act, self._links[task.token.operation.client.identity].name)
             if self._half(running, task, task.pieces[running.piece]):
                 self.world.after(self.host.copy_s(), self._event, self._advance, running)
                 return
