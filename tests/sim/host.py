@@ -240,7 +240,7 @@ class Host:
     def copy_s(self) -> float:
         """How long half a piece takes."""
         spread = self.world.spread
-        return spread(0.002, 0.3) if self.copies_slow else spread(0.00002, 0.005)
+        return spread(0.005, 1.0) if self.copies_slow else spread(0.00002, 0.005)
 
     def start_server(self) -> None:
         if self.server is not None:

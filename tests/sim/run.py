@@ -101,8 +101,7 @@ class Run(Host):
         if self.server is None:
             self.start_server()
         self._run_until(lambda: not any(engine.requests for engine in self.engines if engine.alive), _SETTLE_S, "requests")
-        self._run_until(lambda: not any(client.pending() for client in self.clients), _SETTLE_S, "what clients asked")
-        self._run_until(self._idle, _SETTLE_S, "copies")
+        self._run_until(self._idle, _SETTLE_S, "what clients asked")
         assert self.server is not None
         self.server.check_idle()
         for engine in self.engines:
@@ -117,7 +116,9 @@ class Run(Host):
 
     def _idle(self) -> bool:
         server = self.server
-        return server is not None and server.serving and not server.depot.operations
+        if server is None or not server.serving or server.depot.operations:
+            return False
+        return all(engine.serving for engine in self._living()) and not any(client.pending() for client in self.clients)
 
     def _engines_gone(self) -> bool:
         return not any(engine.alive for engine in self.engines)

@@ -310,7 +310,7 @@ class Link:
                 self._receive(frame)
         if self.up:
             self.up = False
-            self._world.after(0.02 + 0.03 * self._world.random.random(), self._connect)
+            self._world.after(self._world.spread(0.02, 0.5), self._connect)
 
     def close(self) -> None:
         """The peer is gone; what it has sent still arrives."""
