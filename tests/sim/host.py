@@ -237,10 +237,10 @@ class Host:
         spread = self.world.spread
         return spread(0.001, 0.4) if self.network_slow else spread(0.00002, 0.002)
 
-    def copy_s(self) -> float:
+    def copy_s(self, slow: bool = False) -> float:
         """How long half a piece takes."""
         spread = self.world.spread
-        return spread(0.005, 1.0) if self.copies_slow else spread(0.00002, 0.005)
+        return spread(0.005, 1.0) if slow or self.copies_slow else spread(0.00002, 0.005)
 
     def start_server(self) -> None:
         if self.server is not None:

@@ -109,6 +109,7 @@ class _Running:
     """A copy thread's task under way."""
 
     task: Copy | Call
+    slow: bool
     piece: int = 0
     cut: int = -1  # half of the piece has arrived: what lies before this
     voided: bool = False  # it read a block that was given back
@@ -390,7 +391,7 @@ class Server:
             task = self._mover._next()
             assert task is not None
             self._idle -= 1
-            running = _Running(task)
+            running = _Running(task, slow=isinstance(task, Copy) and self.world.chance(0.1))
             self._running.append(running)
             self.world.after(self.host.copy_s(), self._event, self._advance, running)
 
@@ -411,7 +412,7 @@ class Server:
                 act, self.host.at_copy = self.host.at_copy, None
                 self.world.after(0, act, self._links[task.token.operation.client.identity].name)
             if self._half(running, task, task.pieces[running.piece]):
-                self.world.after(self.host.copy_s(), self._event, self._advance, running)
+                self.world.after(self.host.copy_s(running.slow), self._event, self._advance, running)
                 return
             outcome = None
         else:
