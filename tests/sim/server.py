@@ -1,7 +1,7 @@
 """The simulated server process: the real depot, index and mover around a made-up socket, arena file and copy threads.
 
-Does what server.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and shut down between
-any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two halves.
+Does what server.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and shut
+down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two halves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvdepot.evict import POLICIES
 from kvdepot.index import Chunk, Index
 from kvdepot.layout import Layout
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, _rows, checksum, copy
-from kvdepot.records import SLOT_BYTES, Records, ShardRecord
+from kvdepot.records import Records, ShardRecord
 from kvdepot.recovery import restore
 from kvdepot.space import PAGE, Space
 from kvdepot.testing.simulation import Link
@@ -184,7 +184,7 @@ class Server:
         else:
             assert not lost, f"{len(lost)} of {len(left)} shards were sealed, and are gone after a restart"
             for name, depth in left.items():
-                assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and is {found[name]} after a restart"
+                assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and now {found[name]}"
         self.file.table_flipped = False
         assert not self.index.held and not self.index.reserved, "holds of the dead"
         self.validate()
@@ -435,7 +435,7 @@ class Server:
         assert isinstance(mapped, SimMapped)
         assert not mapped.closed, "a copy touches tensors that were unmapped"
         memory = mapped.memory
-        chunk, rank = task.token.operation.chunks[task.token.first + running.piece]
+        chunk, _ = task.token.operation.chunks[task.token.first + running.piece]
         self._check_blocks(running, task, piece, memory, chunk)
         if task.is_store:
             low = min(start for start, _ in piece.extents)
@@ -465,7 +465,7 @@ class Server:
             truth = self.host.truth.get((chunk.namespace.layouts[memory.rank], chunk.key))
             assert truth is not None, f"a store of a chunk that nobody named: {chunk.key.hex()}"
             if any(memory.tags[block] != seed for block, seed in zip(piece.block_ids.tolist(), truth[1], strict=True)):
-                self.world.note(f"a store reads blocks {piece.block_ids.tolist()} of {memory.name} that were given back")
+                self.world.note(f"a store reads blocks of {memory.name} that were given back")
                 running.voided = True
             return
         truth = self.host.truth[chunk.namespace.layouts[memory.rank], chunk.key]

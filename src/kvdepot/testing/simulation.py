@@ -279,7 +279,8 @@ class Link:
         if not self.up:
             return False
         self._last_there = self._due(self._last_there)
-        self._world.after(self._last_there - self._world.now, self._arrive_there, self._generation, self._network.era, frame)
+        wait_s = self._last_there - self._world.now
+        self._world.after(wait_s, self._arrive_there, self._generation, self._network.era, frame)
         return True
 
     def _arrive_there(self, generation: int, era: int, frame: bytes) -> None:
