@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from kvdepot import __version__, cli
+from kvdepot import __version__, cli, wire
 from kvdepot.adapters import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -28,6 +29,7 @@ from kvdepot.adapters import (
 )
 from kvdepot.config import Config
 from kvdepot.errors import Busy, KVDepotError
+from kvdepot.layout import Layout, Mapping, Segment
 
 from .conftest import Depot, StartDepot, eventually
 
@@ -501,6 +503,29 @@ def test_cards_of_clients_that_died_while_no_server_ran_are_swept_at_the_start(s
         eventually(lambda: not stale.exists())
     finally:
         stale.unlink(missing_ok=True)
+
+
+def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=8)
+    file = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    file.write_bytes(bytes(MIB))
+    file.chmod(0o600)
+    client = MessageQueueClient(server.url, server.context)
+    layout = Layout([Mapping(file.name, MIB)], [Segment(0, 0, 4096, 4096)], 256, bytes(32))
+    try:
+        assert client.ask(wire.Register(1, layout)).result(10.0) is None
+        blocks = np.array([254, 255], "<u4").tobytes()
+        parts = [wire.Shards("r", "cut", 1, 0, b"", 0, bytes([n]) * 32, blocks) for n in (1, 2)]
+        assert client.ask(wire.Store(1, 1, parts[:1])).result(10.0) is True
+        os.truncate(file, MIB // 2)
+        assert client.ask(wire.Store(1, 2, parts[1:])).result(10.0) is False
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [False]
+        os.truncate(file, MIB)
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [True]
+        assert works(server)
+    finally:
+        file.unlink()
+        client.close()
 
 
 # -- limits
