@@ -543,16 +543,17 @@ class Server:
 
     def check_idle(self) -> None:
         """All requests have ended, and the clients are still there: everything was answered, and nothing is pinned."""
+        living = {client.link.identity for client in self.host.clients if client.process.alive}
         for asked, count in self.asked.items():
             identity = asked[0]
-            if self.depot.knows(identity) and self._cards[identity].is_alive():
+            if identity in living and self.depot.knows(identity):
                 number = int.from_bytes(asked[1], "little")
                 name = self._links[identity].name
                 assert self.answered[asked] == count, f"request {number} of {name} was not answered"
         sessions = [
             f"{self._links[identity].name} {request}"
             for identity, client in self.depot._clients.items()
-            if self._cards[identity].is_alive()
+            if identity in living
             for request in client.sessions
         ]
         assert not sessions, f"requests have ended, and their pins have not: {', '.join(sessions)}"
