@@ -291,6 +291,15 @@ class Server:
     def accepts(self) -> bool:
         return not self.frozen and not self.draining
 
+    def is_well(self) -> bool:
+        """Whether it answers at once."""
+        return self.serving and not self.frozen and not self.draining and not self.host.network_slow
+
+    def is_busy_for(self, link: Link) -> bool:
+        """Whether it copies for this client."""
+        client = self.depot._clients.get(link.identity)
+        return client is not None and (client.queued > 0 or bool(client.closing or client.waiting))
+
     def deliver(self, link: Link, frame: bytes) -> None:
         self._event(self._receive, link, frame)
 
