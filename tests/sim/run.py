@@ -213,6 +213,7 @@ class Run(Host):
             if link.up:
                 self.world.counters["connection_cut"] += 1
                 self.world.note(f"{link!r} is cut")
+                link.cut_at = self.world.now
                 link.cut()
 
     def slow_link(self) -> None:

@@ -247,7 +247,7 @@ class Link:
         self.up = False
         self.coming: list[bytes] = []  # frames on their way to the peer
         self.slow_until = 0.0
-        self.cut_at = float("-inf")
+        self.cut_at = float("-inf")  # when it last broke between two that live; whoever breaks it says so
         self._network = network
         self._world = network.world
         self._receive = receive
@@ -304,7 +304,6 @@ class Link:
 
     def cut(self, keep: int = 0) -> None:
         """The connection breaks; of what was on its way to the peer, the first `keep` frames have arrived."""
-        self.cut_at = self._world.now
         kept = self.coming[:keep]
         self.coming.clear()
         self._generation += 1
