@@ -70,7 +70,6 @@ class Engine:
         self.may_go = False
         self.serving = False  # all its ranks are registered
         self.pause_s = 0.0
-        self.steps = 0
         self.requests: dict[str, Request] = {}
         self.clients: list[Client] = []
         self.memories: list[Memory] = []
@@ -160,7 +159,7 @@ class Engine:
             self.process.sleep(0.0005)
 
     def _step(self) -> None:
-        self.steps += 1
+        self.host.steps_taken += 1
         if not self.leaving and len(self.requests) < 6 and self.world.chance(0.5):
             self._arrive()
         for request in list(self.requests.values()):

@@ -47,7 +47,7 @@ class Run(Host):
         super().__init__(world, config, arena_bytes=_PAGE * pages, table_slots=slots)
         self.engines: list[Engine] = []
         self._steps = steps
-        self._steps_of_dead = 0
+        self.steps_taken = 0
         self._lives = 0
         # Each run has some of the faults, so that some go far into the works and others hit early.
         self._faults = [fault for fault in FAULTS if world.chance(0.35)]
@@ -70,7 +70,7 @@ class Run(Host):
             if len(self.engines) == 1 or world.chance(0.3):
                 self._start_engine(*kinds[0])  # somebody to share with
             world.after(self._every_s, self._misfortune)
-            self._run_until(lambda: self._taken() >= self._steps, 100_000.0, "the engines' steps")
+            self._run_until(lambda: self.steps_taken >= self._steps, 100_000.0, "the engines' steps")
             self._leave()
         except Exception as exc:  # the top of a run: whatever it is, the log tells how it came about
             world.note(f"BROKEN {type(exc).__name__}: {exc}")
@@ -79,9 +79,6 @@ class Run(Host):
             for engine in self.engines:
                 engine.process.kill()
         return world
-
-    def _taken(self) -> int:
-        return self._steps_of_dead + sum(engine.steps for engine in self.engines)
 
     def _run_until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
         world = self.world
@@ -146,14 +143,14 @@ class Run(Host):
             if not engine.alive:
                 self._bury(engine)
         # While engines are idle for hours, misfortunes get rarer too.
-        self._rarer = 1.0 if self._taken() != self._last_taken else min(self._rarer * 1.5, 1000.0)
-        self._last_taken = self._taken()
+        self._rarer = 1.0 if self.steps_taken != self._last_taken else min(self._rarer * 1.5, 1000.0)
+        self._last_taken = self.steps_taken
         self.world.after(self._rarer * self._every_s * 2 * self.world.random.random(), self._misfortune)
 
     def _bury(self, engine: Engine) -> None:
         """A dead engine starts again."""
         self.engines.remove(engine)
-        self._steps_of_dead += engine.steps + 1
+        self.steps_taken += 1
         self._start_engine(engine.model, engine.mode)
 
     def _living(self) -> list[Engine]:
