@@ -67,7 +67,7 @@ class Raw:
         return self.ask_bytes(wire.encode_request(0, request)[8:])
 
     def hello(self) -> Raw:
-        value = self.ask(wire.Hello(wire.VERSION, self.card.name))
+        value = self.ask(wire.Hello(wire.VERSION, self.card.name, self.card.secret))
         assert isinstance(value, list), value
         return self
 

@@ -7,6 +7,7 @@ without a hand-over between threads. The one law: every future gets a value or a
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -24,10 +25,25 @@ from kvdepot.shm import Card
 
 __all__ = ["MessageQueueClient", "MessagingFuture"]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 CONNECT_S = 5.0
 """How long requests wait for the first connection to a server."""
+
+
+def _check_owner(url: str) -> None:
+    """Raise Unavailable for another user's unix socket: whoever answers there could make engines decode anything."""
+    if not url.startswith("ipc://"):
+        return
+    path = url[len("ipc://") :]
+    try:
+        owners = {os.lstat(path).st_uid, os.stat(path).st_uid}  # noqa: PTH116 - of the link and of what it leads to
+    except OSError:
+        return  # nobody listens there yet
+    for owner in owners - {os.geteuid()}:
+        raise Unavailable(f"{path} belongs to user {owner}, not to user {os.geteuid()} who asks: not connecting")
 
 
 class MessagingFuture(Generic[T]):
@@ -92,11 +108,12 @@ class MessageQueueClient:
     """A connection to one server. Safe to use from several threads; `close` it.
 
     Construction does not block and does not fail when no server is there: the first requests wait up
-    to 5 s for it. Raises Unavailable for an address that ZeroMQ does not understand.
+    to 5 s for it. Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user.
     """
 
     def __init__(self, server_url: str, context: zmq.Context[Any]) -> None:
         self.server_url = server_url
+        _check_owner(server_url)
         self.card = Card()
         self.chains = contract.Chains()
         self._lock = threading.RLock()
@@ -114,7 +131,7 @@ class MessageQueueClient:
             self.card.close()
             raise Unavailable(f"{server_url!r} is no address of a server: {exc.strerror}") from exc
         self._fd: int = self._socket.getsockopt(zmq.FD)
-        self._connection = Connection(server_url, self.card.name, self._send, Watch, time.monotonic)
+        self._connection = Connection(server_url, self.card.name, self._send, Watch, time.monotonic, self.card.secret)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "welcomed" if self._connection.welcomed else "not connected"
@@ -122,8 +139,13 @@ class MessageQueueClient:
 
     def _send(self, frame: bytes) -> bool:
         try:
+            if not self._connection.welcomed:  # the socket may have been made, or made anew, since we looked last
+                _check_owner(self.server_url)
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:  # no connection; or the engine has ended its ZeroMQ context before us
+            return False
+        except Unavailable as exc:
+            log.debug("%s", exc)
             return False
         return True
 

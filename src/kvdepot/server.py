@@ -168,17 +168,30 @@ class Server:
                 f"the client speaks protocol {hello.version}, this server {wire.VERSION}: "
                 "install the same kvdepot on both sides"
             )
-        if not self.depot.knows(identity):
-            card = shm.CardView(hello.card)
-            try:
-                if not card.is_alive():
-                    raise BadRequest(f"nobody holds the lock of card {hello.card[:64]!r}")
-                self.depot.hello(identity, card)
-            except KVDepotError:
-                card.close(remove=False)
-                raise
-            self._cards[identity] = card
+        known = self._cards.get(identity)
+        if known is not None:
+            if hello.card != known.name or not known.has_secret(hello.secret):
+                raise BadRequest("this client has introduced itself with another card")
+        else:
+            self._cards[identity] = self._meet(identity, hello)
         return wire.Welcome(wire.VERSION, self.arena.name, self._config.chunk_size)
+
+    def _meet(self, identity: bytes, hello: wire.Hello) -> shm.CardView:
+        """Take a new client in: its card, once it has proved that the card is its own."""
+        if any(card.name == hello.card for card in self._cards.values()):
+            raise BadRequest(f"card {hello.card} belongs to another client")
+        card = shm.CardView(hello.card)
+        try:
+            if not card.is_alive():
+                raise BadRequest(f"nobody holds the lock of card {hello.card[:64]!r}")
+            if not card.has_secret(hello.secret):
+                raise BadRequest(f"this is not the secret of card {hello.card}")
+            self.depot.hello(identity, card)
+        except KVDepotError:
+            self.depot.counters["hellos_refused"] += 1
+            card.close(remove=False)
+            raise
+        return card
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
