@@ -76,8 +76,8 @@ def _failed(what: str, exc: OSError) -> KVDepotError:
     return kind(f"{what}: {exc.strerror}")
 
 
-def map_shared(name: str, size: int) -> mmap.mmap:
-    """Map `size` bytes of an engine's file, readable and writable.
+def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
+    """Map `size` bytes of an engine's file, readable and writable; the mapping and the file, the caller's to close.
 
     Raises LayoutError when it is smaller, or no file for KV tensors: a copy into an arena or a card would write
     what kvdepot itself relies on. Raises Busy where the system is short of descriptors or address space.
@@ -91,11 +91,13 @@ def map_shared(name: str, size: int) -> mmap.mmap:
             raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
         if os.pread(fd, len(_ARENA_MAGIC), 0) == _ARENA_MAGIC:
             raise LayoutError(f"shared memory {name} is an arena of kvdepot, not KV tensors")
-        return mmap.mmap(fd, size)
+        return mmap.mmap(fd, size), fd
     except OSError as exc:
-        raise _failed(f"shared memory {name} cannot be mapped", exc) from exc
-    finally:
         os.close(fd)
+        raise _failed(f"shared memory {name} cannot be mapped", exc) from exc
+    except LayoutError:
+        os.close(fd)
+        raise
 
 
 def populate(address: int, size: int) -> bool:
