@@ -266,7 +266,7 @@ def test_a_second_server_on_the_same_arena_is_refused_and_the_first_goes_on(smal
         ("ipc:///no/such/folder/depot.sock", "No such file"),
         ("ipc:///" + "x" * 120, "107 bytes"),
         ("tcp://127.0.0.1:notaport", "cannot listen"),
-        ("tcp://192.0.2.1:5555", "cannot listen"),
+        ("tcp://localhost:notaport", "cannot listen"),
     ],
 )
 def test_an_address_nobody_can_listen_on_is_refused(url: str, said: str) -> None:

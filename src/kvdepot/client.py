@@ -19,7 +19,9 @@ import zmq
 
 from kvdepot import contract, wire
 from kvdepot.arena import Watch
+from kvdepot.config import default_key
 from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
+from kvdepot.curve import read_client_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.shm import Card
 
@@ -108,12 +110,16 @@ class MessageQueueClient:
     """A connection to one server. Safe to use from several threads; `close` it.
 
     Construction does not block and does not fail when no server is there: the first requests wait up
-    to 5 s for it. Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user.
+    to 5 s for it. key: this client's key file, where the server wants one; empty: what KVDEPOT_KEY names, if anything.
+    Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user; ConfigError for
+    a key file that cannot be used.
     """
 
-    def __init__(self, server_url: str, context: zmq.Context[Any]) -> None:
+    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str = "") -> None:
         self.server_url = server_url
         _check_owner(server_url)
+        key_file = key or default_key()
+        keys = read_client_key(key_file) if key_file else None
         self.card = Card()
         self.chains = contract.Chains()
         self._lock = threading.RLock()
@@ -124,6 +130,9 @@ class MessageQueueClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue towards a server that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.SNDHWM, MAX_IN_FLIGHT)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers wait here: the server keeps few for a client
+        if keys is not None:
+            keys.use(self._socket)
         try:
             self._socket.connect(server_url)
         except zmq.ZMQError as exc:

@@ -148,7 +148,10 @@ class Connection:
 
     def no_server(self) -> Unavailable:
         """What to say where nobody answers."""
-        return Unavailable(f"no kvdepot server answers at {self._url}; start one with `kvdepot serve`")
+        return Unavailable(
+            f"no kvdepot server answers at {self._url}; start one with `kvdepot serve` (one with --keys answers only "
+            "clients whose key it knows: KVDEPOT_KEY)"
+        )
 
     # -- hello, and again after a restart
 

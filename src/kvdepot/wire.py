@@ -51,6 +51,8 @@ ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
 """Characters in a request id or a model name; longer ones are refused."""
+MAX_CHUNKS = 1 << 16
+"""Chunks that one request may name."""
 MAX_ERROR = 1000
 """Characters of an error's message that travel."""
 
