@@ -96,10 +96,10 @@ class Door:
         most = max(1, min(clients, (left - 16) // 4))
         if most < clients:
             log.warning("%d open files are allowed: %d clients at most, not %d", limit, most, clients)
-        # Some more may connect, to be told that there are too many.
-        self._most = most + min(128, most // 2)
-        files = left - _CLIENT_FILES * most - self._most - min(128, left // 8)
-        return most, max(0, files)
+        # Half of the rest is for those that connect to be told that there are too many, or to look and go.
+        spare = left - (_CLIENT_FILES + 1) * most - min(128, left // 8)
+        self._most = most + spare // 2
+        return most, spare - spare // 2
 
     def turn(self, ready: zmq.Socket[Any], counters: Counter[str]) -> None:
         """Something has happened at one of `sockets`: take it in, count what was refused."""
