@@ -41,6 +41,8 @@ _SERVER = "server"
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _DOMAIN = b"kvdepot"
+_MOST_BYTES = 16 << 20
+"""Of a file of keys."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _read(path: Path, is_secret: bool) -> dict[str, Any]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from exc
-    with open(fd, "rb") as file:  # noqa: PTH123 - a descriptor
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise ConfigError(f"{path} is no plain file")
@@ -109,10 +111,11 @@ def _read(path: Path, is_secret: bool) -> dict[str, Any]:
         if info.st_mode & (0o077 if is_secret else 0o022):
             what = "read" if is_secret else "change"
             raise ConfigError(f"others can {what} {path} (mode {stat.S_IMODE(info.st_mode):o}): chmod it to 600")
-        try:
-            return tomllib.loads(file.read(1 << 20).decode())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-            raise ConfigError(f"{path} is not TOML: make keys with `kvdepot keygen`") from None
+        return tomllib.loads(os.read(fd, _MOST_BYTES).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{path} is not TOML: make keys with `kvdepot keygen`") from None
+    finally:
+        os.close(fd)
 
 
 def _key_text(path: Path, table: dict[str, Any], name: str) -> bytes:

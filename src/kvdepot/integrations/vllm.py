@@ -13,9 +13,9 @@ law: vLLM never decodes over a block that is not whole, and neither side ever wa
     load has ended        update_connector_output     failed blocks: vLLM recomputes, and no second try
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
-Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.save_decode` (store decoded chunks too, default false),
-`kvdepot.weights_revision` (a name for weights that their path does not tell apart), `kvdepot.key` (this client's key file,
-where the server wants one; default `KVDEPOT_KEY`).
+Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, where the server wants
+one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks too, default false), `kvdepot.weights_revision`
+(a name for weights that their path does not tell apart).
 """
 
 from __future__ import annotations
