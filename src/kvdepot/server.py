@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import re
+import select
 import signal
 import stat
 import time
@@ -31,6 +32,7 @@ from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolE
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
 from kvdepot.mover import Mover
+from kvdepot.rates import Rates
 from kvdepot.records import Records
 from kvdepot.recovery import restore
 from kvdepot.space import Space
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _LINES = 20
 """Dropped records that are logged one by one."""
+_PAUSE_S = 0.0002
+"""How long to leave those alone who send more than they may."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -101,7 +105,7 @@ class Server:
     def _bind(self) -> None:
         self._door = Door(self._context, self._socket, self._config)
         self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
-        self._seen: dict[bytes, int] = {}  # messages of each client since the last tick
+        self._rates = Rates(self._config.max_rate)
 
     # -- the loop
 
@@ -158,8 +162,7 @@ class Server:
             identity, frame = frames[0], frames[-1]
             number: bytes = frame[: wire.ID_BYTES].ljust(wire.ID_BYTES, b"\0")
             try:
-                seen = self._seen[identity] = self._seen.get(identity, 0) + 1
-                if seen > self._config.max_rate:
+                if not self._rates.count(identity, len(frame), time.monotonic()):
                     self.depot.counters["requests_refused"] += 1
                     raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
                 if len(frames) != 2:
@@ -173,6 +176,9 @@ class Server:
             except KVDepotError as exc:
                 self.depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1
                 self._send(identity, number, exc)
+            if self._rates.only_fast():
+                select.select([self._wake], [], [], _PAUSE_S)
+                return
 
     def _take(self) -> tuple[list[bytes], str]:
         """The next message, and the name of the client that sent it (empty without keys). Raises zmq.Again."""
@@ -252,7 +258,7 @@ class Server:
             self._act(self.depot.finished(token, outcome))
 
     def _tick(self) -> None:
-        self._seen.clear()
+        self._rates.start(time.monotonic())
         self._door.tick()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
