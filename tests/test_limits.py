@@ -373,20 +373,18 @@ def test_one_that_floods_leaves_the_others_their_latency_and_the_server_its_memo
     try:
         assert flood.stdout is not None
         assert flood.stdout.readline()
-        tries = []
-        for _ in range(8):  # other work on this machine must not decide: alone and flooded by turns, until they compare
+        alone, flooded = [], []
+        # Other work on this machine must not decide: by turns, and of each what the machine let us see at its best.
+        while not flooded or min(flooded) > 3 * min(alone):
+            assert len(flooded) < 12, (alone, flooded)
             flood.send_signal(signal.SIGSTOP)
             p99_ms(client, 20)
-            alone = p99_ms(client)
+            alone.append(p99_ms(client))
+            refused = counters(server).get("requests_refused", 0)
             flood.send_signal(signal.SIGCONT)
-            p99_ms(client, 20)
-            tries.append((alone, p99_ms(client)))
-            ratio = statistics.median(t[1] for t in tries) / statistics.median(t[0] for t in tries)
-            if len(tries) >= 3 and ratio <= 3:
-                break
-        assert ratio <= 3, tries
+            eventually(lambda: counters(server).get("requests_refused", 0) > refused, 20.0)
+            flooded.append(p99_ms(client))
         assert resident_mib(server) - resident < 64
-        assert eventually(lambda: counters(server).get("requests_refused"))
     finally:
         flood.kill()
         flood.wait()
@@ -407,10 +405,11 @@ def test_a_thousand_clients_with_ten_thousand_lookups_in_flight_are_all_answered
         for future in welcomes:
             assert future.result(60.0) == 256
         resident = resident_mib(server)
+        server.process.send_signal(signal.SIGSTOP)  # so that all are in flight at once
         futures: list[Any] = [
             client.ask(lookup(hashes(8), f"r{i}"), deadline_s=60.0) for i in range(10) for client in clients
         ]
-        assert sum(future.query() for future in futures[:10]) < 10
+        server.process.send_signal(signal.SIGCONT)
         for future in futures:
             assert future.result(60.0) == 0
         assert resident_mib(server) - resident < 128

@@ -1,17 +1,20 @@
 """The server's way in: what it listens on, with which keys, and how many connections it can bear.
 
 Made and turned by server.py on its one thread. The one law: the process never runs out of file descriptors by
-connections, for ZeroMQ then ends it (unix sockets) or spins (TCP). So connections are counted, and when there are as
-many as there are descriptors for, it stops listening until some have gone.
+connections, for ZeroMQ then ends it (unix sockets) or spins (TCP). So connections are counted. When there are as many
+as there are descriptors for, a unix socket is moved to where nobody looks for it until some have gone, and what comes
+in beyond that is shut at once. (Unbinding would cut off those that are connected.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
 from collections import Counter
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -19,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvdepot.config import Config
 from kvdepot.curve import Gate, ServerKeys, is_loopback, read_server_keys
 from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.shm import shut
 
 __all__ = ["Door"]
 
@@ -31,7 +35,6 @@ _CLIENT_FILES = 2
 _WATCHED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -67,12 +70,11 @@ class Door:
         # ZeroMQ drops the connection above this; up to it, the sender is told (see Server._receive).
         socket.setsockopt(zmq.MAXMSGSIZE, 4 * config.max_message_mib << 20)
         self._monitor = socket.get_monitor_socket(_WATCHED)
-        self._listening = False
-        self._closing = False  # stopped listening, and ZeroMQ has not said yet that it has
+        self._path = Path(self._url[len("ipc://") :]) if self._url.startswith("ipc://") else None
+        self._hidden = False
         self._connections = 0
         self._most = 1 << 30
         self._bind()
-        self._url = cast(bytes, socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -87,17 +89,18 @@ class Door:
             raise Unavailable(f"cannot listen on {self._url}: {exc.strerror}") from exc
         finally:
             os.umask(old)
-        self._listening = True
 
     def share_out(self, clients: int) -> tuple[int, int]:
         """Divide the descriptors that are left: the most clients (at most `clients`), and files of KV tensors."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         left = limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
-        most = max(1, min(clients, (left - 16) // 4))
+        # For what is accepted before we hear of it.
+        left -= min(1024, max(16, left // 8))
+        most = max(1, min(clients, left // (_CLIENT_FILES + 2)))
         if most < clients:
             log.warning("%d open files are allowed: %d clients at most, not %d", limit, most, clients)
         # Half of the rest is for those that connect to be told that there are too many, or to look and go.
-        spare = left - (_CLIENT_FILES + 1) * most - min(128, left // 8)
+        spare = max(0, left - (_CLIENT_FILES + 1) * most)
         self._most = most + spare // 2
         return most, spare - spare // 2
 
@@ -106,33 +109,46 @@ class Door:
         if self._gate is not None and ready is self._gate.socket:
             counters["keys_refused"] += not self._gate.answer()
             return
-        event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-        if event == zmq.EVENT_ACCEPTED:
-            self._connections += 1
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._connections -= 1
-        elif event == zmq.EVENT_CLOSED:
-            self._closing = False
-        else:
-            counters["handshakes_refused"] += 1
-        if self._connections >= self._most and self._listening:
-            log.warning("%d connections, as many as open files allow: not listening for more", self._connections)
-            counters["connections_refused"] += 1
-            self._socket.unbind(self._url)
-            self._listening, self._closing = False, True
+        with contextlib.suppress(zmq.Again):
+            while True:
+                heard = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                if heard["event"] == zmq.EVENT_ACCEPTED:
+                    self._connections += 1
+                    if self._connections > self._most:
+                        counters["connections_refused"] += 1
+                        shut(heard["value"])
+                    elif self._connections == self._most:
+                        log.warning("%d connections, as many as open files allow", self._connections)
+                        self._hide(True)
+                elif heard["event"] == zmq.EVENT_DISCONNECTED:
+                    self._connections -= 1
+                else:
+                    counters["handshakes_refused"] += 1
 
     def tick(self) -> None:
-        """Listen again where there is room again."""
-        if not self._listening and not self._closing and self._connections < self._most:
-            try:
-                self._bind()
-            except Unavailable as exc:
-                log.warning("%s; trying again", exc)
+        """Let clients in again where there is room again."""
+        if self._hidden and self._connections < self._most:
+            self._hide(False)
+
+    def _hide(self, hidden: bool) -> None:
+        """Move the unix socket out of the clients' sight, or back."""
+        if self._path is None:
+            return
+        aside = self._path.with_name(self._path.name + ".full")
+        try:
+            if hidden:
+                self._path.rename(aside)
             else:
-                log.info("listening again")
+                aside.rename(self._path)
+        except OSError as exc:
+            log.warning("%s cannot be moved: %s", self._path, exc.strerror)
+        else:
+            self._hidden = hidden
 
     def close(self) -> None:
         """Before the socket is."""
+        if self._hidden:
+            self._hide(False)
         self._socket.disable_monitor()
         self._monitor.close()
         if self._gate is not None:

@@ -3,9 +3,9 @@
 Called by server.py for every message. No sockets or clocks. The one law: what one client sends must not cost others.
 
 ZeroMQ gives each connection its turn, so a flood costs the others one message a turn, and the processors. Hence two
-bounds: what is beyond `max_rate` in a second is refused unread; and where only clients that send at more than twice
-that rate have anything for us, we sleep for an instant. Their messages wait meanwhile, in the end in their own process,
-and the processors are free for others.
+bounds. What is beyond `max_rate` in a second is refused unread, and who goes on like that is left a hundredth of it,
+until it has kept to that for a second. And where only such clients have anything for us, we sleep for an instant:
+their messages wait, in the end in their own process, and the processors are free for others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["Rates"]
 
 _UNIT_BYTES = 4096
 """A message counts once, and once more for every so many bytes."""
-_BURST = 64
-"""So many requests at once are never too many."""
+_LEFT = 100
+"""Who floods may send a part in so many."""
 
 
 class Rates:
@@ -25,29 +25,30 @@ class Rates:
         """most: requests a second and client."""
         self._most = most
         self._seen: dict[bytes, int] = {}
-        self._fast: set[bytes] = set()  # clients that are ahead of twice their rate
-        self._run = 0  # messages of such clients, with none of another in between
-        self._begun = 0.0
+        self._flooding: set[bytes] = set()
+        self._run = 0  # messages refused with none of another client in between
 
-    def start(self, now: float) -> None:
+    def tick(self) -> None:
         """Another second begins."""
-        self._begun = now
+        self._flooding = {client for client, seen in self._seen.items() if seen > self._allowed(client)}
         self._seen.clear()
-        self._fast.clear()
 
-    def count(self, client: bytes, size: int, now: float) -> bool:
+    def _allowed(self, client: bytes) -> int:
+        return self._most // _LEFT if client in self._flooding else self._most
+
+    def count(self, client: bytes, size: int) -> bool:
         """A message of `size` bytes has come: whether to serve it."""
         seen = self._seen[client] = self._seen.get(client, 0) + 1 + size // _UNIT_BYTES
-        if seen > _BURST + 2 * self._most * (now - self._begun) or seen > self._most:
-            self._fast.add(client)
+        if seen > self._most or (self._flooding and seen > self._allowed(client)):
+            self._flooding.add(client)
             self._run += 1
-        else:
-            self._run = 0
-        return seen <= self._most
+            return False
+        self._run = 0
+        return True
 
-    def only_fast(self) -> bool:
-        """Whether each of the fast clients has had a turn, and nobody else had anything to say."""
-        if self._run <= len(self._fast):
+    def only_floods(self) -> bool:
+        """Whether each client that floods has had a turn, and nobody else had anything to say."""
+        if self._run <= len(self._flooding):
             return False
         self._run = 0
         return True

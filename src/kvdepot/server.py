@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _LINES = 20
 """Dropped records that are logged one by one."""
-_PAUSE_S = 0.0002
+_PAUSE_S = 0.0005
 """How long to leave those alone who send more than they may."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
@@ -162,7 +162,7 @@ class Server:
             identity, frame = frames[0], frames[-1]
             number: bytes = frame[: wire.ID_BYTES].ljust(wire.ID_BYTES, b"\0")
             try:
-                if not self._rates.count(identity, len(frame), time.monotonic()):
+                if not self._rates.count(identity, len(frame)):
                     self.depot.counters["requests_refused"] += 1
                     raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
                 if len(frames) != 2:
@@ -176,7 +176,7 @@ class Server:
             except KVDepotError as exc:
                 self.depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1
                 self._send(identity, number, exc)
-            if self._rates.only_fast():
+            if self._rates.only_floods():
                 select.select([self._wake], [], [], _PAUSE_S)
                 return
 
@@ -258,7 +258,7 @@ class Server:
             self._act(self.depot.finished(token, outcome))
 
     def _tick(self) -> None:
-        self._rates.start(time.monotonic())
+        self._rates.tick()
         self._door.tick()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():

@@ -109,6 +109,11 @@ def populate(address: int, size: int) -> bool:
     return bool(_libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0)
 
 
+def shut(fd: int) -> None:
+    """End a connection without closing its descriptor, which is somebody else's; nothing where it is no connection."""
+    _libc.shutdown(fd, 2)
+
+
 def advise_huge(address: int, size: int) -> None:
     """Ask for huge pages; the kernel may say no."""
     _libc.madvise(address, size, _MADV_HUGEPAGE)
