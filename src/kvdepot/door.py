@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 RECEIVED, SENT = 32, 1024
 """Messages of one client that wait in ZeroMQ, each way."""
+ASIDE = ".full"
+"""What a unix socket's name ends in while there is no room for more connections."""
 _CLIENT_FILES = 2
 """Descriptors of a client besides its connection: its card, open and mapped."""
 _WATCHED = (
@@ -134,7 +136,7 @@ class Door:
         """Move the unix socket out of the clients' sight, or back."""
         if self._path is None:
             return
-        aside = self._path.with_name(self._path.name + ".full")
+        aside = self._path.with_name(self._path.name + ASIDE)
         try:
             if hidden:
                 self._path.rename(aside)
