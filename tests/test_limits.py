@@ -269,7 +269,7 @@ def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_h
             assert crowd.stdout is not None
             served, refused = map(int, crowd.stdout.readline().split())
             assert served + refused == 100
-            assert served > 0
+            assert served > 0, (living.ask(wire.Status()).result(10.0), server.logged())
             assert refused > 0
             assert server.process.poll() is None, server.logged()
             assert living.ask(wire.Noop()).result(10.0) == "ok"

@@ -65,7 +65,8 @@ class Door:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.BACKLOG, 128 if hard > 2048 else max(4, hard // 16))
+        # Who finds the queue full tries again: so a crowd does not come in faster than we hear of it.
+        socket.setsockopt(zmq.BACKLOG, max(1, min(128, hard // 64)))
         # Messages that wait for us, and for a client that does not read: what one client can make us keep.
         socket.setsockopt(zmq.RCVHWM, RECEIVED)
         socket.setsockopt(zmq.SNDHWM, SENT)
