@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +38,16 @@ class Depot:
 
     names: ClassVar[set[str]] = set()
 
-    def __init__(self, *flags: str, arena_mib: int = 64, chunk_size: int = 256, url: str = "", name: str = "") -> None:
+    def __init__(
+        self,
+        *flags: str,
+        arena_mib: int = 64,
+        chunk_size: int = 256,
+        url: str = "",
+        name: str = "",
+        files: int = 0,
+    ) -> None:
+        """files: how many it may have open."""
         self.name = name or f"kvdepot-test-{uuid.uuid4().hex[:12]}"
         self.names.add(self.name)
         self.url = url or f"ipc://{tempfile.gettempdir()}/{self.name}.sock"
@@ -48,6 +59,7 @@ class Depot:
                 "--arena-gib", str(arena_mib / 1024), "--chunk-size", str(chunk_size), *flags,
             ],
             stderr=self.log,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files)) if files else None,
         )  # fmt: skip
 
     def wait_ready(self) -> Depot:

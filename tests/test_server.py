@@ -280,7 +280,7 @@ def test_a_second_server_on_the_same_arena_is_refused_and_the_first_goes_on(smal
         ("ipc:///no/such/folder/depot.sock", "No such file"),
         ("ipc:///" + "x" * 120, "107 bytes"),
         ("tcp://127.0.0.1:notaport", "cannot listen"),
-        ("tcp://192.0.2.1:5555", "cannot listen"),
+        ("tcp://localhost:notaport", "cannot listen"),
     ],
 )
 def test_an_address_nobody_can_listen_on_is_refused(url: str, said: str) -> None:
@@ -422,6 +422,19 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     engine.wait_connected()
     engine.store([99] * CHUNK, [0, 1, 2, 3])
     assert engine.lookup([99] * CHUNK) == CHUNK
+    engine.close()
+
+
+def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: StartDepot) -> None:
+    first = start_depot(arena_mib=8)
+    engine = Engine(first)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    kill(first)
+    for url in ("tcp://192.0.2.1:5555", "tcp://127.0.0.1:notaport"):
+        ended = run_serve("--url", url, "--arena-name", first.name, "--arena-gib", str(8 / 1024))
+        assert ended.returncode in (1, 2)
+    second = start_depot(url=first.url, name=first.name, arena_mib=8)
+    assert second.status()["chunks"] == 1
     engine.close()
 
 

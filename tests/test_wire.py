@@ -67,7 +67,7 @@ class Raw:
         return self.ask_bytes(wire.encode_request(0, request)[8:])
 
     def hello(self) -> Raw:
-        value = self.ask(wire.Hello(wire.VERSION, self.card.name))
+        value = self.ask(wire.Hello(wire.VERSION, self.card.name, self.card.secret))
         assert isinstance(value, list), value
         return self
 
@@ -260,16 +260,16 @@ def test_a_message_of_several_frames_gets_one_protocol_error(known: Raw, count: 
 
 def test_a_message_longer_than_the_limit_gets_a_protocol_error(depot: Depot, known: Raw) -> None:
     before = bad_messages(depot)
-    value = known.ask_bytes(bytes(16 * MIB))
+    value = known.ask_bytes(bytes(4 * MIB))
     assert isinstance(value, errors.ProtocolError)
-    assert str(16 * MIB) in str(value)
+    assert str(4 * MIB) in str(value)
     assert bad_messages(depot) == before + 1
     assert known.ask(wire.Noop()) == "ok"
 
 
 def test_a_message_far_longer_than_the_limit_ends_at_most_its_own_connection(depot: Depot, raw: Raw) -> None:
     raw.hello()
-    raw.send(bytes(64 * MIB + 1))
+    raw.send(bytes(16 * MIB + 1))
     other = Raw(depot).hello()
     assert other.ask(wire.Noop()) == "ok"
     other.close()

@@ -40,6 +40,16 @@ def main(argv: list[str] | None = None) -> int:
     _add_settings(serve)
     status = commands.add_parser("status", help="print what a running server holds, as JSON")
     status.add_argument("--url", metavar="URL", help="the server's endpoint")
+    status.add_argument("--key", metavar="FILE", help="this client's key file (default: KVDEPOT_KEY)")
+    keygen = commands.add_parser(
+        "keygen", help="make the keys of a server and of its clients",
+        description="Write DIR/server.key unless it is there, DIR/CLIENT.key for each client, and who they are into "
+        "DIR/clients.toml. Start the server with --keys DIR; give each client its file as KVDEPOT_KEY. A running "
+        "server learns of new clients, and of those taken out of clients.toml, when it is started again.",
+    )  # fmt: skip
+    keygen.add_argument("folder", metavar="DIR", help="where to; made for this user alone")
+    keygen.add_argument("clients", metavar="CLIENT", nargs="*", help="a client's name: letters, digits, - and _")
+    keygen.add_argument("--tenant", default="", metavar="NAME", help="the one tenant whose chunks these clients reach")
     check = commands.add_parser(
         "check", help="audit an arena: its records against each other and against its bytes",
         description="Audit an arena, of a running server or one that left it. Exit code 1 when something is wrong.",
@@ -54,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
             return _serve(args.pop("config"), args)
         if command == "check":
             return _check(args.pop("fix"), args)
-        return _status(args["url"])
+        if command == "keygen":
+            return _keygen(**args)
+        return _status(args["url"], args["key"] or "")
     except ConfigError as exc:
         print(f"kvdepot: {exc}", file=sys.stderr)
         return 2
@@ -110,7 +122,15 @@ def _check(fix: bool, flags: dict[str, str | None]) -> int:
     return 1 if report.problems and not report.fixed else 0
 
 
-def _status(url: str | None) -> int:
+def _keygen(folder: str, clients: list[str], tenant: str) -> int:
+    from kvdepot.curve import generate
+
+    for path in generate(folder, clients, tenant):
+        print(path)
+    return 0
+
+
+def _status(url: str | None, key: str) -> int:
     import zmq
 
     from kvdepot import wire
@@ -118,7 +138,7 @@ def _status(url: str | None) -> int:
 
     config = load(flags={"url": url})
     context = zmq.Context()
-    client = MessageQueueClient(config.url, context)
+    client = MessageQueueClient(config.url, context, key=key)
     try:
         client.learn_chunk_size(5.0)  # says so when nobody answers
         print(json.dumps(client.ask(wire.Status()).result(timeout=5.0), indent=2), flush=True)

@@ -7,6 +7,7 @@ without a hand-over between threads. The one law: every future gets a value or a
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -18,16 +19,33 @@ import zmq
 
 from kvdepot import contract, wire
 from kvdepot.arena import Watch
+from kvdepot.config import default_key
 from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
+from kvdepot.curve import read_client_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.shm import Card
 
 __all__ = ["MessageQueueClient", "MessagingFuture"]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 CONNECT_S = 5.0
 """How long requests wait for the first connection to a server."""
+
+
+def _check_owner(url: str) -> None:
+    """Raise Unavailable for another user's unix socket: whoever answers there could make engines decode anything."""
+    if not url.startswith("ipc://"):
+        return
+    path = url[len("ipc://") :]
+    try:
+        owners = {os.lstat(path).st_uid, os.stat(path).st_uid}  # noqa: PTH116 - of the link and of what it leads to
+    except OSError:
+        return  # nobody listens there yet
+    for owner in owners - {os.geteuid()}:
+        raise Unavailable(f"{path} belongs to user {owner}, not to user {os.geteuid()} who asks: not connecting")
 
 
 class MessagingFuture(Generic[T]):
@@ -92,11 +110,16 @@ class MessageQueueClient:
     """A connection to one server. Safe to use from several threads; `close` it.
 
     Construction does not block and does not fail when no server is there: the first requests wait up
-    to 5 s for it. Raises Unavailable for an address that ZeroMQ does not understand.
+    to 5 s for it. key: this client's key file, where the server wants one; empty: what KVDEPOT_KEY names, if anything.
+    Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user; ConfigError for
+    a key file that cannot be used.
     """
 
-    def __init__(self, server_url: str, context: zmq.Context[Any]) -> None:
+    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str = "") -> None:
         self.server_url = server_url
+        _check_owner(server_url)
+        key_file = key or default_key()
+        keys = read_client_key(key_file) if key_file else None
         self.card = Card()
         self.chains = contract.Chains()
         self._lock = threading.RLock()
@@ -107,6 +130,9 @@ class MessageQueueClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue towards a server that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.SNDHWM, MAX_IN_FLIGHT)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers wait here: the server keeps few for a client
+        if keys is not None:
+            keys.use(self._socket)
         try:
             self._socket.connect(server_url)
         except zmq.ZMQError as exc:
@@ -114,7 +140,7 @@ class MessageQueueClient:
             self.card.close()
             raise Unavailable(f"{server_url!r} is no address of a server: {exc.strerror}") from exc
         self._fd: int = self._socket.getsockopt(zmq.FD)
-        self._connection = Connection(server_url, self.card.name, self._send, Watch, time.monotonic)
+        self._connection = Connection(server_url, self.card.name, self._send, Watch, time.monotonic, self.card.secret)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "welcomed" if self._connection.welcomed else "not connected"
@@ -122,8 +148,13 @@ class MessageQueueClient:
 
     def _send(self, frame: bytes) -> bool:
         try:
+            if not self._connection.welcomed:  # the socket may have been made, or made anew, since we looked last
+                _check_owner(self.server_url)
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:  # no connection; or the engine has ended its ZeroMQ context before us
+            return False
+        except Unavailable as exc:
+            log.debug("%s", exc)
             return False
         return True
 

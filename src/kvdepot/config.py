@@ -27,7 +27,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-__all__ = ["Config", "default_url", "load"]
+__all__ = ["Config", "default_key", "default_url", "load"]
 
 GIB = 1 << 30
 
@@ -37,6 +37,11 @@ def default_url() -> str:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir())
     return f"ipc://{base / f'kvdepot-{os.geteuid()}' / 'depot.sock'}"
+
+
+def default_key() -> str:
+    """The key file of this process's clients; empty where they need none."""
+    return os.environ.get("KVDEPOT_KEY", "")
 
 
 _WORDS = {
@@ -54,15 +59,24 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arena_gib: Annotated[
         float, Meta(ge=0, description="size of the arena in GiB; 0 = 4, or a quarter of free memory if less")
     ] = 0.0
+    keys: Annotated[
+        str, Meta(description="folder made by `kvdepot keygen`: clients need a key; a must for tcp beyond this host")
+    ] = ""
     arena_name: Annotated[
         str, Meta(description="name of the arena in /dev/shm; empty = made from the user and the url")
     ] = ""
     copy_threads: Annotated[int, Meta(ge=1, le=256, description="threads that copy KV")] = 2
     policy: Annotated[str, Meta(description="eviction policy: " + ", ".join(sorted(POLICIES)))] = "lru"
-    max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message taken, in MiB")] = 16
+    max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message taken, in MiB")] = 4
     max_clients: Annotated[int, Meta(ge=1, description="clients served at once")] = 4096
     max_queued: Annotated[int, Meta(ge=1, description="stores and retrieves in flight per client")] = 1024
     max_sessions: Annotated[int, Meta(ge=1, description="requests per client that hold pins")] = 100_000
+    max_pins: Annotated[int, Meta(ge=1, description="chunks per client that its requests pin")] = 1 << 22
+    max_instances: Annotated[int, Meta(ge=1, description="registrations of KV tensors per client")] = 64
+    max_namespaces: Annotated[
+        int, Meta(ge=1, description="models, shapes and layouts that are told from each other")
+    ] = 1024
+    max_rate: Annotated[int, Meta(ge=1, description="requests a second per client; large ones count more")] = 10_000
     drain_s: Annotated[float, Meta(ge=0, description="seconds to finish copies in flight when stopped")] = 5.0
     on_stop: Annotated[
         str, Meta(description="what a stop does with the arena: remove, or keep it for the next server")

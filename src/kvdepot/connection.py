@@ -79,13 +79,17 @@ class Connection:
         send: Callable[[bytes], bool],
         watch: Callable[[str, bytes], Watch],
         clock: Callable[[], float],
+        secret: bytes = b"",
     ) -> None:
-        """send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise LayoutError."""
+        """card, secret: how it introduces itself (shm.py).
+
+        send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise LayoutError."""
         self.boot = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.welcomed = False
         self._url = url
         self._card = card
+        self._secret = secret
         self._send = send
         self._open_watch = watch
         self._clock = clock
@@ -144,12 +148,15 @@ class Connection:
 
     def no_server(self) -> Unavailable:
         """What to say where nobody answers."""
-        return Unavailable(f"no kvdepot server answers at {self._url}; start one with `kvdepot serve`")
+        return Unavailable(
+            f"no kvdepot server answers at {self._url}; start one with `kvdepot serve` (one with --keys answers only "
+            "clients whose key it knows: KVDEPOT_KEY)"
+        )
 
     # -- hello, and again after a restart
 
     def _greet(self) -> bool:
-        return self._ask_own(wire.Hello(wire.VERSION, self._card), self._on_welcome, _HELLO_S)
+        return self._ask_own(wire.Hello(wire.VERSION, self._card, self._secret), self._on_welcome, _HELLO_S)
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
         """One of our own requests; `then` gets the value or the error."""

@@ -8,6 +8,7 @@ its client's death.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ _TASK_BYTES = 4 << 20
 """A copy task is at least this long, so that handing it over costs little of it."""
 
 
+_FILES_A_MAPPING = 2
+"""A mapping keeps its file open, and Python's mmap once more."""
+_STATUS_NAMESPACES = 100
+"""The largest namespaces that a status lists, so that it stays small."""
 _SAMPLED = 16
 """With `verify = "sampled"`, one chunk in so many is summed up."""
 
@@ -62,6 +67,7 @@ class _Session:
     request: str
     model: str
     chunks: list[Chunk]
+    matched: int  # chunks that are pinned by holding these
     remaining: int  # retrieved keys until the pins go by themselves
 
 
@@ -71,6 +77,7 @@ class _Instance:
 
     number: int
     layout: Layout
+    tenant: str = ""
     mapped: Mapped | None = None
     namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
     copies: int = 0  # operations that touch the tensors
@@ -81,6 +88,8 @@ class _Instance:
 class _Client:
     identity: bytes
     card: Card
+    tenant: str = ""
+    pins: int = 0  # chunks that the sessions matched
     sessions: dict[str, _Session] = field(default_factory=dict)
     instances: dict[int, _Instance] = field(default_factory=dict)
     closing: dict[int, list[_Instance]] = field(default_factory=dict)  # by number: no more, but still mapped
@@ -133,22 +142,25 @@ class Depot:
         self._verify = config.verify
         self._map_layout = map_layout
         self._clients: dict[bytes, _Client] = {}
-        self._by_request: dict[tuple[str, str], list[_Session]] = {}
+        self._by_request: dict[tuple[str, str, str], list[_Session]] = {}  # by tenant, request, model
         self.operations = 0
+        self.max_clients = config.max_clients  # less where there are not descriptors enough
+        self.max_files = 1 << 30  # descriptors for mappings of KV tensors
+        self._files = 0  # those in use
 
     def __repr__(self) -> str:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
 
     # -- events
 
-    def hello(self, identity: bytes, card: Card) -> None:
-        """A client introduced itself. Raises Busy when there are too many."""
+    def hello(self, identity: bytes, card: Card, tenant: str = "") -> None:
+        """A client introduced itself; it reaches only this tenant's chunks. Raises Busy when there are too many."""
         if identity in self._clients:
             return
-        if len(self._clients) >= self._config.max_clients:
+        if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
-            raise Busy(f"{len(self._clients)} clients are connected, the most that max_clients allows")
-        self._clients[identity] = _Client(identity, card)
+            raise Busy(f"{len(self._clients)} clients are connected, the most that max_clients or open files allow")
+        self._clients[identity] = _Client(identity, card, tenant)
 
     def knows(self, identity: bytes) -> bool:
         return identity in self._clients
@@ -159,10 +171,23 @@ class Depot:
             client = self._clients.get(identity)
             if client is None:
                 raise UnknownClient("say hello first: this server has not met you")
+            self._check_size(request)
             return self._decide(client, number, request)
         except KVDepotError as exc:
             self.counters["errors"] += 1
             return [Reply(identity, number, exc)]
+
+    def _check_size(self, request: wire.Request) -> None:
+        """Raise Busy for a request whose answer, or whose work, would be too large."""
+        if isinstance(request, wire.Lookup):
+            chunks = len(request.hashes) // HASH_BYTES
+        elif isinstance(request, wire.Store | wire.Retrieve):
+            chunks = sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)
+        else:
+            return
+        if chunks > wire.MAX_CHUNKS:
+            self.counters["large_requests_refused"] += 1
+            raise Busy(f"a request that names {chunks} chunks, more than {wire.MAX_CHUNKS}")
 
     def _decide(self, client: _Client, number: bytes, request: wire.Request) -> list[Action]:
         value: Any = None
@@ -184,9 +209,9 @@ class Depot:
             case wire.Noop():
                 value = "ok"
             case wire.Clear():
-                self.counters["cleared_chunks"] += self.index.clear(request.model)
+                self.counters["cleared_chunks"] += self.index.clear(request.model, client.tenant)
             case wire.Status():
-                value = self.status()
+                value = self.status(client.tenant)
             case wire.Hello():
                 raise InternalError("hello is the server's to answer")
         return [Reply(client.identity, number, value)]
@@ -220,21 +245,25 @@ class Depot:
             raise Busy(f"{len(client.sessions)} requests hold pins, the most that max_sessions allows")
         self.counters["lookups"] += 1
         hashes = request.hashes
-        spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
+        spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk, client.tenant)
         pins = [self.index.match(space, hashes) for space in spaces]
         matched = min((pin.matched for pin in pins), default=0)
         if any(pin.matched != matched for pin in pins):
             # Engines of one name and two layouts: only what both have is sure to be there for the asker.
             pins = [self.index.match(space, hashes[: matched * HASH_BYTES]) for space in spaces]
+        if client.pins - (old.matched if old is not None else 0) + matched > self._config.max_pins:
+            self.counters["pins_refused"] += 1
+            raise Busy(f"{client.pins} chunks are pinned, and {matched} more than max_pins allows")
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
         self.index.hold(chunks)  # before the old pin goes, or what both hold could be evicted in between
         if old is not None:
             self._end_session(client, request.request)
         if chunks:
             readers = max(1, request.readers)
-            session = _Session(client, request.request, request.model, chunks, matched * readers)
+            session = _Session(client, request.request, request.model, chunks, matched, matched * readers)
+            client.pins += matched
             client.sessions[request.request] = session
-            self._by_request.setdefault((request.request, request.model), []).append(session)
+            self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
         self.counters["lookup_chunks"] += len(hashes) // HASH_BYTES
         self.counters["hit_chunks"] += matched
         return matched
@@ -243,15 +272,16 @@ class Depot:
         session = client.sessions.pop(request, None)
         if session is None:
             return
-        sessions = self._by_request[request, session.model]
+        client.pins -= session.matched
+        sessions = self._by_request[client.tenant, request, session.model]
         sessions.remove(session)
         if not sessions:
-            del self._by_request[request, session.model]
+            del self._by_request[client.tenant, request, session.model]
         self.index.release(session.chunks)
 
-    def _count_retrieved(self, request: str, model: str, keys: int) -> None:
+    def _count_retrieved(self, tenant: str, request: str, model: str, keys: int) -> None:
         """`keys` of a request were retrieved: after as many as its lookup matched, its pins are gone."""
-        for session in list(self._by_request.get((request, model), ())):
+        for session in list(self._by_request.get((tenant, request, model), ())):
             session.remaining -= keys
             if session.remaining <= 0:
                 self._end_session(session.client, request)
@@ -339,7 +369,15 @@ class Depot:
     ) -> Namespace:
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
         if known is None:
-            known = self.index.namespace(model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk)
+            known = self.index.namespace(
+                model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk, instance.tenant
+            )
+            is_new = not known.live and not known.chunks
+            most = self._config.max_namespaces
+            if (is_new and len(self.index.namespaces()) > most) or len(instance.namespaces) >= most:
+                self.index.forget_namespace(known)
+                self.counters["namespaces_refused"] += 1
+                raise Busy(f"{most} models, shapes and layouts are known, the most that max_namespaces allows")
             known.live += 1
             instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
         return known
@@ -424,7 +462,7 @@ class Depot:
         self.index.release([chunk for chunk, _ in operation.chunks])
         self.counters["retrieved_chunks"] += sum(operation.results)
         for request, model, keys in operation.requests:
-            self._count_retrieved(request, model, keys)
+            self._count_retrieved(operation.client.tenant, request, model, keys)
 
     # -- registrations
 
@@ -435,13 +473,25 @@ class Depot:
             _check_shape(request.world_size, request.rank)
             if request.blocks_in_chunk < 1:
                 raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
-        actions = self._unregister(client, request.instance, []) if request.instance in client.instances else []
-        instance = _Instance(request.instance, request.layout)
-        client.instances[request.instance] = instance
+        self._check_registrations(client, request)
+        instance = _Instance(request.instance, request.layout, client.tenant)
         if request.model:
             self._namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
+        actions = self._unregister(client, request.instance, []) if request.instance in client.instances else []
+        client.instances[request.instance] = instance
+        self._files += _files(instance)
         token = _Mapping(client, instance, number)
         return [*actions, Call(token, partial(self._map_layout, request.layout))]
+
+    def _check_registrations(self, client: _Client, request: wire.Register) -> None:
+        """Raise Busy when a client has too many, those counted that are being unmapped, or descriptors run out."""
+        there = len(client.instances.keys() - {request.instance}) + sum(map(len, client.closing.values()))
+        if there >= self._config.max_instances:
+            self.counters["registrations_refused"] += 1
+            raise Busy(f"{there} registrations of KV tensors, the most that max_instances allows")
+        if self._files + _FILES_A_MAPPING * len(request.layout.mappings) > self.max_files:
+            self.counters["registrations_refused"] += 1
+            raise Busy(f"{len(request.layout.mappings)} files of KV tensors, more than this server may have open")
 
     def _unregister(self, client: _Client, number: int, tell: list[bytes]) -> list[Action]:
         """Let go of an instance; whom to `tell` hears of it when no copy touches its tensors any more."""
@@ -452,7 +502,10 @@ class Depot:
             client.closing.setdefault(number, []).append(instance)
         if number not in client.closing:
             return [Reply(client.identity, asked, None) for asked in tell]
-        client.waiting.setdefault(number, []).extend(tell)
+        waiting = client.waiting.setdefault(number, [])
+        if len(waiting) + len(tell) > self._config.max_queued:
+            raise Busy(f"{len(waiting)} requests wait for the end of instance {number}")
+        waiting.extend(tell)
         if instance is None or instance.copies or instance.mapped is None:
             return []  # the last copy, or the mapping that is under way, goes on from here
         return [self._unmap(client, instance)]
@@ -484,6 +537,7 @@ class Depot:
                 actions += self._closed(client, instance)
             else:
                 del client.instances[instance.number]
+                self._files -= _files(instance)
                 self._leave_namespaces(instance)
         if not client.dead:
             actions.append(Reply(client.identity, token.register, value))
@@ -491,6 +545,7 @@ class Depot:
 
     def _closed(self, client: _Client, instance: _Instance) -> list[Action]:
         """Nothing touches these tensors any more; who waits hears it once that is so of all under their number."""
+        self._files -= _files(instance)
         closing = client.closing[instance.number]
         closing.remove(instance)
         if closing:
@@ -501,9 +556,13 @@ class Depot:
 
     # -- what people see
 
-    def status(self) -> dict[str, Any]:
-        """Counts of what there is and what has happened. Sizes in bytes."""
+    def status(self, tenant: str = "") -> dict[str, Any]:
+        """Counts of what there is and what has happened. Sizes in bytes.
+
+        tenant: whose namespaces are listed, the largest first; empty: everybody's.
+        """
         index = self.index
+        spaces = [space for space in index.namespaces() if not tenant or space.tenant == tenant]
         return {
             "chunk_size_tokens": self._config.chunk_size,
             "capacity_bytes": index.space.capacity,
@@ -521,17 +580,23 @@ class Depot:
             "instances": sum(len(client.instances) for client in self._clients.values()),
             "namespaces": [
                 {
-                    "model": space.model,
+                    "tenant": space.tenant,
+                    "model": space.model[:256],
                     "world_size": space.world_size,
                     "blocks_in_chunk": space.blocks_in_chunk,
                     "chunks": len(space.chunks),
                     "bytes": space.bytes,
                     "engines": space.live,
                 }
-                for space in index.namespaces()
+                for space in heapq.nlargest(_STATUS_NAMESPACES, spaces, key=lambda space: space.bytes)
             ],
             "counters": dict(self.counters),
         }
+
+
+def _files(instance: _Instance) -> int:
+    """Descriptors that an instance's mappings take."""
+    return _FILES_A_MAPPING * len(instance.layout.mappings)
 
 
 def _check_hashes(hashes: bytes) -> None:

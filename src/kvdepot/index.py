@@ -67,7 +67,8 @@ class Chunk(Victim, gc=False):
 
 
 class Namespace:
-    """Chunks whose bytes mean the same: one model, parallel shape, blocks a chunk, and layout on every rank."""
+    """Chunks whose bytes mean the same: one model, parallel shape, blocks a chunk, and layout on every rank; and, where
+    clients are bound to tenants, of one tenant, so that no other can tell whether they are there."""
 
     __slots__ = (
         "blocks_in_chunk", "bytes", "chunks", "layouts", "live", "model", "number", "recorded", "slot", "tenant",
@@ -107,7 +108,7 @@ class Index:
         self.records = records or Records(memoryview(b""))
         self.unrecorded = 0  # shards sealed since the start that found no room there
         self._policy = policy
-        self._namespaces: dict[tuple[str, int], list[Namespace]] = {}
+        self._namespaces: dict[tuple[str, str, int], list[Namespace]] = {}  # by tenant, model, ranks
         self._numbers = itertools.count(1)  # of namespaces
         self._serial = 0  # shards sealed so far
         self.chunks = 0
@@ -120,14 +121,16 @@ class Index:
 
     # -- namespaces
 
-    def namespace(self, model: str, world_size: int, rank: int, fingerprint: bytes, blocks_in_chunk: int) -> Namespace:
+    def namespace(
+        self, model: str, world_size: int, rank: int, fingerprint: bytes, blocks_in_chunk: int, tenant: str = ""
+    ) -> Namespace:
         """The namespace of one rank's layout; a new one unless all that is known of an old one agrees."""
-        spaces = self._namespaces.setdefault((model, world_size), [])
+        spaces = self._namespaces.setdefault((tenant, model, world_size), [])
         for space in reversed(spaces):
             if space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint:
                 break
         else:
-            space = Namespace(next(self._numbers), "", model, world_size, blocks_in_chunk)
+            space = Namespace(next(self._numbers), tenant, model, world_size, blocks_in_chunk)
             spaces.append(space)
         if rank not in space.layouts:
             space.layouts[rank] = fingerprint
@@ -144,11 +147,11 @@ class Index:
             self.records.erase(space.slot)
             space.slot, space.recorded = slot, len(space.layouts)
 
-    def lookup_namespaces(self, model: str, world_size: int, blocks_in_chunk: int) -> list[Namespace]:
+    def lookup_namespaces(self, model: str, world_size: int, blocks_in_chunk: int, tenant: str = "") -> list[Namespace]:
         """Where a lookup that names no layout must look: those of registered engines, else the newest."""
         spaces = [
             space
-            for space in self._namespaces.get((model, world_size), ())
+            for space in self._namespaces.get((tenant, model, world_size), ())
             if not blocks_in_chunk or space.blocks_in_chunk == blocks_in_chunk
         ]
         return [space for space in spaces if space.live] or spaces[-1:]
@@ -156,11 +159,11 @@ class Index:
     def forget_namespace(self, space: Namespace) -> None:
         """Drop a namespace that has no chunks and no registered instance."""
         if not space.chunks and not space.live:
-            spaces = self._namespaces.get((space.model, space.world_size), [])
+            spaces = self._namespaces.get((space.tenant, space.model, space.world_size), [])
             if space in spaces:
                 spaces.remove(space)
                 if not spaces:
-                    del self._namespaces[space.model, space.world_size]
+                    del self._namespaces[space.tenant, space.model, space.world_size]
                 self.records.erase(space.slot)
                 space.slot, space.recorded = -1, 0
 
@@ -368,11 +371,11 @@ class Index:
         else:
             self.release([chunk])
 
-    def clear(self, model: str = "") -> int:
-        """Remove every chunk that nothing holds, of one model or of all (empty), tails first; how many."""
+    def clear(self, model: str = "", tenant: str = "") -> int:
+        """Remove every chunk of a tenant that nothing holds, of one model or of all (empty), tails first; how many."""
         removed = 0
         for space in self.namespaces():
-            if model and space.model != model:
+            if space.tenant != tenant or (model and space.model != model):
                 continue
             # Deepest first, so that a chunk's children are gone before it is looked at.
             for chunk in sorted(space.chunks.values(), key=lambda chunk: -chunk.position):
@@ -393,7 +396,7 @@ class Index:
         self._numbers = itertools.count(max((space.number for space in spaces), default=0) + 1)
         self._serial = serial
         for space in spaces:
-            self._namespaces.setdefault((space.model, space.world_size), []).append(space)
+            self._namespaces.setdefault((space.tenant, space.model, space.world_size), []).append(space)
             self.chunks += len(space.chunks)
             for chunk in space.chunks.values():
                 if not chunk.children:

@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import re
+import select
 import signal
 import stat
 import time
@@ -26,10 +27,12 @@ from kvdepot import shm, wire
 from kvdepot.arena import Arena, smallest_arena
 from kvdepot.config import Config
 from kvdepot.depot import Action, Depot, Reply
-from kvdepot.errors import ArenaError, BadRequest, KVDepotError, ProtocolError, Unavailable, VersionMismatch
+from kvdepot.door import Door
+from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
 from kvdepot.mover import Call, Mover
+from kvdepot.rates import Rates
 from kvdepot.records import Records
 from kvdepot.recovery import restore
 from kvdepot.space import Space
@@ -42,6 +45,8 @@ _TICK_S = 1.0
 _SWEEP_TICKS = 3
 _LINES = 20
 """Dropped records that are logged one by one."""
+_PAUSE_S = 0.0005
+"""How long to leave those alone who send more than they may."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -70,13 +75,15 @@ class Server:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._bind()
+            self._door = Door(self._context, self._socket, config)
         except BaseException:
             self._context.destroy(linger=0)
-            self.arena.close()
+            self.arena.close(remove=not self.arena.taken_over)
             self._guard.close()
             raise
         self._cards: dict[bytes, shm.CardView] = {}
+        self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
+        self._rates = Rates(config.max_rate)
         self.depot = Depot(config, self._restore())
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -99,28 +106,16 @@ class Server:
         arena.settle()
         return index
 
-    def _bind(self) -> None:
-        socket = self._socket
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        # ZeroMQ drops the connection above this; up to it, the sender is told (see _receive).
-        socket.setsockopt(zmq.MAXMSGSIZE, 4 * self._config.max_message_mib << 20)
-        old = os.umask(0o177)
-        try:
-            socket.bind(self._config.url)
-        except zmq.ZMQError as exc:
-            raise Unavailable(f"cannot listen on {self._config.url}: {exc.strerror}") from exc
-        finally:
-            os.umask(old)
-
     # -- the loop
 
     def run(self) -> None:
         """Serve until a signal or `stop`. Blocks; then drains, answers what waits and removes its files."""
         # Not zmq.Poller: it builds its lists anew for every message.
-        waited_for: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake, zmq.POLLIN)]
+        waited_for: list[tuple[Any, int]] = [
+            (part, zmq.POLLIN) for part in (self._socket, self._wake, *self._door.sockets)
+        ]
         gc.freeze()
+        self.depot.max_clients, self.depot.max_files = self._door.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
             "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",
@@ -134,8 +129,10 @@ class Server:
                 for ready, _ in zmq.zmq_poll(waited_for, int(wait_s * 1000) + 1):
                     if ready is self._socket:
                         self._receive(_BATCH)
-                    else:
+                    elif ready is self._wake:
                         self._collect()
+                    else:
+                        self._door.turn(ready, self.depot.counters)
                 if time.monotonic() >= next_tick:
                     self._tick()
                     next_tick = time.monotonic() + _TICK_S
@@ -157,12 +154,15 @@ class Server:
         limit = self._config.max_message_mib << 20
         for _ in range(most):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames, user = self._take()
             except zmq.Again:
                 return
             identity, frame = frames[0], frames[-1]
             number: bytes = frame[: wire.ID_BYTES].ljust(wire.ID_BYTES, b"\0")
             try:
+                if not self._rates.count(identity, len(frame)):
+                    self.depot.counters["requests_refused"] += 1
+                    raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
                 if len(frames) != 2:
                     raise ProtocolError(f"a message of {len(frames) - 1} frames, not 1")
                 if len(frame) > limit:
@@ -170,34 +170,64 @@ class Server:
                 number, request = wire.decode_request(frame)
                 if isinstance(request, KVDepotError):
                     raise request
-                self._serve(identity, number, request)
+                self._serve(identity, user, number, request)
             except KVDepotError as exc:
                 self.depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1
                 self._send(identity, number, exc)
+            if self._rates.only_floods():
+                select.select([self._wake], [], [], _PAUSE_S)
+                return
 
-    def _serve(self, identity: bytes, number: bytes, request: wire.Request) -> None:
+    def _take(self) -> tuple[list[bytes], str]:
+        """The next message, and the name of the client that sent it (empty without keys). Raises zmq.Again."""
+        if self._door.keys is None:
+            return self._socket.recv_multipart(zmq.NOBLOCK), ""
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
+
+    def _serve(self, identity: bytes, user: str, number: bytes, request: wire.Request) -> None:
+        if user and user != self._users.get(identity, user):
+            # ROUTER_HANDOVER gives an identity to whoever names it last, for a client that connects again.
+            self.depot.counters["users_refused"] += 1
+            raise BadRequest("another client has introduced itself under this identity")
         if isinstance(request, wire.Hello):
-            self._send(identity, number, self._hello(identity, request))
+            self._send(identity, number, self._hello(identity, user, request))
         else:
             self._act(self.depot.handle(identity, number, request))
 
-    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
+    def _hello(self, identity: bytes, user: str, hello: wire.Hello) -> wire.Welcome:
         if hello.version != wire.VERSION:
             raise VersionMismatch(
                 f"the client speaks protocol {hello.version}, this server {wire.VERSION}: "
                 "install the same kvdepot on both sides"
             )
-        if not self.depot.knows(identity):
-            card = shm.CardView(hello.card)
-            try:
-                if not card.is_alive():
-                    raise BadRequest(f"nobody holds the lock of card {hello.card[:64]!r}")
-                self.depot.hello(identity, card)
-            except KVDepotError:
-                card.close(remove=False)
-                raise
-            self._cards[identity] = card
+        known = self._cards.get(identity)
+        if known is not None:
+            if hello.card != known.name or not known.has_secret(hello.secret):
+                raise BadRequest("this client has introduced itself with another card")
+        else:
+            self._cards[identity] = self._meet(identity, user, hello)
         return wire.Welcome(wire.VERSION, self.arena.name, self._config.chunk_size)
+
+    def _meet(self, identity: bytes, user: str, hello: wire.Hello) -> shm.CardView:
+        """Take a new client in: its card, once it has proved that the card is its own."""
+        if any(card.name == hello.card for card in self._cards.values()):
+            raise BadRequest(f"card {hello.card} belongs to another client")
+        card = shm.CardView(hello.card)
+        try:
+            if not card.is_alive():
+                raise BadRequest(f"nobody holds the lock of card {hello.card[:64]!r}")
+            if not card.has_secret(hello.secret):
+                raise BadRequest(f"this is not the secret of card {hello.card}")
+            keys = self._door.keys
+            self.depot.hello(identity, card, keys.tenant(user) if keys is not None else "")
+        except KVDepotError:
+            self.depot.counters["hellos_refused"] += 1
+            card.close(remove=False)
+            raise
+        if user:
+            self._users[identity] = user
+        return card
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -227,11 +257,14 @@ class Server:
                 self._act(self.depot.finished(token, outcome))
 
     def _tick(self) -> None:
+        self._rates.tick()
+        self._door.tick()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
                 log.info("client %s is gone", identity.hex()[:8])
                 self._act(self.depot.died(identity))
                 del self._cards[identity]
+                self._users.pop(identity, None)
                 card.close(remove=True)
         corrupt = self.depot.counters["corrupt_chunks"]
         if corrupt > self._corrupt:
@@ -261,6 +294,7 @@ class Server:
         """Give everything back: threads, sockets, files. Called by `run`."""
         if not self.depot.operations:
             self._mover.stop()
+        self._door.close()
         self._socket.close()
         self._context.term()
         for card in self._cards.values():

@@ -6,7 +6,11 @@ mappings with it, `kill -9` included; so a lock that can be taken proves that it
 
 A **card** is a client's page of shared memory:
 
-    offset 0, uint64   fence: stores whose ticket is <= this number must not become visible
+    offset 0, uint64     fence: stores whose ticket is <= this number must not become visible
+    offset 8, 16 bytes   secret: whoever says hello with this card must know it
+
+The names of cards can be seen by every user of the host, the page only by its own; so the secret proves, over a TCP
+port that any user can reach, that a client is of this user.
 
 A client raises its fence before it lets the engine reuse blocks that a store may still be reading. The server reads
 the fence after it has copied and before it seals: a copy that ended before the fence rose is whole.
@@ -15,7 +19,9 @@ the fence after it has copied and before it seals: a copy that ended before the 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import hmac
 import mmap
 import os
 import re
@@ -23,13 +29,17 @@ import secrets
 import stat
 from pathlib import Path
 
-from kvdepot.errors import ArenaError, BadRequest, LayoutError
+from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
 
 __all__ = ["SHM", "Card", "CardView", "is_locked", "lock", "map_shared", "populate", "sweep_cards"]
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 _CARD = "kvdepot-card-"
+_ARENA_MAGIC = b"kvdepot\0"
+"""How every arena begins (arena.py)."""
+_SECRET = slice(8, 24)
+SECRET_BYTES = 16
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
@@ -45,12 +55,14 @@ def shm_path(name: str) -> Path:
 
 
 def open_shared(name: str, flags: int = os.O_RDWR) -> int:
-    """Open a shared-memory file of this user. Raises LayoutError for anything else; the caller closes."""
+    """Open a shared-memory file of this user. Raises LayoutError for anything else, Busy where the system is short of
+    descriptors; the caller closes."""
     path = shm_path(name)
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Without O_NONBLOCK a pipe that lies there would hold us up until somebody writes to it.
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as exc:
-        raise LayoutError(f"shared memory {name} cannot be opened: {exc.strerror}") from exc
+        raise _failed(f"shared memory {name} cannot be opened", exc) from exc
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
         os.close(fd)
@@ -58,20 +70,31 @@ def open_shared(name: str, flags: int = os.O_RDWR) -> int:
     return fd
 
 
-def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
-    """Map `size` bytes of an existing file, readable and writable; the mapping and the file, the caller's to close.
+def _failed(what: str, exc: OSError) -> KVDepotError:
+    """An open or a mapping that failed: Busy when it may succeed later, for others have left."""
+    kind = Busy if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else LayoutError
+    return kind(f"{what}: {exc.strerror}")
 
-    Raises LayoutError when it is smaller, or the system has no more files or memory to give.
+
+def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
+    """Map `size` bytes of an engine's file, readable and writable; the mapping and the file, the caller's to close.
+
+    Raises LayoutError when it is smaller, or no file for KV tensors: a copy into an arena or a card would write
+    what kvdepot itself relies on. Raises Busy where the system is short of descriptors or address space.
     """
+    if _CARD in name:
+        raise LayoutError(f"shared memory {name} is a client's card, not KV tensors")
     fd = open_shared(name)
     try:
         actual = os.fstat(fd).st_size
         if not 0 < size <= actual:
             raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
+        if os.pread(fd, len(_ARENA_MAGIC), 0) == _ARENA_MAGIC:
+            raise LayoutError(f"shared memory {name} is an arena of kvdepot, not KV tensors")
         return mmap.mmap(fd, size), fd
     except OSError as exc:
         os.close(fd)
-        raise LayoutError(f"shared memory {name} cannot be mapped: {exc.strerror}") from exc
+        raise _failed(f"shared memory {name} cannot be mapped", exc) from exc
     except LayoutError:
         os.close(fd)
         raise
@@ -84,6 +107,11 @@ def populate(address: int, size: int) -> bool:
     kill the process with SIGBUS at the first touch.
     """
     return bool(_libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0)
+
+
+def shut(fd: int) -> None:
+    """End a connection without closing its descriptor, which is somebody else's; nothing where it is no connection."""
+    _libc.shutdown(fd, 2)
 
 
 def advise_huge(address: int, size: int) -> None:
@@ -104,7 +132,7 @@ def is_locked(fd: int) -> bool:
     """Whether the owner of this file lives. `fd` must be an open of our own, not the owner's."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # locked; or the kernel has no memory for a lock, which proves nobody's end
         return True
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False
@@ -115,17 +143,22 @@ class Card:
 
     def __init__(self) -> None:
         self.name = f"{_CARD}{secrets.token_hex(8)}"
+        self.secret = secrets.token_bytes(SECRET_BYTES)
         path = SHM / self.name
         hidden = path.with_name(f".{self.name}")  # locked before anyone can find it and take it for stale
         try:
             self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._fd, mmap.PAGESIZE)
+            os.pwrite(self._fd, self.secret, _SECRET.start)
             lock(self._fd)
             hidden.rename(path)
         except OSError as exc:
             raise ArenaError(f"{SHM} cannot hold this client's card: {exc}") from exc
         self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
         self._fence = memoryview(self._page).cast("Q")
+
+    def __repr__(self) -> str:
+        return f"<Card {self.name}>"
 
     def raise_fence(self, ticket: int) -> None:
         """From now on no store with a ticket up to this one becomes visible."""
@@ -149,11 +182,25 @@ class CardView:
             raise BadRequest(f"{name[:64]!r} is not the name of a client's card")
         self.name = name
         self._fd = open_shared(name)
-        if os.fstat(self._fd).st_size < mmap.PAGESIZE:
+        try:
+            if os.fstat(self._fd).st_size < mmap.PAGESIZE:
+                raise BadRequest(f"card {name} is shorter than a page")
+            self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        except OSError as exc:
             os.close(self._fd)
-            raise BadRequest(f"card {name} is shorter than a page")
-        self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+            raise _failed(f"card {name} cannot be mapped", exc) from exc
+        except BadRequest:
+            os.close(self._fd)
+            raise
         self._fence = memoryview(self._page).cast("Q")
+
+    def __repr__(self) -> str:
+        return f"<CardView {self.name}>"
+
+    def has_secret(self, secret: bytes) -> bool:
+        """Whether this is the card's secret, that is, whether whoever says so can read the page."""
+        known = self._page[_SECRET]
+        return any(known) and hmac.compare_digest(known, secret)
 
     @property
     def fence(self) -> int:
@@ -170,11 +217,20 @@ class CardView:
         """Unmap; with `remove`, take the file of a dead client away."""
         if self._fd >= 0:
             if remove:
-                (SHM / self.name).unlink(missing_ok=True)
+                _remove(SHM / self.name)
             self._fence.release()
             self._page.close()
             os.close(self._fd)
             self._fd = -1
+
+
+def _remove(path: Path) -> bool:
+    """Remove a dead client's file. False where there is none, or what lies there now cannot be removed."""
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def sweep_cards() -> int:
@@ -183,12 +239,11 @@ def sweep_cards() -> int:
     for path in SHM.glob(f"*{_CARD}*"):
         try:
             fd = open_shared(path.name)
-        except LayoutError:
+        except KVDepotError:
             continue  # another user's, or gone by now
         try:
             if not is_locked(fd):
-                path.unlink(missing_ok=True)
-                removed += 1
+                removed += _remove(path)
         finally:
             os.close(fd)
     return removed

@@ -46,11 +46,15 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 1
+VERSION = 2
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
 """Characters in a request id or a model name; longer ones are refused."""
+MAX_CHUNKS = 1 << 16
+"""Chunks that one request may name."""
+MAX_ERROR = 1000
+"""Characters of an error's message that travel."""
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
@@ -58,10 +62,17 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 
 
 class Hello(_Message, frozen=True):
-    """First message. `card` is the client's liveness file (see shm.py). Answer: `Welcome` fields as a list."""
+    """First message. `card` is the client's liveness file, `secret` is read from it (see shm.py).
+
+    Answer: `Welcome` fields as a list.
+    """
 
     version: int
     card: str
+    secret: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"Hello(version={self.version}, card={self.card!r})"
 
 
 class Register(_Message, frozen=True):
@@ -214,8 +225,8 @@ def encode_answer(number: bytes, boot: bytes, value: Any) -> bytes:
 
 
 def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> bytes:
-    """One frame, server to client: request `number` failed."""
-    return number + boot + _encode(Failure(error.code, str(error)))
+    """One frame, server to client: request `number` failed. What it quotes of the request is cut off somewhere."""
+    return number + boot + _encode(Failure(error.code, str(error)[:MAX_ERROR]))
 
 
 def decode_reply(frame: bytes) -> tuple[int, bytes, Any]:

@@ -13,8 +13,9 @@ law: vLLM never decodes over a block that is not whole, and neither side ever wa
     load has ended        update_connector_output     failed blocks: vLLM recomputes, and no second try
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
-Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.save_decode` (store decoded chunks too, default false),
-`kvdepot.weights_revision` (a name for weights that their path does not tell apart).
+Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, where the server wants
+one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks too, default false), `kvdepot.weights_revision`
+(a name for weights that their path does not tell apart).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot import wire
-from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter
+from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, MessageQueueClient
 from kvdepot.config import default_url
 from kvdepot.contract import pack_block_ids
 from kvdepot.devices.cpu import share
@@ -64,7 +65,7 @@ __all__ = ["KVDepotConnector"]
 log = init_logger(__name__)
 
 _PREFIX = "kvdepot."
-_SETTINGS = {"url": str, "save_decode": bool, "weights_revision": str}
+_SETTINGS = {"url": str, "key": str, "save_decode": bool, "weights_revision": str}
 _ANSWER_S = 0.0005
 """How long the scheduler awaits a lookup that is under way, once per scheduling attempt."""
 _PREEMPTION_S = 0.05
@@ -134,17 +135,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._ranks = ranks
         model = _namespace(vllm_config, kv_cache_config, settings["weights_revision"])
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        place = (settings["url"], zmq.Context(), model, ranks // replicas)
+        context: zmq.Context[Any] = zmq.Context()
+        client = MessageQueueClient(settings["url"], context, key=settings["key"])
+        place = (settings["url"], context, model, ranks // replicas)
         self._scheduler: LMCacheMPSchedulerAdapter | None = None
         self._worker: LMCacheMPWorkerAdapter | None = None
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            self._scheduler = LMCacheMPSchedulerAdapter(*place, 0, block_tokens)
+            self._scheduler = LMCacheMPSchedulerAdapter(*place, 0, block_tokens, client=client)
         else:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
-            self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens)
-        self._context: zmq.Context[Any] = place[1]
+            self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens, client=client)
+        self._context = context
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[_Transfer] = []
         self._ended: set[str] = set()
@@ -395,7 +398,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _settings(extra: dict[str, Any]) -> dict[str, Any]:
     """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types."""
-    settings: dict[str, Any] = {"url": default_url(), "save_decode": False, "weights_revision": ""}
+    settings: dict[str, Any] = {"url": default_url(), "key": "", "save_decode": False, "weights_revision": ""}
     for key, value in extra.items():
         name = key.removeprefix(_PREFIX)
         if name == key:

@@ -1,0 +1,246 @@
+"""Keys: who may use a server that others than its own user can reach.
+
+CURVE (https://rfc.zeromq.org/spec/26) encrypts a connection and proves both ends. `kvdepot keygen` writes a folder, the
+server reads all of it, a client one file. The one law: no secret leaves its file, in no message, repr or log.
+
+    DIR/server.key      public, secret
+    DIR/CLIENT.key      public, secret, server: what this client needs, the server's public key with it
+    DIR/clients.toml    [CLIENT] with public and, where it is bound to one, tenant: who may in
+
+`Gate` answers ZeroMQ's question about a client that has proved to own a key (ZAP, https://rfc.zeromq.org/spec/27). It
+runs on the server's loop: a question waits in its socket like any message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from kvdepot.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+__all__ = ["Client", "Gate", "Key", "ServerKeys", "generate", "is_loopback", "read_client_key", "read_server_keys"]
+
+CLIENTS = "clients.toml"
+_SERVER = "server"
+_NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_DOMAIN = b"kvdepot"
+_MOST_BYTES = 16 << 20
+"""Of a file of keys."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key pair in ZeroMQ's printable form, and for a client the public key of its server."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes = b""
+
+    def use(self, socket: zmq.Socket[Any]) -> None:
+        """Make a client's socket speak CURVE with its server. Before it connects."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Whom a key belongs to. tenant: the only one whose chunks it can reach; empty: not bound to one."""
+
+    name: str
+    tenant: str = ""
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """The server's own key, and its clients by their public keys (32 bytes)."""
+
+    key: Key
+    clients: dict[bytes, Client]
+
+    def tenant(self, user: str) -> str:
+        """The tenant of a client, by its name."""
+        return next((client.tenant for client in self.clients.values() if client.name == user), "")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether nobody outside this host can reach an endpoint."""
+    if not url.startswith("tcp://"):
+        return True
+    host = url[len("tcp://") :].rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, an interface, or all of them
+
+
+# -- reading
+
+
+def _read(path: Path, is_secret: bool) -> dict[str, Any]:
+    """A TOML file that nobody else may have read, or written. Errors say nothing of what is in it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from exc
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise ConfigError(f"{path} is no plain file")
+        if info.st_uid not in (0, os.geteuid()):
+            raise ConfigError(f"{path} belongs to user {info.st_uid}, not to user {os.geteuid()}")
+        if info.st_mode & (0o077 if is_secret else 0o022):
+            what = "read" if is_secret else "change"
+            raise ConfigError(f"others can {what} {path} (mode {stat.S_IMODE(info.st_mode):o}): chmod it to 600")
+        return tomllib.loads(os.read(fd, _MOST_BYTES).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{path} is not TOML: make keys with `kvdepot keygen`") from None
+    finally:
+        os.close(fd)
+
+
+def _key_text(path: Path, table: dict[str, Any], name: str) -> bytes:
+    value = table.get(name)
+    if not isinstance(value, str) or not _KEY.fullmatch(value):
+        raise ConfigError(f"{path}: {name} is missing or no key of 40 characters")
+    return value.encode()
+
+
+def read_client_key(path: str | Path) -> Key:
+    """A client's key file. Raises ConfigError where it is missing, not a key, or others can read it."""
+    path = Path(path)
+    table = _read(path, is_secret=True)
+    return Key(_key_text(path, table, "public"), _key_text(path, table, "secret"), _key_text(path, table, "server"))
+
+
+def read_server_keys(folder: str | Path) -> ServerKeys:
+    """All that a server needs of a folder of keys. Raises ConfigError."""
+    folder = Path(folder)
+    path = folder / f"{_SERVER}.key"
+    table = _read(path, is_secret=True)
+    key = Key(_key_text(path, table, "public"), _key_text(path, table, "secret"))
+    return ServerKeys(key, {z85.decode(public): client for public, client in _read_clients(folder).items()})
+
+
+def _read_clients(folder: Path) -> dict[bytes, Client]:
+    path = folder / CLIENTS
+    if not path.exists():
+        return {}
+    clients: dict[bytes, Client] = {}
+    for name, entry in _read(path, is_secret=False).items():
+        if not _NAME.fullmatch(name) or not isinstance(entry, dict) or not entry.keys() <= {"public", "tenant"}:
+            raise ConfigError(f"{path}: [{name}] is no client with `public` and `tenant`")
+        tenant = entry.get("tenant", "")
+        if not isinstance(tenant, str) or (tenant and not _NAME.fullmatch(tenant)):
+            raise ConfigError(f"{path}: the tenant of [{name}] is no name of letters, digits, - and _")
+        public = _key_text(path, entry, "public")
+        if public in clients:
+            raise ConfigError(f"{path}: [{name}] and [{clients[public].name}] have one key")
+        clients[public] = Client(name, tenant)
+    return clients
+
+
+# -- writing
+
+
+def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> list[Path]:
+    """Add keys to a folder: the server's unless it is there, and one for each client; the files written.
+
+    Never overwrites: raises ConfigError, before anything is written, for a client that has a key, or where nothing
+    would be added. The folder is made for this user alone; one that others can look into is refused.
+    """
+    folder = Path(folder)
+    wrong = next((name for name in (*clients, *([tenant] if tenant else [])) if not _NAME.fullmatch(name)), None)
+    if wrong is not None:
+        raise ConfigError(f"{wrong!r} is no name of at most 64 letters, digits, - and _")
+    if _SERVER in clients or len(set(clients)) < len(clients):
+        raise ConfigError(f"a client cannot be called {_SERVER!r}, and each has a name of its own")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise ConfigError(f"others than user {os.geteuid()} can look into {folder}: chmod it to 700")
+        path = folder / f"{_SERVER}.key"
+        known = {client.name for client in _read_clients(folder).values()}
+        taken = [name for name in clients if name in known or (folder / f"{name}.key").exists()]
+        if taken or (not clients and path.exists()):
+            raise ConfigError(f"{folder} has a key of {' and '.join(taken) or 'the server'} already")
+        written = []
+        if not path.exists():
+            public, secret = zmq.curve_keypair()
+            _write(path, {"public": public, "secret": secret})
+            written.append(path)
+        server = read_server_keys(folder).key.public
+        for name in clients:
+            public, secret = zmq.curve_keypair()
+            _write(folder / f"{name}.key", {"public": public, "secret": secret, "server": server})
+            entry = {"public": public} | ({"tenant": tenant.encode()} if tenant else {})
+            _write(folder / CLIENTS, entry, f"\n[{name}]\n")
+            written.append(folder / f"{name}.key")
+    except OSError as exc:
+        raise ConfigError(f"{exc.filename or folder}: {exc.strerror}") from exc
+    return written
+
+
+def _write(path: Path, values: dict[str, bytes], heading: str = "") -> None:
+    """Make a file that only this user can read; with a heading, add to it."""
+    once = os.O_APPEND if heading else os.O_EXCL
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | once, 0o600)
+    with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+        file.write(heading + "".join(f'{name} = "{value.decode()}"\n' for name, value in values.items()))
+
+
+# -- asking
+
+
+class Gate:
+    """Lets clients in by their public keys.
+
+    One for a ZeroMQ context, made before the socket that it guards is bound.
+    """
+
+    def __init__(self, context: zmq.Context[Any], keys: ServerKeys) -> None:
+        self._clients = keys.clients
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def guard(self, socket: zmq.Socket[Any], key: Key) -> None:
+        """Let only clients with known keys reach a socket. Before it is bound."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, nobody gets in
+
+    def answer(self) -> bool:
+        """Answer one question; whether the client was let in. What it is called goes into `User-Id`."""
+        frames = self.socket.recv_multipart()
+        client = None
+        if len(frames) == 7 and frames[0] == b"1.0" and frames[2] == _DOMAIN and frames[5] == b"CURVE":
+            client = self._clients.get(frames[6])
+        verdict = (b"200", b"", client.name.encode(), b"") if client else (b"400", b"no such key", b"", b"")
+        with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
+            self.socket.send_multipart((b"1.0", frames[1] if len(frames) > 1 else b"", *verdict), zmq.NOBLOCK)
+        return client is not None
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,0 +1,158 @@
+"""The server's way in: what it listens on, with which keys, and how many connections it can bear.
+
+Made and turned by server.py on its one thread. The one law: the process never runs out of file descriptors by
+connections, for ZeroMQ then ends it (unix sockets) or spins (TCP). So connections are counted. When there are as many
+as there are descriptors for, a unix socket is moved to where nobody looks for it until some have gone, and what comes
+in beyond that is shut at once. (Unbinding would cut off those that are connected.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvdepot.config import Config
+from kvdepot.curve import Gate, ServerKeys, is_loopback, read_server_keys
+from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.shm import shut
+
+__all__ = ["Door"]
+
+log = logging.getLogger(__name__)
+
+RECEIVED, SENT = 32, 1024
+"""Messages of one client that wait in ZeroMQ, each way."""
+ASIDE = ".full"
+"""What a unix socket's name ends in while there is no room for more connections."""
+_CLIENT_FILES = 2
+"""Descriptors of a client besides its connection: its card, open and mapped."""
+_WATCHED = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class Door:
+    """One endpoint, bound to a ROUTER socket."""
+
+    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], config: Config) -> None:
+        """Set the socket's options and listen. Raises ConfigError for keys that are missing, Unavailable."""
+        if not config.keys and not is_loopback(config.url):
+            raise ConfigError(
+                f"{config.url} can be reached from other hosts, so clients need keys: make them with `kvdepot keygen "
+                "DIR CLIENT...` and give --keys DIR, or listen on 127.0.0.1 or a unix socket"
+            )
+        self._socket = socket
+        self._url = config.url
+        self.keys: ServerKeys | None = None
+        self._gate: Gate | None = None
+        if config.keys:
+            self.keys = read_server_keys(config.keys)
+            self._gate = Gate(context, self.keys)
+            self._gate.guard(socket, self.keys.key)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # Who finds the queue full tries again: so a crowd does not come in faster than we hear of it.
+        socket.setsockopt(zmq.BACKLOG, max(1, min(128, hard // 64)))
+        # Messages that wait for us, and for a client that does not read: what one client can make us keep.
+        socket.setsockopt(zmq.RCVHWM, RECEIVED)
+        socket.setsockopt(zmq.SNDHWM, SENT)
+        # ZeroMQ drops the connection above this; up to it, the sender is told (see Server._receive).
+        socket.setsockopt(zmq.MAXMSGSIZE, 4 * config.max_message_mib << 20)
+        self._monitor = socket.get_monitor_socket(_WATCHED)
+        self._path = Path(self._url[len("ipc://") :]) if self._url.startswith("ipc://") else None
+        self._hidden = False
+        self._connections = 0
+        self._most = 1 << 30
+        self._bind()
+
+    @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """What to wait for besides the socket itself; hand what is ready to `turn`."""
+        return [self._monitor] if self._gate is None else [self._monitor, self._gate.socket]
+
+    def _bind(self) -> None:
+        old = os.umask(0o177)
+        try:
+            self._socket.bind(self._url)
+        except zmq.ZMQError as exc:
+            raise Unavailable(f"cannot listen on {self._url}: {exc.strerror}") from exc
+        finally:
+            os.umask(old)
+
+    def share_out(self, clients: int) -> tuple[int, int]:
+        """Divide the descriptors that are left: the most clients (at most `clients`), and files of KV tensors."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        left = limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
+        # For what is accepted before we hear of it.
+        left -= min(1024, max(16, left // 8))
+        most = max(1, min(clients, left // (_CLIENT_FILES + 2)))
+        if most < clients:
+            log.warning("%d open files are allowed: %d clients at most, not %d", limit, most, clients)
+        # Half of the rest is for those that connect to be told that there are too many, or to look and go.
+        spare = max(0, left - (_CLIENT_FILES + 1) * most)
+        self._most = most + spare // 2
+        return most, spare - spare // 2
+
+    def turn(self, ready: zmq.Socket[Any], counters: Counter[str]) -> None:
+        """Something has happened at one of `sockets`: take it in, count what was refused."""
+        if self._gate is not None and ready is self._gate.socket:
+            counters["keys_refused"] += not self._gate.answer()
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                heard = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                if heard["event"] == zmq.EVENT_ACCEPTED:
+                    self._connections += 1
+                    if self._connections > self._most:
+                        counters["connections_refused"] += 1
+                        shut(heard["value"])
+                    elif self._connections == self._most:
+                        log.warning("%d connections, as many as open files allow", self._connections)
+                        self._hide(True)
+                elif heard["event"] == zmq.EVENT_DISCONNECTED:
+                    self._connections -= 1
+                else:
+                    counters["handshakes_refused"] += 1
+
+    def tick(self) -> None:
+        """Let clients in again where there is room again."""
+        if self._hidden and self._connections < self._most:
+            self._hide(False)
+
+    def _hide(self, hidden: bool) -> None:
+        """Move the unix socket out of the clients' sight, or back."""
+        if self._path is None:
+            return
+        aside = self._path.with_name(self._path.name + ASIDE)
+        try:
+            if hidden:
+                self._path.rename(aside)
+            else:
+                aside.rename(self._path)
+        except OSError as exc:
+            log.warning("%s cannot be moved: %s", self._path, exc.strerror)
+        else:
+            self._hidden = hidden
+
+    def close(self) -> None:
+        """Before the socket is."""
+        if self._hidden:
+            self._hide(False)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        if self._gate is not None:
+            self._gate.close()

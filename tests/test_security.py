@@ -1,0 +1,764 @@
+"""Who gets in, what a client can reach, and that nothing tells a secret: real servers, sockets and files."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import secrets
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+import kvdepot as kvdepot_package
+from kvdepot import curve, wire
+from kvdepot.adapters import (
+    LMCacheMPSchedulerAdapter,
+    LMCacheMPWorkerAdapter,
+    LoadStoreOp,
+    MessageQueueClient,
+    RequestType,
+)
+from kvdepot.config import load
+from kvdepot.errors import BadRequest, ConfigError, LayoutError, Unavailable, UnknownClient
+from kvdepot.layout import Layout, Mapping, Segment
+from kvdepot.shm import Card
+
+from .conftest import Depot, StartDepot, eventually
+from .test_wire import Raw
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+SHM = Path("/dev/shm")
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@pytest.fixture(scope="module")
+def loopback() -> Iterator[Depot]:
+    """A server that every user of this host can reach."""
+    server = Depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8).wait_ready()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def raw(loopback: Depot) -> Iterator[Raw]:
+    client = Raw(loopback)
+    yield client
+    client.close()
+
+
+# -- cards
+
+
+def test_a_hello_with_a_living_clients_card_but_not_its_secret_is_refused(raw: Raw, loopback: Depot) -> None:
+    victim = MessageQueueClient(loopback.url, loopback.context)
+    victim.learn_chunk_size(10.0)
+    try:
+        for guess in (b"", bytes(16), secrets.token_bytes(16), victim.card.secret[:15], victim.card.secret + b"x"):
+            refused = raw.ask(wire.Hello(wire.VERSION, victim.card.name, guess))
+            assert type(refused) is BadRequest
+            assert type(raw.ask(wire.Noop())) is UnknownClient
+    finally:
+        victim.close()
+
+
+def test_a_card_that_no_server_has_seen_yet_needs_its_secret_too(raw: Raw) -> None:
+    refused = raw.ask(wire.Hello(wire.VERSION, raw.card.name, secrets.token_bytes(16)))
+    assert type(refused) is BadRequest
+    assert "secret" in str(refused)
+    assert raw.card.secret.hex() not in str(refused)
+    assert str(raw.card.secret) not in str(refused)
+    raw.hello()
+    assert raw.ask(wire.Noop()) == "ok"
+
+
+def test_a_card_without_a_secret_is_refused(raw: Raw) -> None:
+    with Path(SHM / raw.card.name).open("r+b") as page:
+        page.write(bytes(4096))
+    for guess in (b"", bytes(16)):
+        assert type(raw.ask(wire.Hello(wire.VERSION, raw.card.name, guess))) is BadRequest
+
+
+def test_one_card_serves_one_client(raw: Raw, loopback: Depot) -> None:
+    raw.hello()
+    other = Raw(loopback)
+    try:
+        refused = other.ask(wire.Hello(wire.VERSION, raw.card.name, raw.card.secret))
+        assert type(refused) is BadRequest
+        assert type(other.ask(wire.Noop())) is UnknownClient
+        other.hello()
+    finally:
+        other.close()
+    assert raw.ask(wire.Noop()) == "ok"
+
+
+def test_a_client_does_not_change_its_card(raw: Raw) -> None:
+    raw.hello()
+    other = Card()
+    try:
+        assert type(raw.ask(wire.Hello(wire.VERSION, other.name, other.secret))) is BadRequest
+        assert type(raw.ask(wire.Hello(wire.VERSION, raw.card.name, other.secret))) is BadRequest
+    finally:
+        other.close()
+    assert raw.ask(wire.Hello(wire.VERSION, raw.card.name, raw.card.secret))[0] == wire.VERSION
+
+
+def test_no_repr_shows_a_cards_secret(raw: Raw) -> None:
+    hello = wire.Hello(wire.VERSION, raw.card.name, raw.card.secret)
+    for text in (repr(hello), str(hello), repr(raw.card)):
+        assert raw.card.name in text
+        assert repr(raw.card.secret)[2:-1] not in text
+        assert raw.card.secret.hex() not in text
+
+
+# -- modes and owners
+
+
+def test_every_file_is_the_users_own_under_a_umask_that_forbids_nothing(tmp_path: Path) -> None:
+    url, name = f"ipc://{tmp_path}/depot.sock", f"kvdepot-test-{secrets.token_hex(6)}"
+    old = os.umask(0)
+    try:
+        server = Depot(url=url, name=name, arena_mib=4)
+        client = MessageQueueClient(url, server.context)
+    finally:
+        os.umask(old)
+    try:
+        client.learn_chunk_size(20.0)
+        files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.card.name]
+        assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
+    finally:
+        client.close()
+        server.close()
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["socket", "link of another user", "link to another user's socket"])
+def test_a_client_does_not_connect_to_another_users_socket(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "depot.sock"
+    with socket.socket(socket.AF_UNIX) as listening:
+        place = tmp_path / "real.sock" if "link" in kind else path
+        listening.bind(str(place))
+        if kind == "link of another user":
+            path.symlink_to(place)
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        else:
+            os.chown(place, NOBODY, NOBODY)
+            if "link" in kind:
+                path.symlink_to(place)
+        with zmq.Context() as context, pytest.raises(Unavailable) as caught:
+            MessageQueueClient(f"ipc://{path}", context)
+    assert str(path) in str(caught.value)
+    assert f"user {NOBODY}" in str(caught.value)
+
+
+@as_root
+def test_a_client_says_nothing_to_a_socket_that_another_user_made_later(tmp_path: Path) -> None:
+    path = tmp_path / "depot.sock"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = MessageQueueClient(f"ipc://{path}", context)
+    router = context.socket(zmq.ROUTER)
+    router.bind(f"ipc://{path}")
+    os.chown(path, NOBODY, NOBODY)
+    with pytest.raises(Unavailable):
+        client.learn_chunk_size(0.5)
+    assert not router.poll(0), "the client introduced itself to another user"
+    os.chown(path, 0, 0)
+    future = client.ask(wire.ChunkSize())
+    eventually(lambda: future.query() or router.poll(0))
+    assert len(router.recv_multipart()) == 2
+    client.close()
+    router.close(linger=0)
+    context.term()
+
+
+def registration(name: str, size: int = 4096) -> wire.Register:
+    return wire.Register(1, Layout([Mapping(name, size)], [Segment(0, 0, 512, 512)], 8, bytes(32)))
+
+
+def file_of_another_user(path: Path) -> None:
+    path.write_bytes(bytes(4096))
+    os.chown(path, NOBODY, NOBODY)
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a directory": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
+    "a link to a file of this user": lambda path: path.symlink_to(__file__),
+    "a link to another user's file": lambda path: path.symlink_to("/etc/passwd"),
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "an empty file": lambda path: path.touch(),
+    "a file that is too short": lambda path: path.write_bytes(bytes(4095)),
+}
+
+
+def refused(raw: Raw, name: str) -> LayoutError:
+    error = raw.ask(registration(name))
+    assert type(error) is LayoutError, error
+    assert raw.ask(wire.Noop()) == "ok"
+    return error
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_what_is_no_plain_file_of_this_user_is_not_registered(raw: Raw, kind: str) -> None:
+    raw.hello()
+    path = SHM / f"kvtest-{secrets.token_hex(6)}"
+    FOREIGN[kind](path)
+    try:
+        assert path.name in str(refused(raw, path.name))
+    finally:
+        if kind == "a directory":
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+@as_root
+def test_another_users_file_is_not_registered_not_even_by_root(raw: Raw) -> None:
+    raw.hello()
+    path = SHM / f"kvtest-{secrets.token_hex(6)}"
+    file_of_another_user(path)
+    try:
+        assert "not a file of user" in str(refused(raw, path.name))
+    finally:
+        path.unlink()
+
+
+@as_root
+def test_a_device_is_not_registered(raw: Raw) -> None:
+    raw.hello()
+    path = SHM / f"kvtest-{secrets.token_hex(6)}"
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero: it could be mapped
+    except PermissionError:
+        pytest.skip("this container may not make devices")
+    try:
+        refused(raw, path.name)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "a/b", "..", ".", "", "/", "a\0b", "x" * 201, "a b", "\u00e9"])
+def test_a_name_that_leads_elsewhere_is_not_registered(raw: Raw, name: str) -> None:
+    raw.hello()
+    refused(raw, name)
+
+
+def test_kvdepots_own_files_are_not_registered_as_tensors(raw: Raw, loopback: Depot, start_depot: StartDepot) -> None:
+    raw.hello()
+    neighbour = start_depot(arena_mib=4)
+    for arena in (loopback.name, neighbour.name):
+        assert "arena" in str(refused(raw, arena))
+    other = Card()
+    try:
+        for card in (raw.card, other):
+            assert "card" in str(refused(raw, card.name))
+    finally:
+        other.close()
+    assert raw.ask(wire.Status())["instances"] == 0
+
+
+def test_a_card_whose_place_holds_something_else_does_not_stop_the_server(loopback: Depot) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _IMPOSTOR, loopback.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout is not None
+        card = SHM / child.stdout.readline().strip()
+        child.kill()
+    try:
+        eventually(lambda: loopback.status()["clients"] == 1)
+        assert card.is_dir()
+    finally:
+        card.rmdir()
+
+
+_IMPOSTOR = """
+import os, sys, zmq
+from kvdepot.client import MessageQueueClient
+client = MessageQueueClient(sys.argv[1], zmq.Context())
+client.learn_chunk_size(10.0)
+os.unlink("/dev/shm/" + client.card.name)
+os.mkdir("/dev/shm/" + client.card.name)
+print(client.card.name, flush=True)
+sys.stdin.read()
+"""
+
+
+# -- keys
+
+
+def kvdepot(*argv: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", *map(str, argv)],
+        capture_output=True, text=True, timeout=60, env={**os.environ, **environ}, check=False,
+    )  # fmt: skip
+
+
+def keygen(folder: Path, *clients: str, tenant: str = "") -> Path:
+    made = kvdepot("keygen", folder, *clients, *(["--tenant", tenant] if tenant else []))
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def secrets_in(folder: Path) -> list[str]:
+    """The secret halves of all keys in a folder."""
+    found = [tomllib.loads(path.read_text())["secret"] for path in folder.glob("*.key")]
+    assert found
+    assert all(len(secret) == 40 for secret in found)
+    return found
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    keygen(tmp_path / "keys", "alice", "bob")
+    keygen(tmp_path / "keys", "carol", "charlie", tenant="blue")
+    return keygen(tmp_path / "keys", "dora", tenant="red")
+
+
+@pytest.fixture
+def keyed(keys: Path, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch) -> Depot:
+    """A server that other hosts can reach; this process's clients have alice's key unless they name another."""
+    monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
+    port = free_port()
+    server = start_depot("--keys", str(keys), url=f"tcp://0.0.0.0:{port}")
+    server.url = f"tcp://127.0.0.1:{port}"
+    return server
+
+
+def asks(server: Depot, key: Path | str, timeout_s: float = 5.0) -> MessageQueueClient | None:
+    """A client that was served; None where nobody answers it."""
+    client = MessageQueueClient(server.url, server.context, key=str(key))
+    try:
+        client.learn_chunk_size(timeout_s)
+    except Unavailable:
+        client.close()
+        return None
+    return client
+
+
+def test_keygen_makes_keys_that_only_their_user_can_read(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "keys"
+    old = os.umask(0)
+    try:
+        keygen(folder, "engine-1", "engine_2", tenant="blue")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == dict.fromkeys(["server.key", "engine-1.key", "engine_2.key", "clients.toml"], 0o600)
+    listed = tomllib.loads((folder / "clients.toml").read_text())
+    for name in ("engine-1", "engine_2"):
+        key = tomllib.loads((folder / f"{name}.key").read_text())
+        assert listed[name] == {"public": key["public"], "tenant": "blue"}
+        assert key["server"] == tomllib.loads((folder / "server.key").read_text())["public"]
+    assert len(set(secrets_in(folder))) == 3
+    assert not any(secret in (folder / "clients.toml").read_text() for secret in secrets_in(folder))
+
+
+def test_keygen_never_overwrites_a_key(keys: Path) -> None:
+    before = {path: path.read_bytes() for path in keys.iterdir()}
+    for clients in (["alice"], ["eve", "alice"], []):
+        again = kvdepot("keygen", keys, *clients)
+        assert again.returncode == 2
+        assert "already" in again.stderr
+    (keys / "bob.key").unlink()
+    assert kvdepot("keygen", keys, "bob").returncode == 2  # clients.toml still lets the old key in
+    del before[keys / "bob.key"]
+    assert {path: path.read_bytes() for path in keys.iterdir()} == before
+
+
+@pytest.mark.parametrize("client", ["../eve", "a b", "", "x" * 65, "server", "eve\n", "\u00e9", "[eve]"])
+def test_keygen_refuses_names_that_are_none(keys: Path, client: str) -> None:
+    before = sorted(keys.iterdir())
+    assert kvdepot("keygen", keys, client).returncode == 2
+    assert kvdepot("keygen", keys, "eve", "--tenant", "a/b").returncode == 2
+    assert sorted(keys.iterdir()) == before
+    assert not (keys.parent / "eve.key").exists()
+
+
+def test_keygen_refuses_a_folder_that_others_can_look_into(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    refusal = kvdepot("keygen", tmp_path, "eve")
+    assert refusal.returncode == 2
+    assert "chmod it to 700" in refusal.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "lo", "eth0", "192.0.2.1", "128.0.0.1", "example.com"])
+def test_an_address_beyond_the_loopback_needs_keys(tmp_path: Path, host: str) -> None:
+    name = f"kvdepot-test-{secrets.token_hex(6)}"
+    ended = kvdepot("serve", "--url", f"tcp://{host}:5555", "--arena-name", name, "--arena-gib", "0.01")
+    assert ended.returncode == 2
+    assert "kvdepot keygen" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / name).exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]"])
+def test_the_loopback_needs_no_keys(host: str) -> None:
+    assert curve.is_loopback(f"tcp://{host}:5555")
+
+
+def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path) -> None:
+    client = asks(keyed, keys / "bob.key")
+    assert client is not None
+    assert client.ask(wire.Noop()).result(10.0) == "ok"
+    client.close()
+    printed = kvdepot("status", "--url", keyed.url, KVDEPOT_KEY=str(keys / "bob.key"))
+    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
+    printed = kvdepot("status", "--url", keyed.url, "--key", keys / "alice.key", KVDEPOT_KEY="")
+    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
+
+
+def test_a_client_without_a_key_or_with_an_unknown_one_gets_no_service_and_is_counted(
+    keyed: Depot, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server_key = tomllib.loads((keys / "server.key").read_text())["public"]
+    stranger = keygen(tmp_path / "others", "alice") / "alice.key"
+    own = tomllib.loads(stranger.read_text())["server"]
+    assert asks(keyed, stranger, 0.5) is None  # it takes the server for another one
+    stranger.write_text(stranger.read_text().replace(own, server_key))
+    before = keyed.status()["counters"]
+    assert asks(keyed, stranger, 1.0) is None
+    after = eventually(lambda: (c := keyed.status()["counters"]).get("keys_refused", 0) > 0 and c)
+    assert after["keys_refused"] > before.get("keys_refused", 0)
+    monkeypatch.delenv("KVDEPOT_KEY")
+    assert asks(keyed, "", 0.5) is None
+    monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
+    before = after
+    eventually(lambda: keyed.status()["counters"].get("handshakes_refused", 0) > before.get("handshakes_refused", 0))
+    monkeypatch.delenv("KVDEPOT_KEY")
+    refusal = kvdepot("status", "--url", keyed.url)
+    assert refusal.returncode == 1
+    assert "KVDEPOT_KEY" in refusal.stderr
+
+
+def test_a_server_with_keys_and_no_clients_lets_nobody_in(
+    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (keys / "clients.toml").write_text("")
+    server = Depot("--keys", str(keys), arena_mib=4)
+    try:
+        eventually(lambda: "serving at" in server.logged(), 30.0)
+        assert asks(server, keys / "alice.key", 1.0) is None
+    finally:
+        server.close()
+
+
+def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, keys: Path) -> None:
+    alice = MessageQueueClient(keyed.url, keyed.context)
+    alice.learn_chunk_size(10.0)
+    identity = alice._socket.getsockopt(zmq.ROUTING_ID)
+    thief = keyed.context.socket(zmq.DEALER)
+    curve.read_client_key(keys / "bob.key").use(thief)
+    thief.setsockopt(zmq.ROUTING_ID, identity)
+    thief.setsockopt(zmq.LINGER, 0)
+    thief.connect(keyed.url)
+    card = alice.card
+    for number, request in enumerate(
+        [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), wire.Hello(wire.VERSION, card.name, card.secret)]
+    ):
+        thief.send(wire.encode_request(number, request))
+        assert thief.poll(10_000)
+        answered, _, value = wire.decode_reply(thief.recv())
+        assert answered == number
+        assert type(value) is BadRequest
+    thief.close()
+    assert keyed.status()["counters"]["users_refused"] == 3
+    alice.close()
+
+
+BAD_KEYS: dict[str, tuple[str, int, str]] = {
+    "others can read it": ("{key}", 0o640, "chmod it to 600"),
+    "not TOML": ("secret = {secret}", 0o600, "not TOML"),
+    "no server": ('public = "{public}"\nsecret = "{secret}"\n', 0o600, "server is missing"),
+    "a secret cut off": ('public = "{public}"\nserver = "{public}"\nsecret = "{secret:.30}"\n', 0o600, "secret is"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_KEYS)
+def test_a_key_file_that_cannot_be_used_is_refused_without_telling_what_is_in_it(keys: Path, kind: str) -> None:
+    path = keys / "alice.key"
+    text, mode, said = BAD_KEYS[kind]
+    table = tomllib.loads(path.read_text())
+    path.write_text(text.format(key=path.read_text(), **table))
+    path.chmod(mode)
+    with zmq.Context() as context, pytest.raises(ConfigError) as caught:
+        MessageQueueClient("tcp://127.0.0.1:1", context, key=str(path))
+    ended = kvdepot("status", "--url", "tcp://127.0.0.1:1", KVDEPOT_KEY=str(path))
+    assert ended.returncode == 2
+    for message in (str(caught.value), ended.stderr, ended.stdout):
+        assert table["secret"][:12] not in message
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+    assert said in ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["missing", "directory", "pipe"])
+def test_a_key_file_that_is_none_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "alice.key"
+    if kind == "directory":
+        path.mkdir(mode=0o700)
+    elif kind == "pipe":
+        os.mkfifo(path, 0o600)
+    ended = kvdepot("status", "--url", "tcp://127.0.0.1:1", "--key", path)
+    assert ended.returncode == 2
+    assert str(path) in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "mode"),
+    [
+        ("server.key", "", 0o600),
+        ("server.key", None, 0o644),
+        ("clients.toml", None, 0o666),
+        ("clients.toml", "[a]\npublic = 3\n", 0o600),
+        ("clients.toml", "a = 3\n", 0o600),
+        ("clients.toml", '[a]\npublic = "*"\n', 0o600),
+        ("clients.toml", '[a]\npublic = "{0}"\n[b]\npublic = "{0}"\n', 0o600),
+        ("clients.toml", '[a]\npublic = "{0}"\ntenant = "b/c"\n', 0o600),
+        ("clients.toml", '[a]\npublic = "{0}"\ntenent = "b"\n', 0o600),
+    ],
+)
+def test_a_server_does_not_start_with_keys_that_make_no_sense(
+    keys: Path, name: str, text: str | None, mode: int
+) -> None:
+    path = keys / name
+    if text is not None:
+        path.write_text(text.format("x" * 40))
+    path.chmod(mode)
+    ended = kvdepot("serve", "--keys", keys, "--url", f"ipc://{keys}/d.sock", "--arena-gib", "0.01",
+                    "--arena-name", f"kvdepot-test-{secrets.token_hex(6)}")  # fmt: skip
+    assert ended.returncode == 2
+    assert str(path) in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# -- tenants
+
+CHUNK = 256
+
+
+class Engine:
+    """A scheduler and a worker with a client's key; all engines here say the same model, shape and layout."""
+
+    def __init__(self, server: Depot, key: Path) -> None:
+        def place() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            client = MessageQueueClient(server.url, server.context, key=str(key))
+            return (server.url, server.context, "shared-model", 1, 0, 64), {"client": client}
+
+        args, kwargs = place()
+        self.scheduler = LMCacheMPSchedulerAdapter(*args, **kwargs)
+        args, kwargs = place()
+        self.worker = LMCacheMPWorkerAdapter(*args, **kwargs)
+        self.cache = torch.randint(0, 256, (16, 64, 4), dtype=torch.uint8)
+        self.worker.register_kv_caches({"layer": self.cache})
+
+    def store(self, tokens: list[int]) -> None:
+        request_id = secrets.token_hex(8)
+        self.worker.submit_store_request(request_id, LoadStoreOp([0, 1, 2, 3], token_ids=tokens), None)
+        eventually(lambda: self.worker.get_finished({request_id})[0])
+
+    def hits(self, tokens: list[int], request_id: str = "") -> int:
+        request_id = request_id or secrets.token_hex(8)
+        self.scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
+        found = self.scheduler.wait_lookup_result(request_id, 10.0)
+        assert found is not None
+        return found
+
+    def retrieve(self, tokens: list[int], request_id: str = "") -> bool:
+        """Whether blocks 8..11 now hold what blocks 0..3 were stored as; a failed one leaves them as they were."""
+        before = self.cache[8:12].clone()
+        request_id = request_id or secrets.token_hex(8)
+        self.worker.submit_retrieve_request(request_id, LoadStoreOp([8, 9, 10, 11], token_ids=tokens), None)
+        eventually(lambda: self.worker.get_finished(set())[1])
+        failed = self.worker.get_block_ids_with_load_errors()
+        if failed:
+            assert failed == {8, 9, 10, 11}
+            assert torch.equal(self.cache[8:12], before)
+        return not failed
+
+    def clear(self) -> None:
+        self.worker.mq_client.submit_request(RequestType.CLEAR, []).result(10.0)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture
+def engines(keyed: Depot, keys: Path) -> Iterator[dict[str, Engine]]:
+    made = {name: Engine(keyed, keys / f"{name}.key") for name in ("alice", "carol", "charlie", "dora")}
+    yield made
+    for engine in made.values():
+        engine.close()
+
+
+def test_what_a_tenant_stores_no_other_tenant_and_nobody_without_one_can_find_or_get(
+    engines: dict[str, Engine],
+) -> None:
+    tokens = list(range(CHUNK))
+    engines["carol"].store(tokens)
+    assert engines["charlie"].hits(tokens) == CHUNK  # the same tenant
+    assert engines["charlie"].retrieve(tokens)
+    assert torch.equal(engines["charlie"].cache[8:12], engines["carol"].cache[0:4])
+    for name in ("alice", "dora"):
+        assert engines[name].hits(tokens) == 0
+        assert not engines[name].retrieve(tokens)
+    others = list(range(1000, 1000 + CHUNK))
+    engines["alice"].store(others)
+    assert engines["alice"].hits(others) == CHUNK
+    for name in ("carol", "dora"):
+        assert engines[name].hits(others) == 0
+        assert not engines[name].retrieve(others)
+
+
+def test_tenants_that_store_the_same_tokens_each_get_their_own_bytes(engines: dict[str, Engine]) -> None:
+    tokens = list(range(CHUNK))
+    for name in ("alice", "carol", "dora"):
+        engines[name].store(tokens)
+    for name in ("alice", "carol", "dora"):
+        engine = engines[name]
+        assert engine.hits(tokens) == CHUNK
+        assert engine.retrieve(tokens)
+        assert torch.equal(engine.cache[8:12], engine.cache[0:4])
+
+
+def test_a_tenant_clears_its_own_chunks_only(engines: dict[str, Engine], keyed: Depot) -> None:
+    tokens = list(range(CHUNK))
+    for name in ("alice", "carol", "dora"):
+        engines[name].store(tokens)
+    engines["dora"].clear()
+    assert [engines[name].hits(tokens) for name in ("alice", "carol", "dora")] == [CHUNK, CHUNK, 0]
+    assert engines["carol"].hits(tokens) == CHUNK
+
+
+def test_requests_of_two_tenants_with_one_id_do_not_end_each_others_pins(
+    engines: dict[str, Engine], keyed: Depot
+) -> None:
+    tokens = list(range(CHUNK))
+    for name in ("carol", "dora"):
+        engines[name].store(tokens)
+        assert engines[name].hits(tokens, "0") == CHUNK
+    assert keyed.status()["sessions"] == 2
+    assert engines["dora"].retrieve(tokens, "0")
+    eventually(lambda: keyed.status()["sessions"] == 1)
+    assert engines["carol"].retrieve(tokens, "0")
+    eventually(lambda: keyed.status()["sessions"] == 0)
+
+
+def test_a_status_lists_a_tenants_own_models_only(engines: dict[str, Engine], keyed: Depot, keys: Path) -> None:
+    for name in ("alice", "carol", "dora"):
+        engines[name].store(list(range(CHUNK)))
+    seen = {}
+    for name in ("alice", "carol", "dora"):
+        printed = json.loads(kvdepot("status", "--url", keyed.url, "--key", keys / f"{name}.key").stdout)
+        seen[name] = {space["tenant"] for space in printed["namespaces"]}
+    assert seen == {"alice": {"", "blue", "red"}, "carol": {"blue"}, "dora": {"red"}}
+
+
+def test_tenants_are_kept_apart_by_the_server_that_takes_an_arena_over(
+    keys: Path, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
+    first = start_depot("--keys", str(keys))
+    tokens = list(range(CHUNK))
+    engine = Engine(first, keys / "carol.key")
+    engine.store(tokens)
+    first.process.kill()
+    first.process.wait(10)
+    engine.close()
+    second = start_depot("--keys", str(keys), url=first.url, name=first.name)
+    assert second.status()["chunks"] == 1
+    for name, hit in (("carol", True), ("alice", False), ("dora", False)):
+        engine = Engine(second, keys / f"{name}.key")
+        assert engine.hits(tokens) == (CHUNK if hit else 0)
+        assert engine.retrieve(tokens) is hit
+        engine.close()
+
+
+# -- nothing tells a secret
+
+
+def test_nothing_prints_a_secret(
+    keys: Path, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
+    server = start_depot("--keys", str(keys), "--log-level", "debug")
+    engine = Engine(server, keys / "carol.key")
+    engine.store(list(range(CHUNK)))
+    clients = engine.worker.mq_client, engine.scheduler.mq_client
+    raw = Raw(server)
+    raw.close()
+    key = curve.read_client_key(keys / "carol.key")
+    told = [
+        json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.card for client in clients]),
+        repr(clients[0]._connection), repr(key), str(key), repr(curve.read_server_keys(keys)), repr(load()),
+        Path(f"/proc/{server.process.pid}/cmdline").read_text(), kvdepot("status", "--url", server.url).stdout,
+        kvdepot("status", "--help").stdout, kvdepot("keygen", keys, "alice").stderr,
+        kvdepot("keygen", keys, "eve").stdout,
+    ]  # fmt: skip
+    hidden = [*secrets_in(keys), *(client.card.secret.hex() for client in clients)]
+    hidden += [repr(client.card.secret)[2:-1] for client in clients]
+    engine.close()
+    assert server.stop() == 0
+    told += [server.logged(), caplog.text]
+    assert "serving at" in server.logged()
+    for secret in hidden:
+        assert not any(secret in text for text in told)
+
+
+# -- no code from outside
+
+DANGEROUS = {"eval", "exec", "compile", "__import__", "import_module", "loads", "load", "run_path", "run_module"}
+MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "imp", "runpy", "code", "codeop"}
+
+
+def test_no_source_unpickles_evaluates_or_imports_what_came_from_outside() -> None:
+    allowed = {("tomllib", "loads"), ("json", "loads"), ("", "load")}  # `load` is config.load
+    seen = 0
+    for path in sorted(Path(kvdepot_package.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            seen += 1
+            where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                assert not MODULES & {alias.name.split(".")[0] for alias in node.names}, where
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] not in MODULES, where
+            elif isinstance(node, ast.Call):
+                owner, name = "", ""
+                if isinstance(node.func, ast.Name):
+                    name = node.func.id
+                elif isinstance(node.func, ast.Attribute):
+                    name = node.func.attr
+                    owner = node.func.value.id if isinstance(node.func.value, ast.Name) else "?"
+                literal = bool(node.args) and isinstance(node.args[0], ast.Constant)
+                if name in DANGEROUS and (owner, name) not in allowed:
+                    assert name in {"import_module", "compile"}, where
+                    assert literal or (owner, name) == ("re", "compile"), where
+                assert not any(keyword.arg == "shell" for keyword in node.keywords), where
+    assert seen > 10_000
