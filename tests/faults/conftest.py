@@ -1,0 +1,147 @@
+"""Toy engines in processes that die with the test, and the numbers that must not grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import eventually
+
+ANSWER_S = 60.0
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Driver:
+    """A toy engine (see engine.py) in a process of its own."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._channel.settimeout(ANSWER_S)
+        self._lines = channel.makefile("r")
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Tell it to do something; `answer` is due."""
+        self._channel.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    def answer(self) -> Any:
+        line = self._lines.readline()
+        assert line, "the engine's process died"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["ok"]
+
+    def tell(self, do: str, **arguments: Any) -> Any:
+        self.send(do, **arguments)
+        return self.answer()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone with all its descriptors."""
+        self.signal(signal.SIGKILL)
+        eventually(lambda: not Path(f"/proc/{self.pid}").exists() or _is_zombie(self.pid))
+        self.close()
+
+    def close(self) -> None:
+        """Its process ends when it sees this."""
+        self._lines.close()
+        self._channel.close()
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+class Nursery:
+    """The process that has imported torch and forks engines."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.driver", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            # A process that forks must have one thread.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self._channel = ours
+        self._channel.settimeout(ANSWER_S)
+        self._lock = threading.Lock()
+
+    def spawn(self) -> Driver:
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            socket.send_fds(self._channel, [b"fork"], [theirs.fileno()])
+            pid = int.from_bytes(self._channel.recv(8), "little")
+        return Driver(pid, ours)
+
+    def close(self) -> None:
+        self._channel.close()
+        self.process.kill()
+        self.process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+StartDriver = Callable[..., Driver]
+
+
+@pytest.fixture
+def start_driver(nursery: Nursery) -> Iterator[StartDriver]:
+    """Start toy engines that end with the test: `start_driver(url, model=..., blocks=..., width=..., seed=...)`."""
+    started: list[Driver] = []
+
+    def start(url: str, **options: Any) -> Driver:
+        driver = nursery.spawn()
+        started.append(driver)
+        driver.tell("open", url=url, **options)
+        return driver
+
+    yield start
+    for driver in started:
+        if not _is_zombie(driver.pid):
+            os.kill(driver.pid, signal.SIGKILL)
+        driver.close()
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def resident_kib(pid: int) -> int:
+    """Memory of the process's own, without pages that are files in /dev/shm."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1])
+    raise AssertionError(f"no RssAnon of {pid}")
+
+
+def footprint(pid: int) -> dict[str, int]:
+    """What must stay flat in a server: descriptors, threads, maps, and memory."""
+    return {
+        "fds": descriptors(pid),
+        "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
+        "maps": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
+        "resident_kib": resident_kib(pid),
+    }
