@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import eventually
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+from tests.conftest import Depot, StartDepot, eventually
 
 ANSWER_S = 60.0
 ROOT = Path(__file__).parent.parent.parent
@@ -145,3 +148,42 @@ def footprint(pid: int) -> dict[str, int]:
         "maps": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
         "resident_kib": resident_kib(pid),
     }
+
+
+class Watcher:
+    """One connection that asks a server for its status again and again."""
+
+    def __init__(self, depot: Depot) -> None:
+        self._client = MessageQueueClient(depot.url, depot.context)
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._client.ask(wire.Status()).result(10.0)
+        return answer
+
+    def wait_busy(self) -> None:
+        """Until a store or retrieve is under way."""
+        eventually(lambda: self.status()["operations"])
+
+    def released_s(self) -> float:
+        """Seconds until nothing is left of all clients but this one; fails after the 5 s that are promised."""
+        began = time.monotonic()
+        nothing = {"clients": 1, "instances": 0, "sessions": 0, "operations": 0, "reserved_shards": 0, "holds": 0}
+        eventually(lambda: nothing.items() <= self.status().items(), 5.0)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture
+def watch(start_depot: StartDepot) -> Iterator[Callable[[Depot], Watcher]]:
+    """Connections for `Watcher.status` that end with the test, before its servers do."""
+    watchers: list[Watcher] = []
+
+    def start(depot: Depot) -> Watcher:
+        watchers.append(Watcher(depot))
+        return watchers[-1]
+
+    yield start
+    for watcher in watchers:
+        watcher.close()

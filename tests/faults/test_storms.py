@@ -26,7 +26,7 @@ def test_storms_of_preemptions_and_aborts_leak_nothing_and_change_no_byte(
         assert not stats["wrong"]
         assert stats["requests"] > 30 and stats["loaded_blocks"] > 50
         assert stats.get("preemptions", 0) >= 500 * preempt - 100 and stats["aborts"] >= 500 * abort - 100
-        assert stats["worker"].get("stores_given_up", 0) >= (10 if preempt > 0.1 else 0)
+        assert stats["worker"].get("stores_given_up", 0) >= (5 if preempt > 0.1 else 0)
         assert stats["step_max_s"] < 1.5
     for driver in drivers:
         assert driver.tell("hits", families=list(range(100)), chunks=6) > 0
