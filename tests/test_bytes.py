@@ -445,7 +445,7 @@ def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Be
         bench.arena.bytes[HEADER_BYTES:] = generator.integers(0, 256, ARENA_PAGES * PAGE, np.uint8)
         stored, arena = file.copy(), bench.arena.bytes.copy()
 
-        assert bench.run(Copy("store", True, mapped, [CopyPiece(extents, source)])) is True
+        assert bench.run(Copy("store", True, mapped, [CopyPiece(extents, source)])) == [0]
         assert np.array_equal(file, stored), "a store only reads"
         chunk = b"".join(
             stored[s.offset + int(block) * s.stride :][: s.size].tobytes() for s in layout.segments for block in source
@@ -460,7 +460,7 @@ def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Be
             for old, new in list(zip(source.tolist(), target.tolist(), strict=True))[skip:]:
                 at, to = segment.offset + old * segment.stride, segment.offset + new * segment.stride
                 expected[to : to + segment.size] = stored[at : at + segment.size]
-        assert bench.run(Copy("retrieve", False, mapped, [CopyPiece(extents, target, skip)])) is True
+        assert bench.run(Copy("retrieve", False, mapped, [CopyPiece(extents, target, skip)])) == [0]
         assert np.array_equal(file, expected), "the blocks that were asked for and nothing else"
         assert np.array_equal(bench.arena.bytes, arena), "a retrieve only reads the arena"
     finally:
@@ -475,11 +475,11 @@ def small(bench: Bench) -> Mapped:
     return mapped
 
 
-@pytest.mark.parametrize(("fence", "outcome"), [(6, True), (7, False), (8, False), (2**64 - 1, False)])
-def test_a_store_has_failed_when_its_fence_was_raised_by_its_last_byte(bench: Bench, fence: int, outcome: bool) -> None:
+@pytest.mark.parametrize(("fence", "outcome"), [(6, [0]), (7, None), (8, None), (2**64 - 1, None)])
+def test_a_store_has_failed_when_its_fence_was_raised_by_its_last_byte(bench: Bench, fence: int, outcome: Any) -> None:
     mapped = small(bench)
     piece = CopyPiece(((HEADER_BYTES, PAGE),), np.array([1, 2], np.intp))
-    assert bench.run(Copy("store", True, mapped, [piece], lambda: fence, 7)) is outcome
+    assert bench.run(Copy("store", True, mapped, [piece], lambda: fence, 7)) == outcome
     bench.run(Call("unmap", mapped.close))
 
 
@@ -495,7 +495,7 @@ def test_the_fence_is_read_after_the_last_byte(bench: Bench) -> None:
         seen.append(int(bench.arena.bytes[HEADER_BYTES:].sum()))
         return 0
 
-    assert bench.run(Copy("store", True, mapped, pieces, fence, 1)) is True
+    assert bench.run(Copy("store", True, mapped, pieces, fence, 1)) == [0, 0, 0]
     assert seen == [3 * 64 * 255]
     bench.run(Call("unmap", mapped.close))
 

@@ -357,19 +357,73 @@ def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -
     engine.close()
 
 
-def test_what_kill_9_leaves_behind_is_taken_over(start_depot: StartDepot) -> None:
+def kill(depot: Depot) -> None:
+    depot.process.kill()
+    depot.process.wait(10)
+
+
+def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
-    assert works(first)
-    first.process.kill()
-    first.process.wait(10)
-    assert all(path.exists() for path in files(first))
-    second = start_depot(url=first.url, name=first.name, arena_mib=4)
-    assert "took over the arena" in second.logged()
-    assert (SHM / first.name).stat().st_size == 4 * MIB
-    assert second.status()["chunks"] == 0
-    assert works(second)
+    engine = Engine(first, block_bytes=16384, blocks=24)  # 64 KiB a chunk
+    prompts = [[number] * (2 * CHUNK) for number in range(10)]
+    stored = {}
+    for number, tokens in enumerate(prompts):
+        engine.cache[:8] = torch.randint(0, 256, engine.cache[:8].shape, dtype=torch.uint8)
+        engine.store(tokens, list(range(8)))
+        stored[number] = engine.cache[:8].clone()
+    kill(first)
+    second = start_depot(url=first.url, name=first.name, arena_mib=8)
+    assert "with 20 chunks" in second.logged()
+    assert second.status()["chunks"] == 20
+    for number, tokens in enumerate(prompts):
+        assert eventually(lambda tokens=tokens: engine.lookup(tokens)) == 2 * CHUNK
+        assert engine.retrieve(tokens, list(range(8, 16))) == set()
+        assert torch.equal(engine.cache[8:16], stored[number])
+    assert engine.lookup([77] * CHUNK) == 0
+    engine.close()
     assert second.stop() == 0
     assert not any(path.exists() for path in files(first))
+
+
+def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> None:
+    first = start_depot(arena_mib=8)
+    engine = Engine(first, block_bytes=MIB // 16)  # 256 KiB a chunk
+    for number in range(24):
+        engine.store([number] * CHUNK, [0, 1, 2, 3])
+    kill(first)
+    smaller = start_depot(url=first.url, name=first.name, arena_mib=4)
+    assert (SHM / first.name).stat().st_size == 4 * MIB
+    hits = [number for number in range(24) if engine.lookup([number] * CHUNK)]
+    assert smaller.status()["chunks"] == len(hits)
+    assert 8 <= len(hits) < 16
+    for number in hits:
+        assert engine.retrieve([number] * CHUNK, [4, 5, 6, 7]) == set()
+        assert torch.equal(engine.cache[4:8], engine.cache[:4])
+    kill(smaller)
+    larger = start_depot(url=first.url, name=first.name, arena_mib=16)
+    assert (SHM / first.name).stat().st_size == 16 * MIB
+    assert larger.status()["chunks"] == len(hits)
+    engine.store([99] * CHUNK, [0, 1, 2, 3])
+    assert engine.lookup([99] * CHUNK) == CHUNK
+    engine.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDepot, number: int) -> None:
+    first = start_depot("--on-stop", "keep", arena_mib=8)
+    engine, tokens = Engine(first), list(range(CHUNK))
+    engine.store(tokens, [0, 1, 2, 3])
+    first.process.send_signal(number)
+    assert first.process.wait(10) == 0
+    assert [path.exists() for path in files(first)] == [False, False, True]
+    second = start_depot(url=first.url, name=first.name, arena_mib=8)
+    assert second.status()["chunks"] == 1
+    assert eventually(lambda: engine.lookup(tokens)) == CHUNK
+    assert engine.retrieve(tokens, [4, 5, 6, 7]) == set()
+    assert torch.equal(engine.cache[4:8], engine.cache[:4])
+    engine.close()
+    assert second.stop() == 0
+    assert not (SHM / first.name).exists()
 
 
 # -- clients that die

@@ -38,6 +38,13 @@ def default_url() -> str:
     return f"ipc://{base / f'kvdepot-{os.geteuid()}' / 'depot.sock'}"
 
 
+_WORDS = {
+    "log_level": ("debug", "info", "warning", "error"),
+    "on_stop": ("remove", "keep"),
+    "verify": ("off", "sampled", "always"),
+}
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every setting of `kvdepot serve`; each field's description is its help text."""
 
@@ -56,6 +63,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Annotated[int, Meta(ge=1, description="stores and retrieves in flight per client")] = 1024
     max_sessions: Annotated[int, Meta(ge=1, description="requests per client that hold pins")] = 100_000
     drain_s: Annotated[float, Meta(ge=0, description="seconds to finish copies in flight when stopped")] = 5.0
+    on_stop: Annotated[
+        str, Meta(description="what a stop does with the arena: remove, or keep it for the next server")
+    ] = "remove"
+    verify: Annotated[
+        str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
+    ] = "off"
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
 
     def __post_init__(self) -> None:
@@ -66,8 +79,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
-        if self.log_level not in {"debug", "info", "warning", "error"}:
-            raise ValueError(f"log_level: {self.log_level!r} is none of debug, info, warning, error")
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
 

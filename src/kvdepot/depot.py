@@ -31,6 +31,10 @@ _TASK_BYTES = 4 << 20
 """A copy task is at least this long, so that handing it over costs little of it."""
 
 
+_SAMPLED = 16
+"""With `verify = "sampled"`, one chunk in so many is summed up."""
+
+
 class Card(Protocol):
     """What the depot needs of a client's card (shm.CardView)."""
 
@@ -97,6 +101,7 @@ class _Operation:
     tasks: int = 0
     results: list[bool] = field(default_factory=list)  # one a key
     places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
+    sums: dict[int, int] = field(default_factory=dict)  # of a store, by place in `chunks`: what has arrived
     requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
 
 
@@ -125,6 +130,7 @@ class Depot:
         self.index = index
         self.counters: Counter[str] = Counter()
         self._config = config
+        self._verify = config.verify
         self._map_layout = map_layout
         self._clients: dict[bytes, _Client] = {}
         self._by_request: dict[tuple[str, str], list[_Session]] = {}
@@ -188,7 +194,7 @@ class Depot:
     def finished(self, token: Any, outcome: Any) -> list[Action]:
         """A task has ended; `outcome` as in mover.Mover."""
         if isinstance(token, _Part):
-            return self._copied(token, outcome is True)
+            return self._copied(token, outcome)
         assert isinstance(token, _Mapping), token
         return self._mapped(token, outcome)
 
@@ -268,8 +274,7 @@ class Depot:
             parent = part.parent
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-                known = space.chunks.get(key)
-                if known is None or part.rank not in known.shards:
+                if self.index.missing(space, part.rank, key):
                     position = part.depth + i + 1 if parent else 0
                     chunk = self.index.reserve(space, part.rank, key, parent, position, size)
                     if chunk is None:
@@ -279,7 +284,7 @@ class Depot:
                         break
                     shard = chunk.shards[part.rank]
                     operation.chunks.append((chunk, part.rank))
-                    pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks]))
+                    pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], 0, self._sums(key)))
                 else:
                     self.counters["known_chunks"] += 1
                 parent = key if part.parent else b""
@@ -310,7 +315,9 @@ class Depot:
                 operation.places.append(len(operation.results) - 1)
                 operation.chunks.append((chunk, part.rank))
                 skip = part.skip_blocks if i == 0 else 0
-                pieces.append(CopyPiece(chunk.shards[part.rank].extents, ids[i * blocks : (i + 1) * blocks], skip))
+                shard = chunk.shards[part.rank]
+                summed = shard.checksum != 0 and self._sums(key)
+                pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
         self.index.hold([chunk for chunk, _ in operation.chunks])
         if not pieces:
@@ -353,20 +360,32 @@ class Depot:
         operation.tasks = len(tasks)
         return tasks
 
-    def _copied(self, part: _Part, good: bool) -> list[Action]:
+    def _sums(self, key: bytes) -> bool:
+        """Whether the bytes of this chunk are summed up. The same chunks whenever they are asked for."""
+        return self._verify == "always" or (self._verify == "sampled" and key[0] < 256 // _SAMPLED)
+
+    def _copied(self, part: _Part, sums: list[int] | None) -> list[Action]:
         operation = part.operation
         operation.tasks -= 1
-        if operation.is_store:
-            if not good:
-                operation.results[0] = False
-                for i in range(part.first, part.end):
-                    operation.places.append(i)  # these did not arrive
-        elif good:
-            for place in operation.places[part.first : part.end]:
-                operation.results[place] = True
+        if sums is not None:
+            for i in range(part.first, part.end):
+                got = sums[i - part.first]
+                if operation.is_store:
+                    operation.sums[i] = got
+                else:
+                    operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
         if operation.tasks:
             return []
         return self._end(operation)
+
+    def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
+        shard = chunk.shards[rank]
+        if shard.spoilt or (got and shard.checksum and got != shard.checksum):
+            if not shard.spoilt:
+                self.counters["corrupt_chunks"] += 1
+                self.index.condemn(chunk, rank)
+            return False
+        return True
 
     def _end(self, operation: _Operation) -> list[Action]:
         client, instance = operation.client, operation.instance
@@ -388,16 +407,17 @@ class Depot:
         return actions
 
     def _end_store(self, operation: _Operation) -> None:
-        failed = set(range(len(operation.chunks))) if operation.client.dead else set(operation.places)
+        arrived = {} if operation.client.dead else operation.sums
         sealed = []
         for i, (chunk, rank) in enumerate(operation.chunks):
-            if i in failed:
-                self.index.discard(chunk, rank)
-                self.counters["failed_chunks"] += 1
-            else:
-                self.index.seal(chunk, rank)
+            if i in arrived:
+                self.index.seal(chunk, rank, arrived[i])
                 self.counters["stored_chunks"] += 1
                 sealed.append(chunk)
+            else:
+                self.index.discard(chunk, rank)
+                self.counters["failed_chunks"] += 1
+        operation.results[0] &= len(sealed) == len(operation.chunks)
         self.index.touch(sealed)
 
     def _end_retrieve(self, operation: _Operation) -> None:
@@ -492,6 +512,9 @@ class Depot:
             "reserved_shards": index.reserved,
             "holds": index.held,
             "evicted_chunks": index.evicted,
+            "record_slots": index.records.capacity,
+            "record_slots_used": index.records.used,
+            "unrecorded_shards": index.unrecorded,
             "operations": self.operations,
             "clients": len(self._clients),
             "sessions": sum(len(client.sessions) for client in self._clients.values()),

@@ -3,7 +3,8 @@
 Called by depot.py on the deciding thread only. The one law: what is visible is sealed on every rank; what is
 pinned, being copied or needed by a chunk behind it is never evicted.
 
-A chunk belongs to a `Namespace` and has one `Shard` a rank. Shards go `reserved -> sealed`, or are discarded.
+A chunk belongs to a `Namespace` and has one `Shard` a rank. Shards go `reserved -> sealed`, or are discarded. Each
+change that a restart must know of is written into `records` where it happens.
 
 **Chains.** In token mode a key's parent is known, so chunks form trees and a chunk with `depth` d > 0 is
 sealed together with all its d - 1 ancestors. Only leaves are evicted, hence:
@@ -17,12 +18,14 @@ by one behind the chained part, pinned one by one.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
 
 from kvdepot.evict import Policy, Victim
 from kvdepot.keys import HASH_BYTES
+from kvdepot.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.space import Extents, Space
 
 __all__ = ["Chunk", "Index", "Namespace", "Pin", "Shard"]
@@ -32,7 +35,15 @@ class Shard(msgspec.Struct, gc=False):
     """One rank's bytes of a chunk."""
 
     extents: Extents
+    size: int
+    """Bytes of KV in the extents."""
     sealed: bool = False
+    spoilt: bool = False
+    """It was sealed, but its bytes are not what was stored."""
+    checksum: int = 0
+    """Of the KV; 0 where none was made."""
+    slot: int = -1
+    """Where it is recorded."""
 
 
 class Chunk(Victim, gc=False):
@@ -58,9 +69,13 @@ class Chunk(Victim, gc=False):
 class Namespace:
     """Chunks whose bytes mean the same: one model, parallel shape, blocks a chunk, and layout on every rank."""
 
-    __slots__ = ("blocks_in_chunk", "bytes", "chunks", "layouts", "live", "model", "world_size")
+    __slots__ = (
+        "blocks_in_chunk", "bytes", "chunks", "layouts", "live", "model", "number", "slot", "tenant", "world_size",
+    )  # fmt: skip
 
-    def __init__(self, model: str, world_size: int, blocks_in_chunk: int) -> None:
+    def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
+        self.number = number  # what records call it
+        self.tenant = tenant
         self.model = model
         self.world_size = world_size
         self.blocks_in_chunk = blocks_in_chunk
@@ -68,6 +83,7 @@ class Namespace:
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
         self.bytes = 0
+        self.slot = -1  # where it is recorded, as it is now
 
     def __repr__(self) -> str:
         return f"<Namespace {self.model!r} world_size={self.world_size} {len(self.chunks)} chunks {self.bytes} bytes>"
@@ -83,10 +99,15 @@ class Pin(msgspec.Struct, gc=False):
 class Index:
     """All chunks of the depot, in `space`."""
 
-    def __init__(self, space: Space, policy: Policy) -> None:
+    def __init__(self, space: Space, policy: Policy, records: Records | None = None) -> None:
+        """records: what a restart will know; without it, nothing survives."""
         self.space = space
+        self.records = records or Records(memoryview(b""))
+        self.unrecorded = 0  # shards sealed since the start that found no room there
         self._policy = policy
         self._namespaces: dict[tuple[str, int], list[Namespace]] = {}
+        self._numbers = itertools.count(1)  # of namespaces
+        self._serial = 0  # shards sealed so far
         self.chunks = 0
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
@@ -104,10 +125,23 @@ class Index:
             if space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint:
                 break
         else:
-            space = Namespace(model, world_size, blocks_in_chunk)
+            space = Namespace(next(self._numbers), "", model, world_size, blocks_in_chunk)
             spaces.append(space)
-        space.layouts[rank] = fingerprint
+        if rank not in space.layouts:
+            space.layouts[rank] = fingerprint
+            if space.slot >= 0:
+                self._record_namespace(space)
         return space
+
+    def _record_namespace(self, space: Namespace) -> None:
+        """Record it as it is now. The new record stands before the old one goes."""
+        old = space.slot
+        space.slot = self.records.write(
+            NamespaceRecord(
+                space.number, space.tenant, space.model, space.world_size, space.blocks_in_chunk, space.layouts
+            )
+        )
+        self.records.erase(old)
 
     def lookup_namespaces(self, model: str, world_size: int, blocks_in_chunk: int) -> list[Namespace]:
         """Where a lookup that names no layout must look: those of registered engines, else the newest."""
@@ -126,6 +160,8 @@ class Index:
                 spaces.remove(space)
                 if not spaces:
                     del self._namespaces[space.model, space.world_size]
+                self.records.erase(space.slot)
+                space.slot = -1
 
     def namespaces(self) -> list[Namespace]:
         return [space for spaces in self._namespaces.values() for space in spaces]
@@ -190,6 +226,12 @@ class Index:
 
     # -- storing
 
+    def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
+        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes."""
+        chunk = space.chunks.get(key)
+        shard = chunk.shards.get(rank) if chunk is not None else None
+        return shard is None or (shard.spoilt and chunk is not None and not chunk.holds)
+
     def reserve(self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int) -> Chunk | None:
         """Reserve this rank's shard of a chunk: `size` bytes, evicting what is needed. The chunk is held.
 
@@ -206,7 +248,15 @@ class Index:
                 parent=before if known else None,
                 position=position if known else 0,
             )
-        assert rank not in chunk.shards, (rank, key.hex())
+        spoilt = chunk.shards.get(rank)
+        if spoilt is not None:
+            assert spoilt.spoilt and not chunk.holds, (rank, key.hex())
+            spoilt.spoilt = False  # its extents are written anew
+            spoilt.checksum = 0
+            chunk.holds += 1
+            self.held += 1
+            self.reserved += 1
+            return chunk
         before = chunk.parent
         chunk.holds += 1  # neither it nor its ancestors may make room for it
         if before is not None:
@@ -226,7 +276,7 @@ class Index:
             self.chunks += 1
             if before is not None:
                 before.children += 1
-        chunk.shards[rank] = Shard(extents)
+        chunk.shards[rank] = Shard(extents, size)
         bytes_taken = sum(length for _, length in extents)
         chunk.bytes += bytes_taken
         space.bytes += bytes_taken
@@ -252,18 +302,58 @@ class Index:
             self.evicted += 1
             self._remove(victim)
 
-    def seal(self, chunk: Chunk, rank: int) -> None:
+    def seal(self, chunk: Chunk, rank: int, checksum: int = 0) -> None:
         """Make a reserved shard visible and release the hold of `reserve`."""
         shard = chunk.shards[rank]
         assert not shard.sealed
         shard.sealed = True
+        shard.checksum = checksum
         self.reserved -= 1
         chunk.sealed += 1
+        self._serial += 1
+        self._record(chunk, rank, shard)
         if chunk.sealed == chunk.namespace.world_size and chunk.position:
             before = chunk.parent
             if chunk.position == 1 or (before is not None and before.depth == chunk.position - 1):
                 chunk.depth = chunk.position
         self.release([chunk])
+
+    def _record(self, chunk: Chunk, rank: int, shard: Shard) -> None:
+        space: Namespace = chunk.namespace
+        if space.slot < 0:
+            self._record_namespace(space)
+        if space.slot >= 0:
+            before: Chunk | None = chunk.parent
+            parent = b"" if before is None else before.key
+            extents = [number for extent in shard.extents for number in extent]
+            shard.slot = self.records.write(
+                ShardRecord(
+                    space.number, rank, chunk.key, parent, chunk.position, extents, shard.size, self._serial,
+                    shard.checksum,
+                )
+            )  # fmt: skip
+        self.unrecorded += shard.slot < 0
+
+    def condemn(self, chunk: Chunk, rank: int) -> None:
+        """A sealed shard's bytes are not what was stored: nobody gets them any more.
+
+        The chunks behind it are no prefix until it is stored again. O(chunks of the namespace).
+        """
+        shard = chunk.shards.get(rank)
+        if shard is None or not shard.sealed:
+            return
+        shard.sealed, shard.spoilt = False, True
+        chunk.sealed -= 1
+        self.records.erase(shard.slot)
+        shard.slot = -1
+        if chunk.depth:
+            behind = [other for other in chunk.namespace.chunks.values() if other.depth > chunk.depth]
+            broken = {id(chunk)}
+            chunk.depth = 0
+            for other in sorted(behind, key=lambda other: int(other.depth)):
+                if id(other.parent) in broken:
+                    broken.add(id(other))
+                    other.depth = 0
 
     def discard(self, chunk: Chunk, rank: int) -> None:
         """Drop a reserved shard (its copy failed) and release the hold of `reserve`."""
@@ -292,6 +382,23 @@ class Index:
             self.forget_namespace(space)
         return removed
 
+    # -- after a restart
+
+    def adopt(self, spaces: list[Namespace], serial: int) -> None:
+        """Take in namespaces with their chunks, sealed and linked, that recovery.py read from the records.
+
+        The index must be empty and their extents taken. serial: the last that was given to a shard.
+        """
+        assert not self._namespaces
+        self._numbers = itertools.count(max((space.number for space in spaces), default=0) + 1)
+        self._serial = serial
+        for space in spaces:
+            self._namespaces.setdefault((space.model, space.world_size), []).append(space)
+            self.chunks += len(space.chunks)
+            for chunk in space.chunks.values():
+                if not chunk.children:
+                    self._policy.add(chunk)
+
     # -- removal
 
     def _remove(self, chunk: Chunk) -> None:
@@ -302,6 +409,7 @@ class Index:
         self._unlink(chunk)
 
     def _free(self, chunk: Chunk, shard: Shard) -> None:
+        self.records.erase(shard.slot)  # before anything else can be written there
         self.space.free(shard.extents)
         size = sum(length for _, length in shard.extents)
         chunk.bytes -= size
@@ -338,7 +446,10 @@ class Index:
                 assert key == chunk.key and chunk.namespace is space and not chunk.gone and chunk.shards
                 assert chunk.sealed == sum(shard.sealed for shard in chunk.shards.values())
                 assert chunk.bytes == sum(n for s in chunk.shards.values() for _, n in s.extents)
-                open_shards = len(chunk.shards) - chunk.sealed
+                open_shards = len(chunk.shards) - chunk.sealed - sum(s.spoilt for s in chunk.shards.values())
+                assert not any(s.sealed and s.spoilt for s in chunk.shards.values())
+                assert all(s.sealed for s in chunk.shards.values() if s.slot >= 0), "only what is sealed is recorded"
+                assert space.slot >= 0 or not any(s.slot >= 0 for s in chunk.shards.values())
                 assert chunk.holds >= open_shards
                 if chunk.depth:
                     assert chunk.sealed == space.world_size and chunk.depth == chunk.position

@@ -16,22 +16,23 @@ import itertools
 import logging
 import math
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvdepot import shm
-from kvdepot.arena import Arena
 from kvdepot.errors import KVDepotError
 from kvdepot.layout import Layout, Segment
 from kvdepot.space import Extents
 
-__all__ = ["Call", "Copy", "CopyPiece", "Mapped", "Mover"]
+__all__ = ["Call", "Copy", "CopyPiece", "Mapped", "Memory", "Mover", "checksum", "copy"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,14 @@ _MIN_UNIT = 512
 """Smallest unit to gather by index when segments are not dense; below it, one copy a block is faster."""
 
 
+class Memory(Protocol):
+    """What copies need of the arena (arena.Arena)."""
+
+    bytes: Bytes
+
+    def ensure(self, offset: int, size: int) -> bool: ...
+
+
 @dataclass(slots=True)
 class CopyPiece:
     """One chunk of one rank: its place in the arena and its blocks; the first `skip` blocks stay as they are."""
@@ -49,13 +58,16 @@ class CopyPiece:
     extents: Extents
     block_ids: Ids
     skip: int = 0
+    summed: bool = False
+    """Whether its checksum is wanted."""
 
 
 @dataclass(slots=True)
 class Copy:
     """Copy `pieces` between `mapped` and the arena. `token` is the caller's and comes back with the outcome.
 
-    A store checks the client's `fence` after its last byte: raised to `ticket` or beyond, it has failed.
+    A store checks the client's `fence` after its last byte: raised to `ticket` or beyond, it has failed. The outcome is
+    one checksum a piece, of the arena's bytes (0 where none is wanted), or None when it failed.
     """
 
     token: Any
@@ -93,16 +105,23 @@ class Mapped:
     layout: Layout
     rows: list[_Rows] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
+    _files: list[int] = field(default_factory=list)
 
     @classmethod
     def open(cls, layout: Layout) -> Mapped:
         """Map every file of a layout. Raises LayoutError when one is missing, too small or not ours."""
         mapped = cls(layout)
         views = []
-        for mapping in layout.mappings:
-            area = shm.map_shared(mapping.name, mapping.size)
-            mapped._maps.append(area)
-            views.append(np.frombuffer(area, np.uint8))
+        try:
+            for mapping in layout.mappings:
+                area, fd = shm.map_shared(mapping.name, mapping.size)
+                mapped._maps.append(area)
+                mapped._files.append(fd)
+                views.append(np.frombuffer(area, np.uint8))
+        except KVDepotError:
+            views.clear()
+            mapped.close()
+            raise
         mapped.populate()
         mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
         return mapped
@@ -112,9 +131,17 @@ class Mapped:
         for area in self._maps:
             shm.populate(np.frombuffer(area, np.uint8).ctypes.data, len(area))
 
+    def whole(self) -> bool:
+        """Whether the files are as long as they were: touching what a client cut off would kill this process."""
+        sizes = zip(self._files, self.layout.mappings, strict=False)
+        return all(os.fstat(fd).st_size >= mapping.size for fd, mapping in sizes)
+
     def close(self) -> None:
         """Unmap. No copy may be under way."""
         self.rows.clear()
+        for fd in self._files:
+            os.close(fd)
+        self._files.clear()
         for area in self._maps:
             area.close()
         self._maps.clear()
@@ -136,10 +163,10 @@ def _rows(memory: Bytes, segment: Segment, num_blocks: int) -> _Rows:
 class Mover:
     """Copy threads. Outcomes are handed to `report(token, outcome)` on a copy thread.
 
-    The outcome of a Copy is True or False; that of a Call its value, or the KVDepotError it raised.
+    The outcome of a Copy is told there; that of a Call is its value, or the KVDepotError it raised.
     """
 
-    def __init__(self, arena: Arena, threads: int, report: Callable[[Any, Any], None]) -> None:
+    def __init__(self, arena: Memory, threads: int, report: Callable[[Any, Any], None]) -> None:
         self._arena = arena
         self._report = report
         self._ready = threading.Condition()
@@ -183,73 +210,92 @@ class Mover:
         while (task := self._next()) is not None:
             outcome: Any
             try:
-                outcome = self._copy(task) if isinstance(task, Copy) else task.run()
+                outcome = copy(self._arena, task) if isinstance(task, Copy) else task.run()
             except KVDepotError as exc:
                 outcome = exc
             except Exception:
                 log.exception("a copy task failed")
-                outcome = False
+                outcome = None
             token = task.token
             del task  # its mapping must be free to close once the outcome is known
             self._report(token, outcome)
 
-    def _copy(self, task: Copy) -> bool:
-        for piece in task.pieces:
-            if task.is_store:
-                if not all(self._arena.ensure(*extent) for extent in piece.extents):
-                    log.warning("no memory behind the arena: %s is full", shm.SHM)
-                    return False
-                self._gather(task.mapped.rows, piece)
-            else:
-                self._scatter(task.mapped.rows, piece)
-        # Read after the last byte: whoever raised the fence before that may have reused the blocks.
-        return task.fence is None or task.fence() < task.ticket
 
-    def _gather(self, rows: Sequence[_Rows], piece: CopyPiece) -> None:
-        ids, count = piece.block_ids, len(piece.block_ids)
-        runs = _runs(ids)
-        start = 0
-        for row in rows:
-            size = row.size * count
-            where = self._slices(piece.extents, start, size)
-            out = where[0] if len(where) == 1 else np.empty(size, np.uint8)
-            _gather_rows(row, ids, runs, out.reshape(count, row.size))
-            if len(where) > 1:
-                done = 0
-                for part in where:
-                    part[:] = out[done : done + len(part)]
-                    done += len(part)
-            start += size
+def copy(arena: Memory, task: Copy) -> list[int] | None:
+    """Run one task; its outcome. Blocks while the bytes move."""
+    if not task.mapped.whole():
+        log.warning("a client has cut off its shared memory: not copied")
+        return None
+    rows = task.mapped.rows
+    size = sum(row.size for row in rows)
+    sums = []
+    for piece in task.pieces:
+        if task.is_store:
+            if not all(arena.ensure(*extent) for extent in piece.extents):
+                log.warning("no memory behind the arena: %s is full", shm.SHM)
+                return None
+            _gather(arena.bytes, rows, piece)
+        else:
+            _scatter(arena.bytes, rows, piece)
+        sums.append(checksum(arena.bytes, piece.extents, size * len(piece.block_ids)) if piece.summed else 0)
+    # Read after the last byte: whoever raised the fence before that may have reused the blocks.
+    return sums if task.fence is None or task.fence() < task.ticket else None
 
-    def _scatter(self, rows: Sequence[_Rows], piece: CopyPiece) -> None:
-        ids, count = piece.block_ids, len(piece.block_ids)
-        skip = piece.skip
-        ids = ids[skip:]
-        runs = _runs(ids)
-        start = 0
-        for row in rows:
-            size = row.size * count
-            where = self._slices(piece.extents, start, size)
-            source = where[0] if len(where) == 1 else np.concatenate(where)
-            _scatter_rows(row, ids, runs, source.reshape(count, row.size)[skip:])
-            start += size
 
-    def _slices(self, extents: Extents, start: int, size: int) -> list[Bytes]:
-        """The arena's bytes under a chunk's logical bytes `[start, start + size)`, in order."""
-        memory = self._arena.bytes
-        if len(extents) == 1:
-            offset = extents[0][0] + start
-            return [memory[offset : offset + size]]
-        found = []
-        for offset, length in extents:
-            if start < length and size:
-                take = min(size, length - start)
-                found.append(memory[offset + start : offset + start + take])
-                size -= take
-                start = 0
-            else:
-                start -= length
-        return found
+def checksum(memory: Bytes, extents: Extents, size: int) -> int:
+    """XXH3 (64 bits, https://xxhash.com) of the first `size` bytes in these extents; never 0."""
+    digest = xxhash.xxh3_64()
+    for part in _slices(memory, extents, 0, size):
+        digest.update(part.data)
+    return digest.intdigest() or 1
+
+
+def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
+    ids, count = piece.block_ids, len(piece.block_ids)
+    runs = _runs(ids)
+    start = 0
+    for row in rows:
+        size = row.size * count
+        where = _slices(memory, piece.extents, start, size)
+        out = where[0] if len(where) == 1 else np.empty(size, np.uint8)
+        _gather_rows(row, ids, runs, out.reshape(count, row.size))
+        if len(where) > 1:
+            done = 0
+            for part in where:
+                part[:] = out[done : done + len(part)]
+                done += len(part)
+        start += size
+
+
+def _scatter(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
+    ids, count = piece.block_ids, len(piece.block_ids)
+    skip = piece.skip
+    ids = ids[skip:]
+    runs = _runs(ids)
+    start = 0
+    for row in rows:
+        size = row.size * count
+        where = _slices(memory, piece.extents, start, size)
+        source = where[0] if len(where) == 1 else np.concatenate(where)
+        _scatter_rows(row, ids, runs, source.reshape(count, row.size)[skip:])
+        start += size
+
+
+def _slices(memory: Bytes, extents: Extents, start: int, size: int) -> list[Bytes]:
+    """The arena's bytes under a chunk's logical bytes `[start, start + size)`, in order."""
+    if len(extents) == 1:
+        offset = extents[0][0] + start
+        return [memory[offset : offset + size]]
+    found = []
+    for offset, length in extents:
+        if start < length and size:
+            take = min(size, length - start)
+            found.append(memory[offset + start : offset + start + take])
+            size -= take
+            start = 0
+        else:
+            start -= length
+    return found
 
 
 def _runs(ids: Ids) -> list[tuple[int, int]] | None:

@@ -24,20 +24,24 @@ from typing import Any
 import zmq
 
 from kvdepot import shm, wire
-from kvdepot.arena import CHUNKS_START, Arena
+from kvdepot.arena import Arena, smallest_arena
 from kvdepot.config import Config
 from kvdepot.depot import Action, Depot, Reply
 from kvdepot.errors import ArenaError, BadRequest, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
 from kvdepot.mover import Mover
-from kvdepot.space import PAGE, Space
+from kvdepot.records import Records
+from kvdepot.recovery import restore
+from kvdepot.space import Space
 
 __all__ = ["Server"]
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_LINES = 20
+"""Dropped records that are logged one by one."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -50,7 +54,7 @@ class Server:
         self.boot = os.urandom(wire.BOOT_BYTES)
         name = config.arena_name or f"kvdepot-{os.geteuid()}-{hashlib.sha256(config.url.encode()).hexdigest()[:12]}"
         size = config.arena_bytes
-        if size < CHUNKS_START + PAGE:
+        if size < smallest_arena():
             raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
         self._guard = _Guard(config.url)
         try:
@@ -59,6 +63,7 @@ class Server:
             self._guard.close()
             raise
         self._stopping = False
+        self._corrupt = 0  # chunks found damaged when last logged
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
@@ -69,10 +74,27 @@ class Server:
             self._guard.close()
             raise
         self._cards: dict[bytes, shm.CardView] = {}
-        self.depot = Depot(config, Index(Space(CHUNKS_START, size), POLICIES[config.policy]()))
+        self.depot = Depot(config, self._restore())
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._mover = Mover(self.arena, config.copy_threads, self._report)
+
+    def _restore(self) -> Index:
+        """An index of the chunks that are in the arena already, if another server left them."""
+        arena = self.arena
+        records = Records(arena.table(), arena.ensure_table)
+        index = Index(Space(arena.header.chunks_start, arena.size), POLICIES[self._config.policy](), records)
+        if arena.taken_over:
+            begun = time.monotonic()
+            restored = restore(index, arena.read_table(), arena.whole)
+            for line in restored.dropped[:_LINES]:
+                log.warning("not taken back: %s", line)
+            log.info(
+                "took over the arena %s with %d chunks in %.3f s; %d records and %d slots made no sense",
+                arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), restored.damaged,
+            )  # fmt: skip
+        arena.settle()
+        return index
 
     def _bind(self) -> None:
         socket = self._socket
@@ -101,8 +123,6 @@ class Server:
         gc.freeze()
         shm.sweep_cards()
         self.arena.start_populating()
-        if self.arena.taken_over:
-            log.info("took over the arena %s that a dead server left", self.arena.path)
         log.info(
             "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",
             self._config.url, self._config.chunk_size, self.arena.path, self.arena.size / 2**30,
@@ -213,6 +233,10 @@ class Server:
                 self._act(self.depot.died(identity))
                 del self._cards[identity]
                 card.close(remove=True)
+        corrupt = self.depot.counters["corrupt_chunks"]
+        if corrupt > self._corrupt:
+            log.error("%d chunks in memory were not what had been stored: is this machine's memory sound?", corrupt)
+            self._corrupt = corrupt
         gc.collect(1)
 
     # -- the end
@@ -238,7 +262,7 @@ class Server:
         self._context.term()
         for card in self._cards.values():
             card.close(remove=False)
-        self.arena.close()
+        self.arena.close(remove=self._config.on_stop == "remove")
         self._guard.close()
         os.close(self._wake)
         log.info("stopped")

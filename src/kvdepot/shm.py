@@ -58,16 +58,23 @@ def open_shared(name: str, flags: int = os.O_RDWR) -> int:
     return fd
 
 
-def map_shared(name: str, size: int) -> mmap.mmap:
-    """Map `size` bytes of an existing file, readable and writable. Raises LayoutError when it is smaller."""
+def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
+    """Map `size` bytes of an existing file, readable and writable; the mapping and the file, the caller's to close.
+
+    Raises LayoutError when it is smaller, or the system has no more files or memory to give.
+    """
     fd = open_shared(name)
     try:
         actual = os.fstat(fd).st_size
         if not 0 < size <= actual:
             raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
-        return mmap.mmap(fd, size)
-    finally:
+        return mmap.mmap(fd, size), fd
+    except OSError as exc:
         os.close(fd)
+        raise LayoutError(f"shared memory {name} cannot be mapped: {exc.strerror}") from exc
+    except LayoutError:
+        os.close(fd)
+        raise
 
 
 def populate(address: int, size: int) -> bool:

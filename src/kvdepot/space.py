@@ -72,6 +72,24 @@ class Space:
                 end += after
             self._insert(start, end - start)
 
+    def occupy(self, taken: list[tuple[int, int]]) -> None:
+        """Take these extents, in rising order and apart, of a space that is all free. O(n)."""
+        assert self.free_bytes == self.capacity
+        self._forget_all()
+        at = self.start
+        for start, length in [*taken, (self.end, 0)]:
+            assert at <= start and start + length <= self.end, (at, start, length)
+            if start > at:
+                self._insert(at, start - at)
+            at = start + length
+
+    def _forget_all(self) -> None:
+        self._starts.clear()
+        self._ends.clear()
+        for level in self._by_class:
+            level.clear()
+        self.free_bytes = 0
+
     def _take(self, need: int) -> tuple[int, int]:
         """Take out a free extent of at least `need` bytes, or else one of the largest."""
         # popitem, not iteration: stepping over a dict's deleted entries again and again would be O(n).

@@ -1,0 +1,190 @@
+"""What survives the server's process: one record a sealed shard, and one a namespace, in the arena's own file.
+
+Written by index.py on the deciding thread; read by recovery.py when a server takes an arena over, and by check.py. The
+one law: a shard's record stands only while its bytes are whole. It is written after the last byte has arrived and
+erased before the first byte can be overwritten, so whatever kills the server, what is recorded is true.
+
+The table is an array of slots. A record is msgpack, cut over as many slots as it needs (one, for most):
+
+    offset  0, uint32   CRC-32 of the rest of the slot
+    offset  4, uint32   number of the next slot of this record; 0xFFFFFFFF: this is the last
+    offset  8, uint8    0 free, 1 first slot of a record, 2 further slot
+    offset  9, uint8    bytes of the record in this slot
+    offset 10           those bytes
+
+The first slot is written last and erased first. A slot that was being written when the server died has a wrong sum.
+
+The table has a slot for each 16 KiB of the arena; real chunks are far larger. Without a free slot a chunk is used
+like any other, but does not survive the server (`Index.unrecorded`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+__all__ = ["ARENA_BYTES_A_SLOT", "SLOT_BYTES", "Contents", "NamespaceRecord", "Record", "Records", "ShardRecord"]
+
+SLOT_BYTES = 128
+ARENA_BYTES_A_SLOT = 16384
+_BODY = struct.Struct("<IBB118s")
+_ROOM = 118
+_LAST = 0xFFFFFFFF
+_FREE, _FIRST, _FURTHER = 0, 1, 2
+_STEP = 512
+"""Slots that get memory at once."""
+
+
+class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=False):
+    """What makes chunks' bytes mean the same; see index.Namespace. `number` is how shards name it."""
+
+    number: int
+    tenant: str
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    layouts: dict[int, bytes]
+
+
+class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """One sealed shard.
+
+    parent, position: as in index.Chunk (empty, 0: loose). extents: as in space.py, flat: offset, bytes, offset, ...
+    size: bytes of KV in them. serial: shards sealed before this one. checksum: of the KV; 0 = none was made.
+    """
+
+    namespace: int
+    rank: int
+    key: bytes
+    parent: bytes
+    position: int
+    extents: list[int]
+    size: int
+    serial: int
+    checksum: int
+
+
+Record: TypeAlias = NamespaceRecord | ShardRecord
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+@dataclass
+class Contents:
+    """What a table holds: whole records with their slots, and how many slots make no sense."""
+
+    records: list[tuple[int, Record]] = field(default_factory=list)
+    damaged: int = 0
+
+
+class Records:
+    """The table in `memory` (a whole number of slots). Not thread-safe: the deciding thread's."""
+
+    def __init__(self, memory: memoryview, ensure: Callable[[int, int], bool] = lambda offset, size: True) -> None:
+        """ensure: make sure that bytes `[offset, offset + size)` of `memory` can be written; False where they can't."""
+        self._memory = memory
+        self._ensure = ensure
+        self.capacity = len(memory) // SLOT_BYTES
+        self._free: list[int] = []
+        self._fresh = 0  # slots from here on were never used
+        self._ready = 0  # slots up to here have memory
+        self._further: dict[int, list[int]] = {}  # first slot -> the others, where there are any
+
+    def __repr__(self) -> str:
+        return f"<Records {self.used} of {self.capacity} slots>"
+
+    @property
+    def used(self) -> int:
+        """Slots in use."""
+        return self._fresh - len(self._free)
+
+    def write(self, record: Record) -> int:
+        """Add a record; its slot, or -1 when there is no room for it."""
+        data = _encode(record)
+        slots = [slot for _ in range(0, len(data), _ROOM) if (slot := self._take()) >= 0]
+        if len(slots) * _ROOM < len(data):
+            self._free += slots
+            return -1
+        following = _LAST
+        for part in range(len(slots) - 1, -1, -1):
+            piece = data[part * _ROOM : (part + 1) * _ROOM]
+            body = _BODY.pack(following, _FURTHER if part else _FIRST, len(piece), piece)
+            start = slots[part] * SLOT_BYTES
+            self._memory[start : start + SLOT_BYTES] = crc32(body).to_bytes(4, "little") + body
+            following = slots[part]
+        if len(slots) > 1:
+            self._further[slots[0]] = slots[1:]
+        return slots[0]
+
+    def erase(self, slot: int) -> None:
+        """Remove the record that `write` put at this slot; -1 is none."""
+        if slot < 0:
+            return
+        for each in (slot, *self._further.pop(slot, ())):
+            self._memory[each * SLOT_BYTES : each * SLOT_BYTES + 10] = bytes(10)
+            self._free.append(each)
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._fresh == self._ready:
+            step = min(_STEP, self.capacity - self._ready)
+            if not step or not self._ensure(self._ready * SLOT_BYTES, step * SLOT_BYTES):
+                return -1
+            self._ready += step
+        self._fresh += 1
+        return self._fresh - 1
+
+    def read(self, data: bytes | None = None) -> Contents:
+        """All records of a table that another server wrote, of which this one knows nothing yet.
+
+        data: the table's bytes, where the caller can read them without touching memory that was never written.
+        Slots that belong to no whole record count as free; `write` may use them.
+        """
+        data = bytes(self._memory) if data is None else data
+        contents = Contents()
+        kinds = np.frombuffer(data, np.uint8)[: self.capacity * SLOT_BYTES].reshape(-1, SLOT_BYTES)[:, 8]
+        written = np.flatnonzero(kinds).tolist()
+        used: set[int] = set()
+        for slot in np.flatnonzero(kinds == _FIRST).tolist():
+            slots, record = self._assemble(data, slot)
+            if record is None or not used.isdisjoint(slots):
+                continue
+            used.update(slots)
+            contents.records.append((slot, record))
+            if len(slots) > 1:
+                self._further[slot] = slots[1:]
+        contents.damaged = len(written) - len(used)
+        self._fresh = self._ready = written[-1] + 1 if written else 0
+        self._free = [slot for slot in range(self._fresh) if slot not in used]
+        return contents
+
+    def _assemble(self, data: bytes, slot: int) -> tuple[list[int], Record | None]:
+        """The slots of the record that begins here, and the record if it is whole."""
+        slots: list[int] = []
+        text = b""
+        kind = _FIRST
+        while slot < self.capacity and len(slots) < self.capacity:
+            end = (slot + 1) * SLOT_BYTES
+            body = data[end - _BODY.size : end]
+            if crc32(body).to_bytes(4, "little") != data[end - SLOT_BYTES : end - _BODY.size]:
+                break
+            following, found, length, piece = _BODY.unpack(body)
+            if found != kind:
+                break
+            slots.append(slot)
+            text = text + piece[:length] if text else piece[:length]
+            if following == _LAST:
+                try:
+                    return slots, _decoder.decode(text)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    break
+            slot, kind = following, _FURTHER
+        return slots, None

@@ -1,0 +1,171 @@
+"""A new server's index from what the last one recorded. Called once by server.py before it serves, and by check.py.
+
+The one law: nothing is taken back that could be served wrong. A record must make sense by itself (places inside the
+arena that were not cut off, a key, a rank whose layout is known) and beside the others (one record a shard, no byte in
+two shards); what does not is dropped, alone, and counted. A dropped chunk leaves those behind it without a prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvdepot.index import Chunk, Index, Namespace, Shard
+from kvdepot.keys import HASH_BYTES
+from kvdepot.records import NamespaceRecord, ShardRecord
+from kvdepot.space import PAGE, Space
+
+__all__ = ["Restored", "restore"]
+
+
+@dataclass
+class Restored:
+    """What came back, in shards, and why others did not."""
+
+    shards: int = 0
+    chunks: int = 0
+    dropped: list[str] = field(default_factory=list)
+    """One line a record that was dropped."""
+    damaged: int = 0
+    """Slots of the table that belong to no whole record."""
+
+
+def restore(index: Index, data: bytes | None = None, limit: int | None = None) -> Restored:
+    """Fill an empty index from its records.
+
+    data: the table's bytes, where reading them from memory would be a waste. limit: what lies at or behind this
+    offset of the arena is lost.
+    """
+    contents = index.records.read(data)
+    restored = Restored(damaged=contents.damaged)
+    shards: list[tuple[int, ShardRecord]] = []
+    spaces: dict[int, Namespace] = {}
+    for slot, record in contents.records:
+        if isinstance(record, ShardRecord):
+            shards.append((slot, record))
+        else:
+            _add_namespace(index, spaces, slot, record, restored)
+    shards = _plausible(index, shards, spaces, index.space.end if limit is None else limit, restored)
+    shards.sort(key=lambda item: item[1].position)  # parents first
+    for slot, record in shards:
+        _add_shard(spaces[record.namespace], slot, record)
+    for space in spaces.values():
+        _link(space)
+    index.space.occupy(sorted(place for _, record in shards for place in _places(record)))
+    for space in spaces.values():
+        if not space.chunks:
+            index.records.erase(space.slot)
+    serial = max((record.serial for _, record in shards), default=0)
+    index.adopt(sorted((s for s in spaces.values() if s.chunks), key=lambda space: space.number), serial)
+    restored.shards = len(shards)
+    restored.chunks = index.chunks
+    return restored
+
+
+def _add_namespace(
+    index: Index, spaces: dict[int, Namespace], slot: int, record: NamespaceRecord, restored: Restored
+) -> None:
+    if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1:
+        restored.dropped.append(f"namespace {record.number}: world size {record.world_size}")
+        index.records.erase(slot)
+        return
+    known = spaces.get(record.number)
+    if known is not None:  # the server died between writing it anew and erasing the old record
+        index.records.erase(slot if len(record.layouts) <= len(known.layouts) else known.slot)
+        if len(record.layouts) <= len(known.layouts):
+            return
+    space = Namespace(record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk)
+    space.layouts = dict(record.layouts)
+    space.slot = slot
+    spaces[record.number] = space
+
+
+def _places(record: ShardRecord) -> list[tuple[int, int]]:
+    return list(zip(record.extents[::2], record.extents[1::2], strict=True))
+
+
+def _plausible(
+    index: Index,
+    shards: list[tuple[int, ShardRecord]],
+    spaces: dict[int, Namespace],
+    limit: int,
+    restored: Restored,
+) -> list[tuple[int, ShardRecord]]:
+    """The records that can be believed; the others are erased."""
+    space = index.space
+    wrong: dict[int, str] = {}  # slot -> why
+    newest: dict[tuple[int, int, bytes], tuple[int, int]] = {}
+    places: list[tuple[int, int, int]] = []
+    for slot, record in shards:
+        why = _fault(record, spaces, space, limit)
+        if why:
+            wrong[slot] = why
+            continue
+        name = record.namespace, record.rank, record.key
+        serial, other = newest.get(name, (-1, -1))
+        if other >= 0:
+            wrong[min((serial, other), (record.serial, slot))[1]] = "stored twice"
+        newest[name] = max((serial, other), (record.serial, slot))
+        places += [(start, length, slot) for start, length in _places(record)]
+    reached, owner = space.start, -1
+    for start, length, slot in sorted(places):
+        if slot in wrong:
+            continue
+        if start < reached:
+            wrong[slot] = wrong[owner] = "two shards claim the same bytes"
+        if start + length > reached:
+            reached, owner = start + length, slot
+    for slot, record in shards:
+        if slot in wrong:
+            restored.dropped.append(f"shard {record.key.hex()[:16]} of rank {record.rank}: {wrong[slot]}")
+            index.records.erase(slot)
+    return [item for item in shards if item[0] not in wrong]
+
+
+def _fault(record: ShardRecord, spaces: dict[int, Namespace], space: Space, limit: int) -> str:
+    """Why a record cannot be believed by itself; empty if it can."""
+    owner = spaces.get(record.namespace)
+    if owner is None:
+        return "its namespace is not recorded"
+    if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
+        return "no key, or a rank that is not known"
+    if record.position < 0 or record.size < 1 or not 0 <= record.checksum < 1 << 64 or record.serial < 0:
+        return "a number is out of its range"
+    numbers = record.extents
+    if not numbers or len(numbers) % 2:
+        return "its place is not given"
+    for start, length in _places(record):
+        if (start - space.start) % PAGE or length < PAGE or length % PAGE or start < space.start:
+            return "its place is no extent"
+        if start + length > min(space.end, limit):
+            return "its bytes were cut off"
+    if sum(numbers[1::2]) != Space.rounded(record.size):
+        return "its place has not its size"
+    return ""
+
+
+def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
+    chunk = space.chunks.get(record.key)
+    if chunk is None:
+        chunk = space.chunks[record.key] = Chunk(key=record.key, namespace=space)
+        before = space.chunks.get(record.parent) if record.position > 1 else None
+        if record.position == 1 or (before is not None and before.position == record.position - 1):
+            chunk.position = record.position
+            chunk.parent = before
+            if before is not None:
+                before.children += 1
+    shard = Shard(tuple(_places(record)), record.size, True, False, record.checksum, slot)
+    chunk.shards[record.rank] = shard
+    chunk.sealed += 1
+    chunk.used = max(chunk.used, record.serial)
+    taken = sum(record.extents[1::2])
+    chunk.bytes += taken
+    space.bytes += taken
+
+
+def _link(space: Namespace) -> None:
+    """Chain what is whole; chunks are in the dict in the order of their positions."""
+    for chunk in space.chunks.values():
+        before: Chunk | None = chunk.parent
+        whole = chunk.sealed == space.world_size and chunk.position
+        if whole and (chunk.position == 1 or (before is not None and before.depth == chunk.position - 1)):
+            chunk.depth = chunk.position
