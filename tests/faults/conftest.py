@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,44 @@ def start_driver(nursery: Nursery) -> Iterator[StartDriver]:
         driver.close()
 
 
+_TICK = """
+import time
+last = time.monotonic()
+while True:
+    time.sleep(0.005)
+    now = time.monotonic()
+    if now - last > 0.05:
+        print(last, now, flush=True)
+    last = now
+"""
+
+
+class Metronome:
+    """A process that only tells the time: what holds it up is the machine, not a fault."""
+
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.process = subprocess.Popen([sys.executable, "-c", _TICK], stdout=self._said)
+
+    def stalled_s(self, since: float) -> float:
+        """Seconds that the machine did not run us since `since` (monotonic)."""
+        self._said.seek(0)
+        gaps = [tuple(map(float, line.split())) for line in self._said.read().splitlines()]
+        return sum(end - max(begin, since) for begin, end in gaps if end > since)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        self._said.close()
+
+
+@pytest.fixture(scope="session")
+def metronome() -> Iterator[Metronome]:
+    made = Metronome()
+    yield made
+    made.close()
+
+
 def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
@@ -160,9 +200,22 @@ class Watcher:
         answer: dict[str, Any] = self._client.ask(wire.Status()).result(10.0)
         return answer
 
-    def wait_busy(self) -> None:
-        """Until a store or retrieve is under way."""
-        eventually(lambda: self.status()["operations"])
+    def stop_in_copy(self, depot: Depot, driver: Driver, begin: Callable[[int], dict[str, Any]]) -> str:
+        """Stop (SIGSTOP) the server in the middle of a copy; the id of what was begun.
+
+        begin: the command that begins it, by attempt: a copy may be over before the signal arrives.
+        """
+        for attempt in range(20):
+            driver.send(**begin(attempt))
+            deadline = time.monotonic() + 0.5
+            while not self.status()["operations"] and time.monotonic() < deadline:
+                pass
+            depot.process.send_signal(signal.SIGSTOP)
+            request_id: str = driver.answer()
+            if request_id in driver.tell("under_way"):
+                return request_id
+            depot.process.send_signal(signal.SIGCONT)
+        raise AssertionError("20 copies were too fast to be interrupted")
 
     def released_s(self) -> float:
         """Seconds until nothing is left of all clients but this one; fails after the 5 s that are promised."""
@@ -187,3 +240,80 @@ def watch(start_depot: StartDepot) -> Iterator[Callable[[Depot], Watcher]]:
     yield start
     for watcher in watchers:
         watcher.close()
+
+
+SLEEP_S = 30.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def asleep(request: pytest.FixtureRequest, nursery: Nursery, metronome: Metronome) -> Iterator[Future[dict[str, Any]]]:
+    """What a server's sleep of 30 s did to its engines; it sleeps while other tests run."""
+    wanted = any(item.path.name == "test_stopped.py" for item in request.session.items)
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as background:
+        yield background.submit(_sleep, nursery, metronome, over) if wanted else Future()
+        over.set()
+
+
+def _sleep(nursery: Nursery, metronome: Metronome, over: threading.Event) -> dict[str, Any]:
+    depot = Depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
+    idle, busy, asking = drivers = [nursery.spawn() for _ in range(3)]
+    watcher = None
+    try:
+        depot.wait_ready()
+        watcher = Watcher(depot)
+        for driver, model in zip(drivers, ("wide", "narrow", "narrow"), strict=True):
+            size = {"blocks": 64, "width": 1 << 15} if model == "wide" else {"blocks": 200, "width": 16}
+            driver.tell("open", url=depot.url, model=model, **size)
+        assert idle.tell("store", family=1, chunks=4) is True
+        busy.tell("start", families=40)
+        eventually(lambda: busy.tell("stats").get("loaded_blocks", 0))
+        begun = [watcher.stop_in_copy(depot, idle, lambda n: {"do": "begin_store", "family": 10 + n, "chunks": 8})]
+        began = time.monotonic()
+        # These the server has not even read.
+        begun += [idle.tell("begin_store", family=3, chunks=3), idle.tell("begin_retrieve", family=1, chunks=4)]
+        under_way: list[list[str]] = []
+        lookups: list[int] = []
+        while time.monotonic() - began < SLEEP_S and not over.wait(1.0):
+            under_way.append(idle.tell("under_way"))
+            lookups.append(asking.tell("lookup", family=len(lookups), chunks=3))
+        asleep_stats = [driver.tell("stats") for driver in drivers]
+        slept_s = time.monotonic() - began
+        depot.process.send_signal(signal.SIGCONT)
+        stored, stored_later = (idle.tell("end_store", request_id=request_id) for request_id in begun[:2])
+        failed = idle.tell("end_retrieve", request_id=begun[2])
+        recovered_s = time.monotonic() - began - slept_s
+        stop_stats = busy.tell("stop")
+        result = {
+            "slept_s": slept_s,
+            "begun": sorted(begun),
+            "under_way": under_way,
+            "lookups": lookups,
+            "stats": asleep_stats,
+            "stalled_s": metronome.stalled_s(began),
+            "stored": [stored, stored_later],
+            "failed_blocks": failed,
+            "recovered_s": recovered_s,
+            "hits": [
+                idle.tell("hits", families=[1], chunks=4), idle.tell("hits", families=[3], chunks=3),
+                asking.tell("hits", families=list(range(40)), chunks=6),
+            ],
+            "wrong": [stop_stats["wrong"], *(driver.tell("stats")["wrong"] for driver in drivers)],
+        }  # fmt: skip
+        eventually(lambda: watcher.status()["sessions"] == 0)
+        result["status"] = watcher.status()
+        return result
+    finally:
+        depot.process.send_signal(signal.SIGCONT)
+        for driver in drivers:
+            if not _is_zombie(driver.pid):
+                os.kill(driver.pid, signal.SIGKILL)
+            driver.close()
+        if watcher is not None:
+            watcher.close()
+        depot.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for the sleeping server comes last."""
+    items.sort(key=lambda item: item.path.name == "test_stopped.py")

@@ -38,10 +38,11 @@ class Child:
 
     def serve(self) -> None:
         while True:
-            if self.traffic is not None and not select.select([self.channel], [], [], _PACE_S)[0]:
+            if self.traffic is not None:
                 assert self.engine is not None
                 self.engine.step(**self.traffic)
-                continue
+                if not select.select([self.channel], [], [], _PACE_S)[0]:
+                    continue
             line = self.lines.readline()
             if not line:
                 return

@@ -21,7 +21,9 @@ import torch
 import zmq
 from blake3 import blake3
 
+from kvdepot import wire
 from kvdepot.adapters import KVCacheHandle, LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.errors import KVDepotError
 
 BLOCK = 16
 """Tokens a block."""
@@ -124,9 +126,9 @@ class ToyEngine:
     def take(self, count: int) -> list[int] | None:
         if len(self.free) < count:
             return None
-        taken = self.random.sample(self.free, count)
+        self.random.shuffle(self.free)
+        taken = [self.free.pop() for _ in range(count)]
         for block in taken:
-            self.free.remove(block)
             if not self.holds(block, self.given_back.pop(block)):
                 self.wrong.append(f"free block {block} was written to")
         return taken
@@ -138,9 +140,8 @@ class ToyEngine:
 
     def check(self, prompt: Prompt, blocks: list[int], skip: Iterable[int] = ()) -> int:
         """Blocks whose bytes are not those of the prompt, other than those in `skip`."""
-        bad = [
-            i for i, block in enumerate(blocks) if block not in set(skip) and not self.holds(block, prompt.keys[i])
-        ]
+        skipped = set(skip)
+        bad = [i for i, block in enumerate(blocks) if block not in skipped and not self.holds(block, prompt.keys[i])]
         if bad:
             self.wrong.append(f"blocks {bad} of a prompt of {len(blocks)} hold other bytes")
         return len(bad)
@@ -222,9 +223,17 @@ class ToyEngine:
 
     def under_way(self) -> list[str]:
         """Ids of what has been begun and has not ended, by looking once."""
-        stored, loaded = self.worker.get_finished(set(self.requests))
-        assert not stored and not loaded, f"ended: {stored} {loaded}"
-        return sorted(self.requests)
+        self.worker.mq_client.pump()
+        transfers = [*self.worker.store_futures.items(), *self.worker.retrieve_futures.items()]
+        return sorted(request_id for request_id, futures in transfers if not all(f.done() for f in futures))
+
+    def reaches_server(self) -> bool:
+        """Whether scheduler and worker get answers now."""
+        answers = [adapter.mq_client.ask(wire.Noop(), deadline_s=1.0) for adapter in (self.scheduler, self.worker)]
+        try:
+            return [answer.result(1.0) for answer in answers] == ["ok", "ok"]
+        except KVDepotError:
+            return False
 
     def hits(self, families: list[int], chunks: int) -> int:
         """Retrieve what is there of these prompts and check it; how many chunks were there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import struct
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import SHM, Depot, StartDepot, eventually
-from tests.faults.conftest import Driver, StartDriver, Watcher
+from tests.faults.conftest import Driver, Metronome, StartDriver, Watcher
 
 pytestmark = pytest.mark.faults
 
@@ -30,42 +29,66 @@ def again(start_depot: StartDepot, depot: Depot, *flags: str, **options: Any) ->
     return start_depot(*flags, url=depot.url, name=depot.name, **options)
 
 
+def recovered(*drivers: Driver) -> None:
+    """Wait until engines that did nothing to reach the new server reach it."""
+    eventually(lambda: all(driver.tell("reaches_server") for driver in drivers), 5.0)
+
+
 def traffic(drivers: list[Driver], **options: Any) -> None:
     for driver in drivers:
         driver.tell("start", **options)
 
 
-def went_well(drivers: list[Driver], what: str) -> list[dict[str, Any]]:
-    """What the engines did since they were asked last; no wrong byte, and no step that waited."""
-    all_stats = [driver.tell("stats") for driver in drivers]
-    for stats in all_stats:
-        print(what, stats)
-        assert not stats["wrong"]
-        assert stats["step_max_s"] < STEP_S
-        assert stats["lookup_max_s"] < STEP_S
-    return all_stats
+class Judge:
+    """Asks engines what they did since they were asked last: no wrong byte, and no step that waited."""
+
+    def __init__(self, metronome: Metronome) -> None:
+        self._metronome = metronome
+        self._since = time.monotonic()
+        self.steps = self.requests = 0
+        self.step_max_s = self.lookup_max_s = 0.0
+
+    def look(self, drivers: list[Driver]) -> list[dict[str, Any]]:
+        all_stats = [driver.tell("stats") for driver in drivers]
+        stalled_s = self._metronome.stalled_s(self._since)
+        self._since = time.monotonic()
+        for stats in all_stats:
+            assert not stats["wrong"]
+            assert stats["step_max_s"] < STEP_S + stalled_s, stats
+            assert stats["lookup_max_s"] < STEP_S + stalled_s, stats
+            self.steps += stats["steps"]
+            self.requests += stats.get("requests", 0)
+            self.step_max_s = max(self.step_max_s, stats["step_max_s"])
+            self.lookup_max_s = max(self.lookup_max_s, stats["lookup_max_s"])
+        return all_stats
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.steps} steps, {self.requests} requests; the longest step took {self.step_max_s:.3f} s, the longest "
+            f"lookup {self.lookup_max_s:.3f} s"
+        )
 
 
 def test_engines_go_on_at_once_when_the_server_is_killed_while_they_store_and_retrieve(
-    start_depot: StartDepot, start_driver: StartDriver
+    start_depot: StartDepot, start_driver: StartDriver, metronome: Metronome
 ) -> None:
     chance = random.Random(1)
     options: dict[str, Any] = {"arena_mib": 24, "chunk_size": 64}
     depot = start_depot(**options)
     drivers = [start_driver(depot.url, seed=seed, blocks=160, width=64) for seed in range(3)]
+    judge = Judge(metronome)
     traffic(drivers, families=60, running=8)
-    for number in range(10):
+    for number in range(12):
         time.sleep(chance.uniform(0.02, 0.3))  # the moment of the kill
         kill(depot)
-        went_well(drivers, f"round {number}, until the kill")
-        time.sleep(chance.choice([0.0, 0.3]))  # without a server
-        for stats in went_well(drivers, f"round {number}, after the kill"):
-            assert stats["steps"] > 0
+        judge.look(drivers)
+        if number % 2:  # some requests end while there is no server
+            eventually(lambda: all(stats.get("requests", 0) for stats in judge.look(drivers)))
         depot = again(start_depot, depot, **options)
+    eventually(lambda: all(stats.get("loaded_blocks", 0) for stats in judge.look(drivers)))
     for driver in drivers:
-        driver.tell("stats")
-        eventually(lambda driver=driver: driver.tell("stats")["loaded_blocks"] > 0)
         assert not driver.tell("stop")["wrong"]
+    print(judge)
     assert drivers[0].tell("hits", families=list(range(60)), chunks=6) > 0
     assert not drivers[0].tell("stats")["wrong"]
     status = depot.status()
@@ -73,26 +96,8 @@ def test_engines_go_on_at_once_when_the_server_is_killed_while_they_store_and_re
     assert status["reserved_shards"] == status["holds"] == status["operations"] == status["sessions"] == 0
 
 
-def test_without_a_server_engines_finish_their_requests(start_depot: StartDepot, start_driver: StartDriver) -> None:
-    depot = start_depot(arena_mib=24, chunk_size=64)
-    driver = start_driver(depot.url, blocks=160, width=64)
-    traffic([driver], families=60)
-    eventually(lambda: driver.tell("stats").get("loaded_blocks", 0))
-    kill(depot)
-    driver.tell("stats")
-    finished = 0
-
-    def count() -> int:
-        nonlocal finished
-        finished += went_well([driver], "alone")[0].get("requests", 0)
-        return finished
-
-    eventually(lambda: count() > 100)
-    assert not driver.tell("stop")["wrong"]
-
-
 def test_a_server_started_within_100_ms_has_the_chunks_back_and_engines_register_by_themselves(
-    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
+    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher], metronome: Metronome
 ) -> None:
     options: dict[str, Any] = {"arena_mib": 128, "chunk_size": 64}
     depot = start_depot(**options)
@@ -102,19 +107,26 @@ def test_a_server_started_within_100_ms_has_the_chunks_back_and_engines_register
     for family in sealed:
         assert keeper.tell("store", family=family, chunks=6) is True
     traffic(drivers, families=60)
+    judge = Judge(metronome)
     for number in range(3):
-        eventually(lambda: any(driver.tell("stats").get("loaded_blocks", 0) for driver in drivers))
+        eventually(lambda: all(stats.get("loaded_blocks", 0) for stats in judge.look(drivers)))
         began = time.monotonic()
         kill(depot)
         depot = again(start_depot, depot, **options)
         answered_s = time.monotonic() - began
+        recovered(keeper, *drivers)
+        recovered_s = time.monotonic() - began
         hits = keeper.tell("hits", families=sealed, chunks=6)
-        print(f"round {number}: answered {answered_s:.3f} s after the kill, {hits} of 600 chunks are back")
+        print(
+            f"round {number}: the server answers {answered_s:.3f} s after the kill, every engine is back after "
+            f"{recovered_s:.3f} s, {hits} of 600 chunks are"
+        )
         assert hits >= 594
-        went_well([keeper, *drivers], f"round {number}")
+        judge.look([keeper, *drivers])
     for driver in drivers:
         stats = driver.tell("stop")
         assert not stats["wrong"]
+    print(judge)
     watcher = watch(depot)
     assert watcher.status()["instances"] == 3
     for driver in (keeper, *drivers):
@@ -125,47 +137,59 @@ def test_a_server_started_within_100_ms_has_the_chunks_back_and_engines_register
 def test_what_was_being_written_when_the_server_was_killed_is_gone_after_its_restart(
     start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:
-    options: dict[str, Any] = {"arena_mib": 512, "chunk_size": 64}
+    options: dict[str, Any] = {"arena_mib": 256, "chunk_size": 64}
     depot = start_depot("--copy-threads", "1", **options)
-    driver = start_driver(depot.url, blocks=64, width=1 << 16)
+    driver = start_driver(depot.url, blocks=64, width=1 << 15)
     assert driver.tell("store", family=1, chunks=2) is True
-    store = driver.tell("begin_store", family=2, chunks=12)
-    watch(depot).wait_busy()
-    depot.process.send_signal(signal.SIGSTOP)  # in the middle of the copy
+    watcher = watch(depot)
+    for family in range(10, 15):
+        assert driver.tell("store", family=family, chunks=1) is True
+    store = watcher.stop_in_copy(depot, driver, lambda n: {"do": "begin_store", "family": 20, "chunks": 8})
     kill(depot)
     depot = again(start_depot, depot, **options)
     assert driver.tell("end_store", request_id=store) is False
-    assert driver.tell("hits", families=[1], chunks=2) == 2
-    assert driver.tell("hits", families=[2], chunks=12) == 0
+    recovered(driver)
+    assert driver.tell("hits", families=[1, *range(10, 15)], chunks=2) == 7
+    assert driver.tell("hits", families=[20], chunks=8) == 0
     status = depot.status()
-    assert status["chunks"] == 2 and status["used_bytes"] == status["namespaces"][0]["bytes"] >= 2 * (16 << 20)
-    assert driver.tell("store", family=2, chunks=12) is True
-    assert driver.tell("hits", families=[2], chunks=12) == 12
+    assert status["chunks"] == 7 and status["used_bytes"] == status["namespaces"][0]["bytes"] == 7 * (8 << 20)
+    assert driver.tell("store", family=20, chunks=8) is True
+    assert driver.tell("hits", families=[20], chunks=8) == 8
     assert not driver.tell("stats")["wrong"]
 
 
-def test_100_000_chunks_are_back_within_a_second(start_depot: StartDepot, start_driver: StartDriver) -> None:
+def test_100_000_chunks_are_back_within_a_second(
+    start_depot: StartDepot, start_driver: StartDriver, metronome: Metronome
+) -> None:
     chunks, families = 1000, list(range(100))
     options: dict[str, Any] = {"arena_mib": 1700, "chunk_size": 16}
     depot = start_depot(**options)
-    driver = start_driver(depot.url, blocks=chunks, width=64)  # 4 KiB a chunk
+    driver = start_driver(depot.url, blocks=chunks, width=4)  # each takes a page of the arena
     for family in families:
         assert driver.tell("store", family=family, chunks=chunks) is True
     assert depot.status()["chunks"] == 100_000
     kill(depot)
-    began = time.monotonic()
-    empty = start_depot(**options)
-    without_s = time.monotonic() - began
-    kill(empty)
-    began = time.monotonic()
-    depot = again(start_depot, depot, **options)
-    with_s = time.monotonic() - began
-    print(f"answers after {with_s:.3f} s with 100,000 chunks to take back, after {without_s:.3f} s with none")
-    assert depot.status()["chunks"] >= 99_000
-    assert with_s - without_s < 1.0
-    assert sum(driver.tell("lookup", family=family, chunks=chunks) for family in families) >= 99_000
-    assert driver.tell("hits", families=families[::10], chunks=chunks) >= 9_900
-    assert not driver.tell("stats")["wrong"]
+    took_s = []
+    servers = [Depot(**options)]  # what starting the process costs by itself
+    try:
+        for _ in range(2):
+            began = time.monotonic()
+            server = servers[-1]
+            eventually(lambda server=server: "serving at" in server.logged(), 30.0)
+            took_s.append(time.monotonic() - began - metronome.stalled_s(began))
+            if len(servers) == 1:
+                server.close()
+                servers.append(Depot(url=depot.url, name=depot.name, **options))
+        print(f"serves after {took_s[1]:.3f} s with 100,000 chunks to take back, after {took_s[0]:.3f} s with none")
+        recovered(driver)
+        assert servers[1].status()["chunks"] >= 99_000
+        assert sum(driver.tell("lookup", family=family, chunks=chunks) for family in families) >= 99_000
+        assert driver.tell("hits", families=families[::10], chunks=chunks) >= 9_900
+        assert not driver.tell("stats")["wrong"]
+        assert took_s[1] - took_s[0] < 1.0
+    finally:
+        for server in servers:
+            server.close()
 
 
 def test_a_planned_restart_keeps_the_arena_when_asked_to_and_removes_it_otherwise(
@@ -180,10 +204,12 @@ def test_a_planned_restart_keeps_the_arena_when_asked_to_and_removes_it_otherwis
     assert depot.stop() == 0
     assert (SHM / depot.name).exists()
     depot = again(start_depot, depot, **options)  # without the flag: removed at its end
+    recovered(driver)
     assert driver.tell("hits", families=families, chunks=3) == 60
     assert depot.stop() == 0
     assert not (SHM / depot.name).exists()
     depot = again(start_depot, depot, **options)
+    recovered(driver)
     assert driver.tell("hits", families=families, chunks=3) == 0
     assert driver.tell("store", family=1, chunks=3) is True
     assert driver.tell("hits", families=[1], chunks=3) == 3
