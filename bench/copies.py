@@ -53,8 +53,36 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             if worker is not None:
                 worker.shutdown()
             server.close()
+    figures += _verified(scale, engine, context, caches)
     context.term()
     return figures
+
+
+def _verified(
+    scale: Scale, engine: _Engine, context: zmq.Context[Any], caches: dict[str, torch.Tensor]
+) -> list[Figure]:
+    """What checksums cost: the longest prompt with each setting in turn, beside the same without."""
+    say("copies: with checksums")
+    modes = ("off", "sampled", "always")
+    servers: list[Serve] = []
+    workers: list[LMCacheMPWorkerAdapter] = []
+    try:
+        for mode in modes:
+            servers.append(Serve("--verify", mode, arena_gib=scale.copy_arena_gib / 2))
+            servers[-1].wait_populated(context)
+            workers.append(LMCacheMPWorkerAdapter(servers[-1].url, context, "bench", 1, 0, BLOCK_TOKENS))
+            workers[-1].register_kv_caches(caches)
+        speeds = engine.measure_side_by_side(workers)
+    finally:
+        for worker in workers:
+            worker.shutdown()
+        for server in servers:
+            server.close()
+    return [
+        at_least(f"{what} 8k tokens, --verify {mode}", "GB/s", speeds[number, what], speeds[0, what], bar)
+        for number, mode, bar in ((1, "sampled", 0.95), (2, "always", 0.5))
+        for what in ("store", "retrieve")
+    ]
 
 
 class _Engine:
@@ -96,6 +124,22 @@ class _Engine:
                     values, floors = gained[tokens, order, what], gained[tokens, order, "floor"]
                     figures.append(at_least(title, "GB/s", values, floors, bar))
         return figures
+
+    def measure_side_by_side(self, workers: list[LMCacheMPWorkerAdapter]) -> dict[tuple[int, str], list[float]]:
+        """GB/s of the longest prompt, shuffled, by worker and direction."""
+        speeds: dict[tuple[int, str], list[float]] = {}
+        tokens = max(self._scale.copy_tokens)
+        for run in range(-1, self._scale.copy_runs * 2):
+            source, target = self._blocks(tokens // BLOCK_TOKENS, "shuffled")
+            size = len(source) * len(self._caches) * self.block_bytes
+            ids = self._rng.integers(0, 1 << 17, tokens).tolist()
+            for number, worker in enumerate(workers):
+                times = {"store": self._store(worker, f"store {run}", ids, source)}
+                times["retrieve"] = self._retrieve(worker, f"retrieve {run}", ids, target)
+                send_lmcache_request(worker.mq_client, RequestType.CLEAR, []).result()
+                for what, seconds in times.items() if run >= 0 else ():
+                    speeds.setdefault((number, what), []).append(size / seconds / 1e9)
+        return speeds
 
     def _blocks(self, count: int, order: str) -> tuple[Ids, Ids]:
         """Blocks to store, and as many others to retrieve into."""

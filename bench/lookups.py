@@ -23,10 +23,10 @@ from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain
 
-__all__ = ["run"]
+__all__ = ["BLOCK_TOKENS", "MODEL", "fill", "run"]
 
-_MODEL = "bench"
-_BLOCK_TOKENS = 16
+MODEL = "bench"
+BLOCK_TOKENS = 16
 _CHUNK_TOKENS = 256
 _DEADLINE_S = 60.0
 _PROMPT_CHUNKS = 32
@@ -44,7 +44,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     server = Serve(arena_gib=1 / 16, chunk_size=_CHUNK_TOKENS)
     try:
         server.wait_populated(context)
-        worker = LMCacheMPWorkerAdapter(server.url, context, _MODEL, 1, 0, _BLOCK_TOKENS)
+        worker = LMCacheMPWorkerAdapter(server.url, context, MODEL, 1, 0, BLOCK_TOKENS)
         try:
             tokens = max(scale.lookup_tokens) + _CHUNK_TOKENS
             prompt = np.random.default_rng(11).integers(0, 1 << 17, tokens)
@@ -63,7 +63,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 def _register(worker: LMCacheMPWorkerAdapter, blocks: int) -> None:
     """One layer of 64 bytes a block."""
-    worker.register_kv_caches({"layer": torch.zeros((blocks, _BLOCK_TOKENS, 4), dtype=torch.uint8)})
+    worker.register_kv_caches({"layer": torch.zeros((blocks, BLOCK_TOKENS, 4), dtype=torch.uint8)})
 
 
 def _wait(worker: LMCacheMPWorkerAdapter, request: str) -> None:
@@ -79,7 +79,7 @@ def _wait(worker: LMCacheMPWorkerAdapter, request: str) -> None:
 
 
 def _store_prompt(worker: LMCacheMPWorkerAdapter, ids: list[int]) -> None:
-    blocks = len(ids) // _BLOCK_TOKENS
+    blocks = len(ids) // BLOCK_TOKENS
     _register(worker, blocks)
     worker.submit_store_request("fill", LoadStoreOp(list(range(blocks)), token_ids=ids, start=0, end=len(ids)), None)
     _wait(worker, "fill")
@@ -91,7 +91,7 @@ def _store_prompt(worker: LMCacheMPWorkerAdapter, ids: list[int]) -> None:
 def _times(scale: Scale, context: zmq.Context[Any], url: str, prompt: Any) -> list[Figure]:
     """Fresh lookups and repeated ones, each beside its floor."""
     say("lookups: time of one")
-    scheduler = LMCacheMPSchedulerAdapter(url, context, _MODEL, 1, 0, _BLOCK_TOKENS)
+    scheduler = LMCacheMPSchedulerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
     echo = Echo(context)
     gained: dict[tuple[str, int], list[float]] = {}
 
@@ -171,12 +171,12 @@ def _rate(scale: Scale, url: str, prompt: list[int]) -> Figure:
     chain = ChunkChain(_CHUNK_TOKENS)
     chain.extend(ids)
     hashes = bytes(chain.hashes)
-    lookup = wire.Lookup(_MODEL, 1, _CHUNK_TOKENS // _BLOCK_TOKENS, "request-0000", 1, hashes)
+    lookup = wire.Lookup(MODEL, 1, _CHUNK_TOKENS // BLOCK_TOKENS, "request-0000", 1, hashes)
     request_bytes = len(wire.encode_request(1, lookup))
     reply_bytes = len(wire.encode_answer(bytes(wire.ID_BYTES), bytes(wire.BOOT_BYTES), len(chain)))
     context: zmq.Context[Any] = zmq.Context()
     echo = Echo(context, reply_bytes)
-    askers = ["depot", url, _MODEL, str(_BLOCK_TOKENS), str(len(chain)), hashes.hex()]
+    askers = ["depot", url, MODEL, str(BLOCK_TOKENS), str(len(chain)), hashes.hex()]
     clients = [Peer(*askers) for _ in range(scale.rate_clients)]
     bare = [Peer("bare", echo.url, str(request_bytes)) for _ in range(scale.rate_clients)]
     try:
@@ -217,13 +217,13 @@ def _index(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> list[Fi
     rng = np.random.default_rng(13)
     try:
         for chunks in scale.index_chunks:
-            gib = (chunks + _PROMPT_CHUNKS + 64) * 4096 / 2**30  # a page a chunk is the least
-            servers.append(Serve(arena_gib=gib, chunk_size=_BLOCK_TOKENS))
+            gib = (chunks + _PROMPT_CHUNKS + 64) * 4096 * 1.02 / 2**30  # a page a chunk is the least, and the records
+            servers.append(Serve(arena_gib=gib, chunk_size=BLOCK_TOKENS))
         for chunks, server in zip(scale.index_chunks, servers, strict=True):
             say(f"lookups: filling an index with {chunks} chunks")
             server.wait_populated(context)
-            prompts.append(_fill(context, server.url, chunks, rng))
-            schedulers.append(LMCacheMPSchedulerAdapter(server.url, context, _MODEL, 1, 0, _BLOCK_TOKENS))
+            prompts.append(fill(context, server.url, chunks, rng))
+            schedulers.append(LMCacheMPSchedulerAdapter(server.url, context, MODEL, 1, 0, BLOCK_TOKENS))
         say("lookups: time by size of the index")
         echo = Echo(context)
         bare: list[float] = []
@@ -238,7 +238,7 @@ def _index(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> list[Fi
                 while (found := scheduler.check_lookup_result(request)) is None:
                     os.sched_yield()
                 seconds = time.perf_counter() - begun
-                if found != len(hashes) // HASH_BYTES * _BLOCK_TOKENS:
+                if found != len(hashes) // HASH_BYTES * BLOCK_TOKENS:
                     raise RuntimeError(f"{found} tokens found")
                 scheduler.cleanup_lookup_result(request)
                 scheduler.end_session(request)
@@ -266,9 +266,9 @@ def _index(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> list[Fi
     return figures
 
 
-def _fill(context: zmq.Context[Any], url: str, chunks: int, rng: np.random.Generator) -> list[bytes]:
+def fill(context: zmq.Context[Any], url: str, chunks: int, rng: np.random.Generator) -> list[bytes]:
     """Store that many chunks, as prompts of 32; the hashes of each prompt."""
-    worker = LMCacheMPWorkerAdapter(url, context, _MODEL, 1, 0, _BLOCK_TOKENS)
+    worker = LMCacheMPWorkerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
     prompts: list[bytes] = []
     try:
         _register(worker, _PROMPT_CHUNKS * _MESSAGE_PROMPTS)

@@ -1,4 +1,4 @@
-"""`kvdepot serve`: how soon it answers, and how much memory it holds beside its arena. All settings as they come."""
+"""`kvdepot serve`: how soon it answers, how soon after a kill it has its chunks back, and how much memory it holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lookups
+import numpy as np
 import zmq
 from common import Scale, Serve, say
 from report import Figure, at_most, below
+
+from kvdepot.adapters import LMCacheMPSchedulerAdapter
+from kvdepot.keys import HASH_BYTES
 
 __all__ = ["run"]
 
@@ -37,11 +42,52 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             import_times.append(imported_s * 1000)
             sizes.append(resident / 1e6)
             import_sizes.append(_import_bytes() / 1e6)
+    back = _recover(scale, context)
     context.term()
     return [
         at_most("kvdepot serve, launch to first answer", "ms", starts, import_times, 4),
+        below("kill -9 to hits again, 100k chunks", "ms", back, starts, 1000),
         below("kvdepot serve, resident without the arena", "MB", sizes, import_sizes, 120),
     ]
+
+
+def _recover(scale: Scale, context: zmq.Context[Any]) -> list[float]:
+    """Milliseconds from the kill of a server to a hit on the next one, which is launched at once."""
+    say(f"serve: killing a server with {scale.recovered_chunks} chunks")
+    gib = scale.recovered_chunks * 16384 * 1.02 / 2**30 + 0.002  # a record for each chunk
+    server = Serve(arena_gib=gib, chunk_size=lookups.BLOCK_TOKENS)
+    times: list[float] = []
+    try:
+        server.wait_populated(context)
+        prompts = lookups.fill(context, server.url, scale.recovered_chunks, np.random.default_rng(5))
+        scheduler = LMCacheMPSchedulerAdapter(server.url, context, lookups.MODEL, 1, 0, lookups.BLOCK_TOKENS)
+        for number in range(scale.recovery_runs):
+            begun = time.perf_counter()
+            server.kill()
+            server = Serve(arena_gib=gib, chunk_size=lookups.BLOCK_TOKENS, before=server)
+            tries = 0
+            while True:
+                request = f"{number} {tries}"
+                tries += 1
+                scheduler.submit_lookup(request, prompts[number])
+                if scheduler.wait_lookup_result(request, 5.0):
+                    break
+            times.append((time.perf_counter() - begun) * 1000)
+            lost = sum(not _found(scheduler, f"{number} all {i}", hashes) for i, hashes in enumerate(prompts))
+            if lost:
+                raise RuntimeError(f"{lost} of {len(prompts)} prompts are gone")
+        scheduler.shutdown()
+    finally:
+        server.close()
+    return times
+
+
+def _found(scheduler: LMCacheMPSchedulerAdapter, request: str, hashes: bytes) -> bool:
+    scheduler.submit_lookup(request, hashes)
+    found = scheduler.wait_lookup_result(request, 5.0)
+    scheduler.cleanup_lookup_result(request)
+    scheduler.end_session(request)
+    return found == len(hashes) // HASH_BYTES * lookups.BLOCK_TOKENS
 
 
 def _import_bytes() -> int:

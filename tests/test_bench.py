@@ -20,6 +20,7 @@ EXPECTED = (
         for what in ("store", "retrieve")
         for tokens in ("2k", "8k")
     ]
+    + [f"{what} 8k tokens, --verify {mode}" for mode in ("sampled", "always") for what in ("store", "retrieve")]
     + [f"lookup {tokens} tokens, all hit" for tokens in ("1k", "8k", "32k", "128k")]
     + [f"lookup {tokens} tokens repeated with 256 more" for tokens in ("1k", "8k", "32k", "128k")]
     + ["lookups a second, 8k tokens, 4 clients"]
@@ -28,7 +29,11 @@ EXPECTED = (
         for which in ("p50", "p99.9")
         for chunks in ("1k", "100k", "1M")
     ]
-    + ["kvdepot serve, launch to first answer", "kvdepot serve, resident without the arena"]
+    + [
+        "kvdepot serve, launch to first answer",
+        "kill -9 to hits again, 100k chunks",
+        "kvdepot serve, resident without the arena",
+    ]
 )
 
 

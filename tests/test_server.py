@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from kvdepot import __version__, cli
+from kvdepot import __version__, cli, wire
 from kvdepot.adapters import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -27,7 +28,8 @@ from kvdepot.adapters import (
     RequestType,
 )
 from kvdepot.config import Config
-from kvdepot.errors import Busy
+from kvdepot.errors import Busy, KVDepotError
+from kvdepot.layout import Layout, Mapping, Segment
 
 from .conftest import Depot, StartDepot, eventually
 
@@ -65,6 +67,18 @@ class Engine:
         self.scheduler, self.worker = LMCacheMPSchedulerAdapter(*shape), LMCacheMPWorkerAdapter(*shape)
         self.cache = torch.randint(0, 256, (blocks, BLOCK, block_bytes // BLOCK), dtype=torch.uint8)
         self.worker.register_kv_caches({"layer": self.cache})
+
+    def wait_connected(self) -> None:
+        """Until both adapters have found the server that runs now."""
+
+        def answers(client: MessageQueueClient) -> bool:
+            try:
+                return bool(client.submit_request(RequestType.NOOP, []).result(5.0) == "ok")
+            except KVDepotError:
+                return False
+
+        for adapter in (self.scheduler, self.worker):
+            eventually(lambda adapter=adapter: answers(adapter.mq_client))
 
     def store(self, tokens: list[int], blocks: list[int]) -> None:
         request_id = uuid.uuid4().hex
@@ -375,8 +389,9 @@ def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot:
     second = start_depot(url=first.url, name=first.name, arena_mib=8)
     assert "with 20 chunks" in second.logged()
     assert second.status()["chunks"] == 20
+    engine.wait_connected()
     for number, tokens in enumerate(prompts):
-        assert eventually(lambda tokens=tokens: engine.lookup(tokens)) == 2 * CHUNK
+        assert engine.lookup(tokens) == 2 * CHUNK
         assert engine.retrieve(tokens, list(range(8, 16))) == set()
         assert torch.equal(engine.cache[8:16], stored[number])
     assert engine.lookup([77] * CHUNK) == 0
@@ -392,6 +407,7 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
         engine.store([number] * CHUNK, [0, 1, 2, 3])
     kill(first)
     smaller = start_depot(url=first.url, name=first.name, arena_mib=4)
+    engine.wait_connected()
     assert (SHM / first.name).stat().st_size == 4 * MIB
     hits = [number for number in range(24) if engine.lookup([number] * CHUNK)]
     assert smaller.status()["chunks"] == len(hits)
@@ -403,6 +419,7 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     larger = start_depot(url=first.url, name=first.name, arena_mib=16)
     assert (SHM / first.name).stat().st_size == 16 * MIB
     assert larger.status()["chunks"] == len(hits)
+    engine.wait_connected()
     engine.store([99] * CHUNK, [0, 1, 2, 3])
     assert engine.lookup([99] * CHUNK) == CHUNK
     engine.close()
@@ -418,7 +435,8 @@ def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDe
     assert [path.exists() for path in files(first)] == [False, False, True]
     second = start_depot(url=first.url, name=first.name, arena_mib=8)
     assert second.status()["chunks"] == 1
-    assert eventually(lambda: engine.lookup(tokens)) == CHUNK
+    engine.wait_connected()
+    assert engine.lookup(tokens) == CHUNK
     assert engine.retrieve(tokens, [4, 5, 6, 7]) == set()
     assert torch.equal(engine.cache[4:8], engine.cache[:4])
     engine.close()
@@ -485,6 +503,29 @@ def test_cards_of_clients_that_died_while_no_server_ran_are_swept_at_the_start(s
         eventually(lambda: not stale.exists())
     finally:
         stale.unlink(missing_ok=True)
+
+
+def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=8)
+    file = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    file.write_bytes(bytes(MIB))
+    file.chmod(0o600)
+    client = MessageQueueClient(server.url, server.context)
+    layout = Layout([Mapping(file.name, MIB)], [Segment(0, 0, 4096, 4096)], 256, bytes(32))
+    try:
+        assert client.ask(wire.Register(1, layout)).result(10.0) is None
+        blocks = np.array([254, 255], "<u4").tobytes()
+        parts = [wire.Shards("r", "cut", 1, 0, b"", 0, bytes([n]) * 32, blocks) for n in (1, 2)]
+        assert client.ask(wire.Store(1, 1, parts[:1])).result(10.0) is True
+        os.truncate(file, MIB // 2)
+        assert client.ask(wire.Store(1, 2, parts[1:])).result(10.0) is False
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [False]
+        os.truncate(file, MIB)
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [True]
+        assert works(server)
+    finally:
+        file.unlink()
+        client.close()
 
 
 # -- limits

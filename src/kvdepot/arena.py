@@ -94,6 +94,11 @@ class Header(NamedTuple):
             )
         return header
 
+    @staticmethod
+    def is_damaged(fd: int) -> bool:
+        """Whether this is an arena of our format with something wrong in its header."""
+        return os.pread(fd, 12, 0) == MAGIC + VERSION.to_bytes(4, "little")
+
     @property
     def chunks_start(self) -> int:
         """Where chunks begin."""

@@ -40,11 +40,20 @@ def main(argv: list[str] | None = None) -> int:
     _add_settings(serve)
     status = commands.add_parser("status", help="print what a running server holds, as JSON")
     status.add_argument("--url", metavar="URL", help="the server's endpoint")
+    check = commands.add_parser(
+        "check", help="audit an arena: its records against each other and against its bytes",
+        description="Audit an arena, of a running server or one that left it. Exit code 1 when something is wrong.",
+    )  # fmt: skip
+    check.add_argument("--url", metavar="URL", help="the arena of the server at this endpoint")
+    check.add_argument("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
+    check.add_argument("--fix", action="store_true", help="drop what is wrong; only while no server has the arena")
     args = vars(parser.parse_args(argv))
     command = args.pop("command")
     try:
         if command == "serve":
             return _serve(args.pop("config"), args)
+        if command == "check":
+            return _check(args.pop("fix"), args)
         return _status(args["url"])
     except ConfigError as exc:
         print(f"kvdepot: {exc}", file=sys.stderr)
@@ -91,6 +100,14 @@ def _tune_copies() -> None:
     tunables = f"{_TUNABLES}:{ours}" if ours else _TUNABLES
     environ = {**os.environ, "GLIBC_TUNABLES": tunables, _TUNED: "1"}
     os.execve(sys.executable, [*sys.orig_argv], environ)
+
+
+def _check(fix: bool, flags: dict[str, str | None]) -> int:
+    from kvdepot.check import check
+
+    report = check(load(flags=flags).arena, fix)
+    print("\n".join(report.lines()), flush=True)
+    return 1 if report.problems and not report.fixed else 0
 
 
 def _status(url: str | None) -> int:

@@ -6,6 +6,7 @@ environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -84,6 +85,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
+
+    @property
+    def arena(self) -> str:
+        """Name of the arena's file in /dev/shm."""
+        made = f"kvdepot-{os.geteuid()}-{hashlib.sha256(self.url.encode()).hexdigest()[:12]}"
+        return self.arena_name or made
 
     @property
     def arena_bytes(self) -> int:

@@ -325,10 +325,9 @@ class Index:
         if space.slot >= 0:
             before: Chunk | None = chunk.parent
             parent = b"" if before is None else before.key
-            extents = [number for extent in shard.extents for number in extent]
             shard.slot = self.records.write(
                 ShardRecord(
-                    space.number, rank, chunk.key, parent, chunk.position, extents, shard.size, self._serial,
+                    space.number, rank, chunk.key, parent, chunk.position, shard.extents, shard.size, self._serial,
                     shard.checksum,
                 )
             )  # fmt: skip

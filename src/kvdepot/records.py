@@ -29,10 +29,13 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from kvdepot.space import Extents
+
 __all__ = ["ARENA_BYTES_A_SLOT", "SLOT_BYTES", "Contents", "NamespaceRecord", "Record", "Records", "ShardRecord"]
 
 SLOT_BYTES = 128
 ARENA_BYTES_A_SLOT = 16384
+_SLOT = struct.Struct("<IIBB118s")
 _BODY = struct.Struct("<IBB118s")
 _ROOM = 118
 _LAST = 0xFFFFFFFF
@@ -55,7 +58,7 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
 class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """One sealed shard.
 
-    parent, position: as in index.Chunk (empty, 0: loose). extents: as in space.py, flat: offset, bytes, offset, ...
+    parent, position: as in index.Chunk (empty, 0: loose). extents: as in space.py.
     size: bytes of KV in them. serial: shards sealed before this one. checksum: of the KV; 0 = none was made.
     """
 
@@ -64,7 +67,7 @@ class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False)
     key: bytes
     parent: bytes
     position: int
-    extents: list[int]
+    extents: Extents
     size: int
     serial: int
     checksum: int
@@ -78,10 +81,10 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 @dataclass
 class Contents:
-    """What a table holds: whole records with their slots, and how many slots make no sense."""
+    """What a table holds: whole records with their slots, and the slots that belong to none."""
 
     records: list[tuple[int, Record]] = field(default_factory=list)
-    damaged: int = 0
+    damaged: list[int] = field(default_factory=list)
 
 
 class Records:
@@ -128,8 +131,11 @@ class Records:
         if slot < 0:
             return
         for each in (slot, *self._further.pop(slot, ())):
-            self._memory[each * SLOT_BYTES : each * SLOT_BYTES + 10] = bytes(10)
+            self._wipe(each)
             self._free.append(each)
+
+    def _wipe(self, slot: int) -> None:
+        self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + 10] = bytes(10)
 
     def _take(self) -> int:
         if self._free:
@@ -146,7 +152,7 @@ class Records:
         """All records of a table that another server wrote, of which this one knows nothing yet.
 
         data: the table's bytes, where the caller can read them without touching memory that was never written.
-        Slots that belong to no whole record count as free; `write` may use them.
+        Slots that belong to no whole record are wiped and free.
         """
         data = bytes(self._memory) if data is None else data
         contents = Contents()
@@ -155,15 +161,21 @@ class Records:
         used: set[int] = set()
         for slot in np.flatnonzero(kinds == _FIRST).tolist():
             slots, record = self._assemble(data, slot)
-            if record is None or not used.isdisjoint(slots):
+            if record is None:
                 continue
-            used.update(slots)
-            contents.records.append((slot, record))
             if len(slots) > 1:
+                if not used.isdisjoint(slots):
+                    continue
+                used.update(slots)
                 self._further[slot] = slots[1:]
-        contents.damaged = len(written) - len(used)
+            else:
+                used.add(slot)
+            contents.records.append((slot, record))
+        contents.damaged = [slot for slot in written if slot not in used]
         self._fresh = self._ready = written[-1] + 1 if written else 0
         self._free = [slot for slot in range(self._fresh) if slot not in used]
+        for slot in contents.damaged:
+            self._wipe(slot)
         return contents
 
     def _assemble(self, data: bytes, slot: int) -> tuple[list[int], Record | None]:
@@ -172,12 +184,9 @@ class Records:
         text = b""
         kind = _FIRST
         while slot < self.capacity and len(slots) < self.capacity:
+            total, following, found, length, piece = _SLOT.unpack_from(data, slot * SLOT_BYTES)
             end = (slot + 1) * SLOT_BYTES
-            body = data[end - _BODY.size : end]
-            if crc32(body).to_bytes(4, "little") != data[end - SLOT_BYTES : end - _BODY.size]:
-                break
-            following, found, length, piece = _BODY.unpack(body)
-            if found != kind:
+            if found != kind or total != crc32(data[end - _BODY.size : end]):
                 break
             slots.append(slot)
             text = text + piece[:length] if text else piece[:length]

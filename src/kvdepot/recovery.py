@@ -25,7 +25,7 @@ class Restored:
     chunks: int = 0
     dropped: list[str] = field(default_factory=list)
     """One line a record that was dropped."""
-    damaged: int = 0
+    damaged: list[int] = field(default_factory=list)
     """Slots of the table that belong to no whole record."""
 
 
@@ -45,12 +45,12 @@ def restore(index: Index, data: bytes | None = None, limit: int | None = None) -
         else:
             _add_namespace(index, spaces, slot, record, restored)
     shards = _plausible(index, shards, spaces, index.space.end if limit is None else limit, restored)
-    shards.sort(key=lambda item: item[1].position)  # parents first
+    shards.sort(key=_position)  # parents first
     for slot, record in shards:
         _add_shard(spaces[record.namespace], slot, record)
     for space in spaces.values():
         _link(space)
-    index.space.occupy(sorted(place for _, record in shards for place in _places(record)))
+    index.space.occupy(sorted(place for _, record in shards for place in record.extents))
     for space in spaces.values():
         if not space.chunks:
             index.records.erase(space.slot)
@@ -59,6 +59,10 @@ def restore(index: Index, data: bytes | None = None, limit: int | None = None) -
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
+
+
+def _position(item: tuple[int, ShardRecord]) -> int:
+    return item[1].position
 
 
 def _add_namespace(
@@ -79,10 +83,6 @@ def _add_namespace(
     spaces[record.number] = space
 
 
-def _places(record: ShardRecord) -> list[tuple[int, int]]:
-    return list(zip(record.extents[::2], record.extents[1::2], strict=True))
-
-
 def _plausible(
     index: Index,
     shards: list[tuple[int, ShardRecord]],
@@ -91,54 +91,54 @@ def _plausible(
     restored: Restored,
 ) -> list[tuple[int, ShardRecord]]:
     """The records that can be believed; the others are erased."""
-    space = index.space
+    start, end = index.space.start, min(index.space.end, limit)
     wrong: dict[int, str] = {}  # slot -> why
-    newest: dict[tuple[int, int, bytes], tuple[int, int]] = {}
+    first: dict[tuple[int, int, bytes], tuple[int, ShardRecord]] = {}
     places: list[tuple[int, int, int]] = []
     for slot, record in shards:
-        why = _fault(record, spaces, space, limit)
+        why = _fault(record, spaces.get(record.namespace), start, end)
         if why:
             wrong[slot] = why
             continue
         name = record.namespace, record.rank, record.key
-        serial, other = newest.get(name, (-1, -1))
-        if other >= 0:
-            wrong[min((serial, other), (record.serial, slot))[1]] = "stored twice"
-        newest[name] = max((serial, other), (record.serial, slot))
-        places += [(start, length, slot) for start, length in _places(record)]
-    reached, owner = space.start, -1
-    for start, length, slot in sorted(places):
+        known = first.setdefault(name, (slot, record))
+        if known[0] != slot:
+            first[name] = (slot, record) if record.serial > known[1].serial else known
+            wrong[slot if first[name] is known else known[0]] = "stored twice"
+        for offset, length in record.extents:
+            places.append((offset, offset + length, slot))
+    places.sort()
+    reached, owner = start, -1
+    for offset, after, slot in places:
         if slot in wrong:
             continue
-        if start < reached:
+        if offset < reached:
             wrong[slot] = wrong[owner] = "two shards claim the same bytes"
-        if start + length > reached:
-            reached, owner = start + length, slot
-    for slot, record in shards:
+        if after > reached:
+            reached, owner = after, slot
+    for slot, record in shards if wrong else ():
         if slot in wrong:
             restored.dropped.append(f"shard {record.key.hex()[:16]} of rank {record.rank}: {wrong[slot]}")
             index.records.erase(slot)
     return [item for item in shards if item[0] not in wrong]
 
 
-def _fault(record: ShardRecord, spaces: dict[int, Namespace], space: Space, limit: int) -> str:
-    """Why a record cannot be believed by itself; empty if it can."""
-    owner = spaces.get(record.namespace)
+def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -> str:
+    """Why a record cannot be believed by itself; empty if it can. Chunks may lie in `[start, end)`."""
     if owner is None:
         return "its namespace is not recorded"
     if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
         return "no key, or a rank that is not known"
     if record.position < 0 or record.size < 1 or not 0 <= record.checksum < 1 << 64 or record.serial < 0:
         return "a number is out of its range"
-    numbers = record.extents
-    if not numbers or len(numbers) % 2:
-        return "its place is not given"
-    for start, length in _places(record):
-        if (start - space.start) % PAGE or length < PAGE or length % PAGE or start < space.start:
+    total = 0
+    for offset, length in record.extents:
+        if offset < start or (offset - start) % PAGE or length < PAGE or length % PAGE:
             return "its place is no extent"
-        if start + length > min(space.end, limit):
+        if offset + length > end:
             return "its bytes were cut off"
-    if sum(numbers[1::2]) != Space.rounded(record.size):
+        total += length
+    if total != Space.rounded(record.size):
         return "its place has not its size"
     return ""
 
@@ -153,11 +153,11 @@ def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
             chunk.parent = before
             if before is not None:
                 before.children += 1
-    shard = Shard(tuple(_places(record)), record.size, True, False, record.checksum, slot)
-    chunk.shards[record.rank] = shard
+    chunk.shards[record.rank] = Shard(record.extents, record.size, True, False, record.checksum, slot)
     chunk.sealed += 1
-    chunk.used = max(chunk.used, record.serial)
-    taken = sum(record.extents[1::2])
+    if record.serial > chunk.used:
+        chunk.used = record.serial
+    taken = Space.rounded(record.size)
     chunk.bytes += taken
     space.bytes += taken
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import hashlib
 import logging
 import os
 import re
@@ -50,15 +49,17 @@ class Server:
     """One depot at one endpoint. Raises ArenaError or Unavailable when its places are taken."""
 
     def __init__(self, config: Config) -> None:
+        # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
+        # not tracked and form no cycles; what does is young, and is collected when nothing waits.
+        gc.disable()
         self._config = config
         self.boot = os.urandom(wire.BOOT_BYTES)
-        name = config.arena_name or f"kvdepot-{os.geteuid()}-{hashlib.sha256(config.url.encode()).hexdigest()[:12]}"
         size = config.arena_bytes
         if size < smallest_arena():
             raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
         self._guard = _Guard(config.url)
         try:
-            self.arena = Arena(name, size, self.boot)
+            self.arena = Arena(config.arena, size, self.boot)
         except BaseException:
             self._guard.close()
             raise
@@ -91,7 +92,7 @@ class Server:
                 log.warning("not taken back: %s", line)
             log.info(
                 "took over the arena %s with %d chunks in %.3f s; %d records and %d slots made no sense",
-                arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), restored.damaged,
+                arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), len(restored.damaged),
             )  # fmt: skip
         arena.settle()
         return index
@@ -117,9 +118,6 @@ class Server:
         """Serve until a signal or `stop`. Blocks; then drains, answers what waits and removes its files."""
         # Not zmq.Poller: it builds its lists anew for every message.
         waited_for: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake, zmq.POLLIN)]
-        # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
-        # not tracked and form no cycles; what does is young, and is collected when nothing waits.
-        gc.disable()
         gc.freeze()
         shm.sweep_cards()
         self.arena.start_populating()
