@@ -21,6 +21,7 @@ import pytest
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
 from tests.conftest import Depot, StartDepot, eventually
+from tests.faults.engine import ToyEngine
 
 ANSWER_S = 60.0
 ROOT = Path(__file__).parent.parent.parent
@@ -72,17 +73,23 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
+def _python_path() -> str:
+    """Where the tests are too, for a process that begins in another folder."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 class Nursery:
     """The process that has imported torch and forks engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, *inside: str) -> None:
+        """inside: the beginning of a command that runs the rest of it somewhere else."""
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.driver", str(theirs.fileno()), str(os.getpid())],
+            [*inside, sys.executable, "-m", "tests.faults.driver", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
             # A process that forks must have one thread.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
         )
         theirs.close()
         self._channel = ours
@@ -240,6 +247,38 @@ def watch(start_depot: StartDepot) -> Iterator[Callable[[Depot], Watcher]]:
     yield start
     for watcher in watchers:
         watcher.close()
+
+
+MakeEngine = Callable[..., ToyEngine]
+Connect = Callable[[Depot], MessageQueueClient]
+
+
+@pytest.fixture
+def make_engine(start_depot: StartDepot) -> Iterator[MakeEngine]:
+    """Toy engines in this process that end with the test, before its servers do: `make_engine(depot, model=...)`."""
+    made: list[ToyEngine] = []
+
+    def make(depot: Depot, **options: Any) -> ToyEngine:
+        made.append(ToyEngine(depot.url, context=depot.context, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def connect(start_depot: StartDepot) -> Iterator[Connect]:
+    """Bare connections that end with the test, before its servers do."""
+    made: list[MessageQueueClient] = []
+
+    def make(depot: Depot) -> MessageQueueClient:
+        made.append(MessageQueueClient(depot.url, depot.context))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
 
 
 SLEEP_S = 30.0

@@ -1,8 +1,8 @@
 """Toy engines in processes of their own, to be killed, stopped and started by the hundred.
 
-Run as `python driver.py FD`: torch is imported once, then every request on the socket FD, a passed end of a socket pair,
-forks a process that serves one engine there: one JSON line in (`{"do": method of ToyEngine, ...}`), one out. `start`
-begins traffic, which goes on between commands until `stop`. All of these processes die with the one that started them.
+Run as `python driver.py FD PARENT`: torch is imported once, then every message on the socket FD, which brings an end of a
+socket pair, forks a process that serves one engine there: one JSON line in (`{"do": method of ToyEngine, ...}`), one
+out. `start` begins traffic, which goes on between commands until `stop`. All of them die with the process PARENT.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from typing import Any
 
 from tests.faults.engine import ToyEngine
@@ -69,9 +70,7 @@ class Child:
 def serve(channel: socket.socket) -> None:
     try:
         Child(channel).serve()
-    except Exception as exc:
-        import traceback
-
+    except Exception as exc:  # noqa: BLE001 - the top of a process: whoever gave the command hears of it
         text = "".join(traceback.format_exception(exc))
         channel.sendall(json.dumps({"error": text[-3000:]}).encode() + b"\n")
 

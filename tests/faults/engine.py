@@ -1,7 +1,7 @@
 """A toy engine: scheduler and worker adapters on torch tensors, whose KV bytes anyone can check.
 
-The bytes of a block are a function of the model and of all tokens up to the block's end, as in a real engine; no code is
-shared with what is tested. Free blocks hold a pattern of their own that is checked when they are taken again, so a
+The bytes of a block are a function of the model and of all tokens up to the block's end, as in a real engine; no code
+is shared with what is tested. Free blocks hold a pattern of their own that is checked when they are taken again, so a
 late write into a block that was given back is seen, and a late read stores bytes that some retrieve will find wrong.
 """
 
@@ -98,6 +98,7 @@ class ToyEngine:
         self.name = secrets.token_hex(4)
         self.requests: dict[str, Request] = {}
         self.ended: list[str] = []
+        self.ended_alone: set[str] = set()  # by `end_store` and `end_retrieve`
         self.number = 0
         self.counters: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -175,7 +176,7 @@ class ToyEngine:
     def end_store(self, request_id: str, timeout_s: float = DRAIN_S) -> bool:
         """Whether the store arrived."""
         dropped = self.worker.counters["stores_dropped"]
-        self._wait(lambda: request_id in (self.worker.get_finished({request_id})[0] or ()), timeout_s)
+        self._wait(lambda: self._has_ended(request_id, {request_id}), timeout_s)
         request = self.requests.pop(request_id)
         self.check(request.prompt, request.blocks)
         self.give_back(request.blocks)
@@ -211,7 +212,7 @@ class ToyEngine:
 
     def end_retrieve(self, request_id: str, timeout_s: float = DRAIN_S) -> int:
         """Blocks that were reported failed; all others must hold the prompt's bytes."""
-        self._wait(lambda: request_id in (self.worker.get_finished(set())[1] or ()), timeout_s)
+        self._wait(lambda: self._has_ended(request_id, set()), timeout_s)
         request = self.requests.pop(request_id)
         failed = self.worker.get_block_ids_with_load_errors()
         self.check(request.prompt, request.blocks, failed)
@@ -220,6 +221,11 @@ class ToyEngine:
 
     def retrieve(self, family: int, chunks: int, timeout_s: float = DRAIN_S) -> int:
         return self.end_retrieve(self.begin_retrieve(family, chunks), timeout_s)
+
+    def _has_ended(self, request_id: str, reported: set[str]) -> bool:
+        stored, loaded = self.worker.get_finished(reported)
+        self.ended_alone |= (stored or set()) | (loaded or set())
+        return request_id in self.ended_alone
 
     def under_way(self) -> list[str]:
         """Ids of what has been begun and has not ended, by looking once."""
@@ -234,6 +240,11 @@ class ToyEngine:
             return [answer.result(1.0) for answer in answers] == ["ok", "ok"]
         except KVDepotError:
             return False
+
+    def server_status(self) -> dict[str, Any]:
+        """What `kvdepot status` shows, for where only this process can see the server."""
+        answer: dict[str, Any] = self.worker.mq_client.ask(wire.Status()).result(10.0)
+        return answer
 
     def hits(self, families: list[int], chunks: int) -> int:
         """Retrieve what is there of these prompts and check it; how many chunks were there."""

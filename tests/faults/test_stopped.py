@@ -26,7 +26,7 @@ def slept(asleep: Future[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_lookups_answer_0_within_their_deadline_while_the_server_sleeps(slept: dict[str, Any]) -> None:
-    idle, busy, asking = slept["stats"]
+    _, busy, asking = slept["stats"]
     print(f"slept {slept['slept_s']:.1f} s; busy: {busy}; asking: {asking}")
     assert slept["slept_s"] >= SLEEP_S
     assert len(slept["lookups"]) >= 5 and set(slept["lookups"]) == {0}
