@@ -1,7 +1,7 @@
 """Toy engines in processes of their own, to be killed, stopped and started by the hundred.
 
-Run as `python driver.py FD PARENT`: torch is imported once, then every message on the socket FD, which brings an end of a
-socket pair, forks a process that serves one engine there: one JSON line in (`{"do": method of ToyEngine, ...}`), one
+Run as `python driver.py FD PARENT`: torch is imported once, then every message on the socket FD, which brings an end of
+a socket pair, forks a process that serves one engine there: one JSON line in (`{"do": method of ToyEngine, ...}`), one
 out. `start` begins traffic, which goes on between commands until `stop`. All of them die with the process PARENT.
 """
 

@@ -88,12 +88,7 @@ class ToyEngine:
             "layer.1": torch.zeros((blocks, BLOCK, 2 * width), dtype=torch.uint8),
         }
         self.worker.register_kv_caches(self.caches)
-        # Views of numpy point at memory, so they are made where the tensors lie now.
-        first, second = (tensor.numpy() for tensor in self.caches.values())
-        self.parts = [first[0].reshape(blocks, -1), first[1].reshape(blocks, -1), second.reshape(blocks, -1)]
-        self.block_bytes = sum(part.shape[1] for part in self.parts)
-        self.free = list(range(blocks))
-        self.given_back: dict[int, bytes] = {}  # free block -> key of the pattern in it
+        self.use(self.caches)
         self.random = random.Random(seed)
         self.name = secrets.token_hex(4)
         self.requests: dict[str, Request] = {}
@@ -105,6 +100,16 @@ class ToyEngine:
         self.step_s: list[float] = []
         self.lookup_s: list[float] = []
         self.born: dict[str, float] = {}
+
+    def use(self, caches: dict[str, torch.Tensor]) -> None:
+        """Work in these tensors, which are registered, from now on; nothing may be under way in others."""
+        # Views of numpy point at memory, so they are made where the tensors lie now.
+        first, second = (tensor.numpy() for tensor in caches.values())
+        blocks = len(second)
+        self.parts = [first[0].reshape(blocks, -1), first[1].reshape(blocks, -1), second.reshape(blocks, -1)]
+        self.block_bytes = sum(part.shape[1] for part in self.parts)
+        self.free = list(range(blocks))
+        self.given_back: dict[int, bytes] = {}  # free block -> key of the pattern in it
         for block in self.free:
             self._give_pattern(block)
 

@@ -79,6 +79,7 @@ class Elsewhere:
         )  # fmt: skip
         assert self._holder.stdout is not None and self._holder.stderr is not None
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._drivers: list[Driver] = []
         self._nursery: Nursery | None = None
         self.logs = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the servers
         self.url = f"ipc://{tempfile.gettempdir()}/kvdepot-test-{uuid.uuid4().hex[:12]}.sock"
@@ -108,7 +109,8 @@ class Elsewhere:
 
     def spawn(self) -> Driver:
         self._nursery = self._nursery or Nursery(*self.inside)
-        return self._nursery.spawn()
+        self._drivers.append(self._nursery.spawn())
+        return self._drivers[-1]
 
     def fill(self) -> None:
         """Take all that is left."""
@@ -120,6 +122,8 @@ class Elsewhere:
         (self.shm / "filler").unlink()
 
     def close(self) -> None:
+        for driver in self._drivers:
+            driver.close()
         if self._nursery is not None:
             self._nursery.close()
         for process in (*self._servers, self._holder):
