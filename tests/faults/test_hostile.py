@@ -297,10 +297,13 @@ def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
         pytest.skip("needs root, to give a file to somebody else")
     name = named(kind)
     lie = layout(scene, name=name, bytes=4096, segments=[Segment(0, 0, 128, 128)], num_blocks=32)
-    with pytest.raises(LayoutError):
-        scene.client.ask(wire.Register(9, lie)).result(10.0)
-    with pytest.raises(UnknownInstance):
-        scene.client.ask(wire.Store(9, 1, [shards()])).result(10.0)
+    try:
+        with pytest.raises(LayoutError):
+            scene.client.ask(wire.Register(9, lie)).result(10.0)
+        with pytest.raises(UnknownInstance):
+            scene.client.ask(wire.Store(9, 1, [shards()])).result(10.0)
+    finally:
+        scene.client.ask(wire.Unregister(9)).result(10.0)
 
 
 @pytest.mark.parametrize("name", ["../kvdepot-card-x", "kvdepot-card-../../etc/passwd", "passwd", "", "kvdepot-card-0"])

@@ -1,0 +1,207 @@
+"""A connection that is cut, stalls or is slow, while the server lives and goes on: a small proxy on the loopback."""
+
+from __future__ import annotations
+
+import random
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import Depot, StartDepot, eventually
+from tests.faults.conftest import Metronome, StartDriver
+
+pytestmark = pytest.mark.faults
+
+STEP_S = 1.5
+
+
+class Proxy:
+    """Passes bytes between clients and one server; on a thread of its own, until `close`."""
+
+    def __init__(self, port: int) -> None:
+        self._server = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.delay_s = 0.0
+        self.stalled = False
+        self.passed_bytes = 0
+        self._cut = threading.Event()
+        self._closing = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._peers: dict[socket.socket, socket.socket] = {}
+        self._late: deque[tuple[float, socket.socket, bytes]] = deque()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def cut(self) -> None:
+        """Reset every connection; new ones are taken. Returns when that has happened."""
+        self._cut.set()
+        eventually(lambda: not self._cut.is_set())
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(10)
+        self._drop_all()
+        self._listener.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._cut.is_set():
+                self._drop_all()
+                self._cut.clear()
+            if self.stalled:
+                self._closing.wait(0.005)
+                continue
+            for key, _ in self._selector.select(0.005):
+                assert isinstance(key.fileobj, socket.socket)
+                self._take(key.fileobj)
+            while self._late and (self._late[0][0] <= time.monotonic()):
+                _, target, data = self._late.popleft()
+                self._pass(target, data)
+
+    def _take(self, ready: socket.socket) -> None:
+        if ready is self._listener:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(self._server)
+            for one, other in ((client, server), (server, client)):
+                self._peers[one] = other
+                self._selector.register(one, selectors.EVENT_READ)
+            return
+        if ready not in self._peers:
+            return  # dropped with its peer a moment ago
+        try:
+            data = ready.recv(1 << 16)
+        except OSError:
+            data = b""
+        if data:
+            self._late.append((time.monotonic() + self.delay_s, self._peers[ready], data))
+        else:
+            self._drop(ready)
+
+    def _pass(self, target: socket.socket, data: bytes) -> None:
+        if target not in self._peers:
+            return
+        try:
+            target.sendall(data)
+            self.passed_bytes += len(data)
+        except OSError:
+            self._drop(target)
+
+    def _drop(self, one: socket.socket) -> None:
+        for each in (one, self._peers.pop(one)):
+            self._peers.pop(each, None)
+            self._selector.unregister(each)
+            # A reset, not an orderly end.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            each.close()
+
+    def _drop_all(self) -> None:
+        while self._peers:
+            self._drop(next(iter(self._peers)))
+        self._late.clear()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def served(start_depot: StartDepot) -> Depot:
+    return start_depot(arena_mib=24, chunk_size=64, url=f"tcp://127.0.0.1:{free_port()}")
+
+
+@pytest.fixture
+def proxy(served: Depot) -> Iterator[Proxy]:
+    made = Proxy(int(served.url.rsplit(":", 1)[1]))
+    yield made
+    made.close()
+
+
+def well(status: dict[str, Any]) -> bool:
+    return bool(status["reserved_shards"] == status["holds"] == status["operations"] == status["sessions"] == 0)
+
+
+def test_engines_whose_connections_are_cut_again_and_again_go_on_and_lose_nothing(
+    served: Depot, proxy: Proxy, start_driver: StartDriver, metronome: Metronome
+) -> None:
+    chance = random.Random(4)
+    drivers = [start_driver(proxy.url, seed=seed, blocks=160, width=64) for seed in range(2)]
+    began = time.monotonic()
+    for driver in drivers:
+        driver.tell("start", families=60, running=8)
+    for _ in range(15):
+        time.sleep(chance.uniform(0.02, 0.3))  # the moment of the cut
+        proxy.cut()
+    for driver in drivers:
+        driver.tell("stats")
+        eventually(lambda driver=driver: driver.tell("stats").get("loaded_blocks", 0))  # its registration is back
+        stats = driver.tell("stop")
+        print(stats)
+        assert not stats["wrong"]
+        assert stats["step_max_s"] < STEP_S + metronome.stalled_s(began)
+    eventually(lambda: well(served.status()))
+    assert served.status()["instances"] == 2
+    assert drivers[0].tell("hits", families=list(range(60)), chunks=6) > 0
+    assert not drivers[0].tell("stats")["wrong"]
+
+
+def test_while_a_connection_stalls_lookups_answer_0_and_no_transfer_ends(
+    served: Depot, proxy: Proxy, start_driver: StartDriver, metronome: Metronome
+) -> None:
+    driver = start_driver(proxy.url, width=64)
+    assert driver.tell("store", family=1, chunks=6) is True
+    proxy.stalled = True
+    began = time.monotonic()
+    begun = sorted([driver.tell("begin_store", family=2, chunks=6), driver.tell("begin_retrieve", family=1, chunks=6)])
+    for family in (1, 2, 3):
+        assert driver.tell("lookup", family=family, chunks=6) == 0
+    stats = driver.tell("stats")
+    assert stats["lookup_max_s"] < STEP_S + metronome.stalled_s(began)
+    assert driver.tell("under_way") == begun
+    proxy.stalled = False
+    retrieve, store = begun
+    assert driver.tell("end_retrieve", request_id=retrieve) == 0
+    assert driver.tell("end_store", request_id=store) is True
+    assert driver.tell("hits", families=[1, 2], chunks=6) == 12
+    assert not driver.tell("stats")["wrong"]
+    eventually(lambda: well(served.status()))
+
+
+def test_an_engine_whose_answers_were_cut_off_ends_its_transfers_by_taking_its_registration_back(
+    served: Depot, proxy: Proxy, start_driver: StartDriver
+) -> None:
+    driver = start_driver(proxy.url, width=64)
+    assert driver.tell("store", family=1, chunks=6) is True
+    proxy.stalled = True
+    store = driver.tell("begin_store", family=2, chunks=6)
+    retrieve = driver.tell("begin_retrieve", family=1, chunks=6)
+    proxy.cut()  # what was under way in both directions is lost, and nobody says so
+    proxy.stalled = False
+    began = time.monotonic()
+    driver.tell("end_store", request_id=store)
+    driver.tell("end_retrieve", request_id=retrieve)
+    print(f"both ended {time.monotonic() - began:.2f} s after the cut")
+    assert driver.tell("store", family=2, chunks=6) is True
+    assert driver.tell("hits", families=[1, 2], chunks=6) == 12
+    assert not driver.tell("stats")["wrong"]
+    eventually(lambda: well(served.status()))
+
+
+def test_a_slow_connection_only_costs_time(served: Depot, proxy: Proxy, start_driver: StartDriver) -> None:
+    proxy.delay_s = 0.03
+    driver = start_driver(proxy.url, width=64)
+    stats = driver.tell("run", steps=500, families=30)
+    print(stats)
+    assert stats["loaded_blocks"] > 0 and not stats["wrong"] and not stats["worker"].get("chunks_failed")
+    assert proxy.passed_bytes > 10_000
+    eventually(lambda: well(served.status()))
