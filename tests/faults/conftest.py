@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -38,7 +39,8 @@ class Driver:
 
     def send(self, do: str, **arguments: Any) -> None:
         """Tell it to do something; `answer` is due."""
-        self._channel.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it died; what it said last is the answer
+            self._channel.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def answer(self) -> Any:
         line = self._lines.readline()
