@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,30 @@ def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_
         (result,) = engine.tell("finish").values()
         # Recomputed or loaded: bit for bit what one of the two gave before.
         assert output(result) in (cold[number], output(warm[number])), number
-    status = depot.status()
-    assert status["chunks"] >= CHUNKS * len(PROMPTS)
+    # Killed and started again at moments that the engine does not choose.
+    over = threading.Event()
+    kills = 0
+
+    def trouble() -> Depot:
+        nonlocal kills
+        server = depot
+        while not over.wait(0.4):
+            kill(server)
+            kills += 1
+            server = start_depot(url=depot.url, name=depot.name, arena_mib=256)
+        return server
+
+    with ThreadPoolExecutor(1) as background:
+        troubled = background.submit(trouble)
+        try:
+            for _ in range(3):
+                for number, tokens in enumerate(PROMPTS):
+                    assert output(engine.run_fresh(tokens)) in (cold[number], output(warm[number])), number
+        finally:
+            over.set()
+        depot = troubled.result()
+    assert kills >= 3
+    assert depot.status()["chunks"] >= CHUNKS * len(PROMPTS)
 
     # Everything stored before the kills is there, and gives what it gave.
     eventually(lambda: engine.run_fresh(PROMPTS[0])["cached"])
