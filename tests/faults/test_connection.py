@@ -29,7 +29,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.delay_s = 0.0
-        self.stalled = False
+        self._stall = False
+        self._stalled = threading.Event()
         self.passed_bytes = 0
         self._cut = threading.Event()
         self._closing = threading.Event()
@@ -45,6 +46,14 @@ class Proxy:
         self._cut.set()
         eventually(lambda: not self._cut.is_set())
 
+    def stall(self) -> None:
+        """Pass nothing any more; returns when that is so."""
+        self._stall = True
+        assert self._stalled.wait(10)
+
+    def go_on(self) -> None:
+        self._stall = False
+
     def close(self) -> None:
         self._closing.set()
         self._thread.join(10)
@@ -57,9 +66,11 @@ class Proxy:
             if self._cut.is_set():
                 self._drop_all()
                 self._cut.clear()
-            if self.stalled:
+            if self._stall:
+                self._stalled.set()
                 self._closing.wait(0.005)
                 continue
+            self._stalled.clear()
             for key, _ in self._selector.select(0.005):
                 assert isinstance(key.fileobj, socket.socket)
                 self._take(key.fileobj)
@@ -160,7 +171,7 @@ def test_while_a_connection_stalls_lookups_answer_0_and_no_transfer_ends(
 ) -> None:
     driver = start_driver(proxy.url, width=64)
     assert driver.tell("store", family=1, chunks=6) is True
-    proxy.stalled = True
+    proxy.stall()
     began = time.monotonic()
     begun = sorted([driver.tell("begin_store", family=2, chunks=6), driver.tell("begin_retrieve", family=1, chunks=6)])
     for family in (1, 2, 3):
@@ -168,7 +179,7 @@ def test_while_a_connection_stalls_lookups_answer_0_and_no_transfer_ends(
     stats = driver.tell("stats")
     assert stats["lookup_max_s"] < STEP_S + metronome.stalled_s(began)
     assert driver.tell("under_way") == begun
-    proxy.stalled = False
+    proxy.go_on()
     retrieve, store = begun
     assert driver.tell("end_retrieve", request_id=retrieve) == 0
     assert driver.tell("end_store", request_id=store) is True
@@ -182,11 +193,11 @@ def test_an_engine_whose_answers_were_cut_off_ends_its_transfers_by_taking_its_r
 ) -> None:
     driver = start_driver(proxy.url, width=64)
     assert driver.tell("store", family=1, chunks=6) is True
-    proxy.stalled = True
+    proxy.stall()
     store = driver.tell("begin_store", family=2, chunks=6)
     retrieve = driver.tell("begin_retrieve", family=1, chunks=6)
     proxy.cut()  # what was under way in both directions is lost, and nobody says so
-    proxy.stalled = False
+    proxy.go_on()
     began = time.monotonic()
     driver.tell("end_store", request_id=store)
     driver.tell("end_retrieve", request_id=retrieve)
@@ -204,10 +215,10 @@ def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_ba
     assert driver.tell("store", family=1, chunks=6) is True
     assert driver.tell("lookup", family=1, chunks=6, keep="request") == 6
     assert served.status()["sessions"] == 1
-    proxy.stalled = True
+    proxy.stall()
     driver.tell("end_session", request_id="request")
     proxy.cut()
-    proxy.stalled = False
+    proxy.go_on()
     eventually(lambda: driver.tell("reaches_server"))
     assert driver.tell("hits", families=[1], chunks=6) == 6
     eventually(lambda: served.status()["sessions"] == served.status()["holds"] == 0)
