@@ -79,7 +79,7 @@ def _add_namespace(
             return
     space = Namespace(record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk)
     space.layouts = dict(record.layouts)
-    space.slot = slot
+    space.slot, space.recorded = slot, len(space.layouts)
     spaces[record.number] = space
 
 
