@@ -70,9 +70,23 @@ class Driver:
 
 def _is_zombie(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return _state(f"/proc/{pid}") == "Z"
     except OSError:
         return True
+
+
+def _state(process: str) -> str:
+    return Path(process, "stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """SIGSTOP; returns when none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    eventually(lambda: all(_state(f"/proc/{process.pid}/task/{task}") == "T" for task in _tasks(process.pid)))
+
+
+def _tasks(pid: int) -> list[str]:
+    return [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
 
 
 def _python_path() -> str:
@@ -193,7 +207,7 @@ def footprint(pid: int) -> dict[str, int]:
     """What must stay flat in a server: descriptors, threads, maps, and memory."""
     return {
         "fds": descriptors(pid),
-        "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
+        "threads": len(_tasks(pid)),
         "maps": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
         "resident_kib": resident_kib(pid),
     }
@@ -219,7 +233,7 @@ class Watcher:
             deadline = time.monotonic() + 0.5
             while not self.status()["operations"] and time.monotonic() < deadline:
                 pass
-            depot.process.send_signal(signal.SIGSTOP)
+            stop(depot.process)
             request_id: str = driver.answer()
             if request_id in driver.tell("under_way"):
                 return request_id

@@ -17,7 +17,7 @@ import pytest
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from tests.conftest import SHM, Depot, StartDepot, eventually
-from tests.faults.conftest import Connect, Driver, MakeEngine, Nursery, StartDriver, Watcher, descriptors
+from tests.faults.conftest import Connect, Driver, MakeEngine, Nursery, StartDriver, Watcher, descriptors, stop
 
 pytestmark = pytest.mark.faults
 
@@ -166,7 +166,7 @@ def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_i
     second = place.serve(48)  # it fits when it starts ...
     arena = place.shm / "arena"
     eventually(lambda: arena.stat().st_size == 48 * MIB)
-    second.send_signal(signal.SIGSTOP)
+    stop(second)
     place.fill()  # ... and then another takes the memory
     second.send_signal(signal.SIGCONT)
     eventually(lambda: driver.tell("reaches_server"))
