@@ -29,7 +29,7 @@ from kvdepot.depot import Action, Depot, Reply
 from kvdepot.errors import ArenaError, BadRequest, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
-from kvdepot.mover import Mover
+from kvdepot.mover import Call, Mover
 from kvdepot.records import Records
 from kvdepot.recovery import restore
 from kvdepot.space import Space
@@ -39,6 +39,7 @@ __all__ = ["Server"]
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_SWEEP_TICKS = 3
 _LINES = 20
 """Dropped records that are logged one by one."""
 _BATCH = 128
@@ -64,6 +65,7 @@ class Server:
             self._guard.close()
             raise
         self._stopping = False
+        self._ticks = 0
         self._corrupt = 0  # chunks found damaged when last logged
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -119,7 +121,6 @@ class Server:
         # Not zmq.Poller: it builds its lists anew for every message.
         waited_for: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake, zmq.POLLIN)]
         gc.freeze()
-        shm.sweep_cards()
         self.arena.start_populating()
         log.info(
             "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",
@@ -222,7 +223,8 @@ class Server:
             os.eventfd_read(self._wake)
         while self._outcomes:
             token, outcome = self._outcomes.popleft()
-            self._act(self.depot.finished(token, outcome))
+            if token is not None:
+                self._act(self.depot.finished(token, outcome))
 
     def _tick(self) -> None:
         for identity, card in list(self._cards.items()):
@@ -235,6 +237,9 @@ class Server:
         if corrupt > self._corrupt:
             log.error("%d chunks in memory were not what had been stored: is this machine's memory sound?", corrupt)
             self._corrupt = corrupt
+        self._ticks += 1
+        if self._ticks % _SWEEP_TICKS == 0:  # clients that died before they were met
+            self._mover.submit(Call(None, shm.sweep_cards))
         gc.collect(1)
 
     # -- the end

@@ -1,13 +1,13 @@
 """What every block must contain: KV bytes as a function of the tokens before them, known without the depot.
 
-The oracle of the simulation. It shares the layout's description with what it checks, but none of the code that moves bytes.
+The oracle of the simulation. It shares the layout's description with what it checks, but no code that moves bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -59,16 +59,14 @@ class Stream:
     salt: str = ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def tokens_of(stream: Stream) -> list[int]:
     """The stream's tokens from the start; never to be changed."""
-    return [
-        1000 * stream.family + position if position < SPLIT else 100_000 * (1 + stream.branch) + 1000 * stream.family + position
-        for position in range(MAX_TOKENS)
-    ]  # fmt: skip
+    own = 100_000 * (1 + stream.branch)
+    return [(0 if position < SPLIT else own) + 1000 * stream.family + position for position in range(MAX_TOKENS)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def seeds_of(model: Model, stream: Stream) -> list[bytes]:
     """One seed a block: the hash of all that decides its bytes."""
     tokens = tokens_of(stream)
@@ -80,16 +78,17 @@ def seeds_of(model: Model, stream: Stream) -> list[bytes]:
     return seeds
 
 
-@lru_cache(maxsize=None)
+@cache
 def keys_of(model: Model, stream: Stream, by_hash: bool) -> list[bytes]:
     """The keys of the stream's chunks, as its engine names them: by tokens, or by hashes of its own."""
     if by_hash:
-        return [engine_hash(seed) for seed in seeds_of(model, stream)[model.blocks_in_chunk - 1 :: model.blocks_in_chunk]]
+        size = model.blocks_in_chunk
+        return [engine_hash(seed) for seed in seeds_of(model, stream)[size - 1 :: size]]
     chain = chain_of(stream)
     return [chain.slice(i, i + 1) for i in range(len(chain))]
 
 
-@lru_cache(maxsize=None)
+@cache
 def chain_of(stream: Stream) -> ChunkChain:
     chain = ChunkChain(CHUNK_TOKENS, derive_root(("salt", stream.salt)) if stream.salt else ROOT)
     chain.extend(tokens_of(stream))
@@ -111,8 +110,8 @@ class Memory:
         self.name = name
         self.dead = False  # its engine is: nobody cares for its blocks any more
         header = 64
-        shape = (2, num_blocks) if model.kv_apart else (num_blocks, 2)
-        shape = (*shape, model.block_tokens, model.content)
+        outer = (2, num_blocks) if model.kv_apart else (num_blocks, 2)
+        shape = (*outer, model.block_tokens, model.content)
         size = int(np.prod(shape))
         self.bytes: npt.NDArray[np.uint8] = np.zeros(header + model.layers * size, np.uint8)
         self.axis = 1 if model.kv_apart else 0
@@ -122,13 +121,11 @@ class Memory:
             offset = header + layer * size
             array = self.bytes[offset : offset + size].reshape(shape)
             self._layers.append(array)
-            views.append(
-                TensorView(f"layer{layer}", name, len(self.bytes), offset, shape, array.strides, 1, "uint8")
-            )
+            views.append(TensorView(f"layer{layer}", name, len(self.bytes), offset, shape, array.strides, 1, "uint8"))
         self.layout: Layout = build_layout(views, [self.axis] * model.layers)
-        # What the engine holds each block to contain, as (seed); None = nobody's, or unfinished.
+        # The seed of what the engine holds each block to contain; None: it is nobody's, or not full.
         self.tags: list[bytes | None] = [None] * num_blocks
-        # Blocks lent to a retrieve: the seed it must bring, None for blocks it must not write.
+        # Blocks lent to a retrieve: the seed it must bring.
         self.lent: dict[int, bytes] = {}
 
     def _parts(self, block: int) -> Iterator[npt.NDArray[np.uint8]]:

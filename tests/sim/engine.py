@@ -1,7 +1,8 @@
-"""A simulated engine: paged blocks, an allocator and requests, driving the real adapters as vLLM's connector and bare callers do.
+"""A simulated engine: paged blocks, an allocator and requests.
 
-One process with a scheduler and its ranks, each with a client of its own. It knows what every block must contain, and says so in
-`Memory.tags` and `Memory.lent`; the moment it gives a block up, somebody else's bytes are in it.
+It drives the real adapters, as vLLM's connector does or as bare callers do. One process with a scheduler and its ranks,
+each with a client of its own. It knows what every block must contain, and says so in `Memory.tags` and `Memory.lent`;
+the moment it gives a block up, somebody else's bytes are in it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ class Engine:
         self.may_go = False
         self.serving = False  # all its ranks are registered
         self.pause_s = 0.0
-        self.steps = 0
         self.requests: dict[str, Request] = {}
         self.clients: list[Client] = []
         self.memories: list[Memory] = []
@@ -93,11 +93,9 @@ class Engine:
 
     def _main(self) -> None:
         model = self.model
-        place = ("sim://", None, model.name, model.world_size)
+        place: Any = ("sim://", None, model.name, model.world_size)
         try:
-            self.scheduler = LMCacheMPSchedulerAdapter(
-                *place, 0, model.block_tokens, client=self._client("s")  # type: ignore[arg-type]
-            )
+            self.scheduler = LMCacheMPSchedulerAdapter(*place, 0, model.block_tokens, client=self._client("s"))
             for rank in range(model.world_size):
                 self._start_rank(rank, place)
         except KVDepotError as exc:
@@ -161,7 +159,7 @@ class Engine:
             self.process.sleep(0.0005)
 
     def _step(self) -> None:
-        self.steps += 1
+        self.host.steps_taken += 1
         if not self.leaving and len(self.requests) < 6 and self.world.chance(0.5):
             self._arrive()
         for request in list(self.requests.values()):
@@ -317,14 +315,16 @@ class Engine:
         blocks = request.blocks[first * per_chunk : end * per_chunk]
         if self.mode == "shards":
             chain = chain_of(request.stream)
-            shards = worker.shards("", chain.parent(first), first, chain.slice(first, end), pack_block_ids(blocks), skip)
+            hashes, ids = chain.slice(first, end), pack_block_ids(blocks)
+            shards = worker.shards("", chain.parent(first), first, hashes, ids, skip)
             worker.submit_shards([request.id], [shards], None, is_store)
             return
         if self.mode == "tokens":
             tokens = tokens_of(request.stream)[: end * CHUNK_TOKENS]
             op = LoadStoreOp(blocks, token_ids=tokens, start=first * CHUNK_TOKENS, end=end * CHUNK_TOKENS)
         else:
-            op = LoadStoreOp(blocks, block_hashes=seeds_of(self.model, request.stream)[first * per_chunk : end * per_chunk])
+            seeds = seeds_of(self.model, request.stream)
+            op = LoadStoreOp(blocks, block_hashes=seeds[first * per_chunk : end * per_chunk])
         (worker.submit_store_request if is_store else worker.submit_retrieve_request)(request.id, op, None)
 
     def _run(self, request: Request) -> None:
@@ -402,7 +402,7 @@ class Engine:
         for i in range(min(request.done // self.model.block_tokens, len(request.blocks))):
             for memory in self.memories:
                 assert memory.is_whole(request.blocks[i], seeds[i]), (
-                    f"{memory.name}: block {request.blocks[i]} ({i} of {request.id}) was changed behind its engine's back"
+                    f"{memory.name}: block {i} of {request.id} was changed behind its engine's back"
                 )
 
     def _finish(self, request: Request, aborted: bool) -> None:

@@ -21,6 +21,8 @@ from tests.sim.server import ArenaFile, Server
 ARENA = "arena"
 GONE_S = 3.0
 """So long after a server's end a client that pumps has given up every request."""
+LOST_S = DEADLINE_S + 15.0
+"""The same where an answer was lost with a connection: a client that recovers may wait for it until its deadline."""
 
 
 class Card:
@@ -74,6 +76,7 @@ class Asked:
     future: MessagingFuture[Any]
     what: str
     deadline: float
+    server: Server | None  # who was there when it was asked
 
 
 class Client(MessageQueueClient):
@@ -93,7 +96,9 @@ class Client(MessageQueueClient):
         self._asked: list[Asked] = []
         self._boot_heard = b""
         self.lookup_boots: dict[str, bytes] = {}  # request id -> the server that answered its lookup
-        self._seen_down = 0
+        self._state: tuple[Server | None, bool] = (None, False)  # the server, and whether it serves us well
+        self._state_since = 0.0
+        self._state_seen = 0  # looks at it, a quarter of a second apart
         self._next_seen = 0.0
         self._next_check = 0.0
         self.link = Link(host.network, name, name.encode(), self._arrived)
@@ -120,7 +125,7 @@ class Client(MessageQueueClient):
             return value if convert is None else convert(value)
 
         future: MessagingFuture[Any] = MessagingFuture(self, hear)
-        self._asked.append(Asked(future, type(request).__name__, due))
+        self._asked.append(Asked(future, type(request).__name__, due, self.host.server))
         self._connection.ask(request, future._finish, deadline_s)
         return future
 
@@ -155,18 +160,22 @@ class Client(MessageQueueClient):
             return
         self._next_check = now + CHECK_S
         host = self.host
-        if host.server is not None:
-            self._seen_down = 0
+        server = host.server
+        state = server, server is not None and self.link.up and server.is_well() and not server.is_busy_for(self.link)
+        if state != self._state:
+            self._state, self._state_since, self._state_seen = state, now, 0
         elif now >= self._next_seen:
-            self._seen_down += 1
+            self._state_seen += 1
             self._next_seen = now + 0.25
-        forlorn = self._seen_down > 8 and now - host.down_since > GONE_S
+        # Nobody is there, or somebody else is who has nothing to do for us.
+        limit_s = GONE_S if now - self.link.cut_at > LOST_S else LOST_S
+        forlorn = (server is None or state[1]) and self._state_seen > 8 and now - self._state_since > limit_s
         self._asked = [asked for asked in self._asked if not asked.future._done]
         for asked in self._asked:
             # Connection.expire looks every CHECK_S.
             assert now < asked.deadline + CHECK_S + 1e-6, f"{self.name}: {asked.what} is not done at its deadline"
-            assert not forlorn or not self._connection._met, (
-                f"{self.name}: {asked.what} is not done {now - host.down_since:.1f} s after its server's end"
+            assert not forlorn or not self._connection._met or asked.server is server is not None, (
+                f"{self.name}: {asked.what} is not done {now - self._state_since:.1f} s after its server's end"
             )
 
     def pending(self) -> list[str]:
@@ -237,10 +246,10 @@ class Host:
         spread = self.world.spread
         return spread(0.001, 0.4) if self.network_slow else spread(0.00002, 0.002)
 
-    def copy_s(self) -> float:
+    def copy_s(self, slow: bool = False) -> float:
         """How long half a piece takes."""
         spread = self.world.spread
-        return spread(0.005, 1.0) if self.copies_slow else spread(0.00002, 0.005)
+        return spread(0.005, 1.0) if slow or self.copies_slow else spread(0.00002, 0.005)
 
     def start_server(self) -> None:
         if self.server is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvdepot.records import SLOT_BYTES
 from kvdepot.testing.simulation import World
-from tests.sim.content import MODELS
+from tests.sim.content import MODELS, Model
 from tests.sim.engine import MODES, Engine
 from tests.sim.host import ARENA, Host, new_config
 
@@ -43,10 +43,11 @@ class Run(Host):
             verify=random.choice(["off", "sampled", "always"]),
         )
         slots = random.choice([3, 24, 256, 256, 256])
-        super().__init__(world, config, table_slots=slots, arena_bytes=_PAGE * random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96]))
+        pages = random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96])
+        super().__init__(world, config, arena_bytes=_PAGE * pages, table_slots=slots)
         self.engines: list[Engine] = []
         self._steps = steps
-        self._steps_of_dead = 0
+        self.steps_taken = 0
         self._lives = 0
         # Each run has some of the faults, so that some go far into the works and others hit early.
         self._faults = [fault for fault in FAULTS if world.chance(0.35)]
@@ -62,13 +63,14 @@ class Run(Host):
         world = self.world
         try:
             self.start_server()
-            kinds = [(world.random.choice(MODELS), world.random.choice(MODES)) for _ in range(world.random.randint(1, 2))]
+            choose = world.random.choice
+            kinds = [(choose(MODELS), choose(MODES)) for _ in range(world.random.randint(1, 2))]
             for model, mode in kinds:
                 self._start_engine(model, mode)
             if len(self.engines) == 1 or world.chance(0.3):
                 self._start_engine(*kinds[0])  # somebody to share with
             world.after(self._every_s, self._misfortune)
-            self._run_until(lambda: self._taken() >= self._steps, 100_000.0, "the engines' steps")
+            self._run_until(lambda: self.steps_taken >= self._steps, 100_000.0, "the engines' steps")
             self._leave()
         except Exception as exc:  # the top of a run: whatever it is, the log tells how it came about
             world.note(f"BROKEN {type(exc).__name__}: {exc}")
@@ -77,9 +79,6 @@ class Run(Host):
             for engine in self.engines:
                 engine.process.kill()
         return world
-
-    def _taken(self) -> int:
-        return self._steps_of_dead + sum(engine.steps for engine in self.engines)
 
     def _run_until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
         world = self.world
@@ -100,7 +99,7 @@ class Run(Host):
                 engine.process.wake()
         if self.server is None:
             self.start_server()
-        self._run_until(lambda: not any(engine.requests for engine in self.engines if engine.alive), _SETTLE_S, "requests")
+        self._run_until(lambda: not any(engine.requests for engine in self._living()), _SETTLE_S, "requests")
         self._run_until(self._idle, _SETTLE_S, "what clients asked")
         assert self.server is not None
         self.server.check_idle()
@@ -123,10 +122,9 @@ class Run(Host):
     def _engines_gone(self) -> bool:
         return not any(engine.alive for engine in self.engines)
 
-    def _start_engine(self, model: object, mode: str) -> None:
-        assert not isinstance(model, str)
+    def _start_engine(self, model: Model, mode: str) -> None:
         self._lives += 1
-        engine = Engine(self, f"e{self._lives}", model, mode, self.world.random.choice([10, 20, 30]))  # type: ignore[arg-type]
+        engine = Engine(self, f"e{self._lives}", model, mode, self.world.random.choice([10, 20, 30]))
         self.world.note(f"{engine!r} starts")
         self.engines.append(engine)
 
@@ -145,14 +143,14 @@ class Run(Host):
             if not engine.alive:
                 self._bury(engine)
         # While engines are idle for hours, misfortunes get rarer too.
-        self._rarer = 1.0 if self._taken() != self._last_taken else min(self._rarer * 1.5, 1000.0)
-        self._last_taken = self._taken()
+        self._rarer = 1.0 if self.steps_taken != self._last_taken else min(self._rarer * 1.5, 1000.0)
+        self._last_taken = self.steps_taken
         self.world.after(self._rarer * self._every_s * 2 * self.world.random.random(), self._misfortune)
 
     def _bury(self, engine: Engine) -> None:
         """A dead engine starts again."""
         self.engines.remove(engine)
-        self._steps_of_dead += engine.steps + 1
+        self.steps_taken += 1
         self._start_engine(engine.model, engine.mode)
 
     def _living(self) -> list[Engine]:
@@ -212,6 +210,7 @@ class Run(Host):
             if link.up:
                 self.world.counters["connection_cut"] += 1
                 self.world.note(f"{link!r} is cut")
+                link.cut_at = self.world.now
                 link.cut()
 
     def slow_link(self) -> None:
@@ -326,7 +325,7 @@ EXPECTED = frozenset(
     server_killed_during_retrieve server_killed_during_store server_left_with_copies server_restarted_at_once
     server_shut_down server_stopped server_stopped_during_copy server_stopped_long shards_lost_to_flips
     shards_recovered shm_full_during_store store_fenced store_of_reused_blocks stores_given_up table_flipped
-    """.split()
+    """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )
 """What must have happened somewhere in a thousand seeds, or they prove less than they seem to."""
 

@@ -1,7 +1,7 @@
 """The simulated server process: the real depot, index and mover around a made-up socket, arena file and copy threads.
 
-Does what server.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and shut down between
-any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two halves.
+Does what server.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and shut
+down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two halves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvdepot.evict import POLICIES
 from kvdepot.index import Chunk, Index
 from kvdepot.layout import Layout
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, _rows, checksum, copy
-from kvdepot.records import SLOT_BYTES, Records, ShardRecord
+from kvdepot.records import Records, ShardRecord
 from kvdepot.recovery import restore
 from kvdepot.space import PAGE, Space
 from kvdepot.testing.simulation import Link
@@ -109,6 +109,7 @@ class _Running:
     """A copy thread's task under way."""
 
     task: Copy | Call
+    slow: bool
     piece: int = 0
     cut: int = -1  # half of the piece has arrived: what lies before this
     voided: bool = False  # it read a block that was given back
@@ -183,7 +184,7 @@ class Server:
         else:
             assert not lost, f"{len(lost)} of {len(left)} shards were sealed, and are gone after a restart"
             for name, depth in left.items():
-                assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and is {found[name]} after a restart"
+                assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and now {found[name]}"
         self.file.table_flipped = False
         assert not self.index.held and not self.index.reserved, "holds of the dead"
         self.validate()
@@ -290,6 +291,15 @@ class Server:
     def accepts(self) -> bool:
         return not self.frozen and not self.draining
 
+    def is_well(self) -> bool:
+        """Whether it answers at once."""
+        return self.serving and not self.frozen and not self.draining and not self.host.network_slow
+
+    def is_busy_for(self, link: Link) -> bool:
+        """Whether it copies for this client."""
+        client = self.depot._clients.get(link.identity)
+        return client is not None and (client.queued > 0 or bool(client.closing or client.waiting))
+
     def deliver(self, link: Link, frame: bytes) -> None:
         self._event(self._receive, link, frame)
 
@@ -390,7 +400,7 @@ class Server:
             task = self._mover._next()
             assert task is not None
             self._idle -= 1
-            running = _Running(task)
+            running = _Running(task, slow=isinstance(task, Copy) and self.world.chance(0.1))
             self._running.append(running)
             self.world.after(self.host.copy_s(), self._event, self._advance, running)
 
@@ -411,7 +421,7 @@ class Server:
                 act, self.host.at_copy = self.host.at_copy, None
                 self.world.after(0, act, self._links[task.token.operation.client.identity].name)
             if self._half(running, task, task.pieces[running.piece]):
-                self.world.after(self.host.copy_s(), self._event, self._advance, running)
+                self.world.after(self.host.copy_s(running.slow), self._event, self._advance, running)
                 return
             outcome = None
         else:
@@ -434,7 +444,7 @@ class Server:
         assert isinstance(mapped, SimMapped)
         assert not mapped.closed, "a copy touches tensors that were unmapped"
         memory = mapped.memory
-        chunk, rank = task.token.operation.chunks[task.token.first + running.piece]
+        chunk, _ = task.token.operation.chunks[task.token.first + running.piece]
         self._check_blocks(running, task, piece, memory, chunk)
         if task.is_store:
             low = min(start for start, _ in piece.extents)
@@ -464,7 +474,7 @@ class Server:
             truth = self.host.truth.get((chunk.namespace.layouts[memory.rank], chunk.key))
             assert truth is not None, f"a store of a chunk that nobody named: {chunk.key.hex()}"
             if any(memory.tags[block] != seed for block, seed in zip(piece.block_ids.tolist(), truth[1], strict=True)):
-                self.world.note(f"a store reads blocks {piece.block_ids.tolist()} of {memory.name} that were given back")
+                self.world.note(f"a store reads blocks of {memory.name} that were given back")
                 running.voided = True
             return
         truth = self.host.truth[chunk.namespace.layouts[memory.rank], chunk.key]
@@ -542,16 +552,17 @@ class Server:
 
     def check_idle(self) -> None:
         """All requests have ended, and the clients are still there: everything was answered, and nothing is pinned."""
+        living = {client.link.identity for client in self.host.clients if client.process.alive}
         for asked, count in self.asked.items():
             identity = asked[0]
-            if self.depot.knows(identity) and self._cards[identity].is_alive():
+            if identity in living and self.depot.knows(identity):
                 number = int.from_bytes(asked[1], "little")
                 name = self._links[identity].name
                 assert self.answered[asked] == count, f"request {number} of {name} was not answered"
         sessions = [
             f"{self._links[identity].name} {request}"
             for identity, client in self.depot._clients.items()
-            if self._cards[identity].is_alive()
+            if identity in living
             for request in client.sessions
         ]
         assert not sessions, f"requests have ended, and their pins have not: {', '.join(sessions)}"

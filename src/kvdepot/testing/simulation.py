@@ -247,6 +247,7 @@ class Link:
         self.up = False
         self.coming: list[bytes] = []  # frames on their way to the peer
         self.slow_until = 0.0
+        self.cut_at = float("-inf")  # when it last broke between two that live; whoever breaks it says so
         self._network = network
         self._world = network.world
         self._receive = receive
@@ -279,7 +280,8 @@ class Link:
         if not self.up:
             return False
         self._last_there = self._due(self._last_there)
-        self._world.after(self._last_there - self._world.now, self._arrive_there, self._generation, self._network.era, frame)
+        wait_s = self._last_there - self._world.now
+        self._world.after(wait_s, self._arrive_there, self._generation, self._network.era, frame)
         return True
 
     def _arrive_there(self, generation: int, era: int, frame: bytes) -> None:
