@@ -1,0 +1,374 @@
+"""Toy engines in processes that die with the test, and the numbers that must not grow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+from tests.conftest import Depot, StartDepot, eventually
+from tests.faults.engine import ToyEngine
+
+ANSWER_S = 60.0
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Driver:
+    """A toy engine (see engine.py) in a process of its own."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._channel.settimeout(ANSWER_S)
+        self._lines = channel.makefile("r")
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Tell it to do something; `answer` is due."""
+        with contextlib.suppress(BrokenPipeError):  # it died; what it said last is the answer
+            self._channel.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    def answer(self) -> Any:
+        line = self._lines.readline()
+        assert line, "the engine's process died"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["ok"]
+
+    def tell(self, do: str, **arguments: Any) -> Any:
+        self.send(do, **arguments)
+        return self.answer()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone with all its descriptors."""
+        self.signal(signal.SIGKILL)
+        eventually(lambda: not Path(f"/proc/{self.pid}").exists() or _is_zombie(self.pid))
+        self.close()
+
+    def close(self) -> None:
+        """Its process ends when it sees this."""
+        self._lines.close()
+        self._channel.close()
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return _state(f"/proc/{pid}") == "Z"
+    except OSError:
+        return True
+
+
+def _state(process: str) -> str:
+    return Path(process, "stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """SIGSTOP; returns when none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    eventually(lambda: all(_state(f"/proc/{process.pid}/task/{task}") == "T" for task in _tasks(process.pid)))
+
+
+def _tasks(pid: int) -> list[str]:
+    return [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def _python_path() -> str:
+    """Where the tests are too, for a process that begins in another folder."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+class Nursery:
+    """The process that has imported torch and forks engines."""
+
+    def __init__(self, *inside: str) -> None:
+        """inside: the beginning of a command that runs the rest of it somewhere else."""
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-m", "tests.faults.driver", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            # A process that forks must have one thread.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
+        )
+        theirs.close()
+        self._channel = ours
+        self._channel.settimeout(ANSWER_S)
+        self._lock = threading.Lock()
+
+    def spawn(self) -> Driver:
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            socket.send_fds(self._channel, [b"fork"], [theirs.fileno()])
+            pid = int.from_bytes(self._channel.recv(8), "little")
+        return Driver(pid, ours)
+
+    def close(self) -> None:
+        self._channel.close()
+        self.process.kill()
+        self.process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+StartDriver = Callable[..., Driver]
+
+
+@pytest.fixture
+def start_driver(nursery: Nursery) -> Iterator[StartDriver]:
+    """Start toy engines that end with the test: `start_driver(url, model=..., blocks=..., width=..., seed=...)`."""
+    started: list[Driver] = []
+
+    def start(url: str, **options: Any) -> Driver:
+        driver = nursery.spawn()
+        started.append(driver)
+        driver.tell("open", url=url, **options)
+        return driver
+
+    yield start
+    for driver in started:
+        if not _is_zombie(driver.pid):
+            os.kill(driver.pid, signal.SIGKILL)
+        driver.close()
+
+
+_TICK = """
+import time
+last = time.monotonic()
+while True:
+    time.sleep(0.005)
+    now = time.monotonic()
+    if now - last > 0.05:
+        print(last, now, flush=True)
+    last = now
+"""
+
+
+class Metronome:
+    """A process that only tells the time: what holds it up is the machine, not a fault."""
+
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.process = subprocess.Popen([sys.executable, "-c", _TICK], stdout=self._said)
+
+    def stalled_s(self, since: float) -> float:
+        """Seconds that the machine did not run us since `since` (monotonic)."""
+        self._said.seek(0)
+        gaps = [tuple(map(float, line.split())) for line in self._said.read().splitlines()]
+        return sum(end - max(begin, since) for begin, end in gaps if end > since)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        self._said.close()
+
+
+@pytest.fixture(scope="session")
+def metronome() -> Iterator[Metronome]:
+    made = Metronome()
+    yield made
+    made.close()
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def resident_kib(pid: int) -> int:
+    """Memory of the process's own, without pages that are files in /dev/shm."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1])
+    raise AssertionError(f"no RssAnon of {pid}")
+
+
+def footprint(pid: int) -> dict[str, int]:
+    """What must stay flat in a server: descriptors, threads, maps, and memory."""
+    return {
+        "fds": descriptors(pid),
+        "threads": len(_tasks(pid)),
+        "maps": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
+        "resident_kib": resident_kib(pid),
+    }
+
+
+class Watcher:
+    """One connection that asks a server for its status again and again."""
+
+    def __init__(self, depot: Depot) -> None:
+        self._client = MessageQueueClient(depot.url, depot.context)
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._client.ask(wire.Status()).result(10.0)
+        return answer
+
+    def stop_in_copy(self, depot: Depot, driver: Driver, begin: Callable[[int], dict[str, Any]]) -> str:
+        """Stop (SIGSTOP) the server in the middle of a copy; the id of what was begun.
+
+        begin: the command that begins it, by attempt: a copy may be over before the signal arrives.
+        """
+        for attempt in range(20):
+            driver.send(**begin(attempt))
+            deadline = time.monotonic() + 0.5
+            while not self.status()["operations"] and time.monotonic() < deadline:
+                pass
+            stop(depot.process)
+            request_id: str = driver.answer()
+            if request_id in driver.tell("under_way"):
+                return request_id
+            depot.process.send_signal(signal.SIGCONT)
+        raise AssertionError("20 copies were too fast to be interrupted")
+
+    def released_s(self) -> float:
+        """Seconds until nothing is left of all clients but this one; fails after the 5 s that are promised."""
+        began = time.monotonic()
+        nothing = {"clients": 1, "instances": 0, "sessions": 0, "operations": 0, "reserved_shards": 0, "holds": 0}
+        eventually(lambda: nothing.items() <= self.status().items(), 5.0)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture
+def watch(start_depot: StartDepot) -> Iterator[Callable[[Depot], Watcher]]:
+    """Connections for `Watcher.status` that end with the test, before its servers do."""
+    watchers: list[Watcher] = []
+
+    def start(depot: Depot) -> Watcher:
+        watchers.append(Watcher(depot))
+        return watchers[-1]
+
+    yield start
+    for watcher in watchers:
+        watcher.close()
+
+
+MakeEngine = Callable[..., ToyEngine]
+Connect = Callable[[Depot], MessageQueueClient]
+
+
+@pytest.fixture
+def make_engine(start_depot: StartDepot) -> Iterator[MakeEngine]:
+    """Toy engines in this process that end with the test, before its servers do: `make_engine(depot, model=...)`."""
+    made: list[ToyEngine] = []
+
+    def make(depot: Depot, **options: Any) -> ToyEngine:
+        made.append(ToyEngine(depot.url, context=depot.context, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def connect(start_depot: StartDepot) -> Iterator[Connect]:
+    """Bare connections that end with the test, before its servers do."""
+    made: list[MessageQueueClient] = []
+
+    def make(depot: Depot) -> MessageQueueClient:
+        made.append(MessageQueueClient(depot.url, depot.context))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+SLEEP_S = 30.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def asleep(request: pytest.FixtureRequest, nursery: Nursery, metronome: Metronome) -> Iterator[Future[dict[str, Any]]]:
+    """What a server's sleep of 30 s did to its engines; it sleeps while other tests run."""
+    wanted = any(item.path.name == "test_stopped.py" for item in request.session.items)
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as background:
+        yield background.submit(_sleep, nursery, metronome, over) if wanted else Future()
+        over.set()
+
+
+def _sleep(nursery: Nursery, metronome: Metronome, over: threading.Event) -> dict[str, Any]:
+    depot = Depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
+    idle, busy, asking = drivers = [nursery.spawn() for _ in range(3)]
+    watcher = None
+    try:
+        depot.wait_ready()
+        watcher = Watcher(depot)
+        for driver, model in zip(drivers, ("wide", "narrow", "narrow"), strict=True):
+            size = {"blocks": 64, "width": 1 << 15} if model == "wide" else {"blocks": 200, "width": 16}
+            driver.tell("open", url=depot.url, model=model, **size)
+        assert idle.tell("store", family=1, chunks=4) is True
+        busy.tell("start", families=40)
+        eventually(lambda: busy.tell("stats").get("loaded_blocks", 0))
+        begun = [watcher.stop_in_copy(depot, idle, lambda n: {"do": "begin_store", "family": 10 + n, "chunks": 8})]
+        began = time.monotonic()
+        # These the server has not even read.
+        begun += [idle.tell("begin_store", family=3, chunks=3), idle.tell("begin_retrieve", family=1, chunks=4)]
+        under_way: list[list[str]] = []
+        lookups: list[int] = []
+        while time.monotonic() - began < SLEEP_S and not over.wait(1.0):
+            under_way.append(idle.tell("under_way"))
+            lookups.append(asking.tell("lookup", family=len(lookups), chunks=3))
+        asleep_stats = [driver.tell("stats") for driver in drivers]
+        slept_s = time.monotonic() - began
+        depot.process.send_signal(signal.SIGCONT)
+        stored, stored_later = (idle.tell("end_store", request_id=request_id) for request_id in begun[:2])
+        failed = idle.tell("end_retrieve", request_id=begun[2])
+        recovered_s = time.monotonic() - began - slept_s
+        stop_stats = busy.tell("stop")
+        result = {
+            "slept_s": slept_s,
+            "begun": sorted(begun),
+            "under_way": under_way,
+            "lookups": lookups,
+            "stats": asleep_stats,
+            "stalled_s": metronome.stalled_s(began),
+            "stored": [stored, stored_later],
+            "failed_blocks": failed,
+            "recovered_s": recovered_s,
+            "hits": [
+                idle.tell("hits", families=[1], chunks=4), idle.tell("hits", families=[3], chunks=3),
+                asking.tell("hits", families=list(range(40)), chunks=6),
+            ],
+            "wrong": [stop_stats["wrong"], *(driver.tell("stats")["wrong"] for driver in drivers)],
+        }  # fmt: skip
+        eventually(lambda: watcher.status()["sessions"] == 0)
+        result["status"] = watcher.status()
+        return result
+    finally:
+        depot.process.send_signal(signal.SIGCONT)
+        for driver in drivers:
+            if not _is_zombie(driver.pid):
+                os.kill(driver.pid, signal.SIGKILL)
+            driver.close()
+        if watcher is not None:
+            watcher.close()
+        depot.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for the sleeping server comes last."""
+    items.sort(key=lambda item: item.path.name == "test_stopped.py")

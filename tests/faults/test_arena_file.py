@@ -1,0 +1,246 @@
+"""An arena that was cut off, changed, or is not ours: refused or repaired chunk by chunk, never served wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from kvdepot.arena import HEADER_BYTES, Arena
+from kvdepot.errors import ArenaError
+from kvdepot.keys import HASH_BYTES, ChunkChain
+from tests.conftest import SHM, Depot, StartDepot
+from tests.faults.conftest import MakeEngine
+from tests.faults.engine import ToyEngine
+
+pytestmark = pytest.mark.faults
+
+MIB = 1 << 20
+FAMILIES = list(range(60))
+CHUNKS = 3
+WIDTH = 16
+"""4 KiB a chunk."""
+ARENA_BYTES = 4 * MIB
+TABLE_BYTES = ARENA_BYTES // 128
+CHUNKS_START = HEADER_BYTES + TABLE_BYTES + 64
+OPTIONS: dict[str, Any] = {"arena_mib": 4, "chunk_size": 64}
+
+
+@pytest.fixture
+def left(start_depot: StartDepot, make_engine: MakeEngine) -> Depot:
+    """A server that has ended and left an arena with the chunks of all families."""
+    depot = start_depot("--on-stop", "keep", **OPTIONS)
+    engine = make_engine(depot, width=WIDTH)
+    for family in FAMILIES:
+        assert engine.store(family, CHUNKS)
+    assert depot.stop() == 0
+    engine.close()
+    return depot
+
+
+def again(start_depot: StartDepot, depot: Depot, *flags: str) -> Depot:
+    return start_depot("--on-stop", "keep", *flags, url=depot.url, name=depot.name, **OPTIONS)
+
+
+def refused(depot: Depot) -> str:
+    """What a server says that does not start on this arena."""
+    other = Depot(url=depot.url, name=depot.name, **OPTIONS)
+    try:
+        assert other.process.wait(20) == 1
+        said = other.logged()
+        assert "Traceback" not in said
+        return said
+    finally:
+        other.process.kill()
+        other.process.wait(20)
+        other.context.term()
+        other.log.close()
+
+
+def check(depot: Depot, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvdepot.cli", "check", "--arena-name", depot.name, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def flip(path: Path, offsets: list[int], chance: random.Random) -> None:
+    with path.open("r+b") as file:
+        for offset in offsets:
+            file.seek(offset)
+            (byte,) = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte ^ (1 << chance.randrange(8))]))
+
+
+def served_right(engine: ToyEngine) -> int:
+    """Chunks that are hits, all of them with the right bytes."""
+    hits = engine.hits(FAMILIES, CHUNKS)
+    assert not engine.wrong
+    return hits
+
+
+@pytest.mark.parametrize("whole", [150, 90, 0])
+def test_of_an_arena_that_was_cut_off_only_the_lost_chunks_are_lost(
+    left: Depot, start_depot: StartDepot, make_engine: MakeEngine, whole: int
+) -> None:
+    path = SHM / left.name
+    os.truncate(path, CHUNKS_START + whole * 4096 + 2222)  # in the middle of a chunk
+    assert "cut off" in check(left).stdout
+    depot = again(start_depot, left)
+    engine = make_engine(depot, width=WIDTH)
+    hits = served_right(engine)
+    assert hits <= whole
+    print(f"{hits} of {len(FAMILIES) * CHUNKS} chunks are left of a file of {whole}")
+    assert depot.status()["chunks"] == whole
+    assert "cut off" in depot.logged()
+    assert all(engine.store(family, CHUNKS) for family in FAMILIES)
+    assert served_right(engine) == len(FAMILIES) * CHUNKS
+    assert depot.stop() == 0
+    assert check(left).returncode == 0
+
+
+@pytest.mark.parametrize("size", [1, 30, HEADER_BYTES, HEADER_BYTES + TABLE_BYTES // 2])
+def test_an_arena_cut_off_before_its_first_chunk_is_refused_with_what_to_do(left: Depot, size: int) -> None:
+    path = SHM / left.name
+    os.truncate(path, size)
+    before = path.read_bytes()
+    said = refused(left)
+    assert "remove" in said and str(path) in said
+    assert path.read_bytes() == before
+
+
+def test_whichever_bit_of_the_header_is_flipped_the_arena_is_refused_and_left_alone(left: Depot) -> None:
+    path = SHM / left.name
+    whole = path.read_bytes()
+    chance = random.Random(2)
+    for offset in range(40):
+        flip(path, [offset], chance)
+        before = path.read_bytes()
+        with pytest.raises(ArenaError, match=left.name):
+            Arena(left.name, ARENA_BYTES, b"new boot")
+        assert path.read_bytes() == before, f"byte {offset}: refused, and changed all the same"
+        path.write_bytes(whole)
+    flip(path, [20], chance)
+    said = refused(left)
+    assert "remove" in said
+    assert check(left).returncode == 1
+    fixed = check(left, "--fix")
+    assert fixed.returncode in (0, 1) and "damaged" in fixed.stdout
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bits_flipped_in_the_table_cost_their_chunks_and_no_other(
+    left: Depot, start_depot: StartDepot, make_engine: MakeEngine, seed: int
+) -> None:
+    chance = random.Random(seed)
+    count = 8 * 4**seed
+    used = 128 * (len(FAMILIES) * CHUNKS + 1)
+    flip(SHM / left.name, [HEADER_BYTES + chance.randrange(used) for _ in range(count)], chance)
+    checked = check(left)
+    assert checked.returncode == 1 and "problems" in checked.stdout
+    depot = again(start_depot, left)
+    engine = make_engine(depot, width=WIDTH)
+    hits = served_right(engine)
+    status = depot.status()
+    print(f"{count} flips: {status['chunks']} of {len(FAMILIES) * CHUNKS} chunks are left, {hits} with their prefix")
+    # Each flip costs a chunk at most, unless it hit the record of the namespace.
+    assert status["chunks"] >= len(FAMILIES) * CHUNKS - count or status["chunks"] == 0
+    assert "made no sense" in depot.logged()
+    assert all(engine.store(family, CHUNKS) for family in FAMILIES)
+    assert served_right(engine) == len(FAMILIES) * CHUNKS
+    assert depot.stop() == 0
+    assert check(left).returncode == 0
+
+
+def test_check_with_fix_repairs_what_the_next_server_would_have_to_drop(
+    left: Depot, start_depot: StartDepot, make_engine: MakeEngine
+) -> None:
+    chance = random.Random(9)
+    flip(SHM / left.name, [HEADER_BYTES + 128 * slot + 60 for slot in (20, 40, 80)], chance)
+    assert check(left).returncode == 1
+    assert "removed" in check(left, "--fix").stdout
+    assert check(left).returncode == 0
+    engine = make_engine(again(start_depot, left), width=WIDTH)
+    assert len(FAMILIES) * CHUNKS - 9 <= served_right(engine) < len(FAMILIES) * CHUNKS
+
+
+def test_an_arena_of_another_user_is_refused_and_left_alone(left: Depot) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a file to somebody else")
+    path = SHM / left.name
+    os.chown(path, 12345, 12345)
+    before = path.read_bytes()
+    said = refused(left)
+    assert left.name in said and "not a file of user 0" in said
+    assert path.read_bytes() == before
+    assert path.stat().st_uid == 12345
+
+
+# -- bits flipped in chunks
+
+
+def place_of(depot: Depot, engine: ToyEngine, family: int, block: int) -> int:
+    """Where a block's bytes lie in the arena's file."""
+    key = engine.prompt(family, CHUNKS).keys[block]
+    # Of a block, the first layer's K comes first and is stored beside that of the chunk's other blocks.
+    start = (SHM / depot.name).read_bytes().find(blake3(key).digest(length=engine.parts[0].shape[1]))
+    assert start > HEADER_BYTES + TABLE_BYTES, "the block is not in the arena"
+    return start
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["live", "after a restart"])
+def test_a_bit_flipped_in_a_sealed_chunk_is_detected_recomputed_and_stored_anew(
+    start_depot: StartDepot, make_engine: MakeEngine, restart: bool
+) -> None:
+    depot = start_depot("--on-stop", "keep", "--verify", "always", **OPTIONS)
+    engine = make_engine(depot, width=WIDTH)
+    for family in FAMILIES:
+        assert engine.store(family, CHUNKS)
+    flip(SHM / depot.name, [place_of(depot, engine, 7, 5)], random.Random(1))  # block 5 is in chunk 1
+    if restart:
+        assert depot.stop() == 0
+        said = check(depot)
+        assert said.returncode == 1 and "not what was stored" in said.stdout
+        depot = again(start_depot, depot, "--verify", "always")
+        engine = make_engine(depot, width=WIDTH)
+    assert engine.retrieve(7, CHUNKS) == 4  # its blocks are reported; all others hold what they must
+    assert not engine.wrong
+    assert depot.status()["counters"]["corrupt_chunks"] == 1
+    assert engine.lookup(7, CHUNKS) == 1
+    assert engine.store(7, CHUNKS)
+    assert served_right(engine) == len(FAMILIES) * CHUNKS
+    assert depot.status()["counters"]["corrupt_chunks"] == 1
+
+
+def test_sampled_checksums_detect_the_flips_in_the_chunks_they_sample(
+    start_depot: StartDepot, make_engine: MakeEngine
+) -> None:
+    depot = start_depot("--verify", "sampled", **OPTIONS)
+    engine = make_engine(depot, width=WIDTH)
+    chance = random.Random(3)
+    sampled = []
+    for family in FAMILIES:
+        assert engine.store(family, CHUNKS)
+        chain = ChunkChain(engine.chunk_size)
+        chain.extend(engine.prompt(family, CHUNKS).tokens)
+        sampled += [(family, i) for i in range(CHUNKS) if chain.hashes[i * HASH_BYTES] < 16]
+    assert len(sampled) > 3
+    places = [place_of(depot, engine, family, chunk * engine.per_chunk) for family, chunk in sampled]
+    flip(SHM / depot.name, places, chance)
+    failed = sum(engine.retrieve(family, CHUNKS) for family in FAMILIES)
+    assert not engine.wrong
+    assert failed == len(sampled) * engine.per_chunk
+    assert depot.status()["counters"]["corrupt_chunks"] == len(sampled)
+
+
+def test_without_checksums_nothing_is_summed_up(start_depot: StartDepot, make_engine: MakeEngine) -> None:
+    depot = start_depot(**OPTIONS)
+    engine = make_engine(depot, width=WIDTH)
+    assert engine.store(1, CHUNKS)
+    assert "0 shards have a checksum" in check(depot).stdout

@@ -1,0 +1,109 @@
+"""Workers, schedulers and whole engines that die: all they held is released within 5 s, and nothing piles up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.faults.conftest import StartDriver, Watcher, footprint
+
+pytestmark = pytest.mark.faults
+
+WIDE = {"blocks": 64, "width": 1 << 15}
+"""2 MiB a block, 128 MiB in all: copying them takes long enough to be interrupted."""
+ROUNDS = 50
+TOGETHER = 5
+WARM_UP = 4
+"""Rounds of `TOGETHER` engines before the first numbers are taken: Python's own memory settles."""
+
+
+def test_a_worker_killed_in_the_middle_of_a_store_leaves_nothing_half_written(
+    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
+) -> None:
+    depot = start_depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
+    watcher = watch(depot)
+    worker = start_driver(depot.url, **WIDE)
+    files = worker.tell("files")
+    watcher.stop_in_copy(depot, worker, lambda n: {"do": "begin_store", "family": 1 + n, "chunks": 8})
+    worker.kill()
+    depot.process.send_signal(signal.SIGCONT)
+    released_s = watcher.released_s()
+    print(f"released {released_s:.2f} s after the death")
+    eventually(lambda: not any((SHM / name).exists() for name in files))
+    # The copy that went on after the death is sealed if it ended before the death was noticed: whole or not at all.
+    assert watcher.status()["chunks"] % 8 == 0
+    other = start_driver(depot.url, **WIDE)
+    assert other.tell("hits", families=list(range(1, 21)), chunks=8) == watcher.status()["chunks"]
+    assert other.tell("store", family=30, chunks=8) is True
+    assert other.tell("hits", families=[30], chunks=8) == 8
+    assert not other.tell("stats")["wrong"]
+
+
+def test_a_worker_killed_in_the_middle_of_a_retrieve_leaves_the_chunks_whole_for_others(
+    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
+) -> None:
+    depot = start_depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
+    watcher = watch(depot)
+    worker, other = start_driver(depot.url, **WIDE), start_driver(depot.url, **WIDE)
+    files = worker.tell("files")
+    assert worker.tell("store", family=1, chunks=8) is True
+    watcher.stop_in_copy(depot, worker, lambda n: {"do": "begin_retrieve", "family": 1, "chunks": 8})
+    worker.kill()
+    depot.process.send_signal(signal.SIGCONT)
+    eventually(lambda: watcher.status()["instances"] == 1, 5.0)
+    eventually(lambda: watcher.status()["holds"] == watcher.status()["operations"] == 0, 5.0)
+    eventually(lambda: not any((SHM / name).exists() for name in files))
+    assert other.tell("hits", families=[1], chunks=8) == 8
+    assert not other.tell("stats")["wrong"]
+
+
+def test_the_pins_of_a_scheduler_that_is_killed_are_released_and_the_worker_goes_on(
+    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
+) -> None:
+    depot = start_depot(arena_mib=16, chunk_size=64)
+    watcher = watch(depot)
+    worker, scheduler = start_driver(depot.url), start_driver(depot.url)
+    for family in range(20):
+        assert worker.tell("store", family=family, chunks=3) is True
+        assert scheduler.tell("lookup", family=family, chunks=3, keep=f"request {family}") == 3
+    assert watcher.status()["holds"] == watcher.status()["sessions"] == 20
+    assert worker.tell("retrieve", family=5, chunks=3) == 0
+    assert watcher.status()["holds"] == 20  # the pins of others are not the worker's to end
+    scheduler.kill()
+    eventually(lambda: watcher.status()["sessions"] == watcher.status()["holds"] == 0, 5.0)
+    assert worker.tell("hits", families=list(range(20)), chunks=3) == 60
+    assert not worker.tell("stats")["wrong"]
+
+
+def test_50_engines_killed_and_started_again_leave_no_growth_anywhere(
+    start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
+) -> None:
+    depot = start_depot(arena_mib=4, chunk_size=64)
+    watcher = watch(depot)
+    before: dict[str, int] = {}
+    slowest_s = 0.0
+    files: list[str] = []
+    for number in range(WARM_UP + ROUNDS // TOGETHER):
+        if number == WARM_UP:
+            before = footprint(depot.process.pid)
+        drivers = [start_driver(depot.url, seed=TOGETHER * number + i, width=16) for i in range(TOGETHER)]
+        eventually(lambda files=files: not any((SHM / name).exists() for name in files), 5.0)  # of the last round
+        files = [name for driver in drivers for name in driver.tell("files")]
+        for driver in drivers:
+            driver.tell("start", families=60)
+        eventually(lambda: watcher.status()["sessions"])
+        for driver in drivers:
+            driver.kill()
+        slowest_s = max(slowest_s, watcher.released_s())
+        eventually(lambda: "torch_" not in Path(f"/proc/{depot.process.pid}/maps").read_text(), 5.0)
+    after = footprint(depot.process.pid)
+    print(f"released within {slowest_s:.2f} s; {before} -> {after}")
+    for what, count in before.items():
+        assert after[what] <= 1.02 * count, f"{what} grew from {count} to {after[what]}"
+    last = start_driver(depot.url, width=16)
+    assert last.tell("hits", families=list(range(60)), chunks=6) > 0
+    assert not last.tell("stats")["wrong"]

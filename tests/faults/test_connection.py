@@ -1,0 +1,251 @@
+"""A connection that is cut, stalls or is slow, while the server lives and goes on: a small proxy on the loopback."""
+
+from __future__ import annotations
+
+import random
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import Depot, StartDepot, eventually
+from tests.faults.conftest import Metronome, StartDriver
+
+pytestmark = pytest.mark.faults
+
+STEP_S = 1.5
+STALE_S = 10.0
+"""After so long a client suspects that an answer was lost (connection.py)."""
+
+
+class Proxy:
+    """Passes bytes between clients and one server; on a thread of its own, until `close`."""
+
+    def __init__(self, port: int) -> None:
+        self._server = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.delay_s = 0.0
+        self._stall = False
+        self._stalled = threading.Event()
+        self.passed_bytes = 0
+        self._cut = threading.Event()
+        self._closing = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._peers: dict[socket.socket, socket.socket] = {}
+        self._late: deque[tuple[float, socket.socket, bytes]] = deque()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def cut(self) -> None:
+        """Reset every connection; new ones are taken. Returns when that has happened."""
+        self._cut.set()
+        eventually(lambda: not self._cut.is_set())
+
+    def stall(self) -> None:
+        """Pass nothing any more; returns when that is so."""
+        self._stall = True
+        assert self._stalled.wait(10)
+
+    def go_on(self) -> None:
+        self._stall = False
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(10)
+        self._drop_all()
+        self._listener.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._cut.is_set():
+                self._drop_all()
+                self._cut.clear()
+            if self._stall:
+                self._stalled.set()
+                self._closing.wait(0.005)
+                continue
+            self._stalled.clear()
+            for key, _ in self._selector.select(0.005):
+                assert isinstance(key.fileobj, socket.socket)
+                self._take(key.fileobj)
+            while self._late and (self._late[0][0] <= time.monotonic()):
+                _, target, data = self._late.popleft()
+                self._pass(target, data)
+
+    def _take(self, ready: socket.socket) -> None:
+        if ready is self._listener:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(self._server)
+            for one, other in ((client, server), (server, client)):
+                self._peers[one] = other
+                self._selector.register(one, selectors.EVENT_READ)
+            return
+        if ready not in self._peers:
+            return  # dropped with its peer a moment ago
+        try:
+            data = ready.recv(1 << 16)
+        except OSError:
+            data = b""
+        if data:
+            self._late.append((time.monotonic() + self.delay_s, self._peers[ready], data))
+        else:
+            self._drop(ready)
+
+    def _pass(self, target: socket.socket, data: bytes) -> None:
+        if target not in self._peers:
+            return
+        try:
+            target.sendall(data)
+            self.passed_bytes += len(data)
+        except OSError:
+            self._drop(target)
+
+    def _drop(self, one: socket.socket) -> None:
+        for each in (one, self._peers.pop(one)):
+            self._peers.pop(each, None)
+            self._selector.unregister(each)
+            # A reset, not an orderly end.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            each.close()
+
+    def _drop_all(self) -> None:
+        while self._peers:
+            self._drop(next(iter(self._peers)))
+        self._late.clear()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def served(start_depot: StartDepot) -> Depot:
+    return start_depot(arena_mib=24, chunk_size=64, url=f"tcp://127.0.0.1:{free_port()}")
+
+
+@pytest.fixture
+def proxy(served: Depot) -> Iterator[Proxy]:
+    made = Proxy(int(served.url.rsplit(":", 1)[1]))
+    yield made
+    made.close()
+
+
+def settled(depot: Depot) -> dict[str, Any]:
+    """The server's status once nothing is under way and no session is open."""
+    deadline = time.monotonic() + 2 * STALE_S
+    while any((status := depot.status())[what] for what in ("reserved_shards", "operations", "sessions", "holds")):
+        assert time.monotonic() < deadline, status
+    return status
+
+
+def test_engines_whose_connections_are_cut_again_and_again_go_on_and_lose_nothing(
+    served: Depot, proxy: Proxy, start_driver: StartDriver, metronome: Metronome
+) -> None:
+    chance = random.Random(4)
+    drivers = [start_driver(proxy.url, seed=seed, blocks=160, width=64) for seed in range(2)]
+    began = time.monotonic()
+    for driver in drivers:
+        driver.tell("start", families=60, running=8)
+    for _ in range(15):
+        time.sleep(chance.uniform(0.02, 0.3))  # the moment of the cut
+        proxy.cut()
+    for driver in drivers:
+        driver.tell("stats")
+        # Its registration is back; blocks of transfers whose answers were lost are, after STALE_S.
+        deadline = time.monotonic() + 2 * STALE_S
+        while not (stats := driver.tell("stats")).get("loaded_blocks", 0):
+            assert time.monotonic() < deadline, (stats, driver.tell("under_way"), served.status())
+        stats = driver.tell("stop")
+        print(stats)
+        assert not stats["wrong"]
+        assert stats["step_max_s"] < STEP_S + metronome.stalled_s(began)
+    assert settled(served)["instances"] == 2
+    assert drivers[0].tell("hits", families=list(range(60)), chunks=6) > 0
+    assert not drivers[0].tell("stats")["wrong"]
+
+
+def test_while_a_connection_stalls_lookups_answer_0_and_no_transfer_ends(
+    served: Depot, proxy: Proxy, start_driver: StartDriver, metronome: Metronome
+) -> None:
+    driver = start_driver(proxy.url, width=64)
+    assert driver.tell("store", family=1, chunks=6) is True
+    proxy.stall()
+    began = time.monotonic()
+    begun = sorted([driver.tell("begin_store", family=2, chunks=6), driver.tell("begin_retrieve", family=1, chunks=6)])
+    for family in (1, 2, 3):
+        assert driver.tell("lookup", family=family, chunks=6) == 0
+    stats = driver.tell("stats")
+    assert stats["lookup_max_s"] < STEP_S + metronome.stalled_s(began)
+    assert driver.tell("under_way") == begun
+    proxy.go_on()
+    retrieve, store = begun
+    assert driver.tell("end_retrieve", request_id=retrieve) == 0
+    assert driver.tell("end_store", request_id=store) is True
+    assert driver.tell("hits", families=[1, 2], chunks=6) == 12
+    assert not driver.tell("stats")["wrong"]
+    settled(served)
+
+
+def test_an_engine_whose_answers_were_cut_off_ends_its_transfers_by_taking_its_registration_back(
+    served: Depot, proxy: Proxy, start_driver: StartDriver
+) -> None:
+    driver = start_driver(proxy.url, width=64)
+    assert driver.tell("store", family=1, chunks=6) is True
+    proxy.stall()
+    store = driver.tell("begin_store", family=2, chunks=6)
+    retrieve = driver.tell("begin_retrieve", family=1, chunks=6)
+    proxy.cut()  # what was under way in both directions is lost, and nobody says so
+    proxy.go_on()
+    began = time.monotonic()
+    driver.tell("end_store", request_id=store)
+    driver.tell("end_retrieve", request_id=retrieve)
+    assert time.monotonic() - began < 2 * STALE_S
+    print(f"both ended {time.monotonic() - began:.2f} s after the cut")
+    assert driver.tell("store", family=2, chunks=6) is True
+    assert driver.tell("hits", families=[1, 2], chunks=6) == 12
+    assert not driver.tell("stats")["wrong"]
+    settled(served)
+
+
+def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_back(
+    served: Depot, proxy: Proxy, start_driver: StartDriver
+) -> None:
+    driver = start_driver(proxy.url, width=64)
+    assert driver.tell("store", family=1, chunks=6) is True
+    assert driver.tell("lookup", family=1, chunks=6, keep="request") == 6
+    assert served.status()["sessions"] == 1
+    proxy.stall()
+    driver.tell("end_session", request_id="request")
+    proxy.cut()
+    proxy.go_on()
+    eventually(lambda: driver.tell("reaches_server"))
+    assert driver.tell("hits", families=[1], chunks=6) == 6
+    eventually(lambda: served.status()["sessions"] == served.status()["holds"] == 0)
+
+
+def test_a_slow_connection_only_costs_time(served: Depot, proxy: Proxy, start_driver: StartDriver) -> None:
+    proxy.delay_s = 0.03
+    driver = start_driver(proxy.url, width=64)
+    driver.tell("start", families=10)
+    loaded = 0
+
+    def enough() -> bool:
+        nonlocal loaded
+        loaded += driver.tell("stats").get("loaded_blocks", 0)
+        return loaded > 100
+
+    eventually(enough, 60.0)
+    stats = driver.tell("stop")
+    assert not stats["wrong"] and not stats["worker"].get("chunks_failed")
+    assert proxy.passed_bytes > 10_000
+    settled(served)

@@ -1,0 +1,309 @@
+"""Nothing left: arena, /dev/shm, disk, descriptors. Refusals are clear and counted, and end with the pressure."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvdepot.client import MessageQueueClient
+from kvdepot.errors import KVDepotError
+from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.faults.conftest import Connect, Driver, MakeEngine, Nursery, StartDriver, Watcher, descriptors, stop
+
+pytestmark = pytest.mark.faults
+
+MIB = 1 << 20
+
+
+def test_an_arena_full_of_pinned_chunks_drops_stores_and_takes_them_when_the_pins_end(
+    start_depot: StartDepot, start_driver: StartDriver
+) -> None:
+    depot = start_depot(arena_mib=1, chunk_size=64)
+    driver = start_driver(depot.url, width=64)  # 16 KiB a chunk: room for about 60
+    pinned = 0
+    while driver.tell("store", family=pinned, chunks=4):
+        assert driver.tell("lookup", family=pinned, chunks=4, keep=f"request {pinned}") == 4
+        pinned += 1
+        assert pinned < 20
+    assert pinned > 10
+    for family in range(100, 110):
+        assert driver.tell("store", family=family, chunks=4) is False
+    status = depot.status()
+    assert status["counters"]["dropped_chunks"] >= 11 and status["sessions"] == pinned
+    assert status["used_bytes"] <= status["capacity_bytes"] < MIB
+    assert driver.tell("hits", families=list(range(pinned)), chunks=4) == 4 * pinned
+    for family in range(pinned):
+        driver.tell("end_session", request_id=f"request {family}")
+    eventually(lambda: depot.status()["holds"] == 0)
+    for family in range(100, 110):
+        assert driver.tell("store", family=family, chunks=4) is True
+    assert driver.tell("hits", families=list(range(100, 110)), chunks=4) == 40
+    assert not driver.tell("stats")["wrong"]
+
+
+def test_an_arena_smaller_than_a_chunk_drops_its_stores_and_serves_models_that_fit(
+    start_depot: StartDepot, start_driver: StartDriver
+) -> None:
+    depot = start_depot(arena_mib=2, chunk_size=64)
+    large = start_driver(depot.url, model="large", blocks=16, width=1 << 14)  # 4 MiB a chunk
+    small = start_driver(depot.url, model="small")
+    assert small.tell("store", family=1, chunks=3) is True
+    for family in range(5):
+        assert large.tell("store", family=family, chunks=2) is False
+        assert large.tell("lookup", family=family, chunks=2) == 0
+    assert depot.status()["counters"]["dropped_chunks"] == 10
+    assert small.tell("hits", families=[1], chunks=3) == 3  # it made no room for what never fits
+    assert not small.tell("stats")["wrong"]
+
+
+# -- /dev/shm
+
+
+class Elsewhere:
+    """A mount namespace with a /dev/shm of its own; whatever runs in it ends with the test."""
+
+    def __init__(self, size_mib: int) -> None:
+        mount = f"mount -t tmpfs -o size={size_mib}m,mode=1777 tmpfs {SHM} && echo ready && exec sleep 1000"
+        self._holder = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._holder.stdout is not None and self._holder.stderr is not None
+        self._servers: list[subprocess.Popen[bytes]] = []
+        self._drivers: list[Driver] = []
+        self._nursery: Nursery | None = None
+        self.logs = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the servers
+        self.url = f"ipc://{tempfile.gettempdir()}/kvdepot-test-{uuid.uuid4().hex[:12]}.sock"
+        if self._holder.stdout.readline() != "ready\n":
+            said = self._holder.stderr.read()
+            self.close()
+            if os.environ.get("CI"):
+                pytest.fail(f"CI must be able to mount a small {SHM}: {said}")
+            pytest.skip(f"needs the right to mount a small {SHM} of its own: {said}")
+        self.inside = ["nsenter", "--mount", f"--target={self._holder.pid}"]
+        self.shm = Path(f"/proc/{self._holder.pid}/root{SHM}")
+
+    def serve(self, arena_mib: float) -> subprocess.Popen[bytes]:
+        server = subprocess.Popen(
+            [
+                *self.inside, sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", "arena",
+                "--arena-gib", str(arena_mib / 1024), "--chunk-size", "64",
+            ],
+            stderr=self.logs,
+        )  # fmt: skip
+        self._servers.append(server)
+        return server
+
+    def logged(self) -> str:
+        self.logs.seek(0)
+        return self.logs.read()
+
+    def spawn(self) -> Driver:
+        self._nursery = self._nursery or Nursery(*self.inside)
+        self._drivers.append(self._nursery.spawn())
+        return self._drivers[-1]
+
+    def fill(self) -> None:
+        """Take all that is left."""
+        stats = os.statvfs(self.shm)
+        with (self.shm / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize)
+
+    def empty(self) -> None:
+        (self.shm / "filler").unlink()
+
+    def close(self) -> None:
+        for driver in self._drivers:
+            driver.close()
+        if self._nursery is not None:
+            self._nursery.close()
+        for process in (*self._servers, self._holder):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait(20)
+        assert self._holder.stdout is not None and self._holder.stderr is not None
+        for stream in (self.logs, self._holder.stdout, self._holder.stderr):
+            stream.close()
+        for path in Path(tempfile.gettempdir()).glob(f"{Path(self.url).name}*"):
+            path.unlink()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[int], Elsewhere]]:
+    made: list[Elsewhere] = []
+
+    def make(size_mib: int) -> Elsewhere:
+        made.append(Elsewhere(size_mib))
+        return made[-1]
+
+    yield make
+    for place in made:
+        place.close()
+
+
+def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_is_room_again(
+    elsewhere: Callable[[int], Elsewhere],
+) -> None:
+    place = elsewhere(64)
+    first = place.serve(4)
+    driver = place.spawn()
+    driver.tell("open", url=place.url, blocks=64, width=1 << 10)  # 256 KiB a chunk
+    families = list(range(100, 120))
+    for family in families[:5]:
+        assert driver.tell("store", family=family, chunks=2) is True
+    first.kill()
+    first.wait(20)
+    second = place.serve(48)  # it fits when it starts ...
+    arena = place.shm / "arena"
+    eventually(lambda: arena.stat().st_size == 48 * MIB)
+    stop(second)
+    place.fill()  # ... and then another takes the memory
+    second.send_signal(signal.SIGCONT)
+    eventually(lambda: driver.tell("reaches_server"))
+    assert driver.tell("hits", families=families[:5], chunks=2) == 10
+    stored = [driver.tell("store", family=family, chunks=2) for family in families[5:]]
+    print(f"{stored.count(False)} of {len(stored)} stores were dropped")
+    assert False in stored
+    hits = driver.tell("hits", families=families, chunks=2)
+    assert hits >= 10 + 2 * stored.count(True)
+    status = driver.tell("server_status")
+    assert status["counters"]["failed_chunks"] >= stored.count(False)
+    assert status["reserved_shards"] == status["operations"] == 0
+    assert f"{SHM} is full" in place.logged()
+    place.empty()
+    for family in families:
+        assert driver.tell("store", family=family, chunks=2) is True
+    assert driver.tell("hits", families=families, chunks=2) == 40
+    assert not driver.tell("stats")["wrong"]
+    assert second.poll() is None
+
+
+def test_a_client_that_finds_dev_shm_full_is_told_so_and_others_go_on(elsewhere: Callable[[int], Elsewhere]) -> None:
+    place = elsewhere(16)
+    server = place.serve(4)
+    driver = place.spawn()
+    driver.tell("open", url=place.url)
+    assert driver.tell("store", family=1, chunks=3) is True
+    eventually(lambda: (place.shm / "arena").stat().st_blocks * 512 >= 4 * MIB)
+    place.fill()
+    late = place.spawn()
+    late.send("open", url=place.url, model="late", blocks=4096, width=64)
+    with pytest.raises(AssertionError, match=r"(?s)kvdepot\.errors\.\w+: .*(No space left|cannot)"):
+        late.answer()
+    assert driver.tell("hits", families=[1], chunks=3) == 3
+    place.empty()
+    again = place.spawn()
+    again.tell("open", url=place.url, model="late")
+    assert again.tell("store", family=2, chunks=3) is True
+    assert again.tell("hits", families=[2], chunks=3) == 3
+    assert server.poll() is None
+
+
+# -- disk
+
+
+def test_a_server_whose_log_is_on_a_full_disk_serves_and_ends_like_any_other(start_driver: StartDriver) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    url = f"ipc://{tempfile.gettempdir()}/{name}.sock"
+    Depot.names.add(name)
+    with Path("/dev/full").open("w") as full:
+        server = subprocess.Popen(
+            [
+                sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-name", name, "--arena-gib", "0.01",
+                "--chunk-size", "64", "--log-level", "debug",
+            ],
+            stderr=full, stdout=full,
+        )  # fmt: skip
+    try:
+        driver = start_driver(url)
+        assert driver.tell("store", family=1, chunks=3) is True
+        victim = start_driver(url)
+        victim.kill()  # the server logs that
+        eventually(lambda: driver.tell("server_status")["clients"] == 2)
+        assert driver.tell("hits", families=[1], chunks=3) == 3
+        assert not driver.tell("stats")["wrong"]
+        server.terminate()
+        assert server.wait(20) == 0
+        assert not (SHM / name).exists()
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait(20)
+        (SHM / name).unlink(missing_ok=True)
+        for path in Path(tempfile.gettempdir()).glob(f"{name}.sock*"):
+            path.unlink()
+
+
+def test_a_socket_on_a_full_disk_is_refused_with_its_name_and_leaves_nothing() -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    Depot.names.add(name)
+    with tempfile.TemporaryDirectory() as folder:
+        serve = f"exec {sys.executable} -m kvdepot.cli serve --url ipc://{folder}/depot.sock --arena-name {name}"
+        script = f"mount -t tmpfs -o nr_inodes=1 tmpfs {folder} || exit 99; {serve} --arena-gib 0.01"
+        ended = subprocess.run(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    if ended.returncode in (99, 1) and ("unshare:" in ended.stderr or "mount:" in ended.stderr):
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must be able to mount a full file system: {ended.stderr}")
+        pytest.skip(f"needs the right to mount a full file system: {ended.stderr}")
+    assert ended.returncode == 1
+    assert "depot.sock" in ended.stderr and "No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / name).exists()
+
+
+# -- descriptors
+
+
+def test_a_server_out_of_descriptors_refuses_newcomers_and_takes_them_when_others_have_left(
+    start_depot: StartDepot, watch: Callable[[Depot], Watcher], make_engine: MakeEngine, connect: Connect
+) -> None:
+    depot = start_depot(arena_mib=16, chunk_size=64)
+    engine = make_engine(depot)
+    watcher = watch(depot)
+    assert engine.store(1, 3)
+    limit = descriptors(depot.process.pid) + 12
+    resource.prlimit(depot.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    crowd = [connect(depot) for _ in range(30)]
+    served = refused = 0
+    for client in crowd:
+        try:
+            served += client.learn_chunk_size(0.5) == 64
+        except KVDepotError as exc:
+            assert "Too many open files" in str(exc) or "no kvdepot server answers" in str(exc)
+            refused += 1
+        assert depot.process.poll() is None, depot.logged()
+        assert watcher.status()["chunks"] >= 3
+    print(f"{served} served, {refused} refused with {limit} descriptors")
+    assert served > 0 and refused > 0
+    assert engine.hits([1], 3) == 3
+    assert engine.store(2, 3)
+    for client in crowd:
+        client.close()
+    eventually(lambda: watcher.status()["clients"] == 3)
+
+    def newcomer() -> bool:
+        client = MessageQueueClient(depot.url, depot.context)
+        try:
+            return client.learn_chunk_size(5.0) == 64
+        except KVDepotError:
+            return False
+        finally:
+            client.close()
+
+    eventually(newcomer)
+    late = make_engine(depot)
+    assert late.hits([1, 2], 3) == 6
+    assert not engine.wrong and not late.wrong

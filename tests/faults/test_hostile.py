@@ -1,0 +1,390 @@
+"""Clients that lie: block ids, ranges, names, layouts. Typed errors, and no byte outside what they own is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from kvdepot import wire
+from kvdepot.adapters import KVCacheHandle, LoadStoreOp
+from kvdepot.client import MessageQueueClient
+from kvdepot.errors import BadRequest, KVDepotError, LayoutError, ProtocolError, UnknownInstance
+from kvdepot.keys import HASH_BYTES, ROOT
+from kvdepot.layout import Layout, Mapping, Segment, build_layout
+from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.faults.conftest import Connect, MakeEngine, StartDriver
+from tests.faults.engine import BLOCK, ToyEngine
+
+pytestmark = pytest.mark.faults
+
+BLOCKS = 32
+BLOCK_BYTES = 1024
+KEYS = os.urandom(2 * HASH_BYTES)
+
+
+@dataclass
+class Scene:
+    """A server with a good engine, and somebody else's tensors beside it."""
+
+    depot: Depot
+    good: ToyEngine
+    client: MessageQueueClient
+    tensor: torch.Tensor
+    layout: Layout
+
+    def digest(self) -> str:
+        """Of the arena, the good engine's files, and the client's own tensors."""
+        digest = hashlib.blake2b()
+        for path in (SHM / self.depot.name, *(SHM / name for name in self.good.files())):
+            digest.update(path.read_bytes())
+        digest.update(self.tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    depot = Depot(arena_mib=4, chunk_size=64).wait_ready()
+    good = ToyEngine(depot.url, context=depot.context)
+    for family in range(20):
+        assert good.store(family, 3)
+    client = MessageQueueClient(depot.url, depot.context)
+    tensor = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    layout = build_layout([KVCacheHandle(tensor, "layer").view], [0])
+    client.ask(wire.Register(7, layout)).result(10.0)
+    eventually(lambda: (SHM / depot.name).stat().st_blocks * 512 >= 4 << 20)  # no page is still to come
+    yield Scene(depot, good, client, tensor, layout)
+    client.close()
+    good.close()
+    depot.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_touched(scene: Scene) -> Iterator[None]:
+    before = scene.digest()
+    yield
+    assert scene.depot.process.poll() is None, scene.depot.logged()
+    assert scene.digest() == before
+    status = scene.depot.status()
+    assert status["operations"] == status["reserved_shards"] == status["holds"] == 0
+    assert scene.good.hits(list(range(20)), 3) == 60
+    assert not scene.good.wrong
+
+
+def pack(*ids: int) -> bytes:
+    return np.array(ids, np.uint32).tobytes()
+
+
+def shards(**changes: Any) -> wire.Shards:
+    good = wire.Shards("request", "hostile", 1, 0, ROOT, 0, KEYS, pack(*range(8)))
+    return msgspec.structs.replace(good, **changes)
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "a block id one too high": {"block_ids": pack(0, 1, 2, 3, 4, 5, 6, BLOCKS)},
+    "the highest block id there is": {"block_ids": pack(0, 1, 2, 3, 4, 5, 6, 0xFFFFFFFF)},
+    "a negative block id": {"block_ids": np.array([-1, 1, 2, 3, 4, 5, 6, 7], np.int32).tobytes()},
+    "a repeated block id": {"block_ids": pack(0, 1, 2, 3, 4, 5, 6, 0)},
+    "block ids that are not whole": {"block_ids": pack(*range(8))[:-1]},
+    "no block ids": {"block_ids": b""},
+    "blocks that two chunks do not share evenly": {"block_ids": pack(*range(7))},
+    "no hashes": {"hashes": b""},
+    "hashes that are not whole": {"hashes": KEYS[:-1]},
+    "a parent that is no hash": {"parent": b"short"},
+    "a negative depth": {"depth": -1},
+    "more blocks skipped than there are": {"skip_blocks": 4},
+    "a negative skip": {"skip_blocks": -1},
+    "a rank beyond the world": {"rank": 1},
+    "a negative rank": {"rank": -1},
+    "a world of nobody": {"world_size": 0},
+    "a world of everybody": {"world_size": 1 << 40},
+    "a request id of 10 MB": {"request": "r" * 10_000_000},
+    "a model name of 10 MB": {"model": "m" * 10_000_000},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("what", ["store", "retrieve"])
+def test_a_transfer_that_lies_is_a_bad_request(scene: Scene, lie: str, what: str) -> None:
+    part = shards(**LIES[lie])
+    request = wire.Store(7, 1, [part]) if what == "store" else wire.Retrieve(7, [part])
+    with pytest.raises(BadRequest):
+        scene.client.ask(request).result(10.0)
+    request = wire.Store(7, 1, [shards(), part]) if what == "store" else wire.Retrieve(7, [part, shards()])
+    with pytest.raises(BadRequest):  # all of it or nothing
+        scene.client.ask(request).result(10.0)
+
+
+def test_a_transfer_of_two_requests_into_one_block_is_a_bad_request(scene: Scene) -> None:
+    with pytest.raises(BadRequest, match="same block"):
+        scene.client.ask(wire.Retrieve(7, [shards(), shards(request="other")])).result(10.0)
+
+
+@pytest.mark.parametrize("instance", [8, -7, 1 << 62])
+def test_a_transfer_for_an_instance_nobody_registered_is_an_error(scene: Scene, instance: int) -> None:
+    for request in (wire.Store(instance, 1, [shards()]), wire.Retrieve(instance, [shards()])):
+        with pytest.raises(UnknownInstance):
+            scene.client.ask(request).result(10.0)
+
+
+def test_another_clients_instance_is_unknown_to_everybody_else(scene: Scene) -> None:
+    number = scene.good.worker.instance_id
+    for request in (wire.Store(number, 1, [shards()]), wire.Retrieve(number, [shards()])):
+        with pytest.raises(UnknownInstance):
+            scene.client.ask(request).result(10.0)
+    assert scene.client.ask(wire.Unregister(number)).result(10.0) is None  # it unregisters nothing
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.Lookup("hostile", 1, 4, "r" * 10_000_000, 1, KEYS),
+        wire.Lookup("m" * 10_000_000, 1, 4, "r", 1, KEYS),
+        wire.Lookup("hostile", 1, 4, "r", 1, KEYS[:-1]),
+        wire.Lookup("hostile", 1, 4, "r", 1, b""),
+    ],
+    ids=["request id of 10 MB", "model name of 10 MB", "hashes that are not whole", "no hashes"],
+)
+def test_a_lookup_that_lies_is_a_bad_request(scene: Scene, request_: wire.Lookup) -> None:
+    with pytest.raises(BadRequest):
+        scene.client.ask(request_).result(10.0)
+
+
+@pytest.mark.parametrize("number", [-1, -(1 << 63), (1 << 63) - 1])
+def test_a_lookup_with_absurd_numbers_pins_nothing_for_ever(scene: Scene, number: int) -> None:
+    answer = scene.client.ask(wire.Lookup("hostile", number, number, "r", number, KEYS))
+    try:
+        assert answer.result(10.0) == 0
+    except KVDepotError as exc:
+        assert isinstance(exc, BadRequest)
+
+
+def test_ending_a_session_of_10_mb_is_harmless(scene: Scene) -> None:
+    answer = scene.client.ask(wire.EndSession("r" * 10_000_000))
+    try:
+        assert answer.result(10.0) is None
+    except KVDepotError as exc:
+        assert isinstance(exc, BadRequest)
+
+
+def test_a_message_above_the_limit_is_a_protocol_error(scene: Scene) -> None:
+    with pytest.raises(ProtocolError, match="longer than"):
+        scene.client.ask(wire.EndSession("r" * (17 << 20))).result(10.0)
+
+
+@pytest.mark.parametrize(("start", "end"), [(128, 64), (-64, 64), (0, 192), (32, 96), (64, 1 << 70)])
+def test_ranges_that_run_backwards_or_out_of_the_prompt_are_bad_requests(scene: Scene, start: int, end: int) -> None:
+    op = LoadStoreOp(list(range(8)), token_ids=list(range(128)), start=start, end=end)
+    for submit in (scene.good.worker.submit_store_request, scene.good.worker.submit_retrieve_request):
+        with pytest.raises(BadRequest):
+            submit("backwards", op, None)
+    assert "backwards" not in scene.good.worker.store_futures
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 32], [1.5], ["1"], [None]], ids=repr)
+def test_block_ids_that_are_no_block_ids_are_bad_requests_before_anything_is_sent(scene: Scene, ids: list[Any]) -> None:
+    op = LoadStoreOp([*ids, 1, 2, 3], token_ids=list(range(64)), start=0, end=64)
+    for submit in (scene.good.worker.submit_store_request, scene.good.worker.submit_retrieve_request):
+        with pytest.raises(BadRequest):
+            submit("wrong ids", op, None)
+
+
+# -- layouts
+
+
+def layout(scene: Scene, **changes: Any) -> Layout:
+    """The client's own layout, with a lie in it."""
+    mapping, segment = scene.layout.mappings[0], scene.layout.segments[0]
+    mapping = Mapping(changes.pop("name", mapping.name), changes.pop("bytes", mapping.size))
+    num_blocks = changes.pop("num_blocks", scene.layout.num_blocks)
+    fingerprint = changes.pop("fingerprint", scene.layout.fingerprint)
+    segments = changes.pop("segments", None)
+    if segments is None:
+        segments = [msgspec.structs.replace(segment, **changes)]
+    return Layout([mapping], segments, num_blocks, fingerprint)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": 1 << 20}, {"offset": -1}, {"stride": 1 << 40}, {"stride": 1}, {"stride": -BLOCK_BYTES}, {"size": 0},
+        {"size": -1}, {"size": 1 << 62}, {"num_blocks": BLOCKS + 1}, {"num_blocks": 0}, {"num_blocks": -1},
+        {"num_blocks": 1 << 62}, {"bytes": 0}, {"bytes": 1 << 50}, {"bytes": -1}, {"mapping": 1}, {"mapping": -1},
+        {"fingerprint": b"short"}, {"segments": []}, {"segments": [Segment(0, 0, 1, 1)] * 65537},
+    ],
+    ids=lambda changes: f"{next(iter(changes))} {next(iter(changes.values()))!r:.20}",
+)  # fmt: skip
+def test_a_layout_that_lies_is_refused(scene: Scene, changes: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError):
+        scene.client.ask(wire.Register(9, layout(scene, **dict(changes)))).result(10.0)
+
+
+def test_a_layout_that_is_longer_than_its_file_is_refused(scene: Scene) -> None:
+    with pytest.raises(LayoutError, match="bytes, not"):
+        scene.client.ask(wire.Register(9, layout(scene, bytes=1 << 30))).result(10.0)
+
+
+@pytest.fixture
+def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """Names of files that are no tensors of the client's."""
+    base = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    outside = tmp_path / "outside"
+    outside.write_bytes(os.urandom(1 << 16))
+    target = SHM / base
+
+    def make(kind: str) -> str:
+        match kind:
+            case "a path":
+                return str(outside)
+            case "a path upwards":
+                return f"../..{outside}"
+            case "the folder" | "the folder above" | "nothing" | "a zero byte":
+                return {"the folder": ".", "the folder above": "..", "nothing": "", "a zero byte": "a\0b"}[kind]
+            case "a name of 10 kB":
+                return "n" * 10_000
+            case "what is not there":
+                return base
+            case "the arena":
+                return scene.depot.name
+            case "a card":
+                return scene.good.worker.mq_client.card.name
+            case "a FIFO":
+                os.mkfifo(target)
+            case "a symbolic link":
+                target.symlink_to(outside)
+            case "a folder":
+                target.mkdir()
+            case "a socket":
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(str(target))
+            case "another user's file":
+                target.write_bytes(outside.read_bytes())
+                os.chown(target, 12345, 12345)
+        return base
+
+    before = outside.read_bytes()
+    yield make
+    assert outside.read_bytes() == before
+    if target.is_dir():
+        target.rmdir()
+    else:
+        target.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a path", "a path upwards", "the folder", "the folder above", "nothing", "a zero byte", "a name of 10 kB",
+        "what is not there", "the arena", "a card", "a FIFO", "a symbolic link", "a folder", "a socket",
+        "another user's file",
+    ],
+)  # fmt: skip
+def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
+    scene: Scene, named: Callable[[str], str], kind: str
+) -> None:
+    if kind == "another user's file" and os.geteuid() != 0:
+        pytest.skip("needs root, to give a file to somebody else")
+    name = named(kind)
+    lie = layout(scene, name=name, bytes=4096, segments=[Segment(0, 0, 128, 128)], num_blocks=32)
+    try:
+        with pytest.raises(LayoutError):
+            scene.client.ask(wire.Register(9, lie)).result(10.0)
+        with pytest.raises(UnknownInstance):
+            scene.client.ask(wire.Store(9, 1, [shards()])).result(10.0)
+    finally:
+        scene.client.ask(wire.Unregister(9)).result(10.0)
+
+
+@pytest.mark.parametrize("name", ["../kvdepot-card-x", "kvdepot-card-../../etc/passwd", "passwd", "", "kvdepot-card-0"])
+def test_a_hello_with_a_card_that_is_none_is_refused(scene: Scene, name: str) -> None:
+    with scene.depot.context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(scene.depot.url)
+        stranger.send(wire.encode_request(1, wire.Hello(wire.VERSION, name)))
+        assert stranger.poll(10_000)
+        _, _, answer = wire.decode_reply(stranger.recv())
+        assert isinstance(answer, BadRequest), answer
+
+
+def test_a_client_that_cuts_its_tensors_off_loses_them_and_nobody_else_anything(
+    start_depot: StartDepot, make_engine: MakeEngine, connect: Connect
+) -> None:
+    depot = start_depot(arena_mib=16, chunk_size=64)
+    good, bad = make_engine(depot), make_engine(depot, model="bad", width=64)
+    assert good.store(1, 3) and bad.store(1, 3)
+    layer = SHM / bad.files()[-1]
+    size = layer.stat().st_size
+    os.truncate(layer, 4096)
+    client = bad.worker.mq_client
+    part = wire.Shards("r", "bad", 1, 0, ROOT, 0, KEYS[:HASH_BYTES], pack(*range(4)))
+    assert client.ask(wire.Store(bad.worker.instance_id, 1, [part])).result(10.0) is False
+    assert depot.process.poll() is None
+    assert good.hits([1], 3) == 3 and good.store(2, 3) and good.hits([2], 3) == 3
+    assert not good.wrong
+    os.truncate(layer, size)
+
+
+# -- layouts that do not agree
+
+
+def test_two_engines_of_one_rank_with_different_layouts_never_mix(
+    start_depot: StartDepot, start_driver: StartDriver
+) -> None:
+    depot = start_depot(arena_mib=16, chunk_size=64)
+    narrow, wide = start_driver(depot.url, width=16), start_driver(depot.url, width=32)
+    families = list(range(20))
+    for family in families:
+        assert narrow.tell("store", family=family, chunks=3) is True
+    assert wide.tell("hits", families=families, chunks=3) == 0
+    assert wide.tell("retrieve", family=1, chunks=3) == 3 * 64 // BLOCK  # asked for all the same: all blocks fail
+    assert narrow.tell("retrieve", family=1, chunks=3) == 0
+    for family in families:
+        assert wide.tell("store", family=family, chunks=3) is True
+    for driver in (narrow, wide):
+        assert driver.tell("hits", families=families, chunks=3) == 60
+        driver.send("run", steps=600, families=30)
+    for driver in (narrow, wide):
+        assert not driver.answer()["wrong"]
+    assert [space["engines"] for space in depot.status()["namespaces"]] == [1, 1]
+
+
+def test_a_worker_that_registers_another_block_count_while_it_copies_mixes_nothing(
+    start_depot: StartDepot, make_engine: MakeEngine
+) -> None:
+    depot = start_depot("--copy-threads", "1", arena_mib=128, chunk_size=64)
+    engine = make_engine(depot, blocks=64, width=1 << 12)  # 1 MiB a chunk
+    assert engine.store(1, 4)
+    for round_ in range(4):
+        count = (32, 64)[round_ % 2]
+        store, load = engine.begin_store(10 + round_, 6), engine.begin_retrieve(1, 2)
+        before = engine.caches  # they live as long as something is under way in them
+        engine.caches = {
+            "layer.0": torch.zeros((2, count, BLOCK, 1 << 12), dtype=torch.uint8),
+            "layer.1": torch.zeros((count, BLOCK, 2 << 12), dtype=torch.uint8),
+        }
+        engine.worker.register_kv_caches(engine.caches)
+        # What was under way ends in the tensors it began in.
+        arrived = engine.end_store(store)
+        failed = engine.end_retrieve(load)
+        assert not engine.wrong, f"round {round_}"
+        assert arrived and failed == 0
+        del before
+        engine.use(engine.caches)
+        with pytest.raises(BadRequest):
+            outside = wire.Shards("r", engine.model, 1, 0, ROOT, 0, KEYS[:HASH_BYTES], pack(0, 1, 2, count))
+            engine.worker.mq_client.ask(wire.Store(engine.worker.instance_id, 1 << 40, [outside])).result(10.0)
+        assert engine.hits([1], 4) == 4 and engine.hits([10 + round_], 6) == 6
+        assert not engine.wrong, f"round {round_}"
+    status = depot.status()
+    assert status["instances"] == 1 and status["operations"] == status["reserved_shards"] == status["holds"] == 0
