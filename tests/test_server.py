@@ -495,14 +495,17 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
     assert works(server)
 
 
-def test_cards_of_clients_that_died_while_no_server_ran_are_swept_at_the_start(start_depot: StartDepot) -> None:
-    stale = SHM / f"kvdepot-card-{uuid.uuid4().hex[:16]}"
-    stale.write_bytes(bytes(4096))
-    try:
-        start_depot(arena_mib=4)
-        eventually(lambda: not stale.exists())
-    finally:
-        stale.unlink(missing_ok=True)
+@pytest.mark.parametrize("when", ["while no server ran", "before the server met it"])
+def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
+    server = start_depot(arena_mib=4) if when == "before the server met it" else None
+    code = "import os; from kvdepot.shm import Card; c = Card(); print(c.name, flush=True); os.kill(os.getpid(), 9)"
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    assert died.returncode == -signal.SIGKILL
+    card = SHM / died.stdout.strip()
+    server = server or start_depot(arena_mib=4)
+    eventually(lambda: not card.exists(), timeout_s=5.0)
+    assert works(server)
+    assert "Traceback" not in server.logged()
 
 
 def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:

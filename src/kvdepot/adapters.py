@@ -212,7 +212,7 @@ class LMCacheMPSchedulerAdapter:
     def end_session(self, request_id: str) -> None:
         """Tell the server that the request is over: pins it still holds are released. Fire and forget."""
         self.mq_client.chains.drop(request_id)
-        self.mq_client.ask(wire.EndSession(request_id))
+        self.mq_client.ask(wire.EndSession(request_id), deadline_s=None)  # a living server must hear it, however late
         self.mq_client.pump()
 
     def shutdown(self) -> None:

@@ -138,7 +138,7 @@ class Connection:
             return
         self._parked.append(number)
         if not self._recovering and not self._greet() and self._met:
-            self._fail_all(self.no_server())
+            self.lose(self.no_server())
 
     def _transmit(self, number: int) -> bool:
         return self._send(self._pending[number].frame)
@@ -189,8 +189,11 @@ class Connection:
         waiting = {*self._parked, *self._recovering}
         self._lost = [number for number in self._pending if number not in waiting]
         for instance, register in self._registered.items():
-            self._ask_own(wire.Unregister(instance), self._on_recovered)
-            self._ask_own(register, self._on_recovered)
+            if not self._ask_own(wire.Unregister(instance), self._on_recovered) or not self._ask_own(
+                register, self._on_recovered
+            ):
+                self.lose(self._cut_off())
+                return
         self._on_recovered(None)
 
     def _on_recovered(self, value: Any) -> None:
@@ -198,9 +201,13 @@ class Connection:
             self._recovering.clear()  # `expire` begins anew
         elif not self._recovering:
             for number in self._lost:
-                if number in self._pending:
+                if number in self._pending and isinstance(self._pending[number].request, wire.EndSession):
+                    self._parked.append(number)
+                elif number in self._pending:
                     self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
             self._lost.clear()
+            # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
+            self._parked = deque(sorted(self._parked))
             self.welcomed = True
             while self._parked and self.welcomed:
                 number = self._parked.popleft()
@@ -218,13 +225,18 @@ class Connection:
         if self._watch is None or self._watch.is_gone():
             self._fail_all(error)
             return
-        # It lives, so it may still touch blocks: only requests that touch none end here.
+        # It lives, so it may still touch blocks: only requests that touch none end here. And it holds pins: who ends
+        # a session does so with the next welcome.
+        parked, self._parked = self._parked, deque()
+        self._recovering.clear()
         for number, pending in list(self._pending.items()):
-            if not isinstance(pending.request, wire.Store | wire.Retrieve) or number in self._parked:
+            if number not in self._pending:
+                continue  # the end of our own hello has ended it
+            if isinstance(pending.request, wire.EndSession):
+                self._parked.append(number)
+            elif not isinstance(pending.request, wire.Store | wire.Retrieve) or number in parked:
                 del self._pending[number]
                 pending.done(error)
-        self._parked.clear()
-        self._recovering.clear()
 
     def _fail_all(self, error: KVDepotError) -> None:
         self._parked.clear()
@@ -279,10 +291,11 @@ class Connection:
             return
         self._next_check = now + CHECK_S
         for number in [n for n, item in self._pending.items() if item.deadline <= now]:
-            request = self._pending[number].request
-            pending = self._pending.pop(number)
+            pending = self._pending.pop(number, None)
+            if pending is None:
+                continue  # our own hello was overdue too, and its end ended this one
             self._recovering.discard(number)
-            pending.done(DeadlineExceeded(f"no answer to {type(request).__name__} in time"))
+            pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
         if self._parked:
             self._parked = deque(n for n in self._parked if n in self._pending)
         if self._pending and now - self._last_reply > _GONE_CHECK_S and self._watch is not None:
@@ -291,6 +304,9 @@ class Connection:
                 # Whoever is there now does not know us: what was sent to the old one ends with the next welcome.
                 self.welcomed = False
                 self._forget_server()
+                for number in self._recovering:  # it will not answer these: begin anew, or callers wait for them
+                    self._pending.pop(number, None)
+                self._recovering.clear()
         if self._pending and self.welcomed and now - next(iter(self._pending.values())).born > _STALE_S:
             self.welcomed = False  # its answer may be lost: recovering tells
             next(iter(self._pending.values())).born = now

@@ -71,7 +71,8 @@ class Namespace:
     clients are bound to tenants, of one tenant, so that no other can tell whether they are there."""
 
     __slots__ = (
-        "blocks_in_chunk", "bytes", "chunks", "layouts", "live", "model", "number", "slot", "tenant", "world_size",
+        "blocks_in_chunk", "bytes", "chunks", "layouts", "live", "model", "number", "recorded", "slot", "tenant",
+        "world_size",
     )  # fmt: skip
 
     def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
@@ -84,7 +85,8 @@ class Namespace:
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
         self.bytes = 0
-        self.slot = -1  # where it is recorded, as it is now
+        self.slot = -1  # where it is recorded
+        self.recorded = 0  # layouts that the record names
 
     def __repr__(self) -> str:
         return f"<Namespace {self.model!r} world_size={self.world_size} {len(self.chunks)} chunks {self.bytes} bytes>"
@@ -132,19 +134,18 @@ class Index:
             spaces.append(space)
         if rank not in space.layouts:
             space.layouts[rank] = fingerprint
-            if space.slot >= 0:
-                self._record_namespace(space)
         return space
 
     def _record_namespace(self, space: Namespace) -> None:
-        """Record it as it is now. The new record stands before the old one goes."""
-        old = space.slot
-        space.slot = self.records.write(
+        """Record it as it is now. The new record stands before the old one goes, and without room the old one stays."""
+        slot = self.records.write(
             NamespaceRecord(
                 space.number, space.tenant, space.model, space.world_size, space.blocks_in_chunk, space.layouts
             )
         )
-        self.records.erase(old)
+        if slot >= 0:
+            self.records.erase(space.slot)
+            space.slot, space.recorded = slot, len(space.layouts)
 
     def lookup_namespaces(self, model: str, world_size: int, blocks_in_chunk: int, tenant: str = "") -> list[Namespace]:
         """Where a lookup that names no layout must look: those of registered engines, else the newest."""
@@ -164,7 +165,7 @@ class Index:
                 if not spaces:
                     del self._namespaces[space.tenant, space.model, space.world_size]
                 self.records.erase(space.slot)
-                space.slot = -1
+                space.slot, space.recorded = -1, 0
 
     def namespaces(self) -> list[Namespace]:
         return [space for spaces in self._namespaces.values() for space in spaces]
@@ -323,9 +324,9 @@ class Index:
 
     def _record(self, chunk: Chunk, rank: int, shard: Shard) -> None:
         space: Namespace = chunk.namespace
-        if space.slot < 0:
+        if space.recorded < len(space.layouts):
             self._record_namespace(space)
-        if space.slot >= 0:
+        if space.recorded == len(space.layouts):
             before: Chunk | None = chunk.parent
             parent = b"" if before is None else before.key
             shard.slot = self.records.write(

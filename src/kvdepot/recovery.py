@@ -16,6 +16,9 @@ from kvdepot.space import PAGE, Space
 
 __all__ = ["Restored", "restore"]
 
+_MOST = 1 << 62
+"""Beyond any number that is counted up; what comes after one that is believed must fit a record, too."""
+
 
 @dataclass
 class Restored:
@@ -68,8 +71,8 @@ def _position(item: tuple[int, ShardRecord]) -> int:
 def _add_namespace(
     index: Index, spaces: dict[int, Namespace], slot: int, record: NamespaceRecord, restored: Restored
 ) -> None:
-    if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1:
-        restored.dropped.append(f"namespace {record.number}: world size {record.world_size}")
+    if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1 or not 0 < record.number < _MOST:
+        restored.dropped.append(f"namespace {record.number}: a number is out of its range")
         index.records.erase(slot)
         return
     known = spaces.get(record.number)
@@ -79,7 +82,7 @@ def _add_namespace(
             return
     space = Namespace(record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk)
     space.layouts = dict(record.layouts)
-    space.slot = slot
+    space.slot, space.recorded = slot, len(space.layouts)
     spaces[record.number] = space
 
 
@@ -129,7 +132,7 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
         return "its namespace is not recorded"
     if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
         return "no key, or a rank that is not known"
-    if record.position < 0 or record.size < 1 or not 0 <= record.checksum < 1 << 64 or record.serial < 0:
+    if record.position < 0 or record.size < 1 or not 0 <= record.checksum < 1 << 64 or not 0 <= record.serial < _MOST:
         return "a number is out of its range"
     total = 0
     for offset, length in record.extents:

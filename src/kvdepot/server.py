@@ -31,7 +31,7 @@ from kvdepot.door import Door
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
-from kvdepot.mover import Mover
+from kvdepot.mover import Call, Mover
 from kvdepot.rates import Rates
 from kvdepot.records import Records
 from kvdepot.recovery import restore
@@ -42,6 +42,7 @@ __all__ = ["Server"]
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_SWEEP_TICKS = 3
 _LINES = 20
 """Dropped records that are logged one by one."""
 _PAUSE_S = 0.0005
@@ -69,6 +70,7 @@ class Server:
             self._guard.close()
             raise
         self._stopping = False
+        self._ticks = 0
         self._corrupt = 0  # chunks found damaged when last logged
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -116,7 +118,6 @@ class Server:
             (part, zmq.POLLIN) for part in (self._socket, self._wake, *self._door.sockets)
         ]
         gc.freeze()
-        shm.sweep_cards()
         self.depot.max_clients, self.depot.max_files = self._door.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
@@ -255,7 +256,8 @@ class Server:
             os.eventfd_read(self._wake)
         while self._outcomes:
             token, outcome = self._outcomes.popleft()
-            self._act(self.depot.finished(token, outcome))
+            if token is not None:
+                self._act(self.depot.finished(token, outcome))
 
     def _tick(self) -> None:
         self._rates.tick()
@@ -271,6 +273,9 @@ class Server:
         if corrupt > self._corrupt:
             log.error("%d chunks in memory were not what had been stored: is this machine's memory sound?", corrupt)
             self._corrupt = corrupt
+        self._ticks += 1
+        if self._ticks % _SWEEP_TICKS == 0:  # clients that died before they were met
+            self._mover.submit(Call(None, shm.sweep_cards))
         gc.collect(1)
 
     # -- the end

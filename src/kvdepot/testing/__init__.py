@@ -1,0 +1,1 @@
+"""Parts for testing kvdepot and what is built on it; nothing here runs in production."""

@@ -1,0 +1,322 @@
+"""A world with a clock of its own: events, processes and a network that are all drawn from one seed.
+
+Used by simulations of clients and servers (tests/sim). The one law: the same seed gives the same run, byte for byte.
+So nothing here asks the real clock, the operating system's randomness, or the order of a set.
+
+A `World` runs one event after the other and jumps in time from each to the next. A `Process` is code that may block: it
+has a thread, but only one thread ever runs, and which one, the world says. A `Link` is one peer's connection to
+whoever listens: order is kept on it, not between links; cutting it loses what is on its way.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+__all__ = ["Killed", "Link", "Listener", "Network", "Process", "World"]
+
+
+class World:
+    """Clock, events, randomness, log and counters of one run."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now = 1000.0  # seconds
+        self.random = random.Random(seed)
+        self.counters: Counter[str] = Counter()
+        self.lines: list[str] = []
+        self.events = 0
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._serial = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<World seed={self.seed} at {self.now:.6f} after {self.events} events, {len(self._queue)} to come>"
+
+    def after(self, delay_s: float, act: Callable[..., None], *args: Any) -> None:
+        """Run `act(*args)` in `delay_s` seconds; events of one instant run in the order they were asked for."""
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._serial), act, args))
+
+    def note(self, text: str) -> None:
+        """Write a line into the log."""
+        self.lines.append(f"{self.now:.6f} {text}")
+
+    def digest(self) -> str:
+        """A hash of the whole log: equal for equal runs."""
+        return blake3("\n".join(self.lines).encode()).hexdigest()
+
+    def next_event(self) -> float:
+        """When the next event is due; infinity when there is none."""
+        return self._queue[0][0] if self._queue else float("inf")
+
+    def step(self) -> bool:
+        """Run the next event; False when there is none."""
+        if not self._queue:
+            return False
+        due, _, act, args = heapq.heappop(self._queue)
+        self.now = max(self.now, due)
+        self.events += 1
+        act(*args)
+        return True
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def spread(self, low: float, high: float) -> float:
+        """Between `low` and `high`, all orders of magnitude alike."""
+        return float(low * (high / low) ** self.random.random())
+
+
+class Killed(BaseException):
+    """Unwinds the thread of a process that was killed; nobody catches it."""
+
+
+class Process:
+    """Code that may block. It runs until it sleeps or waits; meanwhile the world goes on."""
+
+    def __init__(self, world: World, name: str, main: Callable[[], None]) -> None:
+        """Starts at the next event."""
+        self.name = name
+        self.alive = True
+        self.stopped = False
+        self._world = world
+        self._main = main
+        self._go = threading.Lock()
+        self._back = threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
+        self._killed = False
+        self._failure: BaseException | None = None
+        self._wait = 0  # running number of the wait under way
+        self._condition: Callable[[], bool] = bool
+        self._deadline = 0.0
+        self._slice_s = 0.0
+        self._met = False
+        self._late = False  # a look fell into a stop
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        world.after(0, self._look, 0)
+
+    def __repr__(self) -> str:
+        return f"<Process {self.name}{'' if self.alive else ' dead'}{' stopped' if self.stopped else ''}>"
+
+    # -- in the process's own thread
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._killed:
+                self._main()
+        except Killed:
+            pass
+        except BaseException as exc:  # noqa: BLE001 - the top of a thread: the world raises it again
+            self._failure = exc
+        self.alive = False
+        self._back.release()
+
+    def _park(self) -> None:
+        self._back.release()
+        self._go.acquire()
+        if self._killed:
+            raise Killed
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float, slice_s: float) -> bool:
+        """Block until `condition()`, which is asked every `slice_s` seconds and when poked; False after `timeout_s`.
+
+        Whoever waits long is asked less and less often, or hours would take hours.
+        """
+        assert threading.current_thread() is self._thread, f"{self!r} was made to wait by another thread"
+        self._wait += 1
+        self._condition, self._slice_s = condition, slice_s
+        self._deadline = self._world.now + timeout_s
+        self._met = False
+        self._arm()
+        self._park()
+        return self._met
+
+    def sleep(self, duration_s: float) -> None:
+        """Block for so long."""
+        self.wait(_never, duration_s, duration_s)
+
+    # -- in the world's thread
+
+    def _arm(self) -> None:
+        left = max(0.0, self._deadline - self._world.now)
+        self._world.after(min(left, self._slice_s), self._look, self._wait)
+
+    def _look(self, wait: int) -> None:
+        if not self.alive or wait != self._wait:
+            return
+        if self.stopped:
+            self._late = True
+            return
+        if wait and not self._condition():
+            if self._world.now < self._deadline - 1e-9:
+                self._slice_s = min(self._slice_s * 1.25, 1.0)
+                self._arm()
+                return
+        else:
+            self._met = True
+        self._wait += 1  # pokes and looks that are still queued are void
+        self._resume()
+
+    def _resume(self) -> None:
+        self._go.release()
+        self._back.acquire()
+        if self._failure is not None:
+            raise self._failure
+
+    def poke(self) -> None:
+        """What it waits for may have happened: look at once."""
+        if self.alive and self._condition is not _never:
+            self._world.after(0, self._look, self._wait)
+
+    def wake(self) -> None:
+        """End its sleep or wait now."""
+        self._deadline = self._world.now
+        self._world.after(0, self._look, self._wait)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.stopped = True
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.stopped = False
+        if self._late:
+            self._late = False
+            self._world.after(0, self._look, self._wait)
+
+    def kill(self) -> None:
+        """SIGKILL: it never runs again. Not to be called by itself."""
+        if self.alive:
+            self._killed = True
+            self._resume()
+
+
+def _never() -> bool:
+    return False
+
+
+class Listener(Protocol):
+    """What a network delivers frames to."""
+
+    def accepts(self) -> bool:
+        """Whether a new connection gets through."""
+
+    def deliver(self, link: Link, frame: bytes) -> None:
+        """A frame has arrived."""
+
+
+class Network:
+    """Where one listener at a time can be reached."""
+
+    def __init__(self, world: World, delay_s: Callable[[], float]) -> None:
+        """delay_s: draws how long a frame takes."""
+        self.world = world
+        self.delay_s = delay_s
+        self.listener: Listener | None = None
+        self.links: list[Link] = []
+        self.era = 0  # frames on their way to one listener never reach the next
+
+    def listen(self, listener: Listener) -> None:
+        self.listener = listener
+
+    def hang_up(self, all_arrives: bool) -> None:
+        """The listener is gone, and with it every connection; what it said last may still arrive, or does."""
+        self.listener = None
+        self.era += 1
+        for link in self.links:
+            heard = len(link.coming)
+            link.cut(keep=heard if all_arrives else self.world.random.randint(0, heard))
+
+
+class Link:
+    """One peer's connection, made again by itself whenever it breaks."""
+
+    def __init__(self, network: Network, name: str, identity: bytes, receive: Callable[[bytes], None]) -> None:
+        """receive: takes frames at the peer's end."""
+        self.name = name
+        self.identity = identity
+        self.up = False
+        self.coming: list[bytes] = []  # frames on their way to the peer
+        self.slow_until = 0.0
+        self.cut_at = float("-inf")  # when it last broke between two that live; whoever breaks it says so
+        self._network = network
+        self._world = network.world
+        self._receive = receive
+        self._closed = False
+        self._generation = 0  # frames of an earlier connection never arrive
+        self._last_there = self._last_here = 0.0
+        network.links.append(self)
+        self._connect()
+
+    def __repr__(self) -> str:
+        return f"<Link {self.name} {'up' if self.up else 'down'}, {len(self.coming)} coming>"
+
+    def _connect(self) -> None:
+        if self._closed or self.up:
+            return
+        listener = self._network.listener
+        if listener is not None and listener.accepts():
+            self.up = True
+        else:
+            self._world.after(0.02 + 0.08 * self._world.random.random(), self._connect)
+
+    def _due(self, last: float) -> float:
+        delay_s = self._network.delay_s()
+        if self._world.now < self.slow_until:
+            delay_s += 0.3 * self._world.random.random()
+        return max(last, self._world.now + delay_s)
+
+    def send(self, frame: bytes) -> bool:
+        """Peer to listener; False when there is no connection."""
+        if not self.up:
+            return False
+        self._last_there = self._due(self._last_there)
+        wait_s = self._last_there - self._world.now
+        self._world.after(wait_s, self._arrive_there, self._generation, self._network.era, frame)
+        return True
+
+    def _arrive_there(self, generation: int, era: int, frame: bytes) -> None:
+        listener = self._network.listener
+        if generation == self._generation and era == self._network.era and listener is not None:
+            listener.deliver(self, frame)
+
+    def reply(self, frame: bytes) -> bool:
+        """Listener to peer; False when there is no connection."""
+        if not self.up:
+            return False
+        self.coming.append(frame)
+        self._last_here = self._due(self._last_here)
+        self._world.after(self._last_here - self._world.now, self._arrive_here, self._generation)
+        return True
+
+    def _arrive_here(self, generation: int) -> None:
+        if generation == self._generation and self.coming and not self._closed:
+            self._receive(self.coming.pop(0))
+
+    def cut(self, keep: int = 0) -> None:
+        """The connection breaks; of what was on its way to the peer, the first `keep` frames have arrived."""
+        kept = self.coming[:keep]
+        self.coming.clear()
+        self._generation += 1
+        if not self._closed:
+            for frame in kept:
+                self._receive(frame)
+        if self.up:
+            self.up = False
+            self._world.after(self._world.spread(0.02, 0.5), self._connect)
+
+    def close(self) -> None:
+        """The peer is gone; what it has sent still arrives."""
+        if not self._closed:
+            self._closed = True
+            self.up = False
+            self._network.links.remove(self)

@@ -1,0 +1,280 @@
+"""The simulated machine: what is in its shared memory, who holds which lock, and clients whose socket is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvdepot import contract, wire
+from kvdepot.client import MessageQueueClient, MessagingFuture
+from kvdepot.config import Config
+from kvdepot.connection import CHECK_S, DEADLINE_S, Connection
+from kvdepot.errors import LayoutError
+from kvdepot.records import SLOT_BYTES
+from kvdepot.testing.simulation import Link, Network, Process, World
+from tests.sim.content import CHUNK_TOKENS, Memory, Model
+from tests.sim.server import ArenaFile, Server
+
+ARENA = "arena"
+GONE_S = 3.0
+"""So long after a server's end a client that pumps has given up every request."""
+LOST_S = DEADLINE_S + 15.0
+"""The same where an answer was lost with a connection: a client that recovers may wait for it until its deadline."""
+
+
+class Card:
+    """A client's card: a page with a fence, and a lock that goes with its owner."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fence = 0
+        self.locked = True
+
+
+class ClientCard:
+    """The client's side of its card, as shm.Card."""
+
+    def __init__(self, host: Host, page: Card) -> None:
+        self._host = host
+        self.page = page
+        self.name = page.name
+
+    def raise_fence(self, ticket: int) -> None:
+        self._host.world.note(f"fence of {self.name} to {ticket}")
+        self._host.world.counters["fence_raised"] += 1
+        self.page.fence = max(self.page.fence, ticket)
+
+    def close(self) -> None:
+        self.page.locked = False
+        self._host.cards.pop(self.name, None)
+
+
+class Watch:
+    """As arena.Watch: whether the server of one boot still holds the arena's lock."""
+
+    def __init__(self, host: Host, name: str, boot: bytes) -> None:
+        file = host.files.get(name)
+        if file is None:
+            raise LayoutError(f"shared memory {name} cannot be opened")
+        self._file = file
+        self._boot = boot
+
+    def is_gone(self) -> bool:
+        return self._file.owner is None or self._file.boot != self._boot
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Asked:
+    """A future, and when it must be done."""
+
+    future: MessagingFuture[Any]
+    what: str
+    deadline: float
+    server: Server | None  # who was there when it was asked
+
+
+class Client(MessageQueueClient):
+    """The real client and its recovery, on a link of the simulation."""
+
+    def __init__(self, host: Host, process: Process, name: str) -> None:
+        self.host = host
+        self.name = name
+        self.server_url = "sim://"
+        self.process = process
+        page = Card(f"card-{name}")
+        host.cards[page.name] = page
+        self.card = ClientCard(host, page)  # type: ignore[assignment]
+        self.chains = contract.Chains()
+        self._closed = False
+        self._inbox: list[bytes] = []
+        self._asked: list[Asked] = []
+        self._boot_heard = b""
+        self.lookup_boots: dict[str, bytes] = {}  # request id -> the server that answered its lookup
+        self._state: tuple[Server | None, bool] = (None, False)  # the server, and whether it serves us well
+        self._state_since = 0.0
+        self._state_seen = 0  # looks at it, a quarter of a second apart
+        self._next_seen = 0.0
+        self._next_check = 0.0
+        self.link = Link(host.network, name, name.encode(), self._arrived)
+        self._connection = Connection(
+            self.server_url, page.name, self.link.send, lambda arena, boot: Watch(host, arena, boot), self._now
+        )
+        host.clients.append(self)
+
+    def _now(self) -> float:
+        return self.host.world.now
+
+    def ask(
+        self,
+        request: wire.Request,
+        convert: Callable[[Any], Any] | None = None,
+        deadline_s: float | None = DEADLINE_S,
+    ) -> MessagingFuture[Any]:
+        copies = isinstance(request, wire.Store | wire.Retrieve)
+        due = float("inf") if copies or deadline_s is None else self._now() + deadline_s
+
+        def hear(value: Any) -> Any:
+            if isinstance(request, wire.Lookup):
+                self.lookup_boots[request.request] = self._boot_heard
+            return value if convert is None else convert(value)
+
+        future: MessagingFuture[Any] = MessagingFuture(self, hear)
+        self._asked.append(Asked(future, type(request).__name__, due, self.host.server))
+        self._connection.ask(request, future._finish, deadline_s)
+        return future
+
+    def _arrived(self, frame: bytes) -> None:
+        self._inbox.append(frame)
+        self.process.poke()
+
+    def pump(self) -> None:
+        if self._closed:
+            return
+        self._receive()
+        connection = self._connection
+        welcomed = connection.welcomed
+        connection.expire()
+        if welcomed and not connection.welcomed:
+            self.host.world.counters["client_doubts_its_server"] += 1
+        self._check()
+
+    def _receive(self) -> None:
+        while self._inbox and not self._closed:
+            frame = self._inbox.pop(0)
+            self._boot_heard = frame[wire.ID_BYTES : wire.ID_BYTES + wire.BOOT_BYTES]
+            met, waiting = self._connection._met, bool(self._connection._parked)
+            self._connection.take(frame)
+            if met and waiting and not self._connection._parked:
+                self.host.world.counters["recovered_with_repeats"] += 1
+
+    def _check(self) -> None:
+        """Futures are done by their deadlines, and soon after the server's end."""
+        now = self._now()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_S
+        host = self.host
+        server = host.server
+        state = server, server is not None and self.link.up and server.is_well() and not server.is_busy_for(self.link)
+        if state != self._state:
+            self._state, self._state_since, self._state_seen = state, now, 0
+        elif now >= self._next_seen:
+            self._state_seen += 1
+            self._next_seen = now + 0.25
+        # Nobody is there, or somebody else is who has nothing to do for us.
+        limit_s = GONE_S if now - self.link.cut_at > LOST_S else LOST_S
+        forlorn = (server is None or state[1]) and self._state_seen > 8 and now - self._state_since > limit_s
+        self._asked = [asked for asked in self._asked if not asked.future._done]
+        for asked in self._asked:
+            # Connection.expire looks every CHECK_S.
+            assert now < asked.deadline + CHECK_S + 1e-6, f"{self.name}: {asked.what} is not done at its deadline"
+            assert not forlorn or not self._connection._met or asked.server is server is not None, (
+                f"{self.name}: {asked.what} is not done {now - self._state_since:.1f} s after its server's end"
+            )
+
+    def pending(self) -> list[str]:
+        """What is not done."""
+        return [asked.what for asked in self._asked if not asked.future._done]
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        if done() or self._closed:
+            return done()
+        return self.process.wait(done, timeout_s, CHECK_S) or done()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._connection.close()
+            self.gone()
+
+    def gone(self) -> None:
+        """The kernel's part when its process ends, and the end of a close."""
+        self.card.page.locked = False
+        if self._closed:
+            self.card.close()
+        self.link.close()
+        if self in self.host.clients:
+            self.host.clients.remove(self)
+
+
+@dataclass
+class Pinned:
+    """What an engine holds to be pinned: a lookup has matched it, and its session has not ended."""
+
+    boot: bytes
+    model: Model
+    keys: list[bytes]
+
+
+@dataclass
+class Host:
+    """One machine and all that happens on it."""
+
+    world: World
+    config: Config
+    arena_bytes: int
+    table_slots: int
+    validate_every: int = 8
+    files: dict[str, ArenaFile] = field(default_factory=dict)
+    cards: dict[str, Card] = field(default_factory=dict)
+    memories: dict[str, Memory] = field(default_factory=dict)
+    truth: dict[tuple[bytes, bytes], tuple[Model, tuple[bytes, ...]]] = field(default_factory=dict)
+    """(layout fingerprint, key) -> whose chunk it is, and the seeds of its blocks."""
+    clients: list[Client] = field(default_factory=list)
+    pins: list[Pinned] = field(default_factory=list)
+    server: Server | None = None
+    down_since: float = 0.0
+    # Faults that last for a while.
+    shm_full: bool = False
+    copy_failures: float = 0.0
+    map_failures: float = 0.0
+    copies_slow: bool = False
+    at_copy: Callable[[str], None] | None = None
+    """To happen once, in the middle of the next copy; told whose it is."""
+    network_slow: bool = False
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.world, self._delay_s)
+
+    def _delay_s(self) -> float:
+        spread = self.world.spread
+        return spread(0.001, 0.4) if self.network_slow else spread(0.00002, 0.002)
+
+    def copy_s(self, slow: bool = False) -> float:
+        """How long half a piece takes."""
+        spread = self.world.spread
+        return spread(0.005, 1.0) if slow or self.copies_slow else spread(0.00002, 0.005)
+
+    def start_server(self) -> None:
+        if self.server is not None:
+            return
+        file = self.files.get(ARENA)
+        if file is None:
+            table = self.table_slots * SLOT_BYTES
+            file = self.files[ARENA] = ArenaFile(ARENA, np.zeros(table + 64 + self.arena_bytes, np.uint8), table)
+        self.server = Server(self, file)
+
+    def check_pins(self, server: Server) -> None:
+        """What engines know to be pinned is there, whole, on all ranks."""
+        for pinned in self.pins:
+            if pinned.boot == server.boot:
+                spaces = [
+                    space
+                    for space in server.index.namespaces()
+                    if space.model == pinned.model.name and space.world_size == pinned.model.world_size
+                ]
+                for key in pinned.keys:
+                    chunks = [space.chunks[key] for space in spaces if key in space.chunks]
+                    assert key in server.condemned or any(c.sealed == pinned.model.world_size for c in chunks), (
+                        f"chunk {key.hex()[:8]} of {pinned.model.name} was pinned, and is gone"
+                    )
+
+
+def new_config(chunk_tokens: int = CHUNK_TOKENS, **settings: Any) -> Config:
+    return Config(url="ipc:///simulated", chunk_size=chunk_tokens, **settings)

@@ -1,0 +1,335 @@
+"""One run of the simulation: a seed decides the machine, the engines, what they do, and what goes wrong.
+
+`simulate(seed)` returns the world when every invariant held, and raises `Broken` when one did not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvdepot.records import SLOT_BYTES
+from kvdepot.testing.simulation import World
+from tests.sim.content import MODELS, Model
+from tests.sim.engine import MODES, Engine
+from tests.sim.host import ARENA, Host, new_config
+
+STEPS = 150
+"""Engine steps of a run, until everyone leaves."""
+_SETTLE_S = 120.0
+_PAGE = 4096
+
+logging.getLogger("kvdepot").setLevel(logging.CRITICAL)  # failures are the point here
+
+
+class Broken(AssertionError):
+    """An invariant did not hold."""
+
+    def __init__(self, world: World, cause: BaseException) -> None:
+        super().__init__(f"seed {world.seed}: {type(cause).__name__}: {cause}")
+        self.world = world
+
+
+class Run(Host):
+    """A host, its engines, and their misfortunes."""
+
+    def __init__(self, seed: int, steps: int = STEPS) -> None:
+        world = World(seed)
+        random = world.random
+        config = new_config(
+            copy_threads=random.randint(1, 3),
+            max_queued=random.choice([2, 1024, 1024, 1024]),
+            on_stop=random.choice(["remove", "keep"]),
+            verify=random.choice(["off", "sampled", "always"]),
+        )
+        slots = random.choice([3, 24, 256, 256, 256])
+        pages = random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96])
+        super().__init__(world, config, arena_bytes=_PAGE * pages, table_slots=slots)
+        self.engines: list[Engine] = []
+        self._steps = steps
+        self.steps_taken = 0
+        self._lives = 0
+        # Each run has some of the faults, so that some go far into the works and others hit early.
+        self._faults = [fault for fault in FAULTS if world.chance(0.35)]
+        self._every_s = world.spread(0.02, 1.0)
+        self._over = False
+        self._rarer = 1.0
+        self._last_taken = 0
+        world.note(f"seed {seed}: {[fault.__name__ for fault in self._faults]} every {self._every_s:.3f} s")
+
+    # -- the course of a run
+
+    def run(self) -> World:
+        world = self.world
+        try:
+            self.start_server()
+            choose = world.random.choice
+            kinds = [(choose(MODELS), choose(MODES)) for _ in range(world.random.randint(1, 2))]
+            for model, mode in kinds:
+                self._start_engine(model, mode)
+            if len(self.engines) == 1 or world.chance(0.3):
+                self._start_engine(*kinds[0])  # somebody to share with
+            world.after(self._every_s, self._misfortune)
+            self._run_until(lambda: self.steps_taken >= self._steps, 100_000.0, "the engines' steps")
+            self._leave()
+        except Exception as exc:  # the top of a run: whatever it is, the log tells how it came about
+            world.note(f"BROKEN {type(exc).__name__}: {exc}")
+            raise Broken(world, exc) from exc
+        finally:
+            for engine in self.engines:
+                engine.process.kill()
+        return world
+
+    def _run_until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        world = self.world
+        end = world.now + limit_s
+        while not done():
+            assert world.step(), f"nothing happens any more, and {what} are not done"
+            assert world.now < end, f"{what} are not done after {limit_s:g} s"
+
+    def _leave(self) -> None:
+        """All faults end; engines finish what they have and go; then nothing may be left."""
+        world = self.world
+        self._over = True
+        world.note("everyone leaves")
+        self._heal()
+        for engine in self.engines:
+            engine.leaving, engine.pause_s = True, 0.0
+            if engine.serving:
+                engine.process.wake()
+        if self.server is None:
+            self.start_server()
+        self._run_until(lambda: not any(engine.requests for engine in self._living()), _SETTLE_S, "requests")
+        self._run_until(self._idle, _SETTLE_S, "what clients asked")
+        assert self.server is not None
+        self.server.check_idle()
+        for engine in self.engines:
+            engine.may_go = True
+        self._run_until(self._engines_gone, _SETTLE_S, "engines")
+        for what in range(4):
+            end = world.now + 1.0
+            world.after(1.0, lambda: None)
+            self._run_until(lambda end=end: world.now >= end, 10.0, f"second {what} of quiet")  # type: ignore[misc]
+        assert self.server is not None
+        self.server.check_quiet()
+
+    def _idle(self) -> bool:
+        server = self.server
+        if server is None or not server.serving or server.depot.operations:
+            return False
+        return all(engine.serving for engine in self._living()) and not any(client.pending() for client in self.clients)
+
+    def _engines_gone(self) -> bool:
+        return not any(engine.alive for engine in self.engines)
+
+    def _start_engine(self, model: Model, mode: str) -> None:
+        self._lives += 1
+        engine = Engine(self, f"e{self._lives}", model, mode, self.world.random.choice([10, 20, 30]))
+        self.world.note(f"{engine!r} starts")
+        self.engines.append(engine)
+
+    # -- misfortunes
+
+    def _misfortune(self) -> None:
+        if self._over:
+            return
+        if self._faults:
+            fault = self.world.random.choice(self._faults)
+            if fault in AT_COPIES and self.world.chance(0.5):
+                self.at_copy = lambda name: None if self._over else fault(self, name)
+            else:
+                fault(self)
+        for engine in list(self.engines):
+            if not engine.alive:
+                self._bury(engine)
+        # While engines are idle for hours, misfortunes get rarer too.
+        self._rarer = 1.0 if self.steps_taken != self._last_taken else min(self._rarer * 1.5, 1000.0)
+        self._last_taken = self.steps_taken
+        self.world.after(self._rarer * self._every_s * 2 * self.world.random.random(), self._misfortune)
+
+    def _bury(self, engine: Engine) -> None:
+        """A dead engine starts again."""
+        self.engines.remove(engine)
+        self.steps_taken += 1
+        self._start_engine(engine.model, engine.mode)
+
+    def _living(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.alive]
+
+    def _restart_later(self) -> None:
+        if self._over:
+            self.start_server()
+            return
+        delay_s = self.world.spread(0.001, 0.1) if self.world.chance(0.6) else self.world.spread(0.1, 20.0)
+        if delay_s < 0.1:
+            self.world.counters["server_restarted_at_once"] += 1
+        self.world.after(delay_s, self.start_server)
+
+    def _heal(self) -> None:
+        self.shm_full = self.copies_slow = self.network_slow = False
+        self.copy_failures = self.map_failures = 0.0
+        if self.server is not None:
+            self.server.thaw()
+        for engine in self.engines:
+            engine.process.resume()
+
+    def kill_server(self, name: str = "") -> None:
+        if self.server is not None:
+            self.world.counters["server_killed"] += 1
+            self.server.kill()
+            self._restart_later()
+
+    def stop_server(self) -> None:
+        """A planned restart."""
+        server = self.server
+        if server is not None and server.serving and not server.draining and not server.frozen:
+            self.world.counters["server_shut_down"] += 1
+            server.stop()
+            self._when_gone(server)
+
+    def _when_gone(self, server: object) -> None:
+        if self.server is server:
+            self.world.after(0.01, self._when_gone, server)
+        elif self.server is None:
+            self._restart_later()
+
+    def freeze_server(self, name: str = "") -> None:
+        server = self.server
+        if server is not None and server.serving and not server.frozen:
+            duration_s = self.world.spread(0.005, 45.0)
+            self.world.counters["server_stopped"] += 1
+            self.world.counters["server_stopped_long"] += duration_s > 10
+            self.world.note(f"{server!r} stops for {duration_s:.3f} s")
+            server.freeze()
+            self.world.after(duration_s, server.thaw)
+
+    def cut_link(self, name: str = "") -> None:
+        links = [link for link in self.network.links if name in ("", link.name)]
+        if links:
+            link = self.world.random.choice(links)
+            if link.up:
+                self.world.counters["connection_cut"] += 1
+                self.world.note(f"{link!r} is cut")
+                link.cut_at = self.world.now
+                link.cut()
+
+    def slow_link(self) -> None:
+        if self.network.links:
+            self.world.random.choice(self.network.links).slow_until = self.world.now + self.world.spread(0.1, 3.0)
+            self.world.counters["connection_slow"] += 1
+
+    def slow_network(self) -> None:
+        self.network_slow = not self.network_slow
+        self.world.counters["network_slow"] += self.network_slow
+
+    def slow_copies(self) -> None:
+        self.copies_slow = not self.copies_slow
+        self.world.counters["copies_slow"] += self.copies_slow
+
+    def fail_copies(self) -> None:
+        self.copy_failures = 0.0 if self.copy_failures else 0.2
+
+    def fail_mappings(self) -> None:
+        self.map_failures = 0.0 if self.map_failures else 0.5
+
+    def fill_shm(self) -> None:
+        self.shm_full = not self.shm_full
+
+    def kill_engine(self, name: str = "") -> None:
+        engines = [engine for engine in self._living() if name.split(".")[0] in ("", engine.name)]
+        if engines:
+            engine = self.world.random.choice(engines)
+            self.world.note(f"{engine!r} killed")
+            self.world.counters["engine_killed"] += 1
+            if engine.requests and any(r.storing for r in engine.requests.values()):
+                self.world.counters["engine_killed_while_storing"] += 1
+            if engine.requests and any(r.loading for r in engine.requests.values()):
+                self.world.counters["engine_killed_while_loading"] += 1
+            engine.kill()
+
+    def stop_engine(self) -> None:
+        if self._living():
+            process = self.world.random.choice(self._living()).process
+            self.world.counters["engine_stopped"] += 1
+            process.stop()
+            self.world.after(self.world.spread(0.01, 10.0), process.resume)
+
+    def idle_for_hours(self) -> None:
+        if self._living():
+            self.world.random.choice(self._living()).pause_s = self.world.random.randint(1, 3) * 3600.0
+            self.world.counters["engine_idle_for_hours"] += 1
+
+    def pause_with_pins(self, engine: Engine) -> bool:
+        """Whether an engine that has just been told of a hit takes hours before it goes on."""
+        if self._over or Run.idle_for_hours not in self._faults or not self.world.chance(0.05):
+            return False
+        engine.pause_s = 3600.0
+        return True
+
+    def flip_chunk(self) -> None:
+        server = self.server
+        if self.config.verify != "off" and server is not None and server.serving:
+            self.world.counters["chunk_flipped"] += server.flip_chunk()
+
+    def flip_table(self) -> None:
+        """Bits of the records; they are read again after the next restart."""
+        file = self.files.get(ARENA)
+        if file is not None:
+            slot = self.world.random.randrange(min(self.table_slots, 40))
+            for _ in range(self.world.random.randint(1, 3)):
+                at = slot * SLOT_BYTES + self.world.random.randrange(SLOT_BYTES)
+                file.bytes[at] ^= 1 << self.world.random.randrange(8)
+            file.table_flipped = True
+            self.world.counters["table_flipped"] += 1
+
+    def clear(self) -> None:
+        if self._living():
+            engine = self.world.random.choice(self._living())
+            if engine.serving:
+                self.world.counters["cleared"] += 1
+                engine.clear()
+
+
+FAULTS: list[Callable[..., None]] = [
+    Run.kill_server,
+    Run.stop_server,
+    Run.freeze_server,
+    Run.cut_link,
+    Run.slow_link,
+    Run.slow_network,
+    Run.slow_copies,
+    Run.fail_copies,
+    Run.fail_mappings,
+    Run.fill_shm,
+    Run.kill_engine,
+    Run.stop_engine,
+    Run.idle_for_hours,
+    Run.clear,
+    Run.flip_chunk,
+    Run.flip_table,
+]
+
+
+AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}
+"""Faults that are drawn to copies: half of them strike in the middle of one."""
+
+EXPECTED = frozenset(
+    """
+    aborted_asked aborted_loading aborted_matched aborted_running answer_Busy answer_LayoutError answer_UnknownClient
+    answer_UnknownInstance arena_kept blocks_kept_for_stores chunk_flipped cleared client_doubts_its_server
+    clients_found_dead connection_cut connection_slow copies_slow copy_failed engine_could_not_start
+    engine_idle_for_hours engine_killed engine_killed_while_loading engine_killed_while_storing engine_shut_down
+    engine_stopped fence_raised finished_ids_twice flip_found hit load_done load_failed lookup_not_awaited
+    mapping_failed miss network_slow partial_hit pause_between_lookup_and_retrieve preempted record_torn
+    records_damaged recovered_with_repeats replies_without_connection server_drained server_killed
+    server_killed_during_retrieve server_killed_during_store server_left_with_copies server_restarted_at_once
+    server_shut_down server_stopped server_stopped_during_copy server_stopped_long shards_lost_to_flips
+    shards_recovered shm_full_during_store store_fenced store_of_reused_blocks stores_given_up table_flipped
+    """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
+)
+"""What must have happened somewhere in a thousand seeds, or they prove less than they seem to."""
+
+
+def simulate(seed: int, steps: int = STEPS) -> World:
+    """Run one seed. Raises Broken at the first invariant that does not hold."""
+    return Run(seed, steps).run()

@@ -1,0 +1,593 @@
+"""The simulated server process: the real depot, index and mover around a made-up socket, arena file and copy threads.
+
+Does what server.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and shut
+down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two halves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot import wire
+from kvdepot.depot import Action, Depot, Reply
+from kvdepot.errors import BadRequest, KVDepotError, LayoutError, VersionMismatch
+from kvdepot.evict import POLICIES
+from kvdepot.index import Chunk, Index
+from kvdepot.layout import Layout
+from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, _rows, checksum, copy
+from kvdepot.records import Records, ShardRecord
+from kvdepot.recovery import restore
+from kvdepot.space import PAGE, Space
+from kvdepot.testing.simulation import Link
+from tests.sim.content import Memory, chunk_image
+
+if TYPE_CHECKING:
+    from tests.sim.host import Card, Host
+
+TICK_S = 1.0
+DRAIN_S = 5.0
+ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
+
+
+@dataclass(eq=False)
+class ArenaFile:
+    """The arena in shared memory: it outlives its server unless that removes it."""
+
+    name: str
+    bytes: npt.NDArray[np.uint8]
+    table_bytes: int
+    boot: bytes = b""  # what its header says
+    owner: Server | None = None  # who holds its lock
+    left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
+    flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
+    table_flipped: bool = False  # since the last server began
+
+    @property
+    def start(self) -> int:
+        """Where chunks begin."""
+        return self.table_bytes + 64
+
+
+class SimMapped(Mapped):
+    """A worker's tensors as the server sees them."""
+
+    def __init__(self, layout: Layout, memory: Memory) -> None:
+        super().__init__(layout)
+        self.memory = memory
+        self.closed = False
+        self.rows = [_rows(memory.bytes, segment, layout.num_blocks) for segment in layout.segments]
+
+    def close(self) -> None:
+        assert not self.closed, "unmapped twice"
+        self.closed = True
+        super().close()
+
+
+class CardView:
+    """The server's side of a card."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self._closed = False
+
+    @property
+    def fence(self) -> int:
+        return 2**64 - 1 if self._closed else self.card.fence
+
+    def is_alive(self) -> bool:
+        return self.card.locked
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class SealedIndex(Index):
+    """The index, with every seal checked against what the chunk must contain."""
+
+    server: Server
+
+    def seal(self, chunk: Chunk, rank: int, checksum: int = 0) -> None:
+        for start, size in chunk.shards[rank].extents:
+            self.server.file.flips.difference_update(range(start, start + size))
+        self.server.check_bytes(chunk, rank, "sealed")
+        super().seal(chunk, rank, checksum)
+
+    def condemn(self, chunk: Chunk, rank: int) -> None:
+        self.server.condemned.add(chunk.key)
+        self.server.world.counters["flip_found"] += 1
+        super().condemn(chunk, rank)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A copy thread's task under way."""
+
+    task: Copy | Call
+    slow: bool
+    piece: int = 0
+    cut: int = -1  # half of the piece has arrived: what lies before this
+    voided: bool = False  # it read a block that was given back
+    sums: list[int] = field(default_factory=list)
+
+
+class Server:
+    """One run of a server, from its start to its end."""
+
+    def __init__(self, host: Host, file: ArenaFile) -> None:
+        self.host = host
+        self.world = host.world
+        self.file = file
+        self.boot = self.world.random.randbytes(wire.BOOT_BYTES)
+        self.alive = True
+        self.frozen = False
+        self.draining = False
+        self.serving = False
+        self.bytes = file.bytes
+        file.owner = self  # the lock first, then the header: a client may look in between
+        self.world.after(0.001 * self.world.random.random(), self._begin)
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.frozen else "draining" if self.draining else "up" if self.alive else "dead"
+        return f"<Server {self.boot.hex()[:4]} {state}>"
+
+    def _begin(self) -> None:
+        if not self.alive:
+            return
+        config = self.host.config
+        self.file.boot = self.boot
+        records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
+        index = SealedIndex(Space(self.file.start, len(self.bytes)), POLICIES[config.policy](), records)
+        index.server = self
+        self.index = index
+        self._take_over()
+        self.depot = Depot(config, index, self._map)
+        self._mover = Mover(self, 0, self._report)  # no threads: this class takes the tasks out
+        self._idle = config.copy_threads
+        self._running: list[_Running] = []
+        self._cards: dict[bytes, CardView] = {}
+        self.met: set[str] = set()  # cards that have said hello
+        for name in [name for name, card in self.host.cards.items() if not card.locked]:
+            del self.host.cards[name]  # as shm.sweep_cards
+        self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.mappings: list[SimMapped] = []
+        self.condemned: set[bytes] = set()  # keys under which a flipped bit was found: a pin keeps them no more
+        self.asked: Counter[tuple[bytes, bytes]] = Counter()
+        self.answered: Counter[tuple[bytes, bytes]] = Counter()
+        self._links: dict[bytes, Link] = {}
+        self._since_validated = 0
+        self.serving = True
+        self.host.network.listen(self)
+        self.world.note(f"{self!r} serves")
+        self.world.after(TICK_S, self._event, self._tick)
+
+    def _take_over(self) -> None:
+        """What the last server had sealed is there again; what it was writing is not."""
+        left = self.file.left
+        if left is None:
+            return
+        self.file.left = None
+        restored = restore(self.index)
+        found = self.shards()
+        lost = left.keys() - found.keys()
+        self.world.note(f"{self!r} takes over {restored.shards} shards, {len(lost)} are lost")
+        self.world.counters["shards_recovered"] += len(found)
+        self.world.counters["records_damaged"] += len(restored.damaged)
+        assert not found.keys() - left.keys(), "a restart made shards visible that were not"
+        if self.file.table_flipped:
+            self.world.counters["shards_lost_to_flips"] += len(lost)
+        else:
+            assert not lost, f"{len(lost)} of {len(left)} shards were sealed, and are gone after a restart"
+            for name, depth in left.items():
+                assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and now {found[name]}"
+        self.file.table_flipped = False
+        assert not self.index.held and not self.index.reserved, "holds of the dead"
+        self.validate()
+
+    def shards(self) -> dict[ShardName, int]:
+        """What a restart must find: recorded shards, and how deep in its chain each is known to be."""
+        found: dict[ShardName, int] = {}
+        for space in self.index.namespaces():
+            whole: set[bytes] = set()
+            for chunk in sorted(space.chunks.values(), key=lambda chunk: chunk.depth):
+                recorded = {rank: shard for rank, shard in chunk.shards.items() if shard.sealed and shard.slot >= 0}
+                chained = chunk.depth == 1 or (chunk.depth > 1 and chunk.parent.key in whole)
+                if chained and len(recorded) == space.world_size:
+                    whole.add(chunk.key)
+                for rank in recorded:
+                    name = space.model, space.layouts[rank], chunk.key, rank
+                    found[name] = chunk.depth if chunk.key in whole else 0
+        return found
+
+    # -- being a process
+
+    def _event(self, act: Callable[..., None], *args: Any) -> None:
+        """Everything the process does happens in one of these: not when it is dead, later when it is stopped."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._late.append((act, args))
+            return
+        act(*args)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        if self._running and any(isinstance(running.task, Copy) for running in self._running):
+            self.world.counters["server_stopped_during_copy"] += 1
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        if not self.frozen:
+            return
+        self.frozen = False
+        late, self._late = self._late, []
+        for act, args in late:
+            self.world.after(0, self._event, act, *args)
+
+    def kill(self) -> None:
+        """SIGKILL. Half-copied pieces stay as they are; the kernel gives the lock up."""
+        self.world.note(f"{self!r} killed")
+        if self.serving:
+            for running in self._running:
+                if isinstance(running.task, Copy):
+                    kind = "store" if running.task.is_store else "retrieve"
+                    self.world.counters[f"server_killed_during_{kind}"] += 1
+            self.file.left = self.shards()
+            self._tear_record()
+        self._end(all_arrives=False)
+
+    def _tear_record(self) -> None:
+        """It may die while it writes a record: then some of that is there, and it must not count."""
+        shards = [s for n in self.index.namespaces() for c in n.chunks.values() for s in c.shards.values() if s.sealed]
+        if not shards or self.world.chance(0.5):
+            return
+        shard = self.world.random.choice(shards)
+        table = self.bytes[: self.file.table_bytes]
+        before = table.copy()
+        record = ShardRecord(1, 0, self.world.random.randbytes(32), b"", 0, shard.extents, shard.size, 1 << 40, 0)
+        if self.index.records.write(record) >= 0:
+            changed = np.flatnonzero(table != before)
+            undone = changed[self.world.random.randrange(len(changed)) :]
+            table[undone] = before[undone]
+            self.world.counters["record_torn"] += 1
+
+    def stop(self) -> None:
+        """SIGTERM: end what is under way, for `DRAIN_S` at most, then go and take the arena along."""
+        self.world.note(f"{self!r} shuts down")
+        self.draining = True
+        self.world.after(DRAIN_S, self._event, self._leave)
+        self._event(self._maybe_leave)
+
+    def _maybe_leave(self) -> None:
+        if self.draining and not self.depot.operations:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.world.counters["server_left_with_copies" if self.depot.operations else "server_drained"] += 1
+        if self.host.config.on_stop == "keep":
+            self.world.counters["arena_kept"] += 1
+            self.file.left = self.shards()
+        else:
+            self.host.files.pop(self.file.name, None)
+        self._end(all_arrives=True)
+
+    def _end(self, all_arrives: bool) -> None:
+        self.alive = False
+        self.file.owner = None
+        self.host.server = None
+        self.host.down_since = self.world.now
+        if self.serving:
+            self.serving = False
+            self.host.network.hang_up(all_arrives)
+
+    # -- hearing and answering
+
+    def accepts(self) -> bool:
+        return not self.frozen and not self.draining
+
+    def is_well(self) -> bool:
+        """Whether it answers at once."""
+        return self.serving and not self.frozen and not self.draining and not self.host.network_slow
+
+    def is_busy_for(self, link: Link) -> bool:
+        """Whether it copies for this client."""
+        client = self.depot._clients.get(link.identity)
+        return client is not None and (client.queued > 0 or bool(client.closing or client.waiting))
+
+    def deliver(self, link: Link, frame: bytes) -> None:
+        self._event(self._receive, link, frame)
+
+    def _receive(self, link: Link, frame: bytes) -> None:
+        if self.draining:
+            return
+        identity = link.identity
+        self._links[identity] = link
+        number, request = wire.decode_request(frame)
+        assert not isinstance(request, KVDepotError), request
+        self.asked[identity, number] += 1
+        self.world.note(f"{link.name} > {_short(number, request)}")
+        if isinstance(request, wire.Hello):
+            try:
+                value: Any = self._hello(identity, request)
+            except KVDepotError as exc:
+                value = exc
+            self._send(identity, number, value)
+        else:
+            self._act(self.depot.handle(identity, number, request))
+        self._check()
+
+    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
+        if hello.version != wire.VERSION:
+            raise VersionMismatch("other version")
+        if not self.depot.knows(identity):
+            card = self.host.cards.get(hello.card)
+            if card is None:
+                raise LayoutError(f"no card {hello.card}")
+            if not card.locked:
+                raise BadRequest(f"nobody holds the lock of card {hello.card}")
+            view = CardView(card)
+            self.depot.hello(identity, view)
+            self._cards[identity] = view
+            self.met.add(card.name)
+        return wire.Welcome(wire.VERSION, self.file.name, self.host.config.chunk_size)
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Reply):
+                self._send(action.client, action.number, action.value)
+            else:
+                self._mover.submit(action)
+        self._start_threads()
+        if self.draining:
+            self._maybe_leave()
+
+    def _send(self, identity: bytes, number: bytes, value: Any) -> None:
+        self.answered[identity, number] += 1
+        assert self.answered[identity, number] <= self.asked[identity, number], (
+            f"request {int.from_bytes(number, 'little')} of {self._links[identity].name} answered more often than asked"
+        )
+        link = self._links[identity]
+        self.world.note(f"{link.name} < {int.from_bytes(number, 'little')} {value!r:.60}")
+        failure = isinstance(value, KVDepotError)
+        if failure:
+            self.world.counters[f"answer_{type(value).__name__}"] += 1
+        encode: Callable[..., bytes] = wire.encode_failure if failure else wire.encode_answer
+        if not link.reply(encode(number, self.boot, value)):
+            self.world.counters["replies_without_connection"] += 1
+
+    def _tick(self) -> None:
+        world = self.world
+        for identity, card in list(self._cards.items()):
+            if not card.is_alive():
+                world.note(f"{self!r} finds {self._links[identity].name} dead")
+                world.counters["clients_found_dead"] += 1
+                self._act(self.depot.died(identity))
+                del self._cards[identity]
+                card.close()
+                self.host.cards.pop(card.card.name, None)
+        if self.alive:
+            # Hours in which nothing happens cost no ticks: the next comes shortly before the next event.
+            world.after(max(TICK_S, world.next_event() - world.now - TICK_S), self._event, self._tick)
+            self._check()
+
+    # -- copy threads
+
+    def ensure(self, offset: int, size: int) -> bool:
+        """As Arena.ensure."""
+        assert self.file.start <= offset < offset + size <= len(self.bytes), (offset, size)
+        if self.host.shm_full:
+            self.world.counters["shm_full_during_store"] += 1
+            return False
+        return True
+
+    def _map(self, layout: Layout) -> Mapped:
+        memory = self.host.memories.get(layout.mappings[0].name)
+        if memory is None or self.world.chance(self.host.map_failures):
+            self.world.counters["mapping_failed"] += 1
+            raise LayoutError(f"{layout.mappings[0].name} cannot be mapped")
+        mapped = SimMapped(layout, memory)
+        self.mappings.append(mapped)
+        return mapped
+
+    def _start_threads(self) -> None:
+        while self._idle and (self._mover._loads or self._mover._stores):
+            task = self._mover._next()
+            assert task is not None
+            self._idle -= 1
+            running = _Running(task, slow=isinstance(task, Copy) and self.world.chance(0.1))
+            self._running.append(running)
+            self.world.after(self.host.copy_s(), self._event, self._advance, running)
+
+    def _advance(self, running: _Running) -> None:
+        """The next half of a piece, or the end of the task."""
+        task = running.task
+        outcome: Any
+        if isinstance(task, Call):
+            try:
+                outcome = task.run()
+            except KVDepotError as exc:
+                outcome = exc
+        elif self.world.chance(self.host.copy_failures):
+            self.world.counters["copy_failed"] += 1
+            outcome = None
+        elif running.piece < len(task.pieces):
+            if self.host.at_copy is not None:
+                act, self.host.at_copy = self.host.at_copy, None
+                self.world.after(0, act, self._links[task.token.operation.client.identity].name)
+            if self._half(running, task, task.pieces[running.piece]):
+                self.world.after(self.host.copy_s(running.slow), self._event, self._advance, running)
+                return
+            outcome = None
+        else:
+            outcome = copy(self, Copy(None, task.is_store, task.mapped, [], task.fence, task.ticket))
+            if running.voided:
+                self.world.counters["store_of_reused_blocks"] += 1
+                assert outcome is None, "a store that read blocks which had been given back was not made void"
+            elif outcome is None:
+                self.world.counters["store_fenced"] += 1
+            else:
+                outcome = running.sums
+        self._running.remove(running)
+        self._idle += 1
+        self.world.after(self.host.copy_s() / 4, self._event, self._report, task.token, outcome)
+        self._start_threads()
+
+    def _half(self, running: _Running, task: Copy, piece: CopyPiece) -> bool:
+        """Let half of a piece's bytes arrive, then the rest: each byte as its source is when it is copied."""
+        mapped = task.mapped
+        assert isinstance(mapped, SimMapped)
+        assert not mapped.closed, "a copy touches tensors that were unmapped"
+        memory = mapped.memory
+        chunk, _ = task.token.operation.chunks[task.token.first + running.piece]
+        self._check_blocks(running, task, piece, memory, chunk)
+        if task.is_store:
+            low = min(start for start, _ in piece.extents)
+            target = self.bytes[low : max(start + size for start, size in piece.extents)]
+        else:
+            target = memory.bytes
+        first = running.cut < 0
+        if first:
+            running.cut = self.world.random.randrange(len(target))
+        later = target[running.cut :] if first else target[: running.cut]  # not in this half
+        before = later.copy()
+        if copy(self, Copy(None, task.is_store, mapped, [piece])) is None:
+            return False
+        later[:] = before
+        if not first:
+            running.cut = -1
+            running.piece += 1
+            size = len(piece.block_ids) * memory.layout.block_bytes
+            running.sums.append(checksum(self.bytes, piece.extents, size) if piece.summed else 0)
+        return True
+
+    def _check_blocks(self, running: _Running, task: Copy, piece: CopyPiece, memory: Memory, chunk: Chunk) -> None:
+        """A living engine's blocks are touched only while they are lent for it."""
+        if memory.dead:
+            return
+        if task.is_store:
+            truth = self.host.truth.get((chunk.namespace.layouts[memory.rank], chunk.key))
+            assert truth is not None, f"a store of a chunk that nobody named: {chunk.key.hex()}"
+            if any(memory.tags[block] != seed for block, seed in zip(piece.block_ids.tolist(), truth[1], strict=True)):
+                self.world.note(f"a store reads blocks of {memory.name} that were given back")
+                running.voided = True
+            return
+        truth = self.host.truth[chunk.namespace.layouts[memory.rank], chunk.key]
+        for i, block in enumerate(piece.block_ids.tolist()):
+            if i >= piece.skip:
+                assert memory.lent.get(block) == truth[1][i], (
+                    f"{memory.name}: block {block} is written by a retrieve of {chunk.key.hex()[:8]} "
+                    "after it was given back"
+                )
+
+    def _report(self, token: Any, outcome: Any) -> None:
+        self._act(self.depot.finished(token, outcome))
+        self._check()
+
+    # -- what must always hold
+
+    def _check(self) -> None:
+        if not self.alive:
+            return
+        index = self.index
+        space = index.space
+        assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
+        self.host.check_pins(self)
+        self._since_validated += 1
+        if self._since_validated >= self.host.validate_every:
+            self.validate()
+
+    def validate(self) -> None:
+        self._since_validated = 0
+        self.index.validate()
+        assert (self.index.space.capacity - self.index.space.free_bytes) % PAGE == 0
+
+    def check_bytes(self, chunk: Chunk, rank: int, when: str) -> None:
+        """A shard contains what its key says."""
+        truth = self.host.truth.get((chunk.namespace.layouts[rank], chunk.key))
+        assert truth is not None, f"{when}: a chunk that nobody named: {chunk.key.hex()}"
+        model, seeds = truth
+        if any(start <= at < start + size for start, size in chunk.shards[rank].extents for at in self.file.flips):
+            return  # whoever asks for it finds out
+        data = b"".join(self.bytes[start : start + size].tobytes() for start, size in chunk.shards[rank].extents)
+        image = chunk_image(model, rank, seeds)
+        assert data[: len(image)] == image, f"{when}: wrong bytes under {chunk.key.hex()[:8]} of rank {rank}"
+
+    def check_sealed(self) -> int:
+        """Every sealed shard contains what its key says; how many there are."""
+        found = 0
+        for space in self.index.namespaces():
+            for chunk in space.chunks.values():
+                for rank, shard in chunk.shards.items():
+                    if shard.sealed and not shard.spoilt:
+                        self.check_bytes(chunk, rank, "kept")
+                        found += 1
+        return found
+
+    def flip_chunk(self) -> bool:
+        """Flip a bit of a sealed shard that has a checksum."""
+        shards = [
+            shard
+            for space in self.index.namespaces()
+            for chunk in space.chunks.values()
+            for shard in chunk.shards.values()
+            if shard.sealed and shard.checksum
+        ]
+        if not shards:
+            return False
+        shard = self.world.random.choice(shards)
+        at = self.world.random.randrange(shard.size)
+        for start, size in shard.extents:
+            if at < size:
+                self.bytes[start + at] ^= 1 << self.world.random.randrange(8)
+                self.file.flips.add(start + at)
+                break
+            at -= size
+        return True
+
+    def check_idle(self) -> None:
+        """All requests have ended, and the clients are still there: everything was answered, and nothing is pinned."""
+        living = {client.link.identity for client in self.host.clients if client.process.alive}
+        for asked, count in self.asked.items():
+            identity = asked[0]
+            if identity in living and self.depot.knows(identity):
+                number = int.from_bytes(asked[1], "little")
+                name = self._links[identity].name
+                assert self.answered[asked] == count, f"request {number} of {name} was not answered"
+        sessions = [
+            f"{self._links[identity].name} {request}"
+            for identity, client in self.depot._clients.items()
+            if identity in living
+            for request in client.sessions
+        ]
+        assert not sessions, f"requests have ended, and their pins have not: {', '.join(sessions)}"
+
+    def check_quiet(self) -> None:
+        """All clients are gone: nothing is held for anybody."""
+        status = self.depot.status()
+        for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
+            assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"
+        assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
+        left = self.met.intersection(self.host.cards)
+        assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
+        assert not self.depot._by_request
+        self.validate()
+        self.check_sealed()
+
+
+def _short(number: bytes, request: wire.Request) -> str:
+    text = f"{int.from_bytes(number, 'little')} {type(request).__name__}"
+    match request:
+        case wire.Lookup():
+            return f"{text} {request.request} {len(request.hashes) // 32} chunks"
+        case wire.Store() | wire.Retrieve():
+            parts = [f"{p.request}@{p.depth}+{len(p.hashes) // 32}" for p in request.shards]
+            return f"{text} {' '.join(parts)}"
+        case wire.EndSession():
+            return f"{text} {request.request}"
+    return text

@@ -1,0 +1,248 @@
+"""The simulation holds, is deterministic, and notices when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvdepot import index, records
+from kvdepot.adapters import LMCacheMPWorkerAdapter
+from kvdepot.connection import Connection
+from kvdepot.depot import Depot, Reply
+from kvdepot.index import Index
+from kvdepot.mover import Copy
+from kvdepot.records import Records
+from tests.sim.run import Broken, simulate
+
+
+def test_no_invariant_breaks_in_the_first_seeds() -> None:
+    for seed in range(40):
+        assert simulate(seed).events > 100
+
+
+def test_the_same_seed_is_the_same_run_also_where_strings_hash_differently() -> None:
+    seeds = [3, 11]
+    here = [simulate(seed).digest() for seed in seeds]
+    assert here == [simulate(seed).digest() for seed in seeds]
+    code = f"from tests.sim.run import simulate\nprint(*[simulate(seed).digest() for seed in {seeds}])"
+    for hash_seed in ("0", "7"):
+        there = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert there.stdout.split() == here
+
+
+# -- planted bugs: each breaks one function of the real code
+
+Patch = pytest.MonkeyPatch
+Break = Callable[[Patch], None]
+BREAKS: dict[str, tuple[Break, int]] = {}
+
+
+def breaks(first_seed: int) -> Callable[[Break], Break]:
+    """Plants a bug. It was last seen to be noticed soon after this seed: that saves time, and proves nothing."""
+
+    def register(bug: Break) -> Break:
+        BREAKS[bug.__name__] = bug, first_seed
+        return bug
+
+    return register
+
+
+@breaks(0)
+def seals_before_the_copy_has_ended(patch: Patch) -> None:
+    start = Depot._start
+
+    def start_sealed(self: Any, operation: Any, *rest: Any) -> Any:
+        tasks = start(self, operation, *rest)
+        for chunk, rank in operation.chunks if operation.is_store else ():
+            self.index.seal(chunk, rank)
+        return tasks
+
+    patch.setattr(Depot, "_start", start_sealed)
+    patch.setattr(Depot, "_end_store", lambda self, operation: None)
+
+
+@breaks(0)
+def ignores_the_fence(patch: Patch) -> None:
+    start = Depot._start
+    patch.setattr(Depot, "_start", lambda self, operation, pieces, *_: start(self, operation, pieces, None, 0))
+
+
+@breaks(0)
+def never_raises_the_fence(patch: Patch) -> None:
+    def give_up(self: Any, request_ids: set[str], timeout_s: float) -> None:
+        transfers = [t for request_id in request_ids for t in self.store_futures.get(request_id, ())]
+        self.mq_client.wait(lambda: all(t.done() for t in transfers), timeout_s)
+
+    patch.setattr(LMCacheMPWorkerAdapter, "give_up_stores", give_up)
+
+
+@breaks(0)
+def answers_copies_twice(patch: Patch) -> None:
+    end = Depot._end
+    patch.setattr(Depot, "_end", lambda self, operation: 2 * [a for a in end(self, operation) if isinstance(a, Reply)])
+
+
+@breaks(0)
+def forgets_to_answer_failed_stores(patch: Patch) -> None:
+    end = Depot._end
+
+    def silent(self: Any, operation: Any) -> Any:
+        actions = end(self, operation)
+        return [a for a in actions if not (isinstance(a, Reply) and a.value is False)]
+
+    patch.setattr(Depot, "_end", silent)
+
+
+@breaks(13)
+def releases_pins_early(patch: Patch) -> None:
+    lookup = Depot._lookup
+
+    def unpinned(self: Any, client: Any, request: Any) -> int:
+        matched = lookup(self, client, request)
+        self._end_session(client, request.request)
+        return matched
+
+    patch.setattr(Depot, "_lookup", unpinned)
+
+
+@breaks(14)
+def keeps_the_pins_of_the_dead(patch: Patch) -> None:
+    died = Depot.died
+
+    def forgetful(self: Any, identity: bytes) -> Any:
+        self._clients[identity].sessions.clear()
+        return died(self, identity)
+
+    patch.setattr(Depot, "died", forgetful)
+
+
+@breaks(103)
+def answers_unregister_while_a_copy_runs(patch: Patch) -> None:
+    unregister = Depot._unregister
+
+    def at_once(self: Any, client: Any, number: int, tell: list[bytes]) -> Any:
+        return [*unregister(self, client, number, []), *(Reply(client.identity, asked, None) for asked in tell)]
+
+    patch.setattr(Depot, "_unregister", at_once)
+
+
+@breaks(14)
+def unmaps_while_a_copy_runs(patch: Patch) -> None:
+    unregister = Depot._unregister
+
+    def careless(self: Any, client: Any, number: int, tell: list[bytes]) -> Any:
+        instance = client.instances.get(number)
+        if instance is not None:
+            instance.copies = 0
+        return unregister(self, client, number, tell)
+
+    patch.setattr(Depot, "_unregister", careless)
+
+
+@breaks(0)
+def seals_what_did_not_arrive(patch: Patch) -> None:
+    copied = Depot._copied
+
+    def credulous(self: Any, part: Any, sums: Any) -> Any:
+        return copied(self, part, [0] * (part.end - part.first) if sums is None else sums)
+
+    patch.setattr(Depot, "_copied", credulous)
+
+
+@breaks(0)
+def evicts_what_is_held(patch: Patch) -> None:
+    patch.setattr(index, "_evictable", lambda chunk: not chunk.children and not chunk.gone)
+
+
+@breaks(17)
+def writes_blocks_that_a_retrieve_must_skip(patch: Patch) -> None:
+    start = Depot._start
+
+    def unskipped(self: Any, operation: Any, pieces: Any, *rest: Any) -> Any:
+        for piece in pieces:
+            piece.skip = 0
+        return start(self, operation, pieces, *rest)
+
+    patch.setattr(Depot, "_start", unskipped)
+
+
+@breaks(0)
+def tells_no_failed_blocks(patch: Patch) -> None:
+    patch.setattr(LMCacheMPWorkerAdapter, "_retrieve_ended", lambda self, transfer: None)
+
+
+@breaks(102)
+def takes_a_broken_connection_for_a_dead_server(patch: Patch) -> None:
+    def lose(self: Any, error: Any) -> None:
+        self.welcomed = False
+        self._fail_all(error)
+
+    patch.setattr(Connection, "lose", lose)
+
+
+@breaks(0)
+def waits_for_lookups_without_a_deadline(patch: Patch) -> None:
+    ask = Connection.ask
+    patch.setattr(Connection, "ask", lambda self, request, done, deadline_s=None: ask(self, request, done, None))
+
+
+@breaks(0)
+def never_looks_whether_the_server_is_gone(patch: Patch) -> None:
+    patch.setattr("kvdepot.connection._GONE_CHECK_S", 1e9)
+
+
+@breaks(11)
+def leaves_records_of_what_was_evicted(patch: Patch) -> None:
+    patch.setattr(Records, "erase", lambda self, slot: None)
+
+
+@breaks(45)
+def believes_damaged_records(patch: Patch) -> None:
+    patch.setattr(records, "crc32", lambda data: 0)
+
+
+@breaks(11)
+def ignores_checksums(patch: Patch) -> None:
+    patch.setattr(Depot, "_is_as_stored", lambda self, chunk, rank, got: True)
+
+
+@breaks(0)
+def forgets_to_record(patch: Patch) -> None:
+    record = Index._record
+
+    def every_other(self: Any, chunk: Any, rank: int, shard: Any) -> None:
+        record(self, chunk, rank, shard)
+        if self._serial % 2:
+            self.records._wipe(shard.slot)
+
+    patch.setattr(Index, "_record", every_other)
+
+
+@breaks(0)
+def copies_one_block_too_few(patch: Patch) -> None:
+    def short(self: Any, operation: Any, pieces: Any, *rest: Any) -> Any:
+        tasks = start(self, operation, pieces, *rest)
+        for task in tasks:
+            if isinstance(task, Copy) and not task.is_store:
+                task.pieces[-1].skip = max(task.pieces[-1].skip, 1) if len(task.pieces[-1].block_ids) > 1 else 0
+        return tasks
+
+    start = Depot._start
+    patch.setattr(Depot, "_start", short)
+
+
+@pytest.mark.parametrize("bug", BREAKS)
+def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, first_seed = BREAKS[bug]
+    plant(monkeypatch)
+    with pytest.raises(Broken):
+        for seed in range(first_seed, first_seed + 300):
+            simulate(seed)

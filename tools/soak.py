@@ -1,0 +1,504 @@
+"""Mixed traffic with random kills for minutes: nothing wrong, nothing lost, nothing that grows.
+
+    python tools/soak.py [--minutes 10] [--seed S]
+
+A real `kvdepot serve` with a small arena, so that it evicts all the time; toy engines on the public adapters whose
+every byte is checked (soak_engine.py), one of which lives as long as the soak; odd clients (soak_odd.py).
+
+What grows shows only in a process that lives, and under like conditions. So there are three parts:
+
+    storm    0 to 35 %     engines and the server are killed (-9), the server is stopped for a second. Nothing may be
+                           served wrong, hang, or stay behind in /dev/shm
+    steady   35 to 100 %   a fresh server that is not killed any more; everything else goes on. After a warm-up, the
+                           resident memory of server and old engine is read each second, and the medians of the
+                           first and last third compared: more than 2 % is too much
+    end      traffic ends  what was held must be given up, files be gone, the server leave with 0
+
+At a **pause** the engines end what they run and the odd clients are gone: the same processes, doing nothing. There is
+one after the warm-up and one at the end, and file descriptors, threads, pins and files must not be more than they were.
+
+Exit code 0: all well; 1: it says what was not. Every choice comes from the seed; their times do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+from kvdepot.errors import KVDepotError
+
+HERE = Path(__file__).parent
+SHM = Path("/dev/shm")
+ARENA_MIB = 24
+CHUNK_TOKENS = 64
+STORM = 0.35
+WARM = 0.6  # of the whole: from here on memory is compared
+GROWTH = 0.02
+PAUSE_S = 40.0
+"""Longer than any deadline of a client."""
+STUCK_S = 60.0
+CLIENTS = {"token": 2, "hash": 3}
+"""Connections of an engine: its scheduler's and one a rank."""
+
+
+class Failed(Exception):
+    """Something is not as it must be."""
+
+
+class Child:
+    """A process of ours that writes JSON lines; a thread takes them in."""
+
+    def __init__(self, script: str, *args: str) -> None:
+        self.script = script
+        self.mode = ""  # of an engine
+        self.cards: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.notes: list[str] = []
+        self.idle = False
+        self.ended = False
+        self.moved = time.monotonic()  # when it made a step last
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *args],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue  # cut off by a kill
+            if "card" in said:
+                self.cards.add(said["card"])
+            if "note" in said:
+                self.notes.append(said["note"])
+            if "counts" in said:
+                if said["counts"]["steps"] > self.counts["steps"]:
+                    self.moved = time.monotonic()
+                self.wrong += said["wrong"]
+                self.counts = Counter(said["counts"])
+                self.idle = said["idle"]
+            self.ended |= "ended" in said
+
+    def tell(self, order: str) -> None:
+        assert self.process.stdin is not None
+        self.idle = False
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(order + "\n")
+            self.process.stdin.flush()
+
+    def has_ended(self) -> bool:
+        """Whether its last words were that it ended in order."""
+        self._reader.join()
+        return self.ended
+
+    def kill(self) -> None:
+        """-9, and take in its last words."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+    def logged(self) -> str:
+        self.log.seek(0)
+        return self.log.read()[-4000:]
+
+
+class Soak:
+    def __init__(self, minutes: float, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.start = time.monotonic()
+        self.length_s = minutes * 60
+        self.name = f"kvdepot-soak-{uuid.uuid4().hex[:12]}"
+        self.folder = tempfile.TemporaryDirectory(prefix="kvdepot-soak-")
+        self.url = f"ipc://{self.folder.name}/depot.sock"
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - of all servers
+        self.kills: Counter[str] = Counter()
+        self.dead: Counter[str] = Counter()  # counts of engines that were killed
+        self.cards: set[str] = set()
+        self.pids: set[int] = set()
+        self.children: list[Child] = []
+        self.server: subprocess.Popen[bytes] | None = None
+        self.odd: Child | None = None
+        self.memory: dict[str, list[tuple[float, int]]] = {"server": [], "engine": []}
+        self.faults_found: list[str] = []
+
+    # -- processes
+
+    def serve(self) -> None:
+        self.server = subprocess.Popen(
+            [
+                sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.name,
+                "--arena-gib", str(ARENA_MIB / 1024), "--chunk-size", str(CHUNK_TOKENS), "--log-level", "warning",
+            ],
+            stderr=self.log,
+        )  # fmt: skip
+
+    def engine(self, mode: str) -> Child:
+        """`token`: one rank; `hash`: a model of two ranks, named by the engine's own hashes."""
+        seed = str(self.random.getrandbits(32))
+        child = Child("soak_engine.py", self.url, f"soak-{mode}", str(CLIENTS[mode] - 1), mode, seed)
+        child.mode = mode
+        self.children.append(child)
+        self.pids.add(child.pid)
+        return child
+
+    def start_odd(self) -> None:
+        self.odd = Child("soak_odd.py", self.url, str(self.random.getrandbits(32)))
+
+    def stop_odd(self) -> None:
+        if self.odd is not None:
+            self.odd.kill()
+            self.cards |= self.odd.cards
+            self.odd = None
+
+    @property
+    def elapsed(self) -> float:
+        """Of the whole, 0 to 1."""
+        return (time.monotonic() - self.start) / self.length_s
+
+    # -- what there is
+
+    def status(self) -> dict[str, Any]:
+        """The server's counts; empty when it does not answer now."""
+        try:
+            answer: dict[str, Any] = self.client.ask(wire.Status(), deadline_s=3.0).result(4.0)
+        except KVDepotError:
+            return {}
+        return answer
+
+    def files(self) -> dict[str, list[str]]:
+        """Our shared-memory files, by kind."""
+        for child in (*self.children, *([self.odd] if self.odd else ())):
+            self.cards |= child.cards
+        cards = [*sorted(self.cards), self.client.card.name]
+        torches = [(path.name, re.match(r"torch_(\d+)_", path.name)) for path in SHM.glob("torch_*")]
+        tensors = [name for name, found in torches if found and int(found[1]) in self.pids]
+        return {
+            "arenas": [path.name for path in SHM.glob(f"*{self.name}*")],
+            "cards": [name for name in cards if (SHM / name).exists() or (SHM / f".{name}").exists()],
+            "tensors": tensors,
+        }
+
+    def line(self, what: str) -> dict[str, Any]:
+        """Print what there is; return it."""
+        assert self.server is not None
+        status = self.status()
+        now = {
+            "server_kib": resident(self.server.pid),
+            "engine_kib": resident(self.children[0].pid),
+            "server_fds": fds(self.server.pid),
+            "engine_fds": fds(self.children[0].pid),
+            "server_threads": threads(self.server.pid),
+            "engine_threads": threads(self.children[0].pid),
+            **{name: status.get(name) for name in ("clients", "instances", "sessions", "holds", "reserved_shards")},
+            **{name: value for name, value in status.items() if "record" in name or "slot" in name},
+            "chunks": status.get("chunks"),
+            "evicted": status.get("evicted_chunks"),
+            **{name: len(found) for name, found in self.files().items()},
+        }
+        total = self.totals()
+        print(
+            f"{time.monotonic() - self.start:6.0f} s {what:7}",
+            *(f"{name}={value}" for name, value in now.items()),
+            f"steps={total['steps']} requests={total['done']} checked_blocks={total['checked_blocks']}",
+            f"failed_blocks={total['failed_blocks']} wrong={len(self.faults_found)}",
+            f"kills={sum(self.kills.values())} ({', '.join(f'{n} {k}' for k, n in sorted(self.kills.items()))})",
+            flush=True,
+        )
+        return now
+
+    def totals(self) -> Counter[str]:
+        return sum((child.counts for child in self.children), self.dead.copy())
+
+    # -- watching
+
+    def watch(self) -> None:
+        """Fail if an engine saw something wrong, hangs or ended, or the server did."""
+        assert self.server is not None
+        if self.server.poll() is not None:
+            raise Failed(f"the server ended with {self.server.returncode}\n{self.server_log()}")
+        for child in (*self.children, *([self.odd] if self.odd else ())):
+            self.faults_found += child.wrong
+            child.wrong = []
+            while child.notes:
+                print(f"{time.monotonic() - self.start:6.0f} s engine {child.pid}: {child.notes.pop(0)}", flush=True)
+            if child.process.poll() is not None:
+                raise Failed(f"{child.script} ended with {child.process.returncode}\n{child.logged()}")
+            if child.script == "soak_engine.py" and time.monotonic() - child.moved > STUCK_S:
+                os.kill(child.pid, signal.SIGUSR1)  # it writes its stacks
+                time.sleep(1)
+                raise Failed(f"an engine made no step for {STUCK_S} s\n{child.logged()}")
+        if self.faults_found:
+            raise Failed("\n".join(self.faults_found[:10]))
+
+    def server_log(self) -> str:
+        self.log.seek(0)
+        return self.log.read()[-4000:]
+
+    def until(self, what: str, condition: Callable[[], Any], timeout_s: float) -> None:
+        """Poll; fails with what `condition` last complained of."""
+        deadline = time.monotonic() + timeout_s
+        begun = next_word = time.monotonic()
+        while complaint := condition():
+            self.watch()
+            if time.monotonic() > next_word + 5:
+                next_word = time.monotonic()
+                print(f"{next_word - begun:4.1f} s: {what}: {complaint}", flush=True)
+            if time.monotonic() > deadline:
+                raise Failed(f"{what}, {timeout_s:g} s on: {complaint}")
+            time.sleep(0.1)
+
+    # -- faults
+
+    def fault(self) -> None:
+        """One of the things that happen."""
+        assert self.server is not None
+        storm = self.elapsed < STORM
+        kind = self.random.choices(["engine", "server", "stop", "odd"], [4, 3 if storm else 0, 1, 2])[0]
+        self.kills[kind] += 1
+        if kind == "engine":
+            child = self.random.choice(self.children[1:])
+            self.bury(child)
+            self.engine(child.mode)
+        elif kind == "server":
+            self.server.kill()
+            self.server.wait()
+            self.serve()
+        elif kind == "stop":
+            os.kill(self.server.pid, signal.SIGSTOP)
+            time.sleep(1)  # the fault itself
+            os.kill(self.server.pid, signal.SIGCONT)
+        else:
+            self.stop_odd()
+            self.start_odd()
+
+    def bury(self, child: Child) -> None:
+        child.kill()
+        self.children.remove(child)
+        self.cards |= child.cards
+        self.dead += child.counts
+        self.faults_found += child.wrong
+
+    # -- the parts
+
+    def run(self) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.serve()
+        self.client = MessageQueueClient(self.url, self.context)
+        self.client.learn_chunk_size(20.0)
+        for mode in ("token", "token", "hash"):
+            self.engine(mode)
+        self.start_odd()
+        self.until(
+            "engines have not begun",
+            lambda: [child.mode for child in self.children if child.counts["done"] < 20],
+            60,
+        )
+        self.line("start")
+        steady = False
+        before: dict[str, Any] = {}
+        next_fault = next_line = next_sample = 0.0
+        while self.elapsed < 1:
+            now = time.monotonic()
+            self.watch()
+            if not steady and self.elapsed >= STORM:
+                steady = True
+                self.begin_steady()
+            if not before and self.elapsed >= WARM:
+                before = self.pause("before")
+                self.resume()
+            if now >= next_fault:
+                self.fault()
+                next_fault = time.monotonic() + self.random.expovariate(1 / 4)
+            if now >= next_line:
+                self.line("storm" if not steady else "steady" if before else "warm-up")
+                next_line = now + 30
+            if before and now >= next_sample:
+                assert self.server is not None
+                self.memory["server"].append((now, resident(self.server.pid)))
+                self.memory["engine"].append((now, resident(self.children[0].pid)))
+                next_sample = now + 1
+            time.sleep(0.05)
+        after = self.pause("after")
+        self.compare(before, after)
+        self.finish()
+
+    def begin_steady(self) -> None:
+        """A fresh server, for what it keeps of its youth is not growth."""
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
+        self.kills["server"] += 1
+        self.serve()
+
+    def pause(self, what: str) -> dict[str, Any]:
+        """Traffic ends; the same processes are there and do nothing. What they hold then."""
+        begun = time.monotonic()
+        self.stop_odd()
+        for child in self.children:
+            child.tell("pause")
+        self.until(
+            "engines did not come to rest",
+            lambda: [child.counts for child in self.children if not child.idle],
+            PAUSE_S,
+        )
+        rested = time.monotonic()
+        self.until("the server still holds", self.held, PAUSE_S)
+        print(f"at rest after {rested - begun:.1f} s, nothing held after {time.monotonic() - rested:.1f} s more")
+        return self.line(what)
+
+    def resume(self) -> None:
+        for child in self.children:
+            child.tell("resume")
+        self.start_odd()
+
+    def held(self) -> str:
+        """What of all that traffic held the server has not given up; empty: nothing."""
+        status = self.status()
+        expected = {
+            "clients": 1 + sum(CLIENTS[child.mode] for child in self.children),
+            "instances": sum(CLIENTS[child.mode] - 1 for child in self.children),
+            "sessions": 0,
+            "holds": 0,
+            "reserved_shards": 0,
+            "operations": 0,
+        }
+        wrong = {name: value for name, value in expected.items() if status.get(name) != value}
+        odd = [f"{name} is {status.get(name)}, not {value}" for name, value in wrong.items()]
+        files = self.files()
+        if len(files["cards"]) != expected["clients"]:
+            odd.append(f"{len(files['cards'])} cards of {expected['clients']} clients: {files['cards']}")
+        living = {child.pid for child in self.children}
+        odd += [f"{name} of a dead engine" for name in files["tensors"] if int(name.split("_")[1]) not in living]
+        if len(files["arenas"]) > 1:
+            odd.append(f"arenas {files['arenas']}")
+        return "; ".join(odd)
+
+    def compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Raise if something grew."""
+        grown = []
+        for name in ("server_fds", "engine_fds", "server_threads", "engine_threads", "arenas", "cards", "tensors"):
+            if after[name] > before[name]:
+                grown.append(f"{name} grew from {before[name]} to {after[name]}")
+        for name, samples in self.memory.items():
+            kib = [value for _, value in samples]
+            third = len(kib) // 3
+            if third < 5:
+                print(f"resident memory of the {name}: too few samples to compare; let it run longer")
+                continue
+            first, last = statistics.median(kib[:third]), statistics.median(kib[-third:])
+            growth = last / first - 1
+            print(f"resident memory of the {name}: median {first:.0f} KiB, then {last:.0f} KiB: {growth:+.2%}")
+            if growth > GROWTH:
+                grown.append(f"the memory of the {name} grew by {growth:.2%}")
+        if grown:
+            raise Failed("; ".join(grown))
+
+    def finish(self) -> None:
+        """Everybody leaves; nothing may be left."""
+        assert self.server is not None
+        for child in self.children:
+            child.tell("quit")
+        for child in list(self.children):
+            if child.process.wait(30) or not child.has_ended():
+                raise Failed(f"an engine ended with {child.process.returncode}\n{child.logged()}")
+            self.bury(child)
+        self.until("the server still holds", self.held, PAUSE_S)
+        self.client.close()
+        self.server.terminate()
+        if code := self.server.wait(20):
+            raise Failed(f"the server ended with {code}\n{self.server_log()}")
+        left = {kind: names for kind, names in self.files().items() if names}
+        if left or list(Path(self.folder.name).iterdir()):
+            raise Failed(f"left behind: {left} {list(Path(self.folder.name).iterdir())}")
+        if re.search(r"Traceback|ERROR", log := self.server_log()):
+            raise Failed(f"the server's log speaks of errors:\n{log}")
+        total = self.totals()
+        print("nothing left behind;", ", ".join(f"{name} {value}" for name, value in sorted(total.items())))
+
+    def clean_up(self) -> None:
+        """Whatever happened: no process and no file of ours stays."""
+        self.stop_odd()
+        for child in self.children:
+            child.kill()
+            self.cards |= child.cards
+        if self.server is not None and self.server.poll() is None:
+            self.server.kill()
+            self.server.wait()
+        if hasattr(self, "client"):
+            left = self.files()
+            self.client.close()
+            for name in (*left["arenas"], *left["cards"], *left["tensors"]):
+                (SHM / name).unlink(missing_ok=True)
+            self.context.term()
+        self.folder.cleanup()
+
+
+def resident(pid: int) -> int:
+    """Memory of its own in KiB: without the arena, KV and libraries, which are files."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) if found else 0
+
+
+def threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def fds(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Mixed traffic with random kills: nothing wrong, nothing that grows.")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
+    args = parser.parse_args()
+    seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
+    print(f"soak of {args.minutes:g} minutes, seed {seed}", flush=True)
+    soak = Soak(args.minutes, seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        soak.run()
+    except Failed as exc:
+        print(f"FAILED (seed {seed}): {exc}")
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted")
+        return 1
+    finally:
+        soak.clean_up()
+    print("the soak is clean")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
