@@ -71,7 +71,7 @@ def _position(item: tuple[int, ShardRecord]) -> int:
 def _add_namespace(
     index: Index, spaces: dict[int, Namespace], slot: int, record: NamespaceRecord, restored: Restored
 ) -> None:
-    if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1 or not 0 < record.number < _MOST:
+    if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1 or not 0 <= record.number < _MOST:
         restored.dropped.append(f"namespace {record.number}: a number is out of its range")
         index.records.erase(slot)
         return
