@@ -425,6 +425,19 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     engine.close()
 
 
+def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: StartDepot) -> None:
+    first = start_depot(arena_mib=8)
+    engine = Engine(first)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    kill(first)
+    for url in ("tcp://192.0.2.1:5555", "tcp://127.0.0.1:notaport"):
+        ended = run_serve("--url", url, "--arena-name", first.name, "--arena-gib", str(8 / 1024))
+        assert ended.returncode in (1, 2)
+    second = start_depot(url=first.url, name=first.name, arena_mib=8)
+    assert second.status()["chunks"] == 1
+    engine.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDepot, number: int) -> None:
     first = start_depot("--on-stop", "keep", arena_mib=8)

@@ -75,13 +75,15 @@ class Server:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._bind()
+            self._door = Door(self._context, self._socket, config)
         except BaseException:
             self._context.destroy(linger=0)
-            self.arena.close()
+            self.arena.close(remove=not self.arena.taken_over)
             self._guard.close()
             raise
         self._cards: dict[bytes, shm.CardView] = {}
+        self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
+        self._rates = Rates(config.max_rate)
         self.depot = Depot(config, self._restore())
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -103,11 +105,6 @@ class Server:
             )  # fmt: skip
         arena.settle()
         return index
-
-    def _bind(self) -> None:
-        self._door = Door(self._context, self._socket, self._config)
-        self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
-        self._rates = Rates(self._config.max_rate)
 
     # -- the loop
 

@@ -244,5 +244,5 @@ def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     plant, first_seed = BREAKS[bug]
     plant(monkeypatch)
     with pytest.raises(Broken):
-        for seed in range(first_seed, first_seed + 300):
+        for seed in range(first_seed, first_seed + 1000):
             simulate(seed)
