@@ -37,6 +37,7 @@ EXPECTED = (
 )
 
 
+@pytest.mark.faults
 def test_the_tiny_benchmark_reports_every_figure_beside_its_floor(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     out = tmp_path / "bench.json"

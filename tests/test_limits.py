@@ -32,6 +32,8 @@ SHM = Path("/dev/shm")
 BLOCK_BYTES = 512
 MIB = 1 << 20
 
+pytestmark = pytest.mark.faults
+
 
 class Tensors:
     """A shared file of 64 blocks that a client can register."""
@@ -249,7 +251,6 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_have_left(
     start_depot: StartDepot, scheme: str
@@ -293,7 +294,6 @@ def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_h
     living.close()
 
 
-@pytest.mark.faults
 def test_registrations_that_need_more_files_than_are_left_are_refused(
     start_depot: StartDepot, tensors: Tensors
 ) -> None:
@@ -365,7 +365,6 @@ def refused_more_than(server: Depot, before: int) -> bool:
     return counters(server).get("requests_refused", 0) > before
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["lookups", "status", "garbage", "reads nothing"])
 def test_one_that_floods_leaves_the_others_their_latency_and_the_server_its_memory(
     start_depot: StartDepot, kind: str
@@ -398,7 +397,6 @@ def test_one_that_floods_leaves_the_others_their_latency_and_the_server_its_memo
         client.close()
 
 
-@pytest.mark.faults
 def test_a_thousand_clients_with_ten_thousand_lookups_in_flight_are_all_answered(start_depot: StartDepot) -> None:
     server = start_depot(arena_mib=8)
     contexts = [zmq.Context() for _ in range(2)]

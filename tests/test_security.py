@@ -44,6 +44,8 @@ SHM = Path("/dev/shm")
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 
+pytestmark = pytest.mark.faults
+
 
 def free_port() -> int:
     with socket.socket() as probe:

@@ -40,6 +40,8 @@ MAX_IN_FLIGHT = 65536
 DEADLINE_S = 30.0
 """For requests that are neither lookups nor copies: registering maps gigabytes."""
 _HELLO_S = 1.0
+_PATIENCE_S = 2.0
+"""For the first try to register again. Its answer may be lost with the connection, and all copies wait for it."""
 _GONE_CHECK_S = 0.2
 _STALE_S = 10.0
 """After this long, a copy's answer is suspected lost."""
@@ -102,6 +104,7 @@ class Connection:
         self._watch: Watch | None = None
         self._met = False  # a server has welcomed us at least once
         self._closed = False
+        self._patience_s = _PATIENCE_S  # for an answer in recovery; more each time that none comes
         self._last_reply = 0.0
         self._next_check = 0.0
 
@@ -172,6 +175,8 @@ class Connection:
         return False
 
     def _on_welcome(self, value: Any) -> None:
+        if isinstance(value, DeadlineExceeded) and not self._met:
+            return  # it accepts connections but is slow to answer: `expire` asks again, as long as callers wait
         if isinstance(value, KVDepotError):
             self.lose(value)
             return
@@ -189,16 +194,16 @@ class Connection:
         waiting = {*self._parked, *self._recovering}
         self._lost = [number for number in self._pending if number not in waiting]
         for instance, register in self._registered.items():
-            if not self._ask_own(wire.Unregister(instance), self._on_recovered) or not self._ask_own(
-                register, self._on_recovered
-            ):
-                self.lose(self._cut_off())
-                return
+            for request in (wire.Unregister(instance), register):
+                if not self._ask_own(request, self._on_recovered, self._patience_s):
+                    self.lose(self._cut_off())
+                    return
         self._on_recovered(None)
 
     def _on_recovered(self, value: Any) -> None:
         if isinstance(value, Unavailable | DeadlineExceeded):
             self._recovering.clear()  # `expire` begins anew
+            self._patience_s = min(2 * self._patience_s, DEADLINE_S)
         elif not self._recovering:
             for number in self._lost:
                 if number in self._pending and isinstance(self._pending[number].request, wire.EndSession):
@@ -206,6 +211,7 @@ class Connection:
                 elif number in self._pending:
                     self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
             self._lost.clear()
+            self._patience_s = _PATIENCE_S
             # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
             self._parked = deque(sorted(self._parked))
             self.welcomed = True

@@ -32,6 +32,8 @@ _TASK_BYTES = 4 << 20
 """A copy task is at least this long, so that handing it over costs little of it."""
 
 
+_QUEUED_CHUNKS = 1 << 18
+"""A client with so many chunks in flight waits until some have been copied."""
 _FILES_A_MAPPING = 2
 """A mapping keeps its file open, and Python's mmap once more."""
 _STATUS_NAMESPACES = 100
@@ -95,6 +97,7 @@ class _Client:
     closing: dict[int, list[_Instance]] = field(default_factory=dict)  # by number: no more, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # requests to answer when these are unmapped
     queued: int = 0
+    queued_chunks: int = 0
     dead: bool = False
 
 
@@ -359,9 +362,12 @@ class Depot:
         instance = client.instances.get(number)
         if instance is None or instance.mapped is None or instance.closing:
             raise UnknownInstance(f"no KV tensors are registered under instance {number}")
-        if client.queued >= self._config.max_queued:
+        if client.queued >= self._config.max_queued or client.queued_chunks >= _QUEUED_CHUNKS:
             self.counters["operations_refused"] += 1
-            raise Busy(f"{client.queued} stores and retrieves are in flight, the most that max_queued allows")
+            raise Busy(
+                f"{client.queued} stores and retrieves of {client.queued_chunks} chunks are in flight, the most that "
+                "max_queued and memory allow"
+            )
         return instance
 
     def _namespace(
@@ -386,6 +392,7 @@ class Depot:
         client, instance = operation.client, operation.instance
         assert instance.mapped is not None and len(pieces) == len(operation.chunks)
         client.queued += 1
+        client.queued_chunks += len(pieces)
         instance.copies += 1
         self.operations += 1
         size = len(pieces[0].block_ids) * instance.layout.block_bytes
@@ -428,6 +435,7 @@ class Depot:
     def _end(self, operation: _Operation) -> list[Action]:
         client, instance = operation.client, operation.instance
         client.queued -= 1
+        client.queued_chunks -= len(operation.chunks)
         instance.copies -= 1
         self.operations -= 1
         value: Any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.client import MessageQueueClient
-from kvdepot.errors import KVDepotError
 from tests.conftest import SHM, Depot, StartDepot, eventually
-from tests.faults.conftest import Connect, Driver, MakeEngine, Nursery, StartDriver, Watcher, descriptors, stop
+from tests.faults.conftest import Driver, Nursery, StartDriver, stop
 
 pytestmark = pytest.mark.faults
 
@@ -262,48 +259,3 @@ def test_a_socket_on_a_full_disk_is_refused_with_its_name_and_leaves_nothing() -
     assert "depot.sock" in ended.stderr and "No space left on device" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (SHM / name).exists()
-
-
-# -- descriptors
-
-
-def test_a_server_out_of_descriptors_refuses_newcomers_and_takes_them_when_others_have_left(
-    start_depot: StartDepot, watch: Callable[[Depot], Watcher], make_engine: MakeEngine, connect: Connect
-) -> None:
-    depot = start_depot(arena_mib=16, chunk_size=64)
-    engine = make_engine(depot)
-    watcher = watch(depot)
-    assert engine.store(1, 3)
-    limit = descriptors(depot.process.pid) + 12
-    resource.prlimit(depot.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
-    crowd = [connect(depot) for _ in range(30)]
-    served = refused = 0
-    for client in crowd:
-        try:
-            served += client.learn_chunk_size(0.5) == 64
-        except KVDepotError as exc:
-            assert "Too many open files" in str(exc) or "no kvdepot server answers" in str(exc)
-            refused += 1
-        assert depot.process.poll() is None, depot.logged()
-        assert watcher.status()["chunks"] >= 3
-    print(f"{served} served, {refused} refused with {limit} descriptors")
-    assert served > 0 and refused > 0
-    assert engine.hits([1], 3) == 3
-    assert engine.store(2, 3)
-    for client in crowd:
-        client.close()
-    eventually(lambda: watcher.status()["clients"] == 3)
-
-    def newcomer() -> bool:
-        client = MessageQueueClient(depot.url, depot.context)
-        try:
-            return client.learn_chunk_size(5.0) == 64
-        except KVDepotError:
-            return False
-        finally:
-            client.close()
-
-    eventually(newcomer)
-    late = make_engine(depot)
-    assert late.hits([1, 2], 3) == 6
-    assert not engine.wrong and not late.wrong
