@@ -18,6 +18,8 @@ from kvdepot.records import SLOT_BYTES
 from .conftest import Depot, StartDepot
 from .test_server import CHUNK, MIB, SHM, Engine, kill, run_serve
 
+pytestmark = pytest.mark.faults
+
 CHUNKS = 10
 
 

@@ -15,6 +15,7 @@ from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from .conftest import StartDepot, eventually
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
 def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
     is_store: bool, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
