@@ -12,12 +12,12 @@ import contextlib
 import logging
 import os
 import resource
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvdepot.config import Config
 from kvdepot.curve import Gate, ServerKeys, is_loopback, read_server_keys
@@ -34,6 +34,8 @@ ASIDE = ".full"
 """What a unix socket's name ends in while there is no room for more connections."""
 _CLIENT_FILES = 2
 """Descriptors of a client besides its connection: its card, open and mapped."""
+_EVENT = struct.Struct("=Hi")
+"""What ZeroMQ's monitor says first: what has happened, and a number that belongs to it."""
 _WATCHED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -114,16 +116,17 @@ class Door:
             return
         with contextlib.suppress(zmq.Again):
             while True:
-                heard = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-                if heard["event"] == zmq.EVENT_ACCEPTED:
+                # Not zmq.utils.monitor, which brings asyncio and a tenth of our time to start.
+                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+                if event == zmq.EVENT_ACCEPTED:
                     self._connections += 1
                     if self._connections > self._most:
                         counters["connections_refused"] += 1
-                        shut(heard["value"])
+                        shut(value)
                     elif self._connections == self._most:
                         log.warning("%d connections, as many as open files allow", self._connections)
                         self._hide(True)
-                elif heard["event"] == zmq.EVENT_DISCONNECTED:
+                elif event == zmq.EVENT_DISCONNECTED:
                     self._connections -= 1
                 else:
                     counters["handshakes_refused"] += 1

@@ -161,15 +161,11 @@ class Records:
         used: set[int] = set()
         for slot in np.flatnonzero(kinds == _FIRST).tolist():
             slots, record = self._assemble(data, slot)
-            if record is None:
+            if record is None or (len(slots) > 1 and not used.isdisjoint(slots)):
                 continue
+            used.update(slots)
             if len(slots) > 1:
-                if not used.isdisjoint(slots):
-                    continue
-                used.update(slots)
                 self._further[slot] = slots[1:]
-            else:
-                used.add(slot)
             contents.records.append((slot, record))
         contents.damaged = [slot for slot in written if slot not in used]
         self._fresh = self._ready = written[-1] + 1 if written else 0

@@ -48,24 +48,23 @@ def restore(index: Index, data: bytes | None = None, limit: int | None = None) -
         else:
             _add_namespace(index, spaces, slot, record, restored)
     shards = _plausible(index, shards, spaces, index.space.end if limit is None else limit, restored)
-    shards.sort(key=_position)  # parents first
+    shards.sort(key=_serial)  # as they were stored: neighbours in a chain are neighbours in memory, too
     for slot, record in shards:
         _add_shard(spaces[record.namespace], slot, record)
     for space in spaces.values():
         _link(space)
-    index.space.occupy(sorted(place for _, record in shards for place in record.extents))
     for space in spaces.values():
         if not space.chunks:
             index.records.erase(space.slot)
-    serial = max((record.serial for _, record in shards), default=0)
+    serial = shards[-1][1].serial if shards else 0
     index.adopt(sorted((s for s in spaces.values() if s.chunks), key=lambda space: space.number), serial)
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
 
 
-def _position(item: tuple[int, ShardRecord]) -> int:
-    return item[1].position
+def _serial(item: tuple[int, ShardRecord]) -> int:
+    return item[1].serial
 
 
 def _add_namespace(
@@ -93,11 +92,11 @@ def _plausible(
     limit: int,
     restored: Restored,
 ) -> list[tuple[int, ShardRecord]]:
-    """The records that can be believed; the others are erased."""
+    """The records that can be believed, their places taken; the others are erased."""
     start, end = index.space.start, min(index.space.end, limit)
     wrong: dict[int, str] = {}  # slot -> why
     first: dict[tuple[int, int, bytes], tuple[int, ShardRecord]] = {}
-    places: list[tuple[int, int, int]] = []
+    places: list[tuple[int, int, int]] = []  # offset, bytes, slot
     for slot, record in shards:
         why = _fault(record, spaces.get(record.namespace), start, end)
         if why:
@@ -109,21 +108,24 @@ def _plausible(
             first[name] = (slot, record) if record.serial > known[1].serial else known
             wrong[slot if first[name] is known else known[0]] = "stored twice"
         for offset, length in record.extents:
-            places.append((offset, offset + length, slot))
+            places.append((offset, length, slot))
     places.sort()
     reached, owner = start, -1
-    for offset, after, slot in places:
-        if slot in wrong:
-            continue
-        if offset < reached:
-            wrong[slot] = wrong[owner] = "two shards claim the same bytes"
-        if after > reached:
-            reached, owner = after, slot
-    for slot, record in shards if wrong else ():
-        if slot in wrong:
-            restored.dropped.append(f"shard {record.key.hex()[:16]} of rank {record.rank}: {wrong[slot]}")
-            index.records.erase(slot)
-    return [item for item in shards if item[0] not in wrong]
+    for offset, length, slot in places:
+        if slot not in wrong:
+            if offset < reached:
+                wrong[slot] = wrong[owner] = "two shards claim the same bytes"
+            if offset + length > reached:
+                reached, owner = offset + length, slot
+    if wrong:
+        for slot, record in shards:
+            if slot in wrong:
+                restored.dropped.append(f"shard {record.key.hex()[:16]} of rank {record.rank}: {wrong[slot]}")
+                index.records.erase(slot)
+        shards = [item for item in shards if item[0] not in wrong]
+        places = [place for place in places if place[2] not in wrong]
+    index.space.occupy(places)
+    return shards
 
 
 def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -> str:
@@ -149,26 +151,35 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
 def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
     chunk = space.chunks.get(record.key)
     if chunk is None:
-        chunk = space.chunks[record.key] = Chunk(key=record.key, namespace=space)
-        before = space.chunks.get(record.parent) if record.position > 1 else None
-        if record.position == 1 or (before is not None and before.position == record.position - 1):
-            chunk.position = record.position
-            chunk.parent = before
-            if before is not None:
-                before.children += 1
+        chunk = Chunk(key=record.key, namespace=space, position=record.position, parent=record.parent)
+        space.chunks[record.key] = chunk
     chunk.shards[record.rank] = Shard(record.extents, record.size, True, False, record.checksum, slot)
     chunk.sealed += 1
-    if record.serial > chunk.used:
-        chunk.used = record.serial
+    chunk.used = record.serial
     taken = Space.rounded(record.size)
     chunk.bytes += taken
     space.bytes += taken
 
 
 def _link(space: Namespace) -> None:
-    """Chain what is whole; chunks are in the dict in the order of their positions."""
-    for chunk in space.chunks.values():
-        before: Chunk | None = chunk.parent
-        whole = chunk.sealed == space.world_size and chunk.position
-        if whole and (chunk.position == 1 or (before is not None and before.depth == chunk.position - 1)):
-            chunk.depth = chunk.position
+    """Make each parent's key the parent, if it is there, and chain what is whole together with all before it."""
+    chunks = space.chunks
+    for chunk in chunks.values():
+        before = chunks.get(chunk.parent) if chunk.position > 1 else None
+        if before is not None and before.position == chunk.position - 1:
+            chunk.parent = before
+            before.children += 1
+        else:
+            chunk.parent = None
+    late = [chunk for chunk in chunks.values() if not _chain(chunk) and chunk.parent is not None]
+    for chunk in sorted(late, key=lambda chunk: int(chunk.position)):  # stored before their parents were
+        _chain(chunk)
+
+
+def _chain(chunk: Chunk) -> bool:
+    position, before = chunk.position, chunk.parent
+    if position and (position == 1 or (before is not None and before.depth == position - 1)):
+        if chunk.sealed == chunk.namespace.world_size:
+            chunk.depth = position
+        return True
+    return False

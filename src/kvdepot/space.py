@@ -8,6 +8,8 @@ of a page, and free ones are kept by size class (powers of two), so both ways ar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = ["PAGE", "Extents", "Space"]
 
 PAGE = 4096
@@ -72,12 +74,12 @@ class Space:
                 end += after
             self._insert(start, end - start)
 
-    def occupy(self, taken: list[tuple[int, int]]) -> None:
-        """Take these extents, in rising order and apart, of a space that is all free. O(n)."""
+    def occupy(self, taken: Iterable[tuple[int, int, int]]) -> None:
+        """Take extents `(offset, bytes, whatever)`, in rising order and apart, of a space that is all free. O(n)."""
         assert self.free_bytes == self.capacity
         self._forget_all()
         at = self.start
-        for start, length in [*taken, (self.end, 0)]:
+        for start, length, _ in (*taken, (self.end, 0, 0)):
             assert at <= start and start + length <= self.end, (at, start, length)
             if start > at:
                 self._insert(at, start - at)
