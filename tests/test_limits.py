@@ -373,28 +373,26 @@ def test_one_that_floods_leaves_the_others_their_latency_and_the_server_its_memo
     client = MessageQueueClient(server.url, server.context)
     client.learn_chunk_size(10.0)
     resident = resident_mib(server)
-    flood = subprocess.Popen([sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True)
-    try:
-        assert flood.stdout is not None
-        assert flood.stdout.readline()
-        alone, flooded = [], []
-        # Other work on this machine must not decide: by turns, and of each what the machine let us see at its best.
-        while not flooded or min(flooded) > 3 * min(alone):
-            assert len(flooded) < 12, (alone, flooded)
-            flood.send_signal(signal.SIGSTOP)
-            p99_ms(client, 20)
-            alone.append(p99_ms(client))
-            refused = counters(server).get("requests_refused", 0)
-            flood.send_signal(signal.SIGCONT)
-            eventually(partial(refused_more_than, server, refused), 20.0)
-            flooded.append(p99_ms(client))
-        assert resident_mib(server) - resident < 64
-    finally:
-        flood.kill()
-        flood.wait()
-        assert flood.stdout is not None
-        flood.stdout.close()
-        client.close()
+    ratios: list[float] = []
+    # Other work on this machine must not decide: medians of windows, and up to three rounds.
+    while not ratios or min(ratios) > 3:
+        assert len(ratios) < 3, ratios
+        p99_ms(client, 100)
+        alone = statistics.median(p99_ms(client) for _ in range(5))
+        flood = subprocess.Popen([sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True)
+        try:
+            assert flood.stdout is not None
+            assert flood.stdout.readline()
+            eventually(partial(refused_more_than, server, counters(server).get("requests_refused", 0)), 20.0)
+            ratios.append(statistics.median(p99_ms(client) for _ in range(5)) / alone)
+        finally:
+            flood.kill()
+            flood.wait()
+            assert flood.stdout is not None
+            flood.stdout.close()
+    print(f"p99 of others: {min(ratios):.2f} times that without {kind}")
+    assert resident_mib(server) - resident < 64
+    client.close()
 
 
 def test_a_thousand_clients_with_ten_thousand_lookups_in_flight_are_all_answered(start_depot: StartDepot) -> None:

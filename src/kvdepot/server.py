@@ -19,7 +19,7 @@ import stat
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
@@ -45,8 +45,8 @@ _TICK_S = 1.0
 _SWEEP_TICKS = 3
 _LINES = 20
 """Dropped records that are logged one by one."""
-_PAUSE_S = 0.0005
-"""How long to leave those alone who send more than they may."""
+_PAUSE_S = 0.005
+"""How long to leave those alone who send more than they may, unless somebody else has something to say."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -81,6 +81,7 @@ class Server:
             self.arena.close(remove=not self.arena.taken_over)
             self._guard.close()
             raise
+        self._heard = cast(int, self._socket.getsockopt(zmq.FD))
         self._cards: dict[bytes, shm.CardView] = {}
         self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
         self._rates = Rates(config.max_rate)
@@ -175,7 +176,8 @@ class Server:
                 self.depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1
                 self._send(identity, number, exc)
             if self._rates.only_floods():
-                select.select([self._wake], [], [], _PAUSE_S)
+                # ZeroMQ's descriptor tells of connections that had been silent: of the others, not of the floods.
+                select.select([self._wake, self._heard], [], [], _PAUSE_S)
                 return
 
     def _take(self) -> tuple[list[bytes], str]:
