@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from typing import Any
 
 import pytest
 import torch
 import zmq
 
-from kvdepot import connection
+from kvdepot import connection, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.connection import Connection, Watch
+from kvdepot.errors import Busy, Unavailable
 
 from .conftest import StartDepot, eventually
+
+
+def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
+    """Else nobody could tell whether blocks may be given back when the server falls silent."""
+    frames: list[bytes] = []
+
+    def send(frame: bytes) -> bool:
+        frames.append(frame)
+        return True
+
+    def watch(arena: str, boot: bytes) -> Watch:
+        raise Busy("too many open files")
+
+    connection = Connection("ipc:///nowhere", "card", send, watch, time.monotonic)
+    answers: list[Any] = []
+    connection.ask(wire.Store(1, 1, []), answers.append)
+    (hello,) = frames
+    connection.take(wire.encode_answer(hello[: wire.ID_BYTES], b"bootboot", wire.Welcome(wire.VERSION, "arena", 256)))
+    (answer,) = answers
+    assert isinstance(answer, Unavailable) and "too many open files" in str(answer)
+    assert len(frames) == 1 and not connection.welcomed
 
 
 @pytest.mark.faults

@@ -240,7 +240,7 @@ class Watch:
     """A client's view of an arena: tells whether the server of one boot still lives."""
 
     def __init__(self, name: str, boot: bytes) -> None:
-        """Raises LayoutError when the file cannot be seen from here."""
+        """Raises LayoutError when the file cannot be seen from here, Busy without descriptors."""
         self._boot = boot
         self._fd = shm.open_shared(name, os.O_RDONLY)
 

@@ -25,7 +25,6 @@ from kvdepot.errors import (
     Busy,
     DeadlineExceeded,
     KVDepotError,
-    LayoutError,
     ProtocolError,
     Unavailable,
     UnknownClient,
@@ -85,7 +84,7 @@ class Connection:
     ) -> None:
         """card, secret: how it introduces itself (shm.py).
 
-        send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise LayoutError."""
+        send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise a KVDepotError."""
         self.boot = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.welcomed = False
@@ -185,8 +184,10 @@ class Connection:
         self.chunk_size = welcome.chunk_size
         try:
             self._watch = self._open_watch(welcome.arena, self.boot)
-        except LayoutError as exc:
-            log.warning("cannot see the server's shared memory (%s): do both share /dev/shm?", exc)
+        except KVDepotError as exc:
+            # Without it nobody could tell whether a server that falls silent still touches blocks.
+            self.lose(Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?"))
+            return
         if self._met and self._registered:
             log.info("connected to %s again: registering again", self._url)
         self._met = True
