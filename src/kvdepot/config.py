@@ -83,7 +83,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "remove"
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
-    ] = "off"
+    ] = "sampled"
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
 
     def __post_init__(self) -> None:
