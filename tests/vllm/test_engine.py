@@ -118,7 +118,7 @@ def test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens(
     engine.tell("add", request=engine.request(tokens))  # the lookup says 768 tokens ...
     depot.process.kill()
     depot.process.wait(10)
-    again = start_depot(url=depot.url, name=depot.name, arena_mib=64)  # ... and then they are gone
+    again = start_depot(url=depot.url, arena_mib=64)  # ... and then they are gone: another arena
     (recomputed,) = engine.tell("finish").values()
     assert engine.tell("failed chunks") == 3
     assert output(recomputed) == output(cold)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,14 @@ def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_
     with ThreadPoolExecutor(1) as background:
         troubled = background.submit(trouble)
         try:
-            for _ in range(3):
+            deadline = time.monotonic() + 120
+            while kills < 5:
+                assert time.monotonic() < deadline, f"only {kills} kills"
                 for number, tokens in enumerate(PROMPTS):
                     assert output(engine.run_fresh(tokens)) in (cold[number], output(warm[number])), number
         finally:
             over.set()
         depot = troubled.result()
-    assert kills >= 3
     assert depot.status()["chunks"] >= CHUNKS * len(PROMPTS)
 
     # Everything stored before the kills is there, and gives what it gave.
