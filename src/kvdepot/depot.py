@@ -12,7 +12,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -398,10 +398,13 @@ class Depot:
         size = len(pieces[0].block_ids) * instance.layout.block_bytes
         step = max(1, -(-_TASK_BYTES // size))
         tasks: list[Action] = []
+        whole = cache(instance.mapped.whole)
         for first in range(0, len(pieces), step):
             part = _Part(operation, first, min(first + step, len(pieces)))
             fence = None if card is None else partial(getattr, card, "fence")
-            tasks.append(Copy(part, operation.is_store, instance.mapped, pieces[first : part.end], fence, ticket))
+            tasks.append(
+                Copy(part, operation.is_store, instance.mapped, pieces[first : part.end], fence, ticket, whole)
+            )
         operation.tasks = len(tasks)
         return tasks
 

@@ -76,6 +76,8 @@ class Copy:
     pieces: list[CopyPiece]
     fence: Callable[[], int] | None = None
     ticket: int = 0
+    whole: Callable[[], bool] | None = None
+    """`mapped.whole`, or what remembers its answer for all tasks of one operation: asking costs a call a file."""
 
 
 @dataclass(slots=True)
@@ -223,7 +225,7 @@ class Mover:
 
 def copy(arena: Memory, task: Copy) -> list[int] | None:
     """Run one task; its outcome. Blocks while the bytes move."""
-    if not task.mapped.whole():
+    if not (task.whole or task.mapped.whole)():
         log.warning("a client has cut off its shared memory: not copied")
         return None
     rows = task.mapped.rows
