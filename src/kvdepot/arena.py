@@ -44,7 +44,7 @@ CHUNKS_OFFSET = 64
 Copying to an address a little ahead of the source modulo 4096 is 4 times as slow (the processor takes each load
 for one of the store before it); with equal offsets neither direction is.
 """
-MAGIC = b"kvdepot\0"
+MAGIC = shm.ARENA_MAGIC
 VERSION = 2
 _HEADER = struct.Struct("<8sIIQQ8s")
 _STEP = 16 << 20

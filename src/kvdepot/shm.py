@@ -31,12 +31,12 @@ from pathlib import Path
 
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
 
-__all__ = ["SHM", "Card", "CardView", "is_locked", "lock", "map_shared", "populate", "sweep_cards"]
+__all__ = ["ARENA_MAGIC", "SHM", "Card", "CardView", "is_locked", "lock", "map_shared", "populate", "sweep_cards"]
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 _CARD = "kvdepot-card-"
-_ARENA_MAGIC = b"kvdepot\0"
+ARENA_MAGIC = b"kvdepot\0"
 """How every arena begins (arena.py)."""
 _SECRET = slice(8, 24)
 SECRET_BYTES = 16
@@ -89,7 +89,7 @@ def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
         actual = os.fstat(fd).st_size
         if not 0 < size <= actual:
             raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
-        if os.pread(fd, len(_ARENA_MAGIC), 0) == _ARENA_MAGIC:
+        if os.pread(fd, len(ARENA_MAGIC), 0) == ARENA_MAGIC:
             raise LayoutError(f"shared memory {name} is an arena of kvdepot, not KV tensors")
         return mmap.mmap(fd, size), fd
     except OSError as exc:
