@@ -13,6 +13,7 @@
     |- Unavailable          unavailable     no server answers at this address, or it is gone
     |- DeadlineExceeded     deadline        no answer in time; also a TimeoutError
     |- ArenaError           arena           the shared memory cannot be had: in use, too large, not ours
+    |- TierError            tier            a tier as a whole cannot be had: not reachable, or it refuses us
     `- InternalError        internal        a bug of ours, told to the caller instead of to nobody
 
 A miss is a value (0 chunks, False), never an error. The code after the class name is what travels on the
@@ -33,6 +34,7 @@ __all__ = [
     "KVDepotError",
     "LayoutError",
     "ProtocolError",
+    "TierError",
     "Unavailable",
     "UnknownClient",
     "UnknownInstance",
@@ -118,6 +120,12 @@ class ArenaError(KVDepotError):
     """The shared memory cannot be had: in use, too large, not ours."""
 
     code = "arena"
+
+
+class TierError(KVDepotError):
+    """A tier as a whole cannot be had: not reachable, or it refuses us."""
+
+    code = "tier"
 
 
 class InternalError(KVDepotError):

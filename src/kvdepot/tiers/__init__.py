@@ -1,0 +1,187 @@
+"""What lies behind memory: the one contract of every tier, and how a tier is written in the settings.
+
+A tier keeps objects: bytes under a name. It knows nothing of chunks, engines or the arena; what a name and its bytes
+mean is tiers/format.py's, what is asked of which tier is tiering.py's, and carrier.py calls the methods, each on one of
+the tier's own threads, never on the deciding one. So they may block; a deadline, a breaker and the bounded queue are the
+callers' business. Anyone's tier must pass the suite in kvdepot.testing.tiers.
+
+A tier is written as a URL (`parse`): `disk:///var/cache/kv?capacity_gib=100&write=through`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
+
+import msgspec
+from msgspec import Meta
+
+from kvdepot.errors import ConfigError
+
+__all__ = ["KINDS", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
+
+KINDS = {
+    "disk": "kvdepot.tiers.disk",
+    "redis": "kvdepot.tiers.redis",
+    "rediss": "kvdepot.tiers.redis",
+    "redis+cluster": "kvdepot.tiers.redis",
+    "rediss+cluster": "kvdepot.tiers.redis",
+    "s3": "kvdepot.tiers.object",
+    "gs": "kvdepot.tiers.object",
+    "az": "kvdepot.tiers.object",
+    "file": "kvdepot.tiers.object",
+    "mooncake": "kvdepot.tiers.mooncake",
+}
+"""URL scheme -> the module whose `open(url: str, options: dict[str, str], threads: int) -> Tier` makes it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blob:
+    """One object on its way: its name, and its bytes as pieces of memory, in order.
+
+    name: `salt/space/key.rank`, of the characters `0-9a-f/.` and at most 160 of them; salt and space have 32 each.
+    buffers: contiguous, of bytes. Of a write: what to store, together. Of a read: where to, filled in order; room for at
+    least what there is unless the object is not what its name says.
+    """
+
+    name: str
+    buffers: Sequence[memoryview]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffers."""
+        return sum(len(buffer) for buffer in self.buffers)
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a tier holds, as far as it knows; None where it cannot tell without asking for long."""
+
+    objects: int | None = None
+    bytes: int | None = None
+    capacity_bytes: int | None = None
+    counters: dict[str, int] = {}
+    """What happened since the start, e.g. `evicted`, `quarantined`."""
+
+
+class Tier(Protocol):
+    """Objects under names, somewhere.
+
+    Every method may block, is called by several threads at once, and is told of many objects at a time: it does them in as
+    few round trips as its store has. It raises TierError when the store as a whole cannot be had (not reachable, refuses
+    us): nothing is known then of any object of the call. Whatever is wrong with one object is that object's answer.
+    No method touches a buffer after it has returned or raised. Nothing here pins: the caller holds the memory of buffers
+    until the method is done, and an object may vanish at any time between two calls.
+    """
+
+    def attach(self, memory: Sequence[memoryview]) -> None:
+        """Called once, before anything else: most buffers will lie in these areas, which outlive the tier.
+
+        For stores that register memory (RDMA). A buffer elsewhere is correct all the same.
+        """
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        """Which of these are there, one answer a name. True may be wrong a moment later, and is no promise of a read.
+
+        A hint that a policy may take for a use. May not read the objects.
+        """
+
+    def read(self, blobs: Sequence[Blob]) -> list[int]:
+        """Fill the buffers, one answer a blob: bytes of the object, or -1 where it is not there.
+
+        An object of another size than the buffers have room for is answered with its size, and whatever is in the buffers
+        then counts for nothing. What is answered as read has arrived in full and in order. Never a part of two objects.
+        """
+
+    def write(self, blobs: Sequence[Blob]) -> list[bool]:
+        """Store objects, one answer a blob: whether it is there now, whole. A name that exists is replaced or left as it is.
+
+        False: refused (too large, no room, not now). Visible to `find` and `read` at once or not at all, on every host:
+        nobody ever sees a part of an object, whenever this process is killed.
+        """
+
+    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+        """Remove objects; names that are not there are fine. No read that begins after the return finds them.
+
+        spoilt: their bytes were found to be wrong. A tier that can keeps a few aside for people to look at, and counts.
+        """
+
+    def forget(self, salt: str, space: str) -> int:
+        """Remove every object whose name's first part begins with `salt` and second with `space`; how many.
+
+        Empty strings match all. What is being written meanwhile may stay.
+        """
+
+    def usage(self) -> Usage:
+        """What is there. Cheap: it is also how a tier that failed is asked whether it is back (raises TierError)."""
+
+    def close(self) -> None:
+        """Give up connections, threads and files; objects stay. Calls under way may fail. Safe twice."""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options that every tier's URL can have; each field's description is its help text."""
+
+    write: Annotated[
+        str,
+        Meta(
+            pattern="^(through|on_evict|off)$",
+            description="through: store what memory stores; on_evict: what it evicts",
+        ),
+    ] = "through"
+    compress: Annotated[str, Meta(pattern="^(off|zstd)$", description="zstd: byte shuffle and zstd, lossless")] = "off"
+    key_file: Annotated[str, Meta(description="file with 32 bytes in hex: objects are encrypted (AES-256-GCM)")] = ""
+    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks count as gone; 0 = never")] = 0
+    threads: Annotated[int, Meta(ge=1, le=64, description="reads and writes under way at once")] = 4
+    queue_mib: Annotated[int, Meta(ge=1, description="MiB that wait to be written; what is more is dropped")] = 1024
+
+
+class TierConfig(msgspec.Struct, frozen=True):
+    """One tier of the settings."""
+
+    kind: str
+    """URL scheme."""
+    url: str
+    """Without any option."""
+    options: Options
+    own: dict[str, str]
+    """Options of this kind of tier alone."""
+
+    @property
+    def name(self) -> str:
+        """What people call it: the URL without credentials."""
+        parts = urlsplit(self.url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+    def open(self) -> Tier:
+        """The tier itself. Blocks while it looks at what is there; raises ConfigError, or TierError when it cannot be had."""
+        try:
+            module = importlib.import_module(KINDS[self.kind])
+        except ImportError as exc:
+            raise ConfigError(
+                f"tier {self.name}: {exc.name} is not installed; pip install 'kvdepot[{KINDS[self.kind].rpartition('.')[2]}]'"
+            ) from exc
+        tier: Tier = module.open(self.url, dict(self.own), self.options.threads)
+        return tier
+
+
+def parse(text: str) -> TierConfig:
+    """A tier's URL with its options. Raises ConfigError that names what is wrong."""
+    parts = urlsplit(text)
+    if parts.scheme not in KINDS:
+        raise ConfigError(f"tiers: {text!r} begins with none of {', '.join(kind + '://' for kind in KINDS)}")
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
+    url = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    config = TierConfig(parts.scheme, url, Options(), given)
+    return msgspec.structs.replace(config, options=convert(common, Options, config.name))
+
+
+def convert(given: dict[str, str], kind: type[Any], name: str) -> Any:
+    """Options of a URL as a struct. Raises ConfigError that says which tier and which option."""
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"tier {name}: {exc}") from exc

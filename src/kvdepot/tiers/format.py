@@ -1,0 +1,115 @@
+"""What a tier's objects are: their names, and the header before their bytes. Pure; used by carrier.py and tiering.py.
+
+The one law: bytes are believed only when the header says all that their asker means by the name, and their sum is right.
+An object is a header of HEADER_BYTES and then one shard's KV, as it lies in the arena or as codec.py made it:
+
+    offset  0, 8 bytes    magic
+            8, uint32     format version
+           12, uint32     CRC-32 of the header with zeros here
+           16, uint64     bytes of KV
+           24, uint64     bytes behind the header
+           32, uint64     XXH3 of the KV (mover.checksum)
+           40, uint64     when the chunk was computed, seconds since 1970
+           48, uint32     how the bytes are coded (0: as they are; the bits are codec.py's)
+           52, uint32     bytes of the facts' text
+           56, 32 bytes   digest of the facts
+           88, 32 bytes   key
+          120, 16 bytes   salt
+          136, 12 bytes   nonce, where they are encrypted
+          148             the facts as msgpack, for people; cut off where the header ends; zeros to its end
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cached_property
+from zlib import crc32
+
+import msgspec
+from blake3 import blake3
+
+__all__ = ["HEADER_BYTES", "NO_SALT", "SALT_BYTES", "Facts", "Header"]
+
+MAGIC = b"kvd-tier"
+VERSION = 1
+HEADER_BYTES = 1024
+SALT_BYTES = 16
+NO_SALT = bytes(SALT_BYTES)
+_HEADER = struct.Struct("<8sIIQQQQII32s32s16s12s")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """All that makes two shards of one key the same bytes, and a place of their own in shared stores."""
+
+    tenant: str
+    model: str
+    world_size: int
+    rank: int
+    blocks_in_chunk: int
+    chunk_tokens: int
+    layout: bytes
+    """Fingerprint of this rank's layout (layout.py)."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that no other facts have."""
+        return bytes(blake3(b"kvdepot facts" + VERSION.to_bytes(4, "little") + _encode(self)).digest())
+
+    @cached_property
+    def space(self) -> str:
+        """The second part of names: 16 characters that all shards of this tenant's model share, 16 of all the facts."""
+        return model_prefix(self.tenant, self.model) + self.digest.hex()[:16]
+
+    def name(self, salt: bytes, key: bytes) -> str:
+        """The name of one shard's object."""
+        return f"{salt.hex()}/{self.space}/{key.hex()}.{self.rank:x}"
+
+
+def model_prefix(tenant: str, model: str) -> str:
+    """What the second part of every name of a tenant's model begins with."""
+    return str(blake3(b"kvdepot model" + _encode([tenant, model])).hexdigest()[:16])
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What stands before an object's bytes."""
+
+    facts: bytes
+    """Digest."""
+    key: bytes
+    salt: bytes
+    size: int
+    """Bytes of KV."""
+    stored: int
+    """Bytes behind the header."""
+    checksum: int
+    born: int
+    coding: int = 0
+    nonce: bytes = bytes(12)
+
+    def pack(self, facts: Facts) -> bytes:
+        """HEADER_BYTES."""
+        text = _encode(facts)[: HEADER_BYTES - _HEADER.size]
+
+        def head(crc: int) -> bytes:
+            return _HEADER.pack(
+                MAGIC, VERSION, crc, self.size, self.stored, self.checksum, self.born, self.coding, len(text),
+                self.facts, self.key, self.salt, self.nonce,
+            )  # fmt: skip
+
+        rest = text.ljust(HEADER_BYTES - _HEADER.size, b"\0")
+        return head(crc32(head(0) + rest)) + rest
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Header | None:
+        """The header in `data`; None where there is none of this format, whole."""
+        if len(data) < HEADER_BYTES:
+            return None
+        magic, version, crc, size, stored, checksum, born, coding, _, facts, key, salt, nonce = _HEADER.unpack_from(
+            data
+        )
+        plain = bytearray(data[:HEADER_BYTES])
+        plain[12:16] = bytes(4)
+        if magic != MAGIC or version != VERSION or crc != crc32(plain):
+            return None
+        return cls(facts, key, salt, size, stored, checksum, born, coding, nonce)
