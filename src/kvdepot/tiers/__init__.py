@@ -1,8 +1,8 @@
 """What lies behind memory: the one contract of every tier, and how a tier is written in the settings.
 
 A tier keeps objects: bytes under a name. It knows nothing of chunks, engines or the arena; what a name and its bytes
-mean is tiers/format.py's, what is asked of which tier is tiering.py's, and carrier.py calls the methods, each on one of
-the tier's own threads, never on the deciding one. So they may block; a deadline, a breaker and the bounded queue are the
+mean is format.py's, what is asked of which tier is tiering.py's, and carrier.py calls the methods, each on one of the
+tier's own threads, never on the deciding one. So they may block; a deadline, a breaker and the bounded queue are the
 callers' business. Anyone's tier must pass the suite in kvdepot.testing.tiers.
 
 A tier is written as a URL (`parse`): `disk:///var/cache/kv?capacity_gib=100&write=through`.
@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -43,8 +43,8 @@ class Blob:
     """One object on its way: its name, and its bytes as pieces of memory, in order.
 
     name: `salt/space/key.rank`, of the characters `0-9a-f/.` and at most 160 of them; salt and space have 32 each.
-    buffers: contiguous, of bytes. Of a write: what to store, together. Of a read: where to, filled in order; room for at
-    least what there is unless the object is not what its name says.
+    buffers: contiguous, of bytes. Of a write: what to store, together. Of a read: where to, filled in order; room for
+    at least what there is unless the object is not what its name says.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Usage(msgspec.Struct, frozen=True):
 class Tier(Protocol):
     """Objects under names, somewhere.
 
-    Every method may block, is called by several threads at once, and is told of many objects at a time: it does them in as
-    few round trips as its store has. It raises TierError when the store as a whole cannot be had (not reachable, refuses
-    us): nothing is known then of any object of the call. Whatever is wrong with one object is that object's answer.
-    No method touches a buffer after it has returned or raised. Nothing here pins: the caller holds the memory of buffers
-    until the method is done, and an object may vanish at any time between two calls.
+    Every method may block, is called by several threads at once, and is told of many objects at a time: it does them in
+    as few round trips as its store has. It raises TierError when the store as a whole cannot be had (not reachable,
+    refuses us): nothing is known then of any object of the call. Whatever is wrong with one object is that object's
+    answer. No method touches a buffer after it has returned or raised. Nothing here pins: the caller holds the memory
+    of buffers until the method is done, and an object may vanish at any time between two calls.
     """
 
     def attach(self, memory: Sequence[memoryview]) -> None:
@@ -91,12 +91,12 @@ class Tier(Protocol):
     def read(self, blobs: Sequence[Blob]) -> list[int]:
         """Fill the buffers, one answer a blob: bytes of the object, or -1 where it is not there.
 
-        An object of another size than the buffers have room for is answered with its size, and whatever is in the buffers
-        then counts for nothing. What is answered as read has arrived in full and in order. Never a part of two objects.
+        An object for which the buffers have not room is answered with its size, and whatever is in them then counts for
+        nothing. What is answered as read has arrived in full and in order. Never a part of two objects.
         """
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Store objects, one answer a blob: whether it is there now, whole. A name that exists is replaced or left as it is.
+        """Store objects, one answer a blob: whether it is there now, whole. What exists is replaced or left as it is.
 
         False: refused (too large, no room, not now). Visible to `find` and `read` at once or not at all, on every host:
         nobody ever sees a part of an object, whenever this process is killed.
@@ -152,17 +152,17 @@ class TierConfig(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """What people call it: the URL without credentials."""
-        parts = urlsplit(self.url)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        scheme, _, rest = self.url.partition("://")
+        place, slash, path = rest.partition("/")
+        return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
 
     def open(self) -> Tier:
-        """The tier itself. Blocks while it looks at what is there; raises ConfigError, or TierError when it cannot be had."""
+        """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
         try:
             module = importlib.import_module(KINDS[self.kind])
         except ImportError as exc:
-            raise ConfigError(
-                f"tier {self.name}: {exc.name} is not installed; pip install 'kvdepot[{KINDS[self.kind].rpartition('.')[2]}]'"
-            ) from exc
+            extra = KINDS[self.kind].rpartition(".")[2]
+            raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{extra}]'") from exc
         tier: Tier = module.open(self.url, dict(self.own), self.options.threads)
         return tier
 
@@ -174,8 +174,7 @@ def parse(text: str) -> TierConfig:
         raise ConfigError(f"tiers: {text!r} begins with none of {', '.join(kind + '://' for kind in KINDS)}")
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
-    url = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    config = TierConfig(parts.scheme, url, Options(), given)
+    config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)
     return msgspec.structs.replace(config, options=convert(common, Options, config.name))
 
 

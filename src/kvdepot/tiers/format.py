@@ -1,6 +1,6 @@
 """What a tier's objects are: their names, and the header before their bytes. Pure; used by carrier.py and tiering.py.
 
-The one law: bytes are believed only when the header says all that their asker means by the name, and their sum is right.
+The one law: bytes are believed only when the header says all that their asker means by the name, and their sum fits.
 An object is a header of HEADER_BYTES and then one shard's KV, as it lies in the arena or as codec.py made it:
 
     offset  0, 8 bytes    magic
