@@ -323,6 +323,9 @@ class Index:
         self.release([chunk])
 
     def _record(self, chunk: Chunk, rank: int, shard: Shard) -> None:
+        if not self.records.capacity:
+            self.unrecorded += 1
+            return
         space: Namespace = chunk.namespace
         if space.recorded < len(space.layouts):
             self._record_namespace(space)
