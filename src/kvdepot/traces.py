@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.errors import BadRequest
+from kvdepot.errors import ConfigError
 
 __all__ = ["Request", "Trace", "load"]
 
@@ -119,12 +119,12 @@ class _Session(msgspec.Struct):
 def load(path: str) -> Trace:
     """Read a trace from a file or folder, its format recognised by what it holds.
 
-    Raises BadRequest with file and line where it cannot be read.
+    Raises ConfigError with file and line where it cannot be read.
     """
     sizes: set[int] = set()
     trace = Trace(_requests(path, sizes), path)
     if len(sizes) > 1:
-        raise BadRequest(f"{path}: has blocks of {' and '.join(map(str, sorted(sizes)))} tokens; a trace has one size")
+        raise ConfigError(f"{path}: has blocks of {' and '.join(map(str, sorted(sizes)))} tokens; a trace has one size")
     trace.block_tokens = max(sizes, default=0)
     return trace
 
@@ -145,7 +145,7 @@ def _requests(path: str, sizes: set[int]) -> Iterator[Request]:
                         sizes.add(MOONCAKE_TOKENS)
                         yield entry.timestamp / 1000, entry.hash_ids
         except (OSError, EOFError, zlib.error) as exc:
-            raise BadRequest(f"{file}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
+            raise ConfigError(f"{file}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
 
 
 def _files(path: str) -> list[Path]:
@@ -175,7 +175,7 @@ def _entries(file: Path, stream: IO[bytes]) -> Iterator[_Mooncake | _Bailian | _
         try:
             yield decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise BadRequest(f"{file}:{number}: {exc}") from exc
+            raise ConfigError(f"{file}:{number}: {exc}") from exc
 
 
 def _whole(
@@ -189,13 +189,13 @@ def _whole(
         value = msgspec.json.decode(text, type=msgspec.Raw)
         entries = msgspec.json.decode(text, type=list[msgspec.Raw]) if text.lstrip()[:1] == b"[" else [value]
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise BadRequest(f"{file}:{number}: {problem}") from problem
+        raise ConfigError(f"{file}:{number}: {problem}") from problem
     for entry in entries:
         try:
             yield _decoder(entry)(entry)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             line = number + text.count(b"\n", 0, text.find(entry))
-            raise BadRequest(f"{file}:{line}: {exc}") from exc
+            raise ConfigError(f"{file}:{line}: {exc}") from exc
 
 
 def _decoder(text: bytes | msgspec.Raw) -> Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session]:
