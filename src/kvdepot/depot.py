@@ -258,7 +258,7 @@ class Depot:
             self.counters["pins_refused"] += 1
             raise Busy(f"{client.pins} chunks are pinned, and {matched} more than max_pins allows")
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
-        self.index.hold(chunks, used=old is None)  # before the old pin goes: both may hold it
+        self.index.hold(chunks, use=old is None)  # before the old pin goes: both may hold it
         if old is not None:
             self._end_session(client, request.request)
         if chunks:
@@ -352,7 +352,7 @@ class Depot:
                 summed = shard.checksum != 0 and self._sums(key)
                 pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
-        self.index.hold([chunk for chunk, _ in operation.chunks], used=False)  # the lookup was the use
+        self.index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup was the use
         if not pieces:
             self._end_retrieve(operation)
             return [Reply(client.identity, number, operation.results)]
