@@ -338,13 +338,7 @@ class Index:
             victim = self.victim()
             if victim is None:
                 return None
-<<<<<<< HEAD
-            assert isinstance(victim, Chunk)
-            self.evicted += 1
-            self._remove(victim, evicted=True)
-=======
             self.evict(victim)
->>>>>>> simulate
 
     def victim(self) -> Chunk | None:
         """The chunk to evict next. It goes now (`evict`), or it is held and comes back when it is released."""
@@ -357,7 +351,7 @@ class Index:
         if self.evicting is not None:
             self.evicting(chunk)
         self.evicted += 1
-        self._remove(chunk)
+        self._remove(chunk, evicted=True)
 
     def is_evictable(self, chunk: Chunk) -> bool:
         """Whether it is there, nothing holds it and nothing is behind it."""
@@ -497,25 +491,16 @@ class Index:
 
     # -- removal
 
-<<<<<<< HEAD
     def _remove(self, chunk: Chunk, evicted: bool = False) -> None:
-        assert _evictable(chunk), chunk.key.hex()
-        for shard in chunk.shards.values():
-            self._free(chunk, shard)
-        chunk.shards.clear()
-        self._unlink(chunk, evicted)
-=======
-    def _remove(self, chunk: Chunk) -> None:
         while True:
             assert _evictable(chunk), chunk.key.hex()
             for shard in chunk.shards.values():
                 self._free(chunk, shard)
             chunk.shards.clear()
-            before = self._unlink(chunk)
+            before = self._unlink(chunk, evicted)
             if before is None:
                 return
-            chunk = before  # doomed, and now nothing is behind it
->>>>>>> simulate
+            chunk, evicted = before, False  # doomed, and now nothing is behind it
 
     def _free(self, chunk: Chunk, shard: Shard) -> None:
         self.records.erase(shard.slot)  # before anything else can be written there
@@ -524,13 +509,8 @@ class Index:
         chunk.bytes -= size
         chunk.namespace.bytes -= size
 
-<<<<<<< HEAD
-    def _unlink(self, chunk: Chunk, evicted: bool = False) -> None:
-        """Take a chunk without shards out of its namespace and chain.
-=======
-    def _unlink(self, chunk: Chunk) -> Chunk | None:
+    def _unlink(self, chunk: Chunk, evicted: bool = False) -> Chunk | None:
         """Take a chunk without shards out of its namespace and chain; its parent, if that is to go too.
->>>>>>> simulate
 
         Children of a reservation that failed stay behind: their parent object never gets a depth, so
         they are loose from then on.
@@ -548,17 +528,11 @@ class Index:
         doomed = None
         if before is not None:
             before.children -= 1
-<<<<<<< HEAD
-            if not before.gone and _evictable(before):
-                self._policy.add(before)
-=======
-            before.used = max(before.used, chunk.used)
             if _evictable(before):
                 if before.doomed:
                     doomed = before
                 else:
                     self._policy.add(before)
->>>>>>> simulate
         self.forget_namespace(space)
         return doomed
 
