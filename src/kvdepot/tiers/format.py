@@ -105,6 +105,10 @@ class Header(msgspec.Struct, frozen=True):
             self.facts, self.key, self.salt, self.nonce,
         )  # fmt: skip
 
+    def names(self, facts: Facts, salt: bytes, key: bytes, size: int) -> bool:
+        """Whether this is the header of just that shard: what a name cannot hold, the header says in full."""
+        return (self.facts, self.salt, self.key, self.size) == (facts.digest, salt, key, size)
+
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header | None:
         """The header in `data`; None where there is none of this format, whole."""
