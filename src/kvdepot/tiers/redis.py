@@ -204,11 +204,15 @@ class RedisTier:
 
     def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
         """Spoilt ones are counted; none are kept aside."""
+        answered: set[int] = set()
 
-        def answer(_: int, replies: list[Any]) -> None:
+        def answer(number: int, replies: list[Any]) -> None:
             _good(replies[0])
+            answered.add(number)
 
         self._ask([_request(b"UNLINK", self._key(name)) for name in names], answer)
+        if len(answered) < len(names):
+            raise TierError(f"{self._name}: {len(names) - len(answered)} objects are moving between nodes")
         self._count("spoilt", len(names) if spoilt else 0)
 
     def forget(self, salt: str, space: str) -> int:
