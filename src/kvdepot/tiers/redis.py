@@ -298,7 +298,11 @@ class RedisTier:
                 self._servers.close()
 
     def _limit(self, client: redis.Redis) -> int:
-        client.ping()
+        try:
+            client.ping()
+        except ResponseError as exc:
+            if not _says(exc, "MISCONF"):  # it refuses writes, as `write` tells; and PING, to be noticed
+                raise
         try:
             return int(client.info("memory").get("maxmemory", 0))
         except ResponseError:  # this user may not ask, or the server has none
