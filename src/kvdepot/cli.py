@@ -81,9 +81,21 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("--url", metavar="URL", help="the arena of the server at this endpoint")
     check.add_argument("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
     check.add_argument("--fix", action="store_true", help="drop what is wrong; only while no server has the arena")
-    args = vars(parser.parse_args(argv))
+    simulate = commands.add_parser(
+        "simulate", help="replay traces of requests: how much memory buys how much hit rate",
+        description="Replay traces of requests through the server's own index and eviction policies, at several sizes "
+        "of the cache, and print which share of the blocks hit.",
+    )  # fmt: skip
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["simulate"]:  # it imports what no other command needs
+        from kvdepot.simulate import add_arguments
+
+        add_arguments(simulate)
+    parsed = parser.parse_args(argv)
+    args = vars(parsed)
     command = args.pop("command")
     try:
+        if command == "simulate":
+            return _simulate(parsed)
         if command == "serve":
             return _serve(args.pop("config"), args)
         if command == "check":
@@ -162,6 +174,12 @@ def _check(fix: bool, flags: dict[str, str | None]) -> int:
     report = check(load(flags=flags).arena, fix)
     print("\n".join(report.lines()), flush=True)
     return 1 if report.problems and not report.fixed else 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from kvdepot.simulate import run
+
+    return run(args)
 
 
 def _keygen(folder: str, clients: list[str], tenant: str) -> int:

@@ -316,7 +316,7 @@ class Index:
             if before is not None:
                 before.children += 1
         chunk.shards[rank] = Shard(extents, size)
-        bytes_taken = sum(length for _, length in extents)
+        bytes_taken = self.space.rounded(size)
         chunk.bytes += bytes_taken
         space.bytes += bytes_taken
         self._policy.touch(chunk)
@@ -382,6 +382,9 @@ class Index:
         chunk.broken = False
 
     def _record(self, chunk: Chunk, rank: int, shard: Shard) -> None:
+        if not self.records.capacity:
+            self.unrecorded += 1
+            return
         space: Namespace = chunk.namespace
         if space.recorded < len(space.layouts):
             self._record_namespace(space)
@@ -501,7 +504,7 @@ class Index:
     def _free(self, chunk: Chunk, shard: Shard) -> None:
         self.records.erase(shard.slot)  # before anything else can be written there
         self.space.free(shard.extents)
-        size = sum(length for _, length in shard.extents)
+        size = self.space.rounded(shard.size)
         chunk.bytes -= size
         chunk.namespace.bytes -= size
 
