@@ -21,7 +21,7 @@ from tests.tiers.servers import RedisServer, need, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 
-from kvdepot.tiers.redis import LARGEST_BYTES, RedisTier, _sendable  # noqa: E402
+from kvdepot.tiers.redis import RedisTier, _sendable  # noqa: E402
 
 PASSWORD = "wirklich/geheim@:#1"
 QUOTED = "wirklich%2Fgeheim%40%3A%231"
@@ -262,7 +262,7 @@ def test_what_redis_does_not_take_is_refused_and_the_rest_of_the_batch_is_stored
 ) -> None:
     tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")
     mib = memoryview(bytes(1 << 20))
-    large = Blob(name_of(1), [mib] * (LARGEST_BYTES // len(mib)) + [mib[:1]])
+    large = Blob(name_of(1), [mib] * 512 + [mib[:1]])
     assert tier.write([Blob(name_of(0), [mib]), large, Blob(name_of(2), [mib])]) == [True, False, True]
     assert tier.find([name_of(n) for n in range(3)]) == [True, False, True]
     assert tier.usage().counters["refused"] == 1
