@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import sys
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -82,15 +82,17 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     hints = get_type_hints(Config, include_extras=True)
     for field in msgspec.structs.fields(Config):
         kind, meta = get_args(hints[field.name])
-        default = "a unix socket of this user" if field.name == "url" else repr(field.default)
+        many = field.name == "tiers"
+        default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, repr(field.default))
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            metavar=kind.__name__.upper(),
+            metavar="URL" if many else kind.__name__.upper(),
+            nargs="+" if many else None,
             help=f"{meta.description} (default: {default})".replace("%", "%%"),
         )
 
 
-def _serve(file: str | None, flags: dict[str, str | None]) -> int:
+def _serve(file: str | None, flags: dict[str, Any]) -> int:
     config = load(file, flags)
     _tune_copies()
     logging.basicConfig(
