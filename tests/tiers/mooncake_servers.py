@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -42,12 +41,6 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def processes(tokens: list[str], log: IO[str], prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*prefix, *tokens], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, close_fds=True
-    )
 
 
 class Master:
@@ -115,15 +108,17 @@ class Master:
 class Host:
     """Another host of the pool, as a process of its own: a tier that does what lines on its stdin say.
 
-    `write NUMBER SIZE` and `read NUMBER SIZE` of the objects of kvdepot.testing.tiers; the answer is a line.
+    `write NUMBER SIZE` and `read NUMBER SIZE` of the objects of kvdepot.testing.tiers; `begin NUMBER SIZE` writes one
+    and does not end. The answer is a line.
     """
 
     def __init__(self, url: str, local_host: str = "127.0.0.1", segment_mib: int = 512, prefix: tuple[str, ...] = ()):
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         options = [f"local_host={local_host}", f"segment_gib={segment_mib / 1024}"]
-        self.process = processes(
-            [sys.executable, "-m", "tests.tiers.mooncake_servers", url, *options], self.log, prefix
-        )
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "tests.tiers.mooncake_servers", url, *options],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+        )  # fmt: skip
 
     def ask(self, line: str) -> str:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -140,6 +135,13 @@ class Host:
     def logged(self) -> str:
         self.log.seek(0)
         return self.log.read()
+
+    def stop(self) -> None:
+        """SIGSTOP: it hangs, and its connections stay open."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9. Safe twice."""
@@ -159,6 +161,7 @@ def serve(url: str, options: dict[str, str]) -> None:
     """What a Host's process does."""
     from kvdepot.testing.tiers import content, name_of
     from kvdepot.tiers import Blob, parse
+    from kvdepot.tiers.mooncake import PREFIX
 
     query = "&".join(f"{name}={value}" for name, value in options.items())
     tier = parse(f"{url}?{query}").open()
@@ -177,6 +180,9 @@ def serve(url: str, options: dict[str, str]) -> None:
                 target[:] = bytes(size)
                 found = tier.read([Blob(name_of(number), [target])])[0]
                 answer = "missing" if found < 0 else "right" if target == content(number, size) else "wrong"
+        elif command == "begin":
+            number, size = map(int, numbers)
+            answer = str(tier._store.batch_put_session_start([PREFIX + name_of(number)], [size])[0])
         print(answer, flush=True)
 
 
