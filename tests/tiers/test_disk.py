@@ -770,7 +770,7 @@ def test_with_a_hundred_thousand_objects_it_opens_at_once_and_is_counted_in_five
         name = name_of(number)
         salt, space, rest = name.split("/")
         path = root / salt[:2] / salt / space / rest[:2]
-        if number < 2000:
+        if number < 10_000:  # enough to meet each of 256
             path.mkdir(parents=True, exist_ok=True)
         (path / rest).write_bytes(number.to_bytes(8, "little"))
     before = time.perf_counter()
