@@ -948,6 +948,8 @@ class DepotMachine(RuleBasedStateMachine):
         self.desk.die(client)
         self.desk.cards.pop(client, None)
         self.lives[client] += 1
+        # Its memory went with it: who says hello under its name next has other tensors.
+        self.begun = [begun for begun in self.begun if begun[1] != client]
 
     @invariant()
     def nothing_is_out_of_order(self) -> None:

@@ -9,22 +9,28 @@ its client's death.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from kvdepot import wire
 from kvdepot.config import Config
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
-from kvdepot.index import Chunk, Index, Namespace
+from kvdepot.index import Chunk, Index, Namespace, Pin
 from kvdepot.keys import HASH_BYTES
 from kvdepot.layout import Layout
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped
+from kvdepot.tiering import Search, Tiering, Token
+from kvdepot.tiers import TierConfig
+from kvdepot.tiers.carrier import Errand
+from kvdepot.tiers.format import SALT_BYTES
 
 __all__ = ["Action", "Depot", "Reply"]
 
@@ -38,8 +44,16 @@ _FILES_A_MAPPING = 2
 """A mapping keeps its file open, and Python's mmap once more."""
 _STATUS_NAMESPACES = 100
 """The largest namespaces that a status lists, so that it stays small."""
+_KEPT_SHARE = 2
+"""What is pinned by name takes at most 1 / so much of the arena: the rest must go on."""
+_NEVER = 1 << 40
+"""So many readers a chunk has that is pinned by name: no retrieve ends that."""
 _SAMPLED = 16
 """With `verify = "sampled"`, one chunk in so many is summed up."""
+
+
+class _NoCard:
+    fence = 0
 
 
 class Card(Protocol):
@@ -58,7 +72,7 @@ class Reply:
     value: Any
 
 
-Action: TypeAlias = Reply | Copy | Call
+Action: TypeAlias = Reply | Copy | Call | Errand
 
 
 @dataclass(slots=True, eq=False)
@@ -93,12 +107,27 @@ class _Client:
     tenant: str = ""
     pins: int = 0  # chunks that the sessions matched
     sessions: dict[str, _Session] = field(default_factory=dict)
+    asking: dict[str, _Asking] = field(default_factory=dict)  # lookups that await tiers, by request
     instances: dict[int, _Instance] = field(default_factory=dict)
     closing: dict[int, list[_Instance]] = field(default_factory=dict)  # by number: no more, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # requests to answer when these are unmapped
     queued: int = 0
     queued_chunks: int = 0
     dead: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Asking:
+    """A lookup that looks behind memory."""
+
+    asker: _Client
+    number: bytes
+    owner: _Client  # whose session it becomes: the asker, or the depot itself for what is pinned by name
+    lookup: wire.Lookup
+    first: int  # chunks that memory had
+    ttl_s: int = 0  # of a pin by name
+    search: Search | None = None
+    given_up: bool = False  # nobody wants the pins any more
 
 
 @dataclass(slots=True, eq=False)
@@ -138,8 +167,15 @@ class _Mapping:
 class Depot:
     """Index, pins, sessions and registrations of one server."""
 
-    def __init__(self, config: Config, index: Index, map_layout: Callable[[Layout], Mapped] = Mapped.open) -> None:
+    def __init__(
+        self,
+        config: Config,
+        index: Index,
+        map_layout: Callable[[Layout], Mapped] = Mapped.open,
+        tiers: Sequence[TierConfig] = (),
+    ) -> None:
         self.index = index
+        self.tiering = Tiering(tiers, index, config.chunk_size, config.lookup_s)
         self.counters: Counter[str] = Counter()
         self._config = config
         self._verify = config.verify
@@ -150,6 +186,16 @@ class Depot:
         self.max_clients = config.max_clients  # less where there are not descriptors enough
         self.max_files = 1 << 30  # descriptors for mappings of KV tensors
         self._files = 0  # those in use
+        self._keepers: dict[str, _Client] = {}  # by tenant: whose sessions are the pins by name
+        self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # tenant, name -> bytes, when it ends
+        self._now = 0.0
+        self._wall = 0  # seconds since 1970, as of the last tick
+        self._ages: list[tuple[int, int, Chunk]] = []  # when chunks expire, where they do
+        self._aged = 0
+        if config.ttl_s:
+            for space in index.namespaces():
+                for chunk in space.chunks.values():
+                    self._watch_age(chunk)
 
     def __repr__(self) -> str:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
@@ -168,8 +214,9 @@ class Depot:
     def knows(self, identity: bytes) -> bool:
         return identity in self._clients
 
-    def handle(self, identity: bytes, number: bytes, request: wire.Request) -> list[Action]:
+    def handle(self, identity: bytes, number: bytes, request: wire.Request, now: float = 0.0) -> list[Action]:
         """Decide one request. Never raises a KVDepotError: it becomes the reply."""
+        self._now = now
         try:
             client = self._clients.get(identity)
             if client is None:
@@ -196,13 +243,15 @@ class Depot:
         value: Any = None
         match request:
             case wire.Lookup():
-                value = self._lookup(client, request)
+                return self._lookup(_Asking(client, number, client, request, 0))
             case wire.Store():
                 return self._store(client, number, request)
             case wire.Retrieve():
                 return self._retrieve(client, number, request)
             case wire.EndSession():
+                actions = self._give_up(client, request.request)
                 self._end_session(client, request.request)
+                return [*actions, Reply(client.identity, number, None)]
             case wire.Register():
                 return self._register(client, number, request)
             case wire.Unregister():
@@ -213,18 +262,61 @@ class Depot:
                 value = "ok"
             case wire.Clear():
                 self.counters["cleared_chunks"] += self.index.clear(request.model, client.tenant)
+            case wire.Pin():
+                return self._pin_by_name(client, number, request)
+            case wire.Unpin():
+                value = self._unpin(client.tenant, request.name)
+            case wire.Forget():
+                return self._forget(client, number, request)
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello():
                 raise InternalError("hello is the server's to answer")
         return [Reply(client.identity, number, value)]
 
-    def finished(self, token: Any, outcome: Any) -> list[Action]:
-        """A task has ended; `outcome` as in mover.Mover."""
+    def finished(self, token: Any, outcome: Any, now: float = 0.0) -> list[Action]:
+        """A task or an errand has ended; `outcome` as in mover.Mover and carrier.Carrier."""
+        self._now = now
+        if isinstance(token, Token):
+            return [*self.tiering.finished(token, outcome, now), *self.tiering.make_room()]
         if isinstance(token, _Part):
             return self._copied(token, outcome)
         assert isinstance(token, _Mapping), token
         return self._mapped(token, outcome)
+
+    def next_deadline(self) -> float:
+        """When `expire` must be called next."""
+        return self.tiering.next_deadline()
+
+    def expire(self, now: float) -> list[Action]:
+        """Answer what has waited for tiers long enough."""
+        self._now = now
+        return self.tiering.expire(now)
+
+    def tick(self, now: float, wall: float) -> list[Action]:
+        """Once a second. wall: seconds since 1970."""
+        self._now, self._wall = now, int(wall)
+        for name, (_, ends) in list(self._kept.items()):
+            if ends <= now:
+                self._unpin(*name)
+        while self._ages and self._ages[0][0] <= wall:
+            chunk = heapq.heappop(self._ages)[2]
+            if chunk.gone or chunk.born + self._config.ttl_s > wall:
+                continue
+            self.counters["expired_chunks"] += 1
+            self.index.doom(chunk, at_once=False)  # whoever has it pinned may have it to the end
+        return self.tiering.tick(now)
+
+    def _watch_age(self, chunk: Chunk) -> None:
+        self._aged += 1
+        heapq.heappush(self._ages, (chunk.born + self._config.ttl_s, self._aged, chunk))
+
+    def stop_searching(self) -> list[Action]:
+        """Answer every lookup that awaits tiers with what memory has: the server is about to end."""
+        asking = [
+            asking for client in (*self._clients.values(), *self._keepers.values()) for asking in client.asking.values()
+        ]
+        return [action for each in asking if each.search for action in self.tiering.end(each.search)]
 
     def died(self, identity: bytes) -> list[Action]:
         """A client is gone: give up all it holds. What is being copied for it ends first, by itself."""
@@ -233,20 +325,44 @@ class Depot:
             return []
         self.counters["clients_died"] += 1
         client.dead = True
+        actions = [action for request in list(client.asking) for action in self._give_up(client, request)]
         for request in list(client.sessions):
             self._end_session(client, request)
-        return [action for number in list(client.instances) for action in self._unregister(client, number, [])]
+        for number in list(client.instances):
+            actions += self._unregister(client, number, [])
+        return actions
 
     # -- lookups and pins
 
-    def _lookup(self, client: _Client, request: wire.Lookup) -> int:
+    def _lookup(self, asking: _Asking) -> list[Action]:
+        """Answer from memory, or once tiers have had their say on what memory misses."""
+        client, request = asking.owner, asking.lookup
         _check_hashes(request.hashes)
         _check_names(request.request, request.model)
-        old = client.sessions.get(request.request)
-        if old is None and len(client.sessions) >= self._config.max_sessions:
+        _check_salt(request.salt)
+        actions = self._give_up(client, request.request)  # a lookup anew: whoever asked before has stopped listening
+        if request.request not in client.sessions and len(client.sessions) >= self._config.max_sessions:
             self.counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the most that max_sessions allows")
         self.counters["lookups"] += 1
+        self.counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
+        spaces, pins, asking.first = self._match(client, request)
+        if self.tiering and len(spaces) == 1 and asking.first < len(request.hashes) // HASH_BYTES:
+            salt = _tenant_salt(client.tenant, request.salt)
+            found = self.tiering.search(
+                spaces[0], request.hashes, asking.first, request.chained, salt, pins[0].chunks, self._now,
+                partial(self._searched, asking),
+            )  # fmt: skip
+            if found is not None:
+                search, errands = found
+                if not search.ended:
+                    asking.search = search
+                    client.asking[request.request] = asking
+                return [*actions, *errands]
+        return [*actions, self._answer(asking, pins, asking.first)]
+
+    def _match(self, client: _Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
+        """Where to look, what is there of the prefix, and how many chunks of it are everywhere."""
         hashes = request.hashes
         spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk, client.tenant)
         pins = [self.index.match(space, hashes) for space in spaces]
@@ -254,9 +370,40 @@ class Depot:
         if any(pin.matched != matched for pin in pins):
             # Engines of one name and two layouts: only what both have is sure to be there for the asker.
             pins = [self.index.match(space, hashes[: matched * HASH_BYTES]) for space in spaces]
+        return spaces, pins, matched
+
+    def _searched(self, asking: _Asking) -> list[Action]:
+        """The tiers have had their say, or their time."""
+        owner, request = asking.owner, asking.lookup.request
+        if owner.asking.get(request) is asking:
+            del owner.asking[request]
+        if asking.given_up or asking.asker.dead:
+            return [] if asking.asker.dead else [Reply(asking.asker.identity, asking.number, 0)]
+        _, pins, matched = self._match(owner, asking.lookup)
+        self.counters["tier_hit_chunks"] += max(0, matched - asking.first)
+        try:
+            return [self._answer(asking, pins, matched)]
+        except KVDepotError as exc:
+            self.counters["errors"] += 1
+            return [Reply(asking.asker.identity, asking.number, exc)]
+
+    def _give_up(self, client: _Client, request: str) -> list[Action]:
+        """End a lookup that awaits tiers: nobody wants its pins any more."""
+        asking = client.asking.get(request)
+        if asking is None or asking.search is None:
+            return []
+        asking.given_up = True
+        return self.tiering.end(asking.search)
+
+    def _answer(self, asking: _Asking, pins: list[Pin], matched: int) -> Reply:
+        """Pin what was matched, and say how much it is. Raises Busy where that is too much."""
+        client, request = asking.owner, asking.lookup
+        old = client.sessions.get(request.request)
         if client.pins - (old.matched if old is not None else 0) + matched > self._config.max_pins:
             self.counters["pins_refused"] += 1
             raise Busy(f"{client.pins} chunks are pinned, and {matched} more than max_pins allows")
+        if client is not asking.asker:
+            self._keep(asking, pins)
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
         self.index.hold(chunks)  # before the old pin goes, or what both hold could be evicted in between
         if old is not None:
@@ -267,9 +414,8 @@ class Depot:
             client.pins += matched
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
-        self.counters["lookup_chunks"] += len(hashes) // HASH_BYTES
         self.counters["hit_chunks"] += matched
-        return matched
+        return Reply(asking.asker.identity, asking.number, matched)
 
     def _end_session(self, client: _Client, request: str) -> None:
         session = client.sessions.pop(request, None)
@@ -289,6 +435,57 @@ class Depot:
             if session.remaining <= 0:
                 self._end_session(session.client, request)
 
+    # -- what is kept and what is forgotten
+
+    def _pin_by_name(self, client: _Client, number: bytes, request: wire.Pin) -> list[Action]:
+        keeper = self._keepers.setdefault(client.tenant, _Client(b"", _NoCard(), client.tenant))
+        lookup = wire.Lookup(
+            request.model, request.world_size, request.blocks_in_chunk, request.name, _NEVER, request.hashes, True,
+            request.salt,
+        )  # fmt: skip
+        return self._lookup(_Asking(client, number, keeper, lookup, 0, request.ttl_s))
+
+    def _keep(self, asking: _Asking, pins: list[Pin]) -> None:
+        """Note a pin by name. Raises Busy where all of them would take too much of the arena."""
+        name = asking.owner.tenant, asking.lookup.request
+        size = 0
+        for pin in pins:
+            for chunk in pin.chunks:
+                while chunk is not None:
+                    size += chunk.bytes
+                    chunk = chunk.parent
+        others = sum(kept for key, (kept, _) in self._kept.items() if key != name)
+        if others + size > self.index.space.capacity // _KEPT_SHARE:
+            self.counters["pins_refused"] += 1
+            raise Busy(f"{others + size} bytes would be pinned by name, more than half of the arena")
+        self._kept.pop(name, None)
+        if size:
+            self._kept[name] = size, self._now + asking.ttl_s if asking.ttl_s else float("inf")
+
+    def _unpin(self, tenant: str, name: str) -> bool:
+        there = self._kept.pop((tenant, name), None) is not None
+        if tenant in self._keepers:
+            self._end_session(self._keepers[tenant], name)
+        return there
+
+    def _forget(self, client: _Client, number: bytes, request: wire.Forget) -> list[Action]:
+        _check_names("", request.model)
+        _check_salt(request.salt)
+        salt = _tenant_salt(client.tenant, request.salt) if request.salt else None
+        chunks = self.index.select(request.model, client.tenant, salt)
+        for chunk in chunks:
+            if not chunk.gone:
+                self.index.doom(chunk)
+        self.counters["forgotten_chunks"] += len(chunks)
+
+        def done(said: dict[str, Any]) -> list[Action]:
+            return [] if client.dead else [Reply(client.identity, number, {"memory": len(chunks), **said})]
+
+        models = [request.model]
+        if not request.model and self._config.keys:  # a client may forget its own tenant's alone
+            models = sorted({space.model for space in self.index.namespaces() if space.tenant == client.tenant})
+        return self.tiering.forget(client.tenant, models, salt, self._now, done)
+
     # -- store and retrieve
 
     def _store(self, client: _Client, number: bytes, request: wire.Store) -> list[Action]:
@@ -305,11 +502,12 @@ class Depot:
             space = self._namespace(instance, part.model, part.world_size, part.rank, blocks)
             size = instance.layout.block_bytes * blocks
             parent = part.parent
+            salt = _tenant_salt(client.tenant, part.salt)
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                 if self.index.missing(space, part.rank, key):
                     position = part.depth + i + 1 if parent else 0
-                    chunk = self.index.reserve(space, part.rank, key, parent, position, size)
+                    chunk = self.index.reserve(space, part.rank, key, parent, position, size, salt)
                     if chunk is None:
                         # Without this chunk those behind it are useless: drop them too.
                         self.counters["dropped_chunks"] += count - i
@@ -385,6 +583,7 @@ class Depot:
                 self.counters["namespaces_refused"] += 1
                 raise Busy(f"{most} models, shapes and layouts are known, the most that max_namespaces allows")
             known.live += 1
+            known.sizes[rank] = instance.layout.block_bytes * blocks_in_chunk
             instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
         return known
 
@@ -442,32 +641,35 @@ class Depot:
         instance.copies -= 1
         self.operations -= 1
         value: Any
+        actions: list[Action] = []
         if operation.is_store:
-            self._end_store(operation)
+            actions += self._end_store(operation)
             value = operation.results[0]
         else:
             self._end_retrieve(operation)
             value = operation.results
-        actions: list[Action] = []
         if not client.dead:
             actions.append(Reply(client.identity, operation.number, value))
         if instance.closing and not instance.copies:
             actions.append(self._unmap(client, instance))
         return actions
 
-    def _end_store(self, operation: _Operation) -> None:
+    def _end_store(self, operation: _Operation) -> list[Action]:
         arrived = {} if operation.client.dead else operation.sums
         sealed = []
         for i, (chunk, rank) in enumerate(operation.chunks):
             if i in arrived:
-                self.index.seal(chunk, rank, arrived[i])
+                self.index.seal(chunk, rank, arrived[i], self._wall)
                 self.counters["stored_chunks"] += 1
-                sealed.append(chunk)
+                sealed.append((chunk, rank))
+                if self._config.ttl_s:
+                    self._watch_age(chunk)
             else:
                 self.index.discard(chunk, rank)
                 self.counters["failed_chunks"] += 1
         operation.results[0] &= len(sealed) == len(operation.chunks)
-        self.index.touch(sealed)
+        self.index.touch([chunk for chunk, _ in sealed])
+        return [*self.tiering.stored(sealed), *self.tiering.make_room()] if self.tiering else []
 
     def _end_retrieve(self, operation: _Operation) -> None:
         self.index.release([chunk for chunk, _ in operation.chunks])
@@ -601,6 +803,16 @@ class Depot:
                 }
                 for space in heapq.nlargest(_STATUS_NAMESPACES, spaces, key=lambda space: space.bytes)
             ],
+            "pinned": [
+                {
+                    "name": name[:256],
+                    "bytes": size,
+                    "ends_in_s": None if ends == float("inf") else round(ends - self._now),
+                }
+                for (owner, name), (size, ends) in itertools.islice(self._kept.items(), _STATUS_NAMESPACES)
+                if not tenant or owner == tenant
+            ],
+            "tiers": self.tiering.status(),
             "counters": dict(self.counters),
         }
 
@@ -619,6 +831,20 @@ def _check_names(request: str, model: str) -> None:
     for what, name in (("request id", request), ("model name", model)):
         if len(name) > wire.MAX_REQUEST_ID:
             raise BadRequest(f"a {what} of {len(name)} characters is longer than {wire.MAX_REQUEST_ID}")
+
+
+def _check_salt(salt: bytes) -> None:
+    if len(salt) not in (0, SALT_BYTES):
+        raise BadRequest(f"a salt's tag of {len(salt)} bytes, not {SALT_BYTES}")
+
+
+def _tenant_salt(tenant: str, salt: bytes) -> bytes:
+    """What chunks of a salt are filed under: one tenant's salt is not another's."""
+    if not tenant or not salt:
+        return salt
+    return bytes(
+        blake3(b"kvdepot tenant salt" + len(tenant).to_bytes(4, "little") + tenant.encode() + salt).digest()[:16]
+    )
 
 
 def _check_shape(world_size: int, rank: int) -> None:
@@ -641,6 +867,7 @@ def _check_shards(part: wire.Shards, layout: Layout) -> None:
         raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
     if part.parent and (len(part.parent) != HASH_BYTES or part.depth < 0):
         raise BadRequest("parent is no hash, or the depth is negative")
+    _check_salt(part.salt)
     if not 0 <= part.skip_blocks < len(ids) // chunks:
         raise BadRequest(f"skip_blocks {part.skip_blocks} of {len(ids) // chunks} blocks a chunk")
 

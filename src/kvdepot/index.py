@@ -19,7 +19,8 @@ by one behind the chained part, pinned one by one.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +28,9 @@ from kvdepot.evict import Policy, Victim
 from kvdepot.keys import HASH_BYTES
 from kvdepot.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.space import Extents, Space
+
+if TYPE_CHECKING:
+    from kvdepot.tiers.format import Facts
 
 __all__ = ["Chunk", "Index", "Namespace", "Pin", "Shard"]
 
@@ -42,6 +46,8 @@ class Shard(msgspec.Struct, gc=False):
     """It was sealed, but its bytes are not what was stored."""
     checksum: int = 0
     """Of the KV; 0 where none was made."""
+    tiers: int = 0
+    """Bit t: tier t is believed to have it."""
     slot: int = -1
     """Where it is recorded."""
 
@@ -50,6 +56,10 @@ class Chunk(Victim, gc=False):
     """A chunk of KV: its shards by rank, and its place in a chain. No reference cycles: parents only."""
 
     key: bytes = b""
+    salt: bytes = b""
+    """What `forget` may name it by: 16 bytes that stand for its prompt's cache salt; empty: it has none."""
+    born: int = 0
+    """When it was computed, seconds since 1970."""
     namespace: Any = None
     parent: Any = None
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
@@ -64,6 +74,10 @@ class Chunk(Victim, gc=False):
     holds: int = 0
     """Pins of requests, and copies under way."""
     bytes: int = 0
+    broken: bool = False
+    """It had a depth and lost it, with chunks behind it."""
+    doomed: bool = False
+    """To be removed as soon as it can be."""
 
 
 class Namespace:
@@ -71,8 +85,8 @@ class Namespace:
     clients are bound to tenants, of one tenant, so that no other can tell whether they are there."""
 
     __slots__ = (
-        "blocks_in_chunk", "bytes", "chunks", "layouts", "live", "model", "number", "recorded", "slot", "tenant",
-        "world_size",
+        "blocks_in_chunk", "bytes", "chunks", "facts", "layouts", "live", "model", "number", "recorded", "sizes",
+        "slot", "tenant", "world_size",
     )  # fmt: skip
 
     def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
@@ -82,6 +96,8 @@ class Namespace:
         self.world_size = world_size
         self.blocks_in_chunk = blocks_in_chunk
         self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks show up
+        self.sizes: dict[int, int] = {}  # rank -> bytes of a shard, once an engine has registered
+        self.facts: dict[int, Facts] = {}  # rank -> what tiers call it, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
         self.bytes = 0
@@ -115,6 +131,9 @@ class Index:
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
         self.evicted = 0
+        self.evicting: Callable[[Chunk], None] | None = None
+        """Told of each chunk that goes to make room, before it does."""
+        self._broken = 0  # chunks without a depth in the middle of a chain
 
     def __repr__(self) -> str:
         return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.space}>"
@@ -186,10 +205,12 @@ class Index:
             else:
                 high = probe - 1
             probe = (low + high + 1) // 2
+        if self._broken and deepest is not None:
+            low, deepest = _unbroken(deepest)
         loose: list[Chunk] = []
         while low < total:
             chunk = chunks.get(hashes[low * HASH_BYTES : (low + 1) * HASH_BYTES])
-            if chunk is None or chunk.sealed < space.world_size:
+            if chunk is None or chunk.sealed < space.world_size or chunk.doomed:
                 break
             low += 1
             if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
@@ -204,21 +225,29 @@ class Index:
         for chunk in reversed(chunks):
             self._policy.touch(chunk)
 
-    def hold(self, chunks: list[Chunk]) -> None:
-        """Keep these from eviction until `release`, and count them as used."""
+    def hold(self, chunks: list[Chunk], use: bool = True) -> None:
+        """Keep these from eviction until `release`, and count them as used unless it is no use."""
         for chunk in chunks:
             chunk.holds += 1
         self.held += len(chunks)
-        self.touch(chunks)
+        if use:
+            self.touch(chunks)
 
     def release(self, chunks: list[Chunk]) -> None:
         """Undo one `hold`."""
         for chunk in chunks:
             assert chunk.holds > 0, chunk.key.hex()
             chunk.holds -= 1
-            if not chunk.holds and not chunk.children and not chunk.gone:
-                self._policy.add(chunk)
+            if _evictable(chunk):
+                self._free_to_go(chunk)
         self.held -= len(chunks)
+
+    def _free_to_go(self, chunk: Chunk) -> None:
+        """Nothing holds it and nothing is behind it (any more)."""
+        if chunk.doomed:
+            self._remove(chunk)
+        else:
+            self._policy.add(chunk)
 
     def sealed_shard(self, space: Namespace, rank: int, key: bytes) -> Chunk | None:
         """The chunk under `key` if this rank's shard of it is sealed."""
@@ -231,12 +260,15 @@ class Index:
     # -- storing
 
     def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
-        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes."""
+        """Whether this rank's shard can be reserved: it is not there, or no good and nobody holds its bytes."""
         chunk = space.chunks.get(key)
-        shard = chunk.shards.get(rank) if chunk is not None else None
-        return shard is None or (shard.spoilt and chunk is not None and not chunk.holds)
+        if chunk is None or (shard := chunk.shards.get(rank)) is None:
+            return True
+        return (shard.spoilt or (chunk.doomed and shard.sealed)) and not chunk.holds
 
-    def reserve(self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int) -> Chunk | None:
+    def reserve(
+        self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
+    ) -> Chunk | None:
         """Reserve this rank's shard of a chunk: `size` bytes, evicting what is needed. The chunk is held.
 
         parent, position: hash of the chunk before it (empty = unknown) and its number, counted from 1.
@@ -248,15 +280,18 @@ class Index:
             known = bool(parent) and (position == 1 or (before is not None and before.position == position - 1))
             chunk = Chunk(
                 key=key,
+                salt=salt,
                 namespace=space,
                 parent=before if known else None,
                 position=position if known else 0,
             )
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
+            self.condemn(chunk, rank)  # what was to go and is stored anew
             assert spoilt.spoilt and not chunk.holds, (rank, key.hex())
             spoilt.spoilt = False  # its extents are written anew
-            spoilt.checksum = 0
+            spoilt.checksum = spoilt.tiers = 0
+            chunk.doomed = False
             chunk.holds += 1
             self.held += 1
             self.reserved += 1
@@ -281,7 +316,7 @@ class Index:
             if before is not None:
                 before.children += 1
         chunk.shards[rank] = Shard(extents, size)
-        bytes_taken = sum(length for _, length in extents)
+        bytes_taken = self.space.rounded(size)
         chunk.bytes += bytes_taken
         space.bytes += bytes_taken
         self._policy.touch(chunk)
@@ -299,19 +334,38 @@ class Index:
             extents = space.allocate(size)
             if extents is not None:
                 return extents
-            victim = self._policy.victim(_evictable)
+            victim = self.victim()
             if victim is None:
                 return None
-            assert isinstance(victim, Chunk)
-            self.evicted += 1
-            self._remove(victim)
+            self.evict(victim)
 
-    def seal(self, chunk: Chunk, rank: int, checksum: int = 0) -> None:
-        """Make a reserved shard visible and release the hold of `reserve`."""
+    def victim(self) -> Chunk | None:
+        """The chunk to evict next. It goes now (`evict`), or it is held and comes back when it is released."""
+        victim = self._policy.victim(_evictable)
+        assert victim is None or isinstance(victim, Chunk)
+        return victim
+
+    def evict(self, chunk: Chunk) -> None:
+        """Remove a chunk that nothing holds and nothing is behind of, to make room."""
+        if self.evicting is not None:
+            self.evicting(chunk)
+        self.evicted += 1
+        self._remove(chunk)
+
+    def is_evictable(self, chunk: Chunk) -> bool:
+        """Whether it is there, nothing holds it and nothing is behind it."""
+        return _evictable(chunk)
+
+    def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
+        """Make a reserved shard visible and release the hold of `reserve`.
+
+        born: when it was computed, seconds since 1970; a chunk is as old as its oldest shard.
+        """
         shard = chunk.shards[rank]
         assert not shard.sealed
         shard.sealed = True
         shard.checksum = checksum
+        chunk.born = min(chunk.born, born) if chunk.sealed else born
         self.reserved -= 1
         chunk.sealed += 1
         self._serial += 1
@@ -320,9 +374,17 @@ class Index:
             before = chunk.parent
             if chunk.position == 1 or (before is not None and before.depth == chunk.position - 1):
                 chunk.depth = chunk.position
+                self._mend(chunk)
         self.release([chunk])
 
+    def _mend(self, chunk: Chunk) -> None:
+        self._broken -= chunk.broken
+        chunk.broken = False
+
     def _record(self, chunk: Chunk, rank: int, shard: Shard) -> None:
+        if not self.records.capacity:
+            self.unrecorded += 1
+            return
         space: Namespace = chunk.namespace
         if space.recorded < len(space.layouts):
             self._record_namespace(space)
@@ -332,7 +394,7 @@ class Index:
             shard.slot = self.records.write(
                 ShardRecord(
                     space.number, rank, chunk.key, parent, chunk.position, shard.extents, shard.size, self._serial,
-                    shard.checksum,
+                    shard.checksum, chunk.salt, chunk.born,
                 )
             )  # fmt: skip
         self.unrecorded += shard.slot < 0
@@ -340,7 +402,7 @@ class Index:
     def condemn(self, chunk: Chunk, rank: int) -> None:
         """A sealed shard's bytes are not what was stored: nobody gets them any more.
 
-        The chunks behind it are no prefix until it is stored again. O(chunks of the namespace).
+        The chunks behind it are no prefix until it is stored again.
         """
         shard = chunk.shards.get(rank)
         if shard is None or not shard.sealed:
@@ -349,14 +411,28 @@ class Index:
         chunk.sealed -= 1
         self.records.erase(shard.slot)
         shard.slot = -1
+        self._unchain(chunk)
+
+    def _unchain(self, chunk: Chunk) -> None:
         if chunk.depth:
-            behind = [other for other in chunk.namespace.chunks.values() if other.depth > chunk.depth]
-            broken = {id(chunk)}
             chunk.depth = 0
-            for other in sorted(behind, key=lambda other: int(other.depth)):
-                if id(other.parent) in broken:
-                    broken.add(id(other))
-                    other.depth = 0
+            if chunk.children:
+                chunk.broken = True
+                self._broken += 1
+
+    def doom(self, chunk: Chunk, at_once: bool = True) -> None:
+        """Remove a chunk, or, while it is held or others are behind it, hide it and them and remove it after that.
+
+        at_once: those who hold it get it no more, either. A reservation (its key is stored anew) saves it.
+        """
+        if _evictable(chunk):
+            self._remove(chunk)
+        elif chunk.sealed:
+            chunk.doomed = True
+            self._unchain(chunk)
+            if at_once:
+                for rank in list(chunk.shards):
+                    self.condemn(chunk, rank)
 
     def discard(self, chunk: Chunk, rank: int) -> None:
         """Drop a reserved shard (its copy failed) and release the hold of `reserve`."""
@@ -367,21 +443,31 @@ class Index:
         if not chunk.shards:
             chunk.holds -= 1
             self.held -= 1
-            self._unlink(chunk)
+            before = self._unlink(chunk)
+            if before is not None:
+                self._remove(before)
         else:
             self.release([chunk])
 
-    def clear(self, model: str = "", tenant: str = "") -> int:
-        """Remove every chunk of a tenant that nothing holds, of one model or of all (empty), tails first; how many."""
-        removed = 0
-        for space in self.namespaces():
-            if space.tenant != tenant or (model and space.model != model):
-                continue
+    def select(self, model: str = "", tenant: str | None = "", salt: bytes | None = None) -> list[Chunk]:
+        """All chunks of a tenant (None: of all), a model (empty: any) and a salt (None: any), tails first."""
+        return [
+            chunk
+            for space in self.namespaces()
+            if tenant in (None, space.tenant) and model in ("", space.model)
             # Deepest first, so that a chunk's children are gone before it is looked at.
-            for chunk in sorted(space.chunks.values(), key=lambda chunk: -chunk.position):
-                if _evictable(chunk):
-                    self._remove(chunk)
-                    removed += 1
+            for chunk in sorted(space.chunks.values(), key=lambda chunk: -chunk.position)
+            if salt in (None, chunk.salt)
+        ]
+
+    def clear(self, model: str = "", tenant: str = "") -> int:
+        """Remove every chunk of a tenant that nothing holds, of one model or of all (empty); how many."""
+        removed = 0
+        for chunk in self.select(model, tenant):
+            if _evictable(chunk):
+                self._remove(chunk)
+                removed += 1
+        for space in self.namespaces():
             self.forget_namespace(space)
         return removed
 
@@ -405,21 +491,25 @@ class Index:
     # -- removal
 
     def _remove(self, chunk: Chunk) -> None:
-        assert _evictable(chunk), chunk.key.hex()
-        for shard in chunk.shards.values():
-            self._free(chunk, shard)
-        chunk.shards.clear()
-        self._unlink(chunk)
+        while True:
+            assert _evictable(chunk), chunk.key.hex()
+            for shard in chunk.shards.values():
+                self._free(chunk, shard)
+            chunk.shards.clear()
+            before = self._unlink(chunk)
+            if before is None:
+                return
+            chunk = before  # doomed, and now nothing is behind it
 
     def _free(self, chunk: Chunk, shard: Shard) -> None:
         self.records.erase(shard.slot)  # before anything else can be written there
         self.space.free(shard.extents)
-        size = sum(length for _, length in shard.extents)
+        size = self.space.rounded(shard.size)
         chunk.bytes -= size
         chunk.namespace.bytes -= size
 
-    def _unlink(self, chunk: Chunk) -> None:
-        """Take a chunk without shards out of its namespace and chain.
+    def _unlink(self, chunk: Chunk) -> Chunk | None:
+        """Take a chunk without shards out of its namespace and chain; its parent, if that is to go too.
 
         Children of a reservation that failed stay behind: their parent object never gets a depth, so
         they are loose from then on.
@@ -431,12 +521,19 @@ class Index:
         chunk.depth = 0
         before: Chunk | None = chunk.parent
         chunk.parent = None
+        if not chunk.children:
+            self._mend(chunk)  # else those behind it have lost it for good
+        doomed = None
         if before is not None:
             before.children -= 1
             before.used = max(before.used, chunk.used)
-            if not before.gone and _evictable(before):
-                self._policy.add(before)
+            if _evictable(before):
+                if before.doomed:
+                    doomed = before
+                else:
+                    self._policy.add(before)
         self.forget_namespace(space)
+        return doomed
 
     def validate(self) -> None:
         """Raise AssertionError unless every count and link agrees; O(n), for tests and `kvdepot check`."""
@@ -456,9 +553,14 @@ class Index:
                 assert chunk.holds >= open_shards
                 if chunk.depth:
                     assert chunk.sealed == space.world_size and chunk.depth == chunk.position
-                    assert chunk.depth == 1 or (chunk.parent is not None and chunk.parent.depth == chunk.depth - 1)
+                    broken = chunk.parent is not None and (chunk.parent.broken or not chunk.parent.depth)
+                    assert chunk.depth == 1 or (
+                        chunk.parent is not None
+                        and (chunk.parent.depth == chunk.depth - 1 or (broken and self._broken))
+                    )
                 if chunk.parent is not None:
                     children[id(chunk.parent)] = children.get(id(chunk.parent), 0) + 1
+                assert not (chunk.doomed and _evictable(chunk))
                 if _evictable(chunk):
                     assert chunk.queued, f"{key.hex()} can be evicted but no policy knows it"
                 total += chunk.bytes
@@ -477,3 +579,14 @@ class Index:
 def _evictable(chunk: Victim) -> bool:
     assert isinstance(chunk, Chunk)
     return not chunk.holds and not chunk.children and not chunk.gone
+
+
+def _unbroken(deepest: Chunk) -> tuple[int, Chunk | None]:
+    """How far a chain is whole from its start, and its last chunk that is. O(depth)."""
+    found: Chunk | None = deepest
+    chunk: Chunk | None = deepest
+    while chunk is not None:
+        if not chunk.depth:
+            found = chunk.parent
+        chunk = chunk.parent
+    return (0, None) if found is None else (found.depth, found)

@@ -32,7 +32,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.layout import Layout, Segment
 from kvdepot.space import Extents
 
-__all__ = ["Call", "Copy", "CopyPiece", "Mapped", "Memory", "Mover", "checksum", "copy"]
+__all__ = ["Call", "Copy", "CopyPiece", "Mapped", "Memory", "Mover", "checksum", "copy", "views"]
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def copy(arena: Memory, task: Copy) -> list[int] | None:
 def checksum(memory: Bytes, extents: Extents, size: int) -> int:
     """XXH3 (64 bits, https://xxhash.com) of the first `size` bytes in these extents; never 0."""
     digest = xxhash.xxh3_64()
-    for part in _slices(memory, extents, 0, size):
+    for part in views(memory, extents, 0, size):
         digest.update(part.data)
     return digest.intdigest() or 1
 
@@ -258,7 +258,7 @@ def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
     start = 0
     for row in rows:
         size = row.size * count
-        where = _slices(memory, piece.extents, start, size)
+        where = views(memory, piece.extents, start, size)
         out = where[0] if len(where) == 1 else np.empty(size, np.uint8)
         _gather_rows(row, ids, runs, out.reshape(count, row.size))
         if len(where) > 1:
@@ -277,13 +277,13 @@ def _scatter(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
     start = 0
     for row in rows:
         size = row.size * count
-        where = _slices(memory, piece.extents, start, size)
+        where = views(memory, piece.extents, start, size)
         source = where[0] if len(where) == 1 else np.concatenate(where)
         _scatter_rows(row, ids, runs, source.reshape(count, row.size)[skip:])
         start += size
 
 
-def _slices(memory: Bytes, extents: Extents, start: int, size: int) -> list[Bytes]:
+def views(memory: Bytes, extents: Extents, start: int, size: int) -> list[Bytes]:
     """The arena's bytes under a chunk's logical bytes `[start, start + size)`, in order."""
     if len(extents) == 1:
         offset = extents[0][0] + start

@@ -60,6 +60,7 @@ class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False)
 
     parent, position: as in index.Chunk (empty, 0: loose). extents: as in space.py.
     size: bytes of KV in them. serial: shards sealed before this one. checksum: of the KV; 0 = none was made.
+    salt, born: as in index.Chunk.
     """
 
     namespace: int
@@ -71,6 +72,8 @@ class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False)
     size: int
     serial: int
     checksum: int
+    salt: bytes = b""
+    born: int = 0
 
 
 Record: TypeAlias = NamespaceRecord | ShardRecord

@@ -13,6 +13,7 @@ from kvdepot.index import Chunk, Index, Namespace, Shard
 from kvdepot.keys import HASH_BYTES
 from kvdepot.records import NamespaceRecord, ShardRecord
 from kvdepot.space import PAGE, Space
+from kvdepot.tiers.format import SALT_BYTES
 
 __all__ = ["Restored", "restore"]
 
@@ -134,7 +135,10 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
         return "its namespace is not recorded"
     if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
         return "no key, or a rank that is not known"
-    if record.position < 0 or record.size < 1 or not 0 <= record.checksum < 1 << 64 or not 0 <= record.serial < _MOST:
+    numbers = record.checksum, record.serial, record.born
+    if record.position < 0 or record.size < 1 or not all(0 <= number < 1 << 64 for number in numbers):
+        return "a number is out of its range"
+    if record.serial >= _MOST or len(record.salt) not in (0, SALT_BYTES):
         return "a number is out of its range"
     total = 0
     for offset, length in record.extents:
@@ -151,9 +155,10 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
 def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
     chunk = space.chunks.get(record.key)
     if chunk is None:
-        chunk = Chunk(key=record.key, namespace=space, position=record.position, parent=record.parent)
+        chunk = Chunk(key=record.key, salt=record.salt, namespace=space, position=record.position, parent=record.parent)
         space.chunks[record.key] = chunk
-    chunk.shards[record.rank] = Shard(record.extents, record.size, True, False, record.checksum, slot)
+    chunk.shards[record.rank] = Shard(record.extents, record.size, True, False, record.checksum, slot=slot)
+    chunk.born = min(chunk.born, record.born) if chunk.sealed else record.born
     chunk.sealed += 1
     chunk.used = record.serial
     taken = Space.rounded(record.size)

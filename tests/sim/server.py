@@ -92,11 +92,11 @@ class SealedIndex(Index):
 
     server: Server
 
-    def seal(self, chunk: Chunk, rank: int, checksum: int = 0) -> None:
+    def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
         for start, size in chunk.shards[rank].extents:
             self.server.file.flips.difference_update(range(start, start + size))
         self.server.check_bytes(chunk, rank, "sealed")
-        super().seal(chunk, rank, checksum)
+        super().seal(chunk, rank, checksum, born)
 
     def condemn(self, chunk: Chunk, rank: int) -> None:
         self.server.condemned.add(chunk.key)

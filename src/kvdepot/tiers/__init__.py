@@ -180,9 +180,14 @@ class TierConfig(msgspec.Struct, frozen=True):
 
 def parse(text: str) -> TierConfig:
     """A tier's URL with its options. Raises ConfigError that names what is wrong."""
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as exc:
+        raise ConfigError(f"tiers: {text!r} is no URL: {exc}") from exc
     if parts.scheme not in KINDS:
         raise ConfigError(f"tiers: {text!r} begins with none of {', '.join(kind + '://' for kind in KINDS)}")
+    if re.search(r"[\s\x00-\x1f]", text):
+        raise ConfigError(f"tiers: {text!r} holds a space; write %20")
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)

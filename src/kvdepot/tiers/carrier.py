@@ -1,0 +1,283 @@
+"""Moves bytes between the arena and one tier: that tier's threads, and what they check on the way.
+
+Made by server.py, one a tier; tiering.py decides what it does. As in mover.py, loads go before stores and outcomes are
+reported on a thread of ours. The one law: nothing is believed that its header and its sum do not vouch for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvdepot.errors import InternalError, KVDepotError, TierError
+from kvdepot.mover import Memory, checksum, views
+from kvdepot.space import Extents
+from kvdepot.tiers import Blob, Tier, TierConfig
+from kvdepot.tiers.codec import SLACK, Codec
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+
+__all__ = ["MOST_PARTS", "Carrier", "Erase", "Errand", "Find", "Forget", "Load", "Part", "Probe", "Save", "run"]
+
+log = logging.getLogger(__name__)
+
+MOST_PARTS = 16
+"""Shards that one Load or Save may carry."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One shard on its way: what names it, and its place in the arena."""
+
+    facts: Facts
+    salt: bytes
+    key: bytes
+    extents: Extents
+    size: int
+    checksum: int = 0
+    """Of a save: where it is known already."""
+    born: int = 0
+    """Of a save: when the chunk was computed, seconds since 1970."""
+
+    @property
+    def name(self) -> str:
+        return self.facts.name(self.salt or NO_SALT, self.key)
+
+
+@dataclass(slots=True)
+class Find:
+    """Which of these are there. Outcome: list of bool."""
+
+    token: Any
+    tier: int
+    names: list[str]
+
+
+@dataclass(slots=True)
+class Load:
+    """Read shards into the arena. Outcome, one a part: its Header; None: not there (any more); False: spoilt."""
+
+    token: Any
+    tier: int
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class Save:
+    """Write shards. Outcome: list of bool, one a part."""
+
+    token: Any
+    tier: int
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class Erase:
+    """Remove objects. Outcome: True."""
+
+    token: Any
+    tier: int
+    names: list[str]
+    spoilt: bool = False
+
+
+@dataclass(slots=True)
+class Forget:
+    """Remove all of a salt and a space, by the beginnings of their names. Outcome: how many."""
+
+    token: Any
+    tier: int
+    salt: str
+    space: str
+
+
+@dataclass(slots=True)
+class Probe:
+    """Look whether the tier is there. Outcome: its Usage."""
+
+    token: Any
+    tier: int
+
+
+Errand: TypeAlias = Find | Load | Save | Erase | Forget | Probe
+"""Every outcome may be a KVDepotError instead: nothing is known of any object then."""
+
+
+class Carrier:
+    """One tier's threads. Outcomes are handed to `report(token, outcome)` on one of them."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        arena: Memory,
+        report: Callable[[Any, Any], None],
+        codec: Codec,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Opens the tier; one that cannot be had is tried again with each errand. Raises ConfigError."""
+        self._tier: Tier | None = None
+        self._opening = threading.Lock()
+        self._config = config
+        self._arena = arena
+        self._report = report
+        self._codec = codec
+        self._wall = wall
+        self._ready = threading.Condition()
+        self._urgent: deque[Errand] = deque()
+        self._later: deque[Errand] = deque()
+        self._stopping = False
+        # One more than asked for: of the last, saves keep off, so that no load waits behind them all.
+        count = config.options.threads + 1
+        heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
+        self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
+        try:
+            self._open()
+        except TierError as exc:
+            log.warning("tier %s cannot be had yet: %s", config.name, exc)
+        self._threads = [
+            threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Carrier {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
+
+    def submit(self, errand: Errand) -> None:
+        """Queue an errand; the deciding thread bounds how many there are."""
+        with self._ready:
+            (self._urgent if isinstance(errand, Find | Load) else self._later).append(errand)
+            self._ready.notify_all()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the threads once what is under way is done; what waits is dropped. Blocks for `timeout_s` at most."""
+        with self._ready:
+            self._stopping = True
+            self._urgent.clear()
+            self._later.clear()
+            self._ready.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.is_busy() and self._tier is not None:
+            self._tier.close()
+
+    def is_busy(self) -> bool:
+        """Whether a thread is still at work, after `stop`: it may yet touch the arena."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _open(self) -> Tier:
+        with self._opening:
+            if self._tier is None:
+                tier = self._config.open()
+                tier.attach(self._memory)
+                self._tier = tier
+            return self._tier
+
+    def _next(self, saves: bool) -> Errand | None:
+        with self._ready:
+            while not self._stopping:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if saves and self._later:
+                    return self._later.popleft()
+                self._ready.wait()
+            return None
+
+    def _run(self, heads: Any, saves: bool) -> None:
+        while (errand := self._next(saves)) is not None:
+            outcome: Any
+            try:
+                outcome = run(errand, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
+            except KVDepotError as exc:
+                outcome = exc
+            except Exception as exc:
+                log.exception("tier %s: %s failed", self._config.name, type(errand).__name__)
+                outcome = InternalError(f"{type(errand).__name__}: {type(exc).__name__}")
+            self._report(errand.token, outcome)
+
+    def _oldest(self) -> float:
+        ttl_s = self._config.options.ttl_s
+        return self._wall() - ttl_s if ttl_s else 0.0
+
+
+def run(errand: Errand, tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float = 0.0) -> Any:
+    """Do one errand; its outcome. Blocks. heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely."""
+    match errand:
+        case Find():
+            return _whole(errand.names, tier.find(errand.names))
+        case Load():
+            return _load(errand.parts, tier, arena, heads, codec, oldest)
+        case Save():
+            return _save(errand.parts, tier, arena, heads, codec)
+        case Erase():
+            tier.remove(errand.names, errand.spoilt)
+            return True
+        case Forget():
+            return tier.forget(errand.salt, errand.space)
+        case Probe():
+            return tier.usage()
+
+
+def _whole(asked: list[Any], answers: list[Any]) -> list[Any]:
+    if len(answers) != len(asked):
+        raise TierError(f"{len(answers)} answers to {len(asked)} questions")
+    return answers
+
+
+def _load(
+    parts: list[Part], tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float
+) -> list[Header | bool | None]:
+    slack = codec.slack
+    blobs = []
+    for i, part in enumerate(parts):
+        if not all(arena.ensure(*extent) for extent in part.extents):
+            raise InternalError("no memory behind the arena: /dev/shm is full")
+        kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
+        behind = [heads[i, HEADER_BYTES : HEADER_BYTES + slack].data] if slack else []
+        blobs.append(Blob(part.name, [heads[i, :HEADER_BYTES].data, *kv, *behind]))
+    sizes = _whole(parts, tier.read(blobs))
+    return [
+        _check(part, blob, size, arena, codec, oldest) for part, blob, size in zip(parts, blobs, sizes, strict=True)
+    ]
+
+
+def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldest: float) -> Header | bool | None:
+    """What a read has brought, once its bytes lie in the arena as KV."""
+    if size < 0:
+        return None
+    header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
+    if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):
+        return False
+    if header.stored != size - HEADER_BYTES:
+        return False
+    if header.born < oldest or not codec.is_readable(header):
+        return None
+    if header.coding:
+        out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
+        if not codec.decode(header, blob.buffers[1:], out):
+            return False
+    elif header.stored != part.size:
+        return False
+    return header if checksum(arena.bytes, part.extents, part.size) == header.checksum else False
+
+
+def _save(parts: list[Part], tier: Tier, arena: Memory, heads: Any, codec: Codec) -> list[bool]:
+    blobs = []
+    for i, part in enumerate(parts):
+        kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
+        total = part.checksum or checksum(arena.bytes, part.extents, part.size)
+        header = Header(
+            part.facts.digest, part.key, part.salt or NO_SALT, part.size, part.size, total, part.born
+        )  # fmt: skip
+        first, *rest = codec.encode(header, part.facts, kv)
+        heads[i, :HEADER_BYTES] = np.frombuffer(first, np.uint8)  # in memory that the tier knows (`attach`)
+        blobs.append(Blob(part.name, [heads[i, :HEADER_BYTES].data, *(memoryview(piece) for piece in rest)]))
+    return _whole(parts, tier.write(blobs))
