@@ -48,6 +48,8 @@ class Scale:
     engine_tokens: int = 8192
     cold_runs: int = 5
     warm_runs: int = 15
+    codec_layers: int = 8
+    codec_runs: int = 9
 
 
 TINY = Scale(
@@ -71,6 +73,8 @@ TINY = Scale(
     engine_tokens=1024,
     cold_runs=1,
     warm_runs=2,
+    codec_layers=1,
+    codec_runs=2,
 )
 
 
