@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import SHM, Scale, say
+from common import SHM, Scale, free_port, listening, say
 from report import Figure, at_least
 
 from kvdepot.tiers import Blob, Tier, parse
@@ -34,7 +32,6 @@ SIZES = (1, 8, 32)
 THREADS = 2
 _ROUND_MIB = 64
 """What each thread moves in one measurement, at the most."""
-_READY_S = 30.0
 _BAR = 0.8
 
 Bare = tuple[Callable[[str, bytes], Any], Callable[[str], Any]]
@@ -147,9 +144,9 @@ def _name(number: int) -> str:
 def _redis(directory: Path) -> Iterator[tuple[str, Bare]]:
     import redis
 
-    port = _free_port()
+    port = free_port()
     flags = ["--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
-    with _process(["redis-server", "--port", str(port), *flags], port):
+    with listening(["redis-server", "--port", str(port), *flags], port):
         client = redis.Redis(port=port)
         try:
             yield (
@@ -164,9 +161,9 @@ def _redis(directory: Path) -> Iterator[tuple[str, Bare]]:
 def _s3(directory: Path) -> Iterator[tuple[str, Bare]]:
     from obstore.store import S3Store
 
-    port = _free_port()
+    port = free_port()
     serve = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    with _process([sys.executable, "-W", "ignore", "-c", serve], port):
+    with listening([sys.executable, "-W", "ignore", "-c", serve], port):
         endpoint = f"http://127.0.0.1:{port}"
         urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bench", method="PUT"), timeout=10).close()
         place: Any = {"endpoint": endpoint, "region": "us-east-1"}
@@ -188,30 +185,3 @@ def _obstore(store: Any) -> Bare:
         lambda key, data: obstore.put(store, key, data, use_multipart=False),
         lambda key: obstore.get(store, key).bytes(),
     )
-
-
-@contextmanager
-def _process(command: list[str], port: int) -> Iterator[None]:
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + _READY_S
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1.0).close()
-                    break
-                except OSError as exc:
-                    if process.poll() is not None or time.monotonic() > deadline:
-                        raise RuntimeError(f"{command[0]} does not listen") from exc
-                    time.sleep(0.02)
-            yield
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
