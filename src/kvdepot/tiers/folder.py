@@ -13,11 +13,12 @@ counted. After a start nothing is written before all is counted, and what is too
 Nothing is synced: this is a cache. A killed process loses nothing that it has renamed; a machine that loses power may
 leave files that are empty, short or wrong, which their header and sum tell (carrier.py).
 
-Locks: `_naming(name)` while a name's file comes or goes, then `_lock`, for the ledger and all that stands beside it;
-no system call under `_lock`. Paths are strings here, for a Path costs more than most of the system calls.
+Locks, in this order: `_evicting` from the choice of a victim until its file is gone, `_naming(name)` while a name's
+file comes or goes, `_lock` for the ledger and all that stands beside it; no system call under the last.
+Paths are strings here, for a Path costs more than most of the system calls.
 """
 
-# ruff: noqa: PTH
+# ruff: noqa: PTH102, PTH106, PTH108, PTH116, PTH208
 
 from __future__ import annotations
 
@@ -80,6 +81,7 @@ class Folder:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._active = 0
+        self._evicting = threading.Lock()
         self._names = [threading.Lock() for _ in range(16)]
         self._litter: dict[str, list[Entry]] = {}  # what is to be removed, and what is settled by that
         self._quarantined: dict[str, Entry] = {}  # by path, the oldest first
@@ -242,19 +244,20 @@ class Folder:
 
     def _evict(self) -> int:
         """Remove what goes first; bytes of room that has made."""
-        with self._lock:
-            victim = self._ledger.victim()
-        if victim is None:
-            return 0
-        with self._naming(victim.name):
+        with self._evicting:
             with self._lock:
-                is_replaced = victim.name in self._ledger
-            if not is_replaced and not self._unlink(victim):
+                victim = self._ledger.victim()
+            if victim is None:
                 return 0
-            with self._lock:
-                self._ledger.settle(victim)
-                self._counters["evicted"] += 1
-        return victim.charge
+            with self._naming(victim.name):
+                with self._lock:
+                    is_replaced = victim.name in self._ledger
+                if not is_replaced and not self._unlink(victim):
+                    return 0
+                with self._lock:
+                    self._ledger.settle(victim)
+                    self._counters["evicted"] += 1
+            return victim.charge
 
     def _unlink(self, entry: Entry) -> bool:
         """Remove a file that was taken out, and the directories it leaves empty. What cannot be removed is kept."""
@@ -495,7 +498,7 @@ class Folder:
         trash: dict[str, str] = {}
         kept: set[str] = set()
         with contextlib.ExitStack() as stack:
-            for lock in self._names:
+            for lock in (self._evicting, *self._names):
                 stack.enter_context(lock)
             for place, path in self._spaces(salt, space):
                 target = f"{self._root}/{_TRASH}/{self._mark}-{next(self._serials)}"
