@@ -166,8 +166,12 @@ def config(data: bytes) -> None:
     assert 1 <= loaded.chunk_size <= 1 << 20 and 1 <= loaded.copy_threads <= 256
     assert loaded.arena_gib >= 0 and loaded.drain_s >= 0 and loaded.url and loaded.arena_bytes >= 0
     assert "/" not in loaded.arena_name and not loaded.arena_name.startswith(".")
-    again = {name: str(getattr(loaded, name)) for name in fields}
+    again = {name: _said(getattr(loaded, name)) for name in fields}
     assert settings.load(None, again, {}) == loaded
+
+
+def _said(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _word(pick: Choices) -> str:

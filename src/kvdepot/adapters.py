@@ -61,7 +61,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0
-"""A lookup without an answer by then counts as a miss."""
+"""A lookup without an answer by then, and the time that the server's tiers have, counts as a miss."""
 EVENT_S = 60.0
 """A store or retrieve whose event has not happened by then fails."""
 _SHUTDOWN_S = 5.0
@@ -151,12 +151,14 @@ class LMCacheMPSchedulerAdapter:
         else:
             assert block_hashes is not None
             hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
-        self.submit_lookup(request_id, hashes)
+        self.submit_lookup(request_id, hashes, chained=token_ids is not None)
 
-    def submit_lookup(self, request_id: str, hashes: bytes, readers: int = 0) -> None:
+    def submit_lookup(
+        self, request_id: str, hashes: bytes, readers: int = 0, chained: bool = True, salt: bytes = b""
+    ) -> None:
         """Start a lookup of chunk hashes (32 bytes each) that the caller made. Never blocks.
 
-        readers: how many ranks will retrieve each chunk; 0 = world_size.
+        readers: how many ranks will retrieve each chunk; 0 = world_size. chained, salt: see wire.Lookup.
         """
         if request_id in self.lookup_futures:
             return
@@ -170,6 +172,8 @@ class LMCacheMPSchedulerAdapter:
             request_id,
             readers or self.world_size,
             hashes,
+            chained,
+            salt,
         )
         self.lookup_futures[request_id] = self.mq_client.ask(
             request, lambda value: contract.check_type(value, int), deadline_s=LOOKUP_S
@@ -396,6 +400,7 @@ class LMCacheMPWorkerAdapter:
         hashes: bytes,
         block_ids: bytes,
         skip_blocks: int = 0,
+        salt: bytes = b"",
     ) -> wire.Shards:
         """This rank's shards of chunks `depth ..` of a prompt; see wire.Shards."""
         return wire.Shards(
@@ -408,6 +413,7 @@ class LMCacheMPWorkerAdapter:
             hashes,
             block_ids,
             skip_blocks,
+            salt,
         )
 
     # -- hearing what became of it

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
+from kvdepot.tiers import TierConfig, parse
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -81,13 +82,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_stop: Annotated[
         str, Meta(description="what a stop does with the arena: remove, or keep it for the next server")
     ] = "remove"
+    tiers: Annotated[
+        tuple[str, ...],
+        Meta(description="what lies behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://..."),
+    ] = ()
+    lookup_s: Annotated[
+        float, Meta(gt=0, le=60, description="seconds a lookup may look behind memory; what comes later is recomputed")
+    ] = 1.0
+    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which a chunk counts as gone; 0 = never")] = 0
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
 
     def __post_init__(self) -> None:
-        for name in ("arena_gib", "drain_s"):
+        for name in ("arena_gib", "drain_s", "lookup_s"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
@@ -97,8 +106,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
+        for tier in self.tiers:
+            parse(tier)
         if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
+
+    @property
+    def tier_configs(self) -> list[TierConfig]:
+        """The tiers as they were asked for."""
+        return [parse(text) for text in self.tiers]
 
     @property
     def arena(self) -> str:
@@ -144,6 +160,8 @@ def load(
         if value is not None:
             merged[name] = value
             source[name] = "--" + name.replace("_", "-")
+    if isinstance(merged.get("tiers"), str):  # as the environment has it: URLs hold no spaces
+        merged["tiers"] = merged["tiers"].split()
     try:
         config = msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as exc:

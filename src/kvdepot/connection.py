@@ -87,6 +87,7 @@ class Connection:
         send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise a KVDepotError."""
         self.boot = b""
         self.chunk_size = 0  # tokens; known once welcomed
+        self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
         self.welcomed = False
         self._url = url
         self._card = card
@@ -122,6 +123,8 @@ class Connection:
         else:
             if isinstance(request, wire.Store | wire.Retrieve):
                 deadline_s = None
+            elif isinstance(request, wire.Lookup) and deadline_s is not None:
+                deadline_s += self.lookup_s
             now = self._clock()
             number = next(self._numbers)
             try:
@@ -182,6 +185,7 @@ class Connection:
         welcome = msgspec.convert(value, wire.Welcome)
         self._forget_server()
         self.chunk_size = welcome.chunk_size
+        self.lookup_s = welcome.lookup_s
         try:
             self._watch = self._open_watch(welcome.arena, self.boot)
         except KVDepotError as exc:

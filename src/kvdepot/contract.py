@@ -268,7 +268,8 @@ def _lookup(keys: Any, chunk_size: int, chains: Chains) -> Call | None:
     if not hashes:
         return None
     request = first.request_id or ""
-    return Call(wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes))
+    chained = len(keys) == 1 and first.token_ids is not None and first.start == 0
+    return Call(wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes, chained))
 
 
 def _key_hashes(key: IPCCacheEngineKey, chunk_size: int, chains: Chains) -> tuple[bytes, int, bytes]:

@@ -304,13 +304,15 @@ class WTinyLfu:
         self._queues = {place: Queue(place) for place in (_WINDOW, _PROBATION, _PROTECTED)}
         self._counts = {_WINDOW: 0, _PROBATION: 0, _PROTECTED: 0}  # chunks that belong there, evictable or not
         self._sketch = Sketch()
+        self._room_made = False  # since the last insertion
 
     def __repr__(self) -> str:
         return f"<WTinyLfu {sum(map(len, self._queues.values()))} queued, {self._counts} chunks>"
 
     def insert(self, chunk: Victim) -> None:
-        self._counts[_WINDOW] += 1
-        chunk.place = _WINDOW
+        chunk.place = _WINDOW if self._room_made else _PROBATION  # where there is room nothing is lost for it
+        self._room_made = False
+        self._counts[chunk.place] += 1
         chunk.uses = 0
         self._sketch.resize(sum(self._counts.values()))
         self._sketch.count(chunk.key)
@@ -370,6 +372,7 @@ class WTinyLfu:
         if chunk.queued:
             self._queues[chunk.queued].sweep()
         self._counts[chunk.place] -= 1
+        self._room_made |= evicted
         before: Victim | None = chunk.parent
         if before is not None and not before.gone:
             before.used = max(before.used, chunk.used)

@@ -18,6 +18,7 @@ by one behind the chained part, pinned one by one.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -116,8 +117,8 @@ class Pin(msgspec.Struct, gc=False):
 class Index:
     """All chunks of the depot, in `space`."""
 
-    def __init__(self, space: Space, policy: Policy, records: Records | None = None) -> None:
-        """records: what a restart will know; without it, nothing survives."""
+    def __init__(self, space: Space, policy: Policy, records: Records | None = None, ttl_s: int = 0) -> None:
+        """records: what a restart will know; without it, nothing survives. ttl_s: see `expire`; 0 = never."""
         self.space = space
         self.records = records or Records(memoryview(b""))
         self.unrecorded = 0  # shards sealed since the start that found no room there
@@ -132,6 +133,9 @@ class Index:
         self.evicting: Callable[[Chunk], None] | None = None
         """Told of each chunk that goes to make room, before it does."""
         self._broken = 0  # chunks without a depth in the middle of a chain
+        self._ttl_s = ttl_s
+        self._ages: list[tuple[int, int, Chunk]] = []  # when chunks expire, where they do
+        self._aged = itertools.count()
 
     def __repr__(self) -> str:
         return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.space}>"
@@ -208,7 +212,7 @@ class Index:
         loose: list[Chunk] = []
         while low < total:
             chunk = chunks.get(hashes[low * HASH_BYTES : (low + 1) * HASH_BYTES])
-            if chunk is None or chunk.sealed < space.world_size:
+            if chunk is None or chunk.sealed < space.world_size or chunk.doomed:
                 break
             low += 1
             if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
@@ -263,10 +267,11 @@ class Index:
     # -- storing
 
     def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
-        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes."""
+        """Whether this rank's shard can be reserved: it is not there, or no good and nobody holds its bytes."""
         chunk = space.chunks.get(key)
-        shard = chunk.shards.get(rank) if chunk is not None else None
-        return shard is None or (shard.spoilt and chunk is not None and not chunk.holds)
+        if chunk is None or (shard := chunk.shards.get(rank)) is None:
+            return True
+        return (shard.spoilt or (chunk.doomed and shard.sealed)) and not chunk.holds
 
     def reserve(
         self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
@@ -289,6 +294,7 @@ class Index:
             )
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
+            self.condemn(chunk, rank)  # what was to go and is stored anew
             assert spoilt.spoilt and not chunk.holds, (rank, key.hex())
             spoilt.spoilt = False  # its extents are written anew
             spoilt.checksum = spoilt.tiers = 0
@@ -367,6 +373,7 @@ class Index:
         shard.sealed = True
         shard.checksum = checksum
         chunk.born = min(chunk.born, born) if chunk.sealed else born
+        self._watch_age(chunk)
         self.reserved -= 1
         chunk.sealed += 1
         self._serial += 1
@@ -412,23 +419,28 @@ class Index:
         chunk.sealed -= 1
         self.records.erase(shard.slot)
         shard.slot = -1
+        self._unchain(chunk)
+
+    def _unchain(self, chunk: Chunk) -> None:
         if chunk.depth:
             chunk.depth = 0
             if chunk.children:
                 chunk.broken = True
                 self._broken += 1
 
-    def doom(self, chunk: Chunk) -> None:
+    def doom(self, chunk: Chunk, at_once: bool = True) -> None:
         """Remove a chunk, or, while it is held or others are behind it, hide it and them and remove it after that.
 
-        A reservation under way (its key is stored anew) saves it.
+        at_once: those who hold it get it no more, either. A reservation (its key is stored anew) saves it.
         """
         if _evictable(chunk):
             self._remove(chunk)
         elif chunk.sealed:
             chunk.doomed = True
-            for rank in list(chunk.shards):
-                self.condemn(chunk, rank)
+            self._unchain(chunk)
+            if at_once:
+                for rank in list(chunk.shards):
+                    self.condemn(chunk, rank)
 
     def discard(self, chunk: Chunk, rank: int) -> None:
         """Drop a reserved shard (its copy failed) and release the hold of `reserve`."""
@@ -484,10 +496,30 @@ class Index:
         self.chunks = len(found)
         found.sort(key=lambda chunk: int(chunk.used))  # as they were stored; the policy dates them by its own clock
         for chunk in found:
+            self._watch_age(chunk)
             self._policy.insert(chunk)
         for chunk in found:
             if not chunk.children:
                 self._policy.add(chunk)
+
+    # -- age
+
+    def _watch_age(self, chunk: Chunk) -> None:
+        if self._ttl_s:
+            heapq.heappush(self._ages, (chunk.born + self._ttl_s, next(self._aged), chunk))
+
+    def expire(self, wall: int) -> int:
+        """Remove what was computed more than `ttl_s` before `wall` (seconds since 1970); how many chunks.
+
+        Those who have such a chunk pinned may have it to the end; nobody else finds it any more.
+        """
+        expired = 0
+        while self._ages and self._ages[0][0] <= wall:
+            chunk = heapq.heappop(self._ages)[2]
+            if not (chunk.gone or chunk.doomed) and chunk.born + self._ttl_s <= wall:
+                expired += 1
+                self.doom(chunk, at_once=False)
+        return expired
 
     # -- removal
 

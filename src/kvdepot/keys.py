@@ -21,13 +21,14 @@ from blake3 import blake3
 
 from kvdepot.errors import BadRequest
 
-__all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash"]
+__all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash", "salt_tag"]
 
 HASH_BYTES = 32
 ROOT = blake3(b"kvdepot chunk chain 1").digest()
 """Parent of the first chunk of a prompt that has nothing but tokens."""
 
 _ENGINE_ROOT = blake3(b"kvdepot engine hash 1").digest()
+_SALTS = blake3(b"kvdepot salt 1").digest()
 
 
 def derive_root(*parts: tuple[str, str]) -> bytes:
@@ -41,6 +42,11 @@ def derive_root(*parts: tuple[str, str]) -> bytes:
         for text in (name.encode(), value.encode()):
             root = _derive(root, len(text).to_bytes(8, "little") + text)
     return root
+
+
+def salt_tag(salt: str) -> bytes:
+    """16 bytes that stand for a cache salt where chunks are to be forgotten by it; empty for none."""
+    return bytes(_derive(_SALTS, salt.encode())[:16]) if salt else b""
 
 
 def _derive(parent: bytes, text: bytes) -> bytes:

@@ -21,6 +21,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import zmq
 
 from kvdepot import shm, wire
@@ -31,11 +32,13 @@ from kvdepot.door import Door
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
-from kvdepot.mover import Call, Mover
+from kvdepot.mover import Call, Copy, Mover
 from kvdepot.rates import Rates
 from kvdepot.records import Records
 from kvdepot.recovery import restore
 from kvdepot.space import Space
+from kvdepot.tiers.carrier import Carrier
+from kvdepot.tiers.codec import make_codec
 
 __all__ = ["Server"]
 
@@ -47,6 +50,8 @@ _LINES = 20
 """Dropped records that are logged one by one."""
 _PAUSE_S = 0.005
 """How long to leave those alone who send more than they may, unless somebody else has something to say."""
+_TIER_STOP_S = 2.0
+"""For tiers' threads to end what they are at."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -85,16 +90,46 @@ class Server:
         self._cards: dict[bytes, shm.CardView] = {}
         self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
         self._rates = Rates(config.max_rate)
-        self.depot = Depot(config, self._restore())
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._carriers: list[Carrier] = []
+        try:
+            self._open_tiers()
+            self.depot = Depot(config, self._restore(), tiers=config.tier_configs)
+        except BaseException:
+            self._door.close()
+            self._socket.close()
+            self._stop_carriers(0.0)
+            self._context.destroy(linger=0)
+            self.arena.close(remove=not self.arena.taken_over)
+            self._guard.close()
+            raise
         self._mover = Mover(self.arena, config.copy_threads, self._report)
+
+    def _open_tiers(self) -> None:
+        """Raises ConfigError. A store that cannot be had now may be had later."""
+        for config in self._config.tier_configs:
+            options = config.options
+            ages = [age for age in (options.ttl_s, self._config.ttl_s) if age]
+            config = msgspec.structs.replace(
+                config, options=msgspec.structs.replace(options, ttl_s=min(ages, default=0))
+            )
+            self._carriers.append(Carrier(config, self.arena, self._report, make_codec(options)))
+            log.info("tier %s: write %s", config.name, options.write)
+
+    def _stop_carriers(self, timeout_s: float) -> bool:
+        """End the tiers' threads; False where one hangs, and may yet write into the arena."""
+        deadline = time.monotonic() + timeout_s
+        for carrier in self._carriers:
+            carrier.stop(max(0.1, deadline - time.monotonic()))
+        return not any(carrier.is_busy() for carrier in self._carriers)
 
     def _restore(self) -> Index:
         """An index of the chunks that are in the arena already, if another server left them."""
         arena = self.arena
         records = Records(arena.table(), arena.ensure_table)
-        index = Index(Space(arena.header.chunks_start, arena.size), POLICIES[self._config.policy](), records)
+        space = Space(arena.header.chunks_start, arena.size)
+        index = Index(space, POLICIES[self._config.policy](), records, self._config.ttl_s)
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
@@ -116,17 +151,19 @@ class Server:
             (part, zmq.POLLIN) for part in (self._socket, self._wake, *self._door.sockets)
         ]
         gc.freeze()
-        self.depot.max_clients, self.depot.max_files = self._door.share_out(self._config.max_clients)
+        self.depot.max_clients, self.depot.registrations.max_files = self._door.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
             "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",
             self._config.url, self._config.chunk_size, self.arena.path, self.arena.size / 2**30,
             self._mover.threads,
         )  # fmt: skip
+        self._act(self.depot.tick(time.monotonic(), time.time()))
         next_tick = time.monotonic() + _TICK_S
         try:
             while not self._stopping:
-                wait_s = max(0.0, next_tick - time.monotonic())
+                due = min(next_tick, self.depot.next_deadline())
+                wait_s = max(0.0, due - time.monotonic())
                 for ready, _ in zmq.zmq_poll(waited_for, int(wait_s * 1000) + 1):
                     if ready is self._socket:
                         self._receive(_BATCH)
@@ -134,7 +171,10 @@ class Server:
                         self._collect()
                     else:
                         self._door.turn(ready, self.depot.counters)
-                if time.monotonic() >= next_tick:
+                now = time.monotonic()
+                if now >= self.depot.next_deadline():
+                    self._act(self.depot.expire(now))
+                if now >= next_tick:
                     self._tick()
                     next_tick = time.monotonic() + _TICK_S
             self._drain()
@@ -195,7 +235,7 @@ class Server:
         if isinstance(request, wire.Hello):
             self._send(identity, number, self._hello(identity, user, request))
         else:
-            self._act(self.depot.handle(identity, number, request))
+            self._act(self.depot.handle(identity, number, request, time.monotonic()))
 
     def _hello(self, identity: bytes, user: str, hello: wire.Hello) -> wire.Welcome:
         if hello.version != wire.VERSION:
@@ -209,7 +249,8 @@ class Server:
                 raise BadRequest("this client has introduced itself with another card")
         else:
             self._cards[identity] = self._meet(identity, user, hello)
-        return wire.Welcome(wire.VERSION, self.arena.name, self._config.chunk_size)
+        lookup_s = self._config.lookup_s if self._carriers else 0.0
+        return wire.Welcome(wire.VERSION, self.arena.name, self._config.chunk_size, lookup_s)
 
     def _meet(self, identity: bytes, user: str, hello: wire.Hello) -> shm.CardView:
         """Take a new client in: its card, once it has proved that the card is its own."""
@@ -233,10 +274,13 @@ class Server:
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Reply):
-                self._send(action.client, action.number, action.value)
-            else:
-                self._mover.submit(action)
+            match action:
+                case Reply():
+                    self._send(action.client, action.number, action.value)
+                case Copy() | Call():
+                    self._mover.submit(action)
+                case _:
+                    self._carriers[action.tier].submit(action)
 
     def _send(self, identity: bytes, number: bytes, value: Any) -> None:
         encode = wire.encode_failure if isinstance(value, KVDepotError) else wire.encode_answer
@@ -256,9 +300,10 @@ class Server:
         while self._outcomes:
             token, outcome = self._outcomes.popleft()
             if token is not None:
-                self._act(self.depot.finished(token, outcome))
+                self._act(self.depot.finished(token, outcome, time.monotonic()))
 
     def _tick(self) -> None:
+        self._act(self.depot.tick(time.monotonic(), time.time()))
         self._rates.tick()
         self._door.tick()
         for identity, card in list(self._cards.items()):
@@ -284,7 +329,8 @@ class Server:
         deadline = time.monotonic() + self._config.drain_s
         log.info("stopping: %d operations in flight", self.depot.operations)
         self._receive(_BATCH)
-        while self.depot.operations and (left := deadline - time.monotonic()) > 0:
+        self._act(self.depot.stop_searching())
+        while (self.depot.operations or self.depot.tiering.busy) and (left := deadline - time.monotonic()) > 0:
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
             poller.poll(int(left * 1000) + 1)
@@ -296,12 +342,17 @@ class Server:
         """Give everything back: threads, sockets, files. Called by `run`."""
         if not self.depot.operations:
             self._mover.stop()
+        idle = self._stop_carriers(_TIER_STOP_S)
         self._door.close()
         self._socket.close()
         self._context.term()
         for card in self._cards.values():
             card.close(remove=False)
-        self.arena.close(remove=self._config.on_stop == "remove")
+        if idle:
+            self.arena.close(remove=self._config.on_stop == "remove")
+        elif self._config.on_stop == "remove":
+            # A tier's thread hangs and may yet write: the arena's lock goes with this process, not before.
+            self.arena.path.unlink(missing_ok=True)
         self._guard.close()
         os.close(self._wake)
         log.info("stopped")

@@ -28,15 +28,18 @@ __all__ = [
     "Clear",
     "EndSession",
     "Failure",
+    "Forget",
     "Hello",
     "Lookup",
     "Noop",
+    "Pin",
     "Register",
     "Request",
     "Retrieve",
     "Shards",
     "Status",
     "Store",
+    "Unpin",
     "Unregister",
     "Welcome",
     "decode_reply",
@@ -99,7 +102,8 @@ class Lookup(_Message, frozen=True):
     """Longest cached prefix of `hashes`. Answer: chunks in it; they are pinned for `request`.
 
     readers: keys that will be retrieved per chunk (ranks); after that many the pin is gone by itself.
-    blocks_in_chunk: 0 where the caller does not know it.
+    blocks_in_chunk: 0 where the caller does not know it. chained: each hash names the one before it, from the prompt's
+    start. salt: as in Shards. The answer may take up to `Welcome.lookup_s` where there are tiers.
     """
 
     model: str
@@ -108,6 +112,8 @@ class Lookup(_Message, frozen=True):
     request: str
     readers: int
     hashes: bytes
+    chained: bool = False
+    salt: bytes = b""
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -117,6 +123,7 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
         hashes are an engine's own and nobody knows how they chain.
     depth: chunks before the first, from the prompt's start (with `parent` only).
     skip_blocks: leading blocks of the first chunk that a retrieve must not write.
+    salt: 16 bytes that stand for the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty: none.
     """
 
     request: str
@@ -128,6 +135,7 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     hashes: bytes
     block_ids: bytes
     skip_blocks: int = 0
+    salt: bytes = b""
 
 
 class Store(_Message, frozen=True):
@@ -165,21 +173,69 @@ class Clear(_Message, frozen=True):
     model: str = ""
 
 
+class Pin(_Message, frozen=True):
+    """Keep the longest cached prefix of `hashes` under a name, whoever comes and goes. Answer: chunks in it.
+
+    A name that is known is pinned anew. ttl_s: seconds; 0 = until it is unpinned or the server ends.
+    """
+
+    name: str
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    hashes: bytes
+    salt: bytes = b""
+    ttl_s: int = 0
+
+
+class Unpin(_Message, frozen=True):
+    """Give up a Pin. Answer: bool, whether there was one of that name."""
+
+    name: str
+
+
+class Forget(_Message, frozen=True):
+    """Remove chunks, from memory and tiers, of one model or of all (empty), of one salt or of all (empty).
+
+    Whoever has them pinned gets them no more. Answer: a dict: chunks removed from `memory`, and what each tier said.
+    """
+
+    model: str = ""
+    salt: bytes = b""
+
+
 class Status(_Message, frozen=True):
     """Answer: a dict of counts."""
 
 
 Request: TypeAlias = (
-    Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession | ChunkSize | Noop | Clear | Status
+    Hello
+    | Register
+    | Unregister
+    | Lookup
+    | Store
+    | Retrieve
+    | EndSession
+    | ChunkSize
+    | Noop
+    | Clear
+    | Pin
+    | Unpin
+    | Forget
+    | Status
 )
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """Answer to `Hello`: the arena's file name (whose lock says that the server lives) and the chunk size."""
+    """Answer to `Hello`: the arena's file name (whose lock says that the server lives) and the chunk size.
+
+    lookup_s: so long the server may look behind memory before it answers a lookup.
+    """
 
     version: int
     arena: str
     chunk_size: int
+    lookup_s: float = 0.0
 
 
 class Answer(_Message, frozen=True):

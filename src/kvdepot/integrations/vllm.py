@@ -48,7 +48,7 @@ from kvdepot.config import default_url
 from kvdepot.contract import pack_block_ids
 from kvdepot.devices.cpu import share
 from kvdepot.errors import ConfigError
-from kvdepot.keys import ChunkChain, derive_root
+from kvdepot.keys import ChunkChain, derive_root, salt_tag
 from kvdepot.layout import build_layout
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class _Transfer:
     hashes: bytes
     block_ids: bytes
     skip_blocks: int = 0
+    salt: bytes = b""
 
 
 @dataclass
@@ -178,7 +179,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.chain.extend(request.all_token_ids, tracked.extras)
         self._asks.cleanup_lookup_result(request.request_id)
         if self._loads and not request.skip_reading_prefix_cache:
-            self._asks.submit_lookup(request.request_id, bytes(tracked.chain.hashes), readers=self._ranks)
+            salt = salt_tag(request.cache_salt or "")
+            self._asks.submit_lookup(request.request_id, bytes(tracked.chain.hashes), self._ranks, salt=salt)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens the depot has beyond the engine's own `num_computed_tokens`; None: ask again next step."""
@@ -222,7 +224,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         chain = tracked.chain
         return _Transfer(
             tracked.request.request_id, chain.parent(first), first, chain.slice(first, end),
-            pack_block_ids(block_ids), skip_blocks,
+            pack_block_ids(block_ids), skip_blocks, salt_tag(tracked.request.cache_salt or ""),
         )  # fmt: skip
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> _Metadata:
@@ -358,7 +360,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def _shards(self, transfers: Iterable[_Transfer]) -> list[wire.Shards]:
         # No request id: the scheduler ends pins itself when a load has ended, and two engines may well number
         # their requests alike.
-        return [self._moves.shards("", t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks) for t in transfers]
+        return [
+            self._moves.shards("", t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt) for t in transfers
+        ]
 
     @property
     def _orders(self) -> _Metadata:

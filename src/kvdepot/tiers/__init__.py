@@ -11,6 +11,7 @@ A tier is written as a URL (`parse`): `disk:///var/cache/kv?capacity_gib=100&wri
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -21,7 +22,7 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["KINDS", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
+__all__ = ["KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
 
 KINDS = {
     "disk": "kvdepot.tiers.disk",
@@ -38,13 +39,18 @@ KINDS = {
 """URL scheme -> the module whose `open(url: str, options: dict[str, str], threads: int) -> Tier` makes it."""
 
 
+NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
+"""What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Blob:
     """One object on its way: its name, and its bytes as pieces of memory, in order.
 
-    name: `salt/space/key.rank`, of the characters `0-9a-f/.` and at most 160 of them; salt and space have 32 each.
-    buffers: contiguous, of bytes. Of a write: what to store, together. Of a read: where to, filled in order; room for
-    at least what there is unless the object is not what its name says.
+    name: `salt/space/key.rank`, as NAME says; no other ever comes from kvdepot.
+    buffers: contiguous, of bytes, at any address, none of them empty, perhaps thousands. Of a write: what to store,
+    together (it may be read-only). Of a read: where to, filled in order; room for at least what there is unless the
+    object is not what its name says, and perhaps more. An object has at least one byte.
     """
 
     name: str
@@ -92,14 +98,16 @@ class Tier(Protocol):
         """Fill the buffers, one answer a blob: bytes of the object, or -1 where it is not there.
 
         An object for which the buffers have not room is answered with its size, and whatever is in them then counts for
-        nothing. What is answered as read has arrived in full and in order. Never a part of two objects.
+        nothing, as does what lies behind a shorter object. What is answered as read has arrived in full and in order.
+        Never a part of two objects. One name may be asked for twice, into different buffers.
         """
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
         """Store objects, one answer a blob: whether it is there now, whole. What exists is replaced or left as it is.
 
-        False: refused (too large, no room, not now). Visible to `find` and `read` at once or not at all, on every host:
-        nobody ever sees a part of an object, whenever this process is killed.
+        False: refused (too large, no room, not now); what was there before may be there still. Visible to `find` and
+        `read` at once or not at all, on every host: nobody ever sees a part of an object, whenever this process is
+        killed. A name comes once in a call.
         """
 
     def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
@@ -111,14 +119,17 @@ class Tier(Protocol):
     def forget(self, salt: str, space: str) -> int:
         """Remove every object whose name's first part begins with `salt` and second with `space`; how many.
 
-        Empty strings match all. What is being written meanwhile may stay.
+        Empty strings match all. What is being written meanwhile may stay. How many is exact where nothing else goes on.
         """
 
     def usage(self) -> Usage:
         """What is there. Cheap: it is also how a tier that failed is asked whether it is back (raises TierError)."""
 
     def close(self) -> None:
-        """Give up connections, threads and files; objects stay. Calls under way may fail. Safe twice."""
+        """Give up connections, threads and files; objects stay. Safe twice.
+
+        Calls under way may fail, as may any that follow, with TierError or as if nothing were there.
+        """
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -169,9 +180,14 @@ class TierConfig(msgspec.Struct, frozen=True):
 
 def parse(text: str) -> TierConfig:
     """A tier's URL with its options. Raises ConfigError that names what is wrong."""
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as exc:
+        raise ConfigError(f"tiers: {text!r} is no URL: {exc}") from exc
     if parts.scheme not in KINDS:
         raise ConfigError(f"tiers: {text!r} begins with none of {', '.join(kind + '://' for kind in KINDS)}")
+    if re.search(r"[\s\x00-\x1f]", text):
+        raise ConfigError(f"tiers: {text!r} holds a space; write %20")
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)

@@ -115,13 +115,14 @@ class Carrier:
     def __init__(
         self,
         config: TierConfig,
-        tier: Tier,
         arena: Memory,
         report: Callable[[Any, Any], None],
         codec: Codec,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.tier = tier
+        """Opens the tier; one that cannot be had is tried again with each errand. Raises ConfigError."""
+        self._tier: Tier | None = None
+        self._opening = threading.Lock()
         self._config = config
         self._arena = arena
         self._report = report
@@ -134,7 +135,11 @@ class Carrier:
         # One more than asked for: of the last, saves keep off, so that no load waits behind them all.
         count = config.options.threads + 1
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
-        tier.attach([memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")])
+        self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
+        try:
+            self._open()
+        except TierError as exc:
+            log.warning("tier %s cannot be had yet: %s", config.name, exc)
         self._threads = [
             threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
             for i in range(count)
@@ -161,12 +166,20 @@ class Carrier:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if not self.is_busy():
-            self.tier.close()
+        if not self.is_busy() and self._tier is not None:
+            self._tier.close()
 
     def is_busy(self) -> bool:
         """Whether a thread is still at work, after `stop`: it may yet touch the arena."""
         return any(thread.is_alive() for thread in self._threads)
+
+    def _open(self) -> Tier:
+        with self._opening:
+            if self._tier is None:
+                tier = self._config.open()
+                tier.attach(self._memory)
+                self._tier = tier
+            return self._tier
 
     def _next(self, saves: bool) -> Errand | None:
         with self._ready:
@@ -182,7 +195,7 @@ class Carrier:
         while (errand := self._next(saves)) is not None:
             outcome: Any
             try:
-                outcome = run(errand, self.tier, self._arena, heads, self._codec, self._oldest())
+                outcome = run(errand, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
             except KVDepotError as exc:
                 outcome = exc
             except Exception as exc:
@@ -245,12 +258,11 @@ def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldes
         return False
     if header.stored != size - HEADER_BYTES:
         return False
-    if header.born < oldest:
+    if header.born < oldest or not codec.is_readable(header):
         return None
     if header.coding:
-        stored = b"".join(blob.buffers[1:])[: header.stored]
         out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
-        if not codec.decode(header, memoryview(stored), out):
+        if not codec.decode(header, blob.buffers[1:], out):
             return False
     elif header.stored != part.size:
         return False

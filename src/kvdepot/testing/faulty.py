@@ -1,0 +1,271 @@
+"""Tiers for tests: one that is a plain dict, one that goes wrong on demand, one that waits until it is let go.
+
+    tier = SlowTier(FaultyTier(MemoryTier(), seed=7))
+
+Any thread. The one law: what is injected is counted, so that a test can tell that it happened.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from kvdepot.errors import TierError
+from kvdepot.tiers import Blob, Tier, Usage
+
+__all__ = ["FAULTS", "FaultyTier", "MemoryTier", "SlowTier"]
+
+_T = TypeVar("_T")
+
+FAULTS = {
+    "down": "a call raises TierError, with nothing done",
+    "late": "a call raises TierError, with all done",
+    "hide": "find says False of an object, and read -1",
+    "promise": "find says True of what may not be there",
+    "refuse": "write says False, with nothing done",
+    "lose": "write says True, with nothing done",
+    "corrupt": "read delivers an object with one bit changed",
+    "truncate": "read delivers an object without its end, and says so",
+    "swell": "read says that an object is larger than the room there was",
+}
+"""What can go wrong, each with a rate of its own; of calls, or of objects in a call."""
+
+
+class MemoryTier:
+    """Objects in a dict. With `capacity_bytes`, the oldest go."""
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.objects: dict[str, bytes] = {}
+        self.counters: Counter[str] = Counter()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<MemoryTier {len(self.objects)} objects, {self._bytes} bytes>"
+
+    def attach(self, memory: Sequence[memoryview]) -> None:
+        """Nothing to prepare."""
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        with self._lock:
+            return [name in self.objects for name in names]
+
+    def read(self, blobs: Sequence[Blob]) -> list[int]:
+        with self._lock:
+            found = [self.objects.get(blob.name) for blob in blobs]
+        return [-1 if data is None else _fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
+
+    def write(self, blobs: Sequence[Blob]) -> list[bool]:
+        return [self._write(blob.name, b"".join(blob.buffers)) for blob in blobs]
+
+    def _write(self, name: str, data: bytes) -> bool:
+        with self._lock:
+            if self.capacity_bytes is not None:
+                if len(data) > self.capacity_bytes:
+                    return False
+                self._drop(name)
+                while self._bytes + len(data) > self.capacity_bytes:
+                    self._drop(next(iter(self.objects)))
+                    self.counters["evicted"] += 1
+            self._drop(name)
+            self.objects[name] = data
+            self._bytes += len(data)
+        return True
+
+    def _drop(self, name: str) -> None:
+        self._bytes -= len(self.objects.pop(name, b""))
+
+    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+        with self._lock:
+            for name in names:
+                self.counters["quarantined"] += spoilt and name in self.objects
+                self._drop(name)
+
+    def forget(self, salt: str, space: str) -> int:
+        with self._lock:
+            gone = [name for name in self.objects if name.startswith(salt) and name[33:65].startswith(space)]
+            for name in gone:
+                self._drop(name)
+        return len(gone)
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(len(self.objects), self._bytes, self.capacity_bytes, dict(self.counters))
+
+    def close(self) -> None:
+        """The objects stay, for whoever holds this."""
+
+
+def _fill(blob: Blob, data: bytes) -> int:
+    if len(data) <= blob.size:
+        rest = memoryview(data)
+        for buffer in blob.buffers:
+            part = rest[: len(buffer)]
+            buffer[: len(part)] = part
+            rest = rest[len(part) :]
+    return len(data)
+
+
+class FaultyTier:
+    """Another tier, with FAULTS injected at given rates; the same seed and calls, the same faults."""
+
+    def __init__(self, tier: Tier, seed: int = 0) -> None:
+        self.tier = tier
+        self.injected: Counter[str] = Counter()
+        self._rates: dict[str, float] = {}
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<FaultyTier {self._rates} injected {dict(self.injected)} of {self.tier!r}>"
+
+    def inject(self, **rates: float) -> None:
+        """From now on these faults, each so often: `inject(down=1)`, `inject(corrupt=0.1, hide=0.1)`; `inject()`: none.
+
+        Raises ValueError for a fault there is not.
+        """
+        if unknown := rates.keys() - FAULTS.keys():
+            raise ValueError(f"no such fault: {', '.join(sorted(unknown))}")
+        with self._lock:
+            self._rates = rates
+
+    def _strikes(self, fault: str) -> bool:
+        with self._lock:
+            rate = self._rates.get(fault, 0.0)
+            struck = rate > 0 and self._random.random() < rate
+            self.injected[fault] += struck
+        return struck
+
+    def _call(self, run: Callable[[], _T]) -> _T:
+        if self._strikes("down"):
+            raise TierError("injected: the store cannot be had")
+        answer = run()
+        if self._strikes("late"):
+            raise TierError("injected: the store could not be heard")
+        return answer
+
+    def attach(self, memory: Sequence[memoryview]) -> None:
+        self.tier.attach(memory)
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        found = self._call(lambda: self.tier.find(names))
+        return [self._strikes("promise") or (there and not self._strikes("hide")) for there in found]
+
+    def read(self, blobs: Sequence[Blob]) -> list[int]:
+        sizes = self._call(lambda: self.tier.read(blobs))
+        return [self._spoil(blob, size) for blob, size in zip(blobs, sizes, strict=True)]
+
+    def _spoil(self, blob: Blob, size: int) -> int:
+        if size < 1 or self._strikes("hide"):
+            return -1
+        if size > blob.size:
+            return size
+        if self._strikes("corrupt"):
+            place = self._random.randrange(size)
+            for buffer in blob.buffers:
+                if place < len(buffer):
+                    buffer[place] ^= 1 << self._random.randrange(8)
+                    break
+                place -= len(buffer)
+        if self._strikes("truncate"):
+            return self._random.randrange(size)
+        return blob.size + 1 if self._strikes("swell") else size
+
+    def write(self, blobs: Sequence[Blob]) -> list[bool]:
+        refused = [self._strikes("refuse") for _ in blobs]
+        lost = [self._strikes("lose") for _ in blobs]
+        sound = [blob for blob, no, gone in zip(blobs, refused, lost, strict=True) if not (no or gone)]
+        answers = iter(self._call(lambda: self.tier.write(sound)))
+        return [not no and (gone or next(answers)) for no, gone in zip(refused, lost, strict=True)]
+
+    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+        self._call(lambda: self.tier.remove(names, spoilt))
+
+    def forget(self, salt: str, space: str) -> int:
+        return self._call(lambda: self.tier.forget(salt, space))
+
+    def usage(self) -> Usage:
+        return self._call(self.tier.usage)
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+class SlowTier:
+    """Another tier, whose calls wait while they are held: a store that hangs, without any clock."""
+
+    METHODS = ("find", "read", "write", "remove", "forget", "usage")
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.calls: Counter[str] = Counter()
+        """Calls so far, waiting ones among them."""
+        self._held: frozenset[str] = frozenset()
+        self._waiting = 0
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return f"<SlowTier holds {sorted(self._held)}, {self._waiting} calls waiting, of {self.tier!r}>"
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait now."""
+        with self._changed:
+            return self._waiting
+
+    def hold(self, *methods: str) -> None:
+        """From now on calls of these methods wait (of all of METHODS when none is named), others do not."""
+        if unknown := set(methods) - set(self.METHODS):
+            raise ValueError(f"no such method: {', '.join(sorted(unknown))}")
+        with self._changed:
+            self._held = frozenset(methods or self.METHODS)
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """All go on, and nobody waits any more."""
+        with self._changed:
+            self._held = frozenset()
+            self._changed.notify_all()
+
+    def _wait(self, method: str) -> Any:
+        with self._changed:
+            self.calls[method] += 1
+            self._waiting += 1
+            self._changed.wait_for(lambda: method not in self._held)
+            self._waiting -= 1
+        return getattr(self.tier, method)
+
+    def attach(self, memory: Sequence[memoryview]) -> None:
+        self.tier.attach(memory)
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        answers: list[bool] = self._wait("find")(names)
+        return answers
+
+    def read(self, blobs: Sequence[Blob]) -> list[int]:
+        answers: list[int] = self._wait("read")(blobs)
+        return answers
+
+    def write(self, blobs: Sequence[Blob]) -> list[bool]:
+        answers: list[bool] = self._wait("write")(blobs)
+        return answers
+
+    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+        self._wait("remove")(names, spoilt)
+
+    def forget(self, salt: str, space: str) -> int:
+        count: int = self._wait("forget")(salt, space)
+        return count
+
+    def usage(self) -> Usage:
+        usage: Usage = self._wait("usage")()
+        return usage
+
+    def close(self) -> None:
+        """Lets everybody go."""
+        self.release()
+        self.tier.close()

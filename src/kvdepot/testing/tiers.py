@@ -1,0 +1,659 @@
+"""The suite that every tier must pass, ours and anyone's. Importing it needs pytest and hypothesis; nothing else does.
+
+    class TestMine(TierConformance):
+        def open_tier(self, place):
+            return mine.open(f"mine://{place}", {}, threads=4)
+
+`place` is a fixture: a new path, unless a subclass has its own (a server's URL with a prefix nobody else uses).
+What else a subclass can say stands at the top of TierConformance. The one law: the suite asks for nothing that the
+contract (kvdepot.tiers) does not promise. Each test begins with a tier that holds nothing. In a conftest.py,
+`pytest.register_assert_rewrite("kvdepot.testing.tiers")` makes failures tell more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import mmap
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvdepot.errors import KVDepotError, TierError
+from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier, SlowTier
+from kvdepot.tiers import NAME, Blob, Tier, Usage
+
+__all__ = ["FAULTS", "FaultyTier", "MemoryTier", "SlowTier", "TierConformance", "content", "cut", "name_of", "together"]
+
+KIB = 1 << 10
+MIB = 1 << 20
+_SIZES = (1, 2, 511, 4095, 4096, 4097, 64 * KIB + 3, MIB, 8 * MIB + 1, 32 * MIB)
+
+
+def name_of(number: int, salt: int = 0, space: int = 0, rank: int = 0) -> str:
+    """A name as kvdepot makes them: keys look random; spaces 0 to 15 begin with the same 16 characters."""
+    key = hashlib.sha256(number.to_bytes(8, "little")).hexdigest()
+    return f"{salt:032x}/{space // 16:016x}{space:016x}/{key}.{rank:x}"
+
+
+def content(number: int, size: int) -> bytes:
+    """`size` bytes that no other number has, and of which no part repeats."""
+    return random.Random(number).randbytes(size)
+
+
+def cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """`memory` in pieces of these sizes, the last one being the rest; none is empty."""
+    pieces = []
+    for size in sizes:
+        if 0 < size < len(memory):
+            pieces.append(memory[:size])
+            memory = memory[size:]
+    return [*pieces, memory]
+
+
+def together(*tasks: Callable[[], None], timeout_s: float = 120.0) -> None:
+    """Run tasks in a thread each; raises what the first of them raised. Fails when one has not ended in time."""
+    failures: list[BaseException] = []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as exc:  # noqa: BLE001 - the top of a thread; told to whoever waits below
+            failures.append(exc)
+
+    threads = [threading.Thread(target=run, args=(task,), daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), f"a call on the tier did not end within {timeout_s} s"
+    if failures:
+        raise failures[0]
+
+
+def _stamped(version: int, size: int) -> bytes:
+    """An object of which every 8 bytes tell the version."""
+    return version.to_bytes(8, "little") * (size // 8)
+
+
+class TierConformance:
+    """Tests of one tier; subclass it in a test module and name the subclass Test..."""
+
+    keeps: ClassVar[bool] = True
+    """Whether objects outlive `close`, to be found by who opens the same place again."""
+    shared: ClassVar[bool] = False
+    """Whether several may have one place open at the same time (as depots on several hosts do)."""
+    largest_bytes: ClassVar[int] = 32 * MIB
+    """No larger objects are tried. 64 MiB altogether must stay where nothing is removed."""
+    examples: ClassVar[int] = 25
+    """Lives of the state machine."""
+    slack_bytes: ClassVar[int] = 64 * KIB
+    """What one object may take beside its own bytes, at most (see `open_bounded`)."""
+
+    def open_tier(self, place: Any) -> Tier:
+        """Open the tier at `place`. Called again after `close`, it finds what was there, if the tier keeps."""
+        raise NotImplementedError
+
+    def open_bounded(self, place: Any, capacity_bytes: int) -> Tier | None:
+        """The same with room for so much only (the suite asks for some MiB); None where the store decides alone."""
+        return None
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Any:
+        """Somewhere that nobody else uses."""
+        return tmp_path / "tier"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def memory(cls) -> memoryview:
+        """What the tier is told of by `attach`; page aligned, and large enough for two of the largest objects."""
+        return memoryview(mmap.mmap(-1, 2 * cls.largest_bytes + MIB))
+
+    @pytest.fixture
+    def tier(self, place: Any, memory: memoryview) -> Iterator[Tier]:
+        tier = self._start(place, memory)
+        assert tier.forget("", "") == 0, "the suite needs a place of its own, with nothing in it"
+        yield tier
+        tier.close()
+
+    def _start(self, place: Any, memory: memoryview) -> Tier:
+        tier = self.open_tier(place)
+        tier.attach([memory])
+        return tier
+
+    # -- bytes
+
+    @pytest.mark.parametrize("size", _SIZES)
+    def test_what_is_written_is_read_back_byte_for_byte(self, tier: Tier, memory: memoryview, size: int) -> None:
+        size = min(size, self.largest_bytes)
+        data = content(size, size)
+        source, target = memory[:size], memory[self.largest_bytes + 64 : self.largest_bytes + 64 + size]
+        source[:] = data
+        name = name_of(size)
+        assert tier.find([name]) == [False]
+        assert tier.write([Blob(name, [source])]) == [True]
+        source[:] = bytes(size)  # nothing may still be looking
+        target[:] = bytes(size)
+        assert tier.find([name]) == [True]
+        assert tier.read([Blob(name, [target])]) == [size]
+        assert target == data
+
+    def test_memory_it_was_not_told_of_and_memory_that_is_read_only_will_do(self, tier: Tier) -> None:
+        data = content(1, 100_001)
+        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        assert _get(tier, name_of(1), len(data)) == data
+
+    @pytest.mark.parametrize("pieces", [2, 3, 64, 1024, 1025, 3000])
+    def test_pieces_are_joined_and_parted_anywhere(self, tier: Tier, memory: memoryview, pieces: int) -> None:
+        size = 300_007
+        data = content(pieces, size)
+        draw = random.Random(pieces)
+        memory[1 : 1 + size] = data  # not even aligned to two bytes
+        written = cut(memory[1 : 1 + size], [1, *(draw.randrange(1, size // pieces) for _ in range(pieces - 2))])
+        assert len(written) == pieces
+        assert tier.write([Blob(name_of(1), written)]) == [True]
+        target = memory[MIB + 3 : MIB + 3 + size]
+        target[:] = bytes(size)
+        wanted = cut(target, [draw.randrange(1, size // pieces) for _ in range(pieces - 1)])
+        assert len(wanted) == pieces
+        assert tier.read([Blob(name_of(1), wanted)]) == [size]
+        assert target == data
+
+    def test_pieces_need_not_lie_in_order_or_side_by_side(self, tier: Tier, memory: memoryview) -> None:
+        data = content(1, 3 * 4096)
+        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        memory[: 7 * 4096] = bytes(7 * 4096)
+        places = [memory[5 * 4096 : 6 * 4096], memory[4096 : 2 * 4096], memory[3 * 4096 : 4 * 4096]]
+        assert tier.read([Blob(name_of(1), places)]) == [len(data)]
+        assert b"".join(places) == data
+        for page in (0, 2, 4, 6):
+            assert memory[page * 4096 : (page + 1) * 4096] == bytes(4096), "wrote outside the buffers"
+
+    def test_an_object_for_which_there_is_no_room_is_answered_with_its_size(self, tier: Tier) -> None:
+        sizes = [2, 5000, 300_000]
+        for number, size in enumerate(sizes):
+            assert tier.write([Blob(name_of(number), [memoryview(content(number, size))])]) == [True]
+        for number, size in enumerate(sizes):
+            for room in (1, size // 2, size - 1):
+                areas = cut(memoryview(bytearray(room)), [room // 3])
+                assert tier.read([Blob(name_of(number), areas)]) == [size]
+            assert _get(tier, name_of(number), size) == content(number, size)
+
+    def test_more_room_than_there_are_bytes_is_filled_from_its_start(self, tier: Tier) -> None:
+        data = content(1, 5000)
+        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        for room in (5001, 9000, 200_000):
+            area = bytearray(room)
+            assert tier.read([Blob(name_of(1), cut(memoryview(area), [700, 4300, 1]))]) == [5000]
+            assert area[:5000] == data
+
+    # -- batches and names
+
+    def test_a_batch_of_nothing_is_answered_with_nothing(self, tier: Tier) -> None:
+        assert list(tier.find([])) == list(tier.read([])) == list(tier.write([])) == []
+        tier.remove([])
+        tier.remove([], spoilt=True)
+
+    def test_what_is_not_there_is_an_answer_and_no_error(self, tier: Tier) -> None:
+        area = bytearray(10)
+        assert tier.find([name_of(1), name_of(2)]) == [False, False]
+        assert tier.read([Blob(name_of(1), [memoryview(area)]), Blob(name_of(2), [memoryview(area)])]) == [-1, -1]
+        tier.remove([name_of(1)])
+        tier.remove([name_of(1)], spoilt=True)
+
+    def test_a_batch_is_answered_in_its_order_each_object_for_itself(self, tier: Tier) -> None:
+        numbers = [*range(100)]
+        kept = [number for number in numbers if number % 3]
+        blobs = [Blob(name_of(n), cut(memoryview(content(n, 1000 + 37 * n)), [n])) for n in kept]
+        assert tier.write(blobs) == [True] * len(kept)
+        order = [*reversed(numbers), 1, 2, 1]
+        assert tier.find([name_of(n) for n in order]) == [n % 3 > 0 for n in order]
+        areas = [bytearray(1000 + 37 * n - (n % 5 == 0)) for n in order]  # every fifth has a byte too few
+        answers = tier.read([Blob(name_of(n), [memoryview(area)]) for n, area in zip(order, areas, strict=True)])
+        assert answers == [1000 + 37 * n if n % 3 else -1 for n in order]
+        for n, area in zip(order, areas, strict=True):
+            if n % 3 and n % 5:
+                assert area == content(n, len(area))
+
+    def test_names_differ_in_every_part_and_to_the_last_character(self, tier: Tier) -> None:
+        zero, last = "0" * 32, "f" * 32
+        names = [
+            f"{zero}/{zero}/0.0",
+            f"{zero}/{zero}/0.1",
+            f"{zero}/{zero}/0.10",
+            f"{zero}/{zero}/00.1",
+            f"{zero}/{last}/0.0",
+            f"{last}/{zero}/0.0",
+            f"{last}/{last}/{'f' * 64}.{'f' * 29}",
+            f"{last}/{last}/{'f' * 64}.{'f' * 28}",
+            f"{last}/{last}/{'f' * 64}.{'f' * 28}0",
+            f"{last}/{last}/{'f' * 92}.f",
+            f"{last}/{last}/f.{'f' * 92}",
+            name_of(1, rank=0),
+            name_of(1, rank=255),
+        ]
+        assert all(NAME.fullmatch(name) for name in names) and max(map(len, names)) == 160
+        for number, name in enumerate(names):
+            assert tier.find([name]) == [False], name
+            assert tier.write([Blob(name, [memoryview(content(number, 100 + number))])]) == [True], name
+        for number, name in enumerate(names):
+            assert _get(tier, name, 200) == content(number, 100 + number), name
+        for number, name in enumerate(names):
+            tier.remove([name])
+            assert tier.find(names) == [False] * (number + 1) + [True] * (len(names) - number - 1), name
+
+    # -- writing again, removing
+
+    def test_an_object_written_again_is_one_of_the_two(self, tier: Tier) -> None:
+        for first, second in [(5000, 5000), (5000, 300_000), (300_000, 7)]:
+            old, new = content(first, first), content(second + 1, second)
+            assert tier.write([Blob(name_of(first), [memoryview(old)])]) == [True]
+            assert tier.write([Blob(name_of(first), [memoryview(new)])]) == [True]
+            assert _get(tier, name_of(first), 400_000) in (old, new)
+            tier.remove([name_of(first)])
+
+    @pytest.mark.parametrize("spoilt", [False, True])
+    def test_what_is_removed_is_gone_alone_and_can_be_written_anew(self, tier: Tier, spoilt: bool) -> None:
+        names = [name_of(n) for n in range(12)]
+        assert tier.write([Blob(name, [memoryview(content(1, 5000))]) for name in names]) == [True] * 12
+        tier.remove([*names[:5], name_of(99)], spoilt)
+        assert tier.find(names) == [False] * 5 + [True] * 7
+        assert [_get(tier, name, 5000) is None for name in names] == [True] * 5 + [False] * 7
+        tier.remove(names[:1], spoilt)
+        assert tier.write([Blob(names[0], [memoryview(content(2, 6000))])]) == [True]
+        assert _get(tier, names[0], 9000) == content(2, 6000)
+
+    def test_forget_takes_what_begins_so_and_nothing_else(self, tier: Tier) -> None:
+        places = [(salt, space) for salt in (0, 1, 16) for space in (0, 1, 17)]
+
+        def fill() -> None:
+            blobs = [
+                Blob(name_of(n, *place), [memoryview(content(n, 500))]) for place in places for n in range(3)
+            ]  # fmt: skip
+            assert tier.write(blobs) == [True] * len(blobs)
+
+        def there() -> set[tuple[int, int]]:
+            found = set()
+            for place in places:
+                answers = tier.find([name_of(n, *place) for n in range(3)])
+                assert len(set(answers)) == 1, "half of a space is gone"
+                if answers[0]:
+                    found.add(place)
+            return found
+
+        def parts(place: tuple[int, int]) -> list[str]:
+            return name_of(0, *place).split("/")[:2]
+
+        prefixes = {("", "")}
+        for place in places:
+            salt, space = parts(place)
+            prefixes |= {(salt, ""), (salt, space), ("", space), ("", space[:16]), (salt, space[:16]), (salt[:31], "")}
+        prefixes |= {("0", ""), ("f", ""), ("", "f"), ("f" * 32, "f" * 32)}
+        for salt, space in sorted(prefixes):
+            fill()
+            gone = {p for p in places if parts(p)[0].startswith(salt) and parts(p)[1].startswith(space)}
+            assert tier.forget(salt, space) == 3 * len(gone), (salt, space)
+            assert there() == set(places) - gone, (salt, space)
+
+    def test_usage_tells_what_is_there_or_that_it_cannot_tell(self, tier: Tier) -> None:
+        def check(objects: int, size: int) -> None:
+            usage = tier.usage()
+            assert isinstance(usage, Usage)
+            assert usage.objects in (None, objects)
+            assert usage.bytes is None or size <= usage.bytes <= size + objects * self.slack_bytes
+            assert usage.capacity_bytes is None or usage.capacity_bytes >= (usage.bytes or 0)
+            assert all(isinstance(key, str) and count >= 0 for key, count in usage.counters.items())
+
+        check(0, 0)
+        names = [name_of(n) for n in range(10)]
+        assert tier.write([Blob(name, [memoryview(bytes(10_000))]) for name in names]) == [True] * 10
+        check(10, 100_000)
+        assert tier.write([Blob(name, [memoryview(bytes(10_000))]) for name in names[:5]]) == [True] * 5
+        check(10, 100_000)
+        tier.remove(names[:4])
+        check(6, 60_000)
+        tier.forget("", "")
+        check(0, 0)
+
+    # -- lives
+
+    def test_what_was_there_is_there_again_after_it_was_closed(self, place: Any, memory: memoryview) -> None:
+        if not self.keeps:
+            pytest.skip("objects end with the tier")
+        sizes = {name_of(n, salt=n % 2): 1 + n * 7001 for n in range(40)}
+        tier = self._start(place, memory)
+        for number, (name, size) in enumerate(sizes.items()):
+            assert tier.write([Blob(name, [memoryview(content(number, size))])]) == [True]
+        removed = list(sizes)[::4]
+        tier.remove(removed)
+        for _ in range(2):
+            tier.close()
+            tier = self._start(place, memory)
+            assert tier.find(list(sizes)) == [name not in removed for name in sizes]
+            for number, (name, size) in enumerate(sizes.items()):
+                expected = None if name in removed else content(number, size)
+                assert _get(tier, name, 300_000) == expected
+        assert tier.usage().objects in (None, len(sizes) - len(removed))
+        assert tier.forget("", "") == len(sizes) - len(removed)
+        tier.close()
+
+    def test_close_is_safe_twice_and_what_follows_fails_like_a_store_that_is_gone(
+        self, place: Any, memory: memoryview
+    ) -> None:
+        tier = self._start(place, memory)
+        assert tier.write([Blob(name_of(1), [memoryview(bytes(10))])]) == [True]
+        tier.close()
+        tier.close()
+        area = memoryview(bytearray(10))
+        calls: list[tuple[Callable[[], Any], tuple[Any, ...]]] = [
+            (lambda: tier.find([name_of(1)]), ([False], [True])),
+            (lambda: tier.read([Blob(name_of(1), [area])]), ([-1], [10])),
+            (lambda: tier.write([Blob(name_of(2), [area])]), ([False], [True])),
+            (lambda: tier.remove([name_of(1)]), (None,)),
+            (lambda: tier.forget("", ""), (0, 1, 2)),
+        ]
+        for call, answers in calls:
+            with contextlib.suppress(TierError):
+                assert call() in answers
+
+    def test_close_ends_calls_under_way_and_none_of_them_lies(self, place: Any, memory: memoryview) -> None:
+        tier = self._start(place, memory)
+        data = content(1, MIB)
+        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        started = threading.Barrier(4)
+
+        def read() -> None:
+            area = bytearray(MIB)
+            started.wait()
+            for turn in range(500):
+                try:
+                    size = tier.read([Blob(name_of(1), [memoryview(area)])])[0]
+                except TierError:
+                    return
+                if size == -1:
+                    return
+                assert size == MIB and area == data, f"read {turn} is wrong"
+
+        def close() -> None:
+            started.wait()
+            tier.close()
+
+        together(read, read, read, close)
+
+    def test_two_that_share_a_store_see_each_others_objects(self, place: Any, memory: memoryview) -> None:
+        if not self.shared:
+            pytest.skip("one at a time")
+        one, two = self._start(place, memory), self._start(place, memory)
+        try:
+            data = content(1, 300_000)
+            assert one.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+            assert two.find([name_of(1)]) == [True]
+            assert _get(two, name_of(1), 300_000) == data
+            two.remove([name_of(1)])
+            assert one.find([name_of(1)]) == [False] and _get(one, name_of(1), 300_000) is None
+            assert two.write([Blob(name_of(2), [memoryview(data)])]) == [True]
+            assert one.forget("", "") == 1
+            assert two.find([name_of(2)]) == [False]
+        finally:
+            one.close()
+            two.close()
+
+    def test_one_that_cannot_be_shared_is_refused_to_the_second(self, place: Any, memory: memoryview) -> None:
+        if self.shared or not self.keeps:
+            pytest.skip("any number at a time")
+        one = self._start(place, memory)
+        try:
+            assert one.write([Blob(name_of(1), [memoryview(b"first")])]) == [True]
+            with pytest.raises(KVDepotError):
+                self._start(place, memory)
+            assert _get(one, name_of(1), 5) == b"first"
+        finally:
+            one.close()
+        two = self._start(place, memory)
+        assert _get(two, name_of(1), 5) == b"first"
+        two.close()
+
+    # -- threads
+
+    def test_threads_with_names_of_their_own_do_not_meet(self, tier: Tier) -> None:
+        def live(thread: int) -> Callable[[], None]:
+            def run() -> None:
+                names = [name_of(100 * thread + n) for n in range(8)]
+                for turn in range(6):
+                    sizes = [1 + 5003 * ((n * 7 + turn) % 11) for n in range(8)]
+                    data = [content(thread * 10_000 + turn * 100 + n, size) for n, size in enumerate(sizes)]
+                    blobs = [Blob(name, [memoryview(part)]) for name, part in zip(names, data, strict=True)]
+                    assert tier.write(blobs) == [True] * 8
+                    areas = [bytearray(60_000) for _ in names]
+                    wanted = [Blob(name, cut(memoryview(a), [4096])) for name, a in zip(names, areas, strict=True)]
+                    assert tier.read(wanted) == sizes
+                    assert [bytes(area[:size]) for area, size in zip(areas, sizes, strict=True)] == data
+                    tier.remove(names)
+                    assert tier.find(names) == [False] * 8
+
+            return run
+
+        together(*(live(thread) for thread in range(6)))
+
+    def test_a_reader_never_sees_a_part_or_a_mixture_while_others_write_and_remove(self, tier: Tier) -> None:
+        names = [name_of(n) for n in range(3)]
+        # Sizes that a store may treat differently; a version's size follows from its number.
+        sizes = [8, 4096, 65_536 + 8, 300_000]
+        ended = threading.Event()
+
+        def write(thread: int) -> None:
+            for turn in itertools.count():
+                if ended.is_set():
+                    return
+                version = (turn * 4 + thread) * 4 + turn % 4
+                data = memoryview(_stamped(version, sizes[version % 4]))
+                for name in names:
+                    assert tier.write([Blob(name, cut(data, [1, 4096]))]) in ([True], [False])
+                if turn % 8 == 7:
+                    tier.remove([names[thread % 3]], spoilt=turn % 16 == 7)
+
+        def read() -> None:
+            whole: set[int] = set()
+            while len(whole) < 25 and not ended.is_set():
+                areas = [bytearray(300_000) for _ in names]
+                answers = tier.read([Blob(n, cut(memoryview(a), [9])) for n, a in zip(names, areas, strict=True)])
+                for size, area in zip(answers, areas, strict=True):
+                    if size != -1:
+                        version = int.from_bytes(area[:8], "little")
+                        assert size == sizes[version % 4], f"{size} bytes of version {version}"
+                        assert area[:size] == _stamped(version, size), "bytes of another version"
+                        whole.add(version)
+
+        def until_ended(*tasks: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    together(*tasks)
+                finally:
+                    ended.set()
+
+            return run
+
+        together(until_ended(read, read), *(until_ended(partial(write, thread)) for thread in range(3)))
+
+    def test_forgetting_while_others_write_leaves_whole_objects_only(self, tier: Tier) -> None:
+        def write(thread: int) -> Callable[[], None]:
+            def run() -> None:
+                for turn in range(60):
+                    number = thread * 100 + turn % 10
+                    assert tier.write([Blob(name_of(number, salt=turn % 2), [memoryview(_stamped(number, 8000))])])
+                    area = bytearray(8000)
+                    size = tier.read([Blob(name_of(number, salt=turn % 2), [memoryview(area)])])[0]
+                    assert size == -1 or (size == 8000 and area == _stamped(number, 8000))
+
+            return run
+
+        def forget() -> None:
+            for turn in range(30):
+                tier.forget(*(("", ""), (f"{turn % 2:032x}", ""), ("", "0"))[turn % 3])
+
+        together(write(1), write(2), write(3), forget)
+        tier.forget("", "")
+        names = [name_of(thread * 100 + n, salt=s) for thread in (1, 2, 3) for n in range(10) for s in (0, 1)]
+        assert not any(tier.find(names))
+        assert tier.usage().objects in (None, 0)
+
+    # -- room
+
+    def test_a_bounded_tier_never_holds_more_than_its_bound_and_keeps_the_newest(
+        self, place: Any, memory: memoryview
+    ) -> None:
+        bound = 8 * MIB
+        tier = self.open_bounded(place, bound)
+        if tier is None:
+            pytest.skip("the store decides alone")
+        tier.attach([memory])
+        try:
+            size = MIB - self.slack_bytes
+            for number in range(30):
+                assert tier.write([Blob(name_of(number), [memoryview(content(number, size))])]) == [True]
+                usage = tier.usage()
+                assert usage.capacity_bytes is not None and usage.capacity_bytes <= bound
+                assert usage.bytes is not None and usage.bytes <= bound
+                assert tier.find([name_of(number)]) == [True]
+            found = tier.find([name_of(number) for number in range(30)])
+            assert sum(found) == usage.objects and 4 <= sum(found) <= 8
+            assert _get(tier, name_of(29), MIB) == content(29, size)
+            large = name_of(1000)
+            assert tier.write([Blob(large, [memoryview(bytes(bound + 1))])]) == [False]
+            assert tier.find([large]) == [False] and _get(tier, large, 2 * bound) is None
+            assert sum(tier.find([name_of(number) for number in range(30)])) == sum(found), "evicted for nothing"
+        finally:
+            tier.close()
+
+    def test_a_bounded_tier_stays_within_its_bound_when_many_write_at_once(
+        self, place: Any, memory: memoryview
+    ) -> None:
+        bound = 8 * MIB
+        tier = self.open_bounded(place, bound)
+        if tier is None:
+            pytest.skip("the store decides alone")
+        tier.attach([memory])
+        stored = [0] * 4
+
+        def write(thread: int) -> Callable[[], None]:
+            def run() -> None:
+                for turn in range(40):
+                    number = thread * 1000 + turn
+                    data = content(number, 200_000 + turn * 9000)
+                    stored[thread] += tier.write([Blob(name_of(number), [memoryview(data)])])[0]
+                    used = tier.usage().bytes
+                    assert used is not None and used <= bound
+                    assert _get(tier, name_of(number), MIB) in (None, data)
+
+            return run
+
+        try:
+            together(*(write(thread) for thread in range(4)))
+            assert min(stored) > 20
+        finally:
+            tier.close()
+
+    # -- a life against a plain dict
+
+    def test_any_life_is_that_of_a_dict(self, place: Any, memory: memoryview) -> None:
+        settings = hypothesis.settings(
+            max_examples=self.examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        life = partial(_Life, self, place, memory)
+        run_state_machine_as_test(life, settings=settings)  # type: ignore[arg-type]
+
+
+def _get(tier: Tier, name: str, room: int) -> bytes | None:
+    """One object; None where it is not there."""
+    area = bytearray(room)
+    (size,) = tier.read([Blob(name, [memoryview(area)])])
+    assert size <= room, f"{name} has {size} bytes"
+    return None if size < 0 else bytes(area[:size])
+
+
+_LIFE_NAMES = [
+    name_of(n, salt, space, rank) for n in range(2) for salt in (0, 1) for space in (0, 1, 16) for rank in (0, 1)
+]
+_NAMES = st.lists(st.sampled_from(_LIFE_NAMES), max_size=6, unique=True)
+_OBJECT = st.tuples(st.integers(0, 9), st.sampled_from([1, 8, 1000, 4096, 5000, 100_000]), st.integers(0, 5000))
+_PREFIX = st.sampled_from([0, 15, 16, 31, 32])
+
+
+class _Life(RuleBasedStateMachine):
+    """A tier and a dict are told the same; now and then the tier is closed and opened."""
+
+    def __init__(self, suite: TierConformance, place: Any, memory: memoryview) -> None:
+        super().__init__()
+        self.open: Callable[[], Tier] = lambda: suite._start(place, memory)
+        self.keeps = suite.keeps
+        self.tier = self.open()
+        self.tier.forget("", "")
+        self.model: dict[str, bytes] = {}
+
+    @rule(objects=st.dictionaries(st.sampled_from(_LIFE_NAMES), _OBJECT, max_size=5))
+    def write(self, objects: dict[str, tuple[int, int, int]]) -> None:
+        """What was there may be left as it is: then the dict leaves it too."""
+        data = {name: content(number, size) for name, (number, size, _) in objects.items()}
+        blobs = [Blob(name, cut(memoryview(data[name]), [piece])) for name, (_, _, piece) in objects.items()]
+        assert self.tier.write(blobs) == [True] * len(blobs)
+        for name, new in data.items():
+            found = _get(self.tier, name, 100_001)
+            assert found in (new, self.model.get(name, new)), name
+            assert found is not None
+            self.model[name] = found
+
+    @rule(names=_NAMES, piece=st.integers(0, 5000), less=st.sampled_from([0, 0, 1, 50_000]))
+    def read(self, names: list[str], piece: int, less: int) -> None:
+        rooms = [max(1, len(self.model.get(name, b"0")) - less) for name in names]
+        areas = [bytearray(room) for room in rooms]
+        answers = self.tier.read([Blob(n, cut(memoryview(a), [piece])) for n, a in zip(names, areas, strict=True)])
+        assert answers == [len(self.model.get(name, b"")) or -1 for name in names]
+        for name, area in zip(names, areas, strict=True):
+            if name in self.model and len(area) == len(self.model[name]):
+                assert area == self.model[name], name
+
+    @rule(names=_NAMES, spoilt=st.booleans())
+    def remove(self, names: list[str], spoilt: bool) -> None:
+        self.tier.remove(names, spoilt)
+        for name in names:
+            self.model.pop(name, None)
+
+    @rule(like=st.sampled_from(_LIFE_NAMES), salt=_PREFIX, space=_PREFIX)
+    def forget(self, like: str, salt: int, space: int) -> None:
+        first, second = like[:salt], like[33 : 33 + space]
+        gone = [name for name in self.model if name.startswith(first) and name[33:].startswith(second)]
+        assert self.tier.forget(first, second) == len(gone)
+        for name in gone:
+            del self.model[name]
+
+    @precondition(lambda self: self.keeps)
+    @rule()
+    def reopen(self) -> None:
+        self.tier.close()
+        self.tier = self.open()
+
+    @invariant()
+    def everything_is_found_and_nothing_else(self) -> None:
+        assert self.tier.find(_LIFE_NAMES) == [name in self.model for name in _LIFE_NAMES]
+        usage = self.tier.usage()
+        assert usage.objects in (None, len(self.model))
+        assert usage.bytes is None or usage.bytes >= sum(map(len, self.model.values()))
+
+    def teardown(self) -> None:
+        for name, data in self.model.items():
+            assert _get(self.tier, name, len(data)) == data, name
+        self.tier.close()
