@@ -50,7 +50,7 @@ class Host(Desk):
         super().__post_init__()
         self.bytes = np.zeros(self.pages * PAGE, np.uint8)
         config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
-        self.index = Index(Space(0, self.pages * PAGE), Lru())
+        self.index = Index(Space(0, self.pages * PAGE), Lru(), ttl_s=config.ttl_s)
         self.depot = Depot(config, self.index, self.map, [parse(url) for url, _ in self.tiers])
         self.heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self.errands: list[Errand] = []
@@ -493,9 +493,9 @@ def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier:
 def test_what_is_used_while_it_is_handed_down_stays(tier: MemoryTier) -> None:
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
     chains = [prompt(f"p{i}", 1) for i in range(16)]
-    for chain in chains[:15]:
+    for chain in chains[:14]:
         host.find(b"one", store(chain))
-    asked = host.send(b"one", store(chains[15]))
+    asked = host.send(b"one", store(chains[14]))
     host.settle()
     assert host.answers[asked] is True and host.kinds() == ["Save"]
     host.ask(b"one", look(chains[0], "uses it"))

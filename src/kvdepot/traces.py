@@ -156,9 +156,10 @@ def _files(path: str) -> list[Path]:
 
 def _open(file: Path) -> IO[bytes]:
     stream = file.open("rb")
-    if stream.peek(2)[:2] == b"\x1f\x8b":
-        return gzip.open(stream)  # type: ignore[return-value]  # it reads lines like any file
-    return stream
+    if stream.peek(2)[:2] != b"\x1f\x8b":
+        return stream
+    stream.close()
+    return gzip.open(file)  # type: ignore[return-value]  # it reads lines like any file
 
 
 def _entries(file: Path, stream: IO[bytes]) -> Iterator[_Mooncake | _Bailian | _Session]:

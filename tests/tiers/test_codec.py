@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
 from kvdepot.mover import checksum
-from kvdepot.tiers import Blob, Options
+from kvdepot.testing.faulty import MemoryTier
+from kvdepot.tiers import Options
 from kvdepot.tiers.carrier import Load, Part, Save, run
 from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
@@ -491,26 +492,6 @@ def test_what_nobody_asked_for_is_not_imported() -> None:
 # -- behind the carrier
 
 
-class Shelf:
-    """A tier as far as loads and saves go."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytearray] = {}
-
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
-        for blob in blobs:
-            data, at = self.objects[blob.name], 0
-            for buffer in blob.buffers:
-                taken = data[at : at + len(buffer)]
-                buffer[: len(taken)] = taken
-                at += len(taken)
-        return [len(self.objects[blob.name]) for blob in blobs]
-
-    def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        self.objects |= {blob.name: bytearray(b"".join(blob.buffers)) for blob in blobs}
-        return [True] * len(blobs)
-
-
 class Area:
     """An arena without a file."""
 
@@ -524,20 +505,23 @@ class Area:
 @pytest.mark.parametrize("codec", CODECS, ids=["plain", "zstd", "aes", "zstd+aes"])
 def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(codec: Codec) -> None:
     size = BLOCK_BYTES + 8192
-    area, shelf = Area(1 << 20), Shelf()
+    area, shelf = Area(1 << 20), MemoryTier()
     heads = np.zeros((16, HEADER_BYTES + SLACK), np.uint8)
     kv = normal(size)
     area.bytes[4096 : 4096 + BLOCK_BYTES], area.bytes[400000 : 400000 + 8192] = kv[:BLOCK_BYTES], kv[BLOCK_BYTES:]
     here = Part(FACTS, b"", b"k" * 32, [(4096, BLOCK_BYTES), (400000, 8192)], size)
     there = Part(FACTS, b"", b"k" * 32, [(500032, size)], size)
-    assert run(Save(None, 0, [here]), shelf, area, heads, codec) == [True]  # type: ignore[arg-type]
+    assert run(Save(None, 0, [here]), shelf, area, heads, codec) == [True]
 
     def load(reader: Codec) -> Any:
         area.bytes[500000:] = 0
-        return run(Load(None, 0, [there]), shelf, area, heads, reader)[0]  # type: ignore[arg-type]
+        return run(Load(None, 0, [there]), shelf, area, heads, reader)[0]
 
     assert load(codec).names(FACTS, NO_SALT, b"k" * 32, size)
     assert (area.bytes[500032 : 500032 + size] == kv).all() and not area.bytes[500032 + size :].any()
     assert load(Codec(True, OTHER_KEY)) is None, "another key: not for us, and not to be removed"
-    next(iter(shelf.objects.values()))[HEADER_BYTES + 1000] ^= 1
+    ((name, data),) = shelf.objects.items()
+    shelf.objects[name] = (
+        data[: HEADER_BYTES + 1000] + bytes([data[HEADER_BYTES + 1000] ^ 1]) + data[HEADER_BYTES + 1001 :]
+    )
     assert load(codec) is False, "spoilt"

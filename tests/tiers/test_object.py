@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.server
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
 class TestS3Conformance(TierConformance):
     shared = True
     largest_bytes = 8 << 20
-    examples = 3
+    examples = 2
 
     @pytest.fixture
     def place(self, server: S3Server) -> str:
@@ -128,21 +129,26 @@ def test_thousands_of_objects_are_forgotten(tmp_path: Path) -> None:
 def test_a_bucket_that_is_not_there_is_an_error_and_not_only_misses(server: S3Server) -> None:
     tier = parse(url(server.endpoint, bucket="another-bucket")).open()
     for call in (tier.usage, lambda: put(tier, 1, b"one"), lambda: tier.forget("", "")):
-        with pytest.raises(TierError, match="NoSuchBucket|404"):
+        with pytest.raises(TierError, match=r"NoSuchBucket|404"):
             call()
 
 
-def test_no_secret_is_shown(server: S3Server) -> None:
-    tier = parse(url(server.endpoint, bucket="another-bucket")).open()
-    shown = repr(tier)
-    for call in (tier.usage, lambda: put(tier, 1, b"one")):
-        with pytest.raises(TierError) as failed:
-            call()
-        error: BaseException | None = failed.value
-        while error is not None:
-            shown += repr(error)
-            error = error.__cause__ or error.__context__
-    assert "another-bucket" in shown
+def test_no_secret_is_shown(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_SAS_KEY", f"sv=2022-11-02&sr=c&sig={SECRET}")  # which goes into every URL
+    shown = ""
+    with Unwilling(403, b"", {"content-length": "0"}) as closed:
+        for text in (
+            url(server.endpoint, bucket="another-bucket"),
+            f"az://container/kv?account=me&endpoint={closed.endpoint}&retries=0",
+        ):
+            tier = parse(text).open()
+            shown += repr(tier)
+            for ask in (Tier.usage, lambda tier: put(tier, 1, b"one"), lambda tier: get(tier, 1)):
+                try:
+                    ask(tier)
+                except TierError as exc:
+                    shown += "".join(traceback.format_exception(exc))
+    assert "another-bucket" in shown and "Forbidden" in shown
     assert SECRET not in shown
 
 
@@ -151,8 +157,9 @@ def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(own_ser
     blobs = [Blob(name_of(n), [memoryview(b"some")]) for n in range(40)]
     assert all(tier.write(blobs))
     own_server.kill()
+    with pytest.raises(TierError, match=r"s3://.*Connection refused"):
+        tier.usage()
     for call in (
-        tier.usage,
         lambda: tier.find([blob.name for blob in blobs]),
         lambda: get(tier, 1),
         lambda: tier.write(blobs),
@@ -183,7 +190,7 @@ def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_
             lambda: tier.forget("", ""),
         ):
             begun = time.monotonic()
-            with pytest.raises(TierError):
+            with pytest.raises(TierError, match="TimedOut"):
                 call()
             assert time.monotonic() - begun < 2.0, call
     eventually(lambda: alive(tier), 20.0)
@@ -282,7 +289,7 @@ def test_a_store_that_refuses_us_is_an_error_and_is_not_asked_again_for_the_rest
         for call in (lambda: tier.find([name_of(n) for n in range(50)]), tier.usage, lambda: put(tier, 1, b"one")):
             with pytest.raises(TierError):
                 call()
-        assert closed.requests < 10
+        assert closed.requests <= 4
 
 
 def test_an_answer_that_ends_early_or_stalls_is_never_taken_for_the_object() -> None:

@@ -1,4 +1,4 @@
-"""The redis tier against redis-server processes: plain, with users, over TLS, as a cluster; killed, stopped and full."""
+"""The redis tier against real servers: plain, with users, over TLS, as a cluster; killed, stopped, full and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiers.servers import RedisServer, need, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 
-from kvdepot.tiers.redis import LARGEST_BYTES, RedisTier, _sendable  # noqa: E402
+from kvdepot.tiers.redis import RedisTier, _sendable  # noqa: E402
 
 PASSWORD = "wirklich/geheim@:#1"
 QUOTED = "wirklich%2Fgeheim%40%3A%231"
@@ -138,10 +138,9 @@ def test_a_password_may_come_from_a_file_and_is_never_shown(
 
 
 def test_a_user_needs_the_commands_that_are_documented_and_no_others(server: RedisServer, open_tier: OpenTier) -> None:
-    commands = "ping strlen getrange set exists unlink scan multi exec info".split()
-    server.cli(
-        "-a", PASSWORD, "acl", "setuser", "kv", "on", ">pw", "resetkeys", "~mine/*", "-@all", *(f"+{c}" for c in commands)
-    )  # fmt: skip
+    commands = [f"+{c}" for c in ("ping", "strlen", "getrange", "set", "exists", "unlink", "scan", "multi", "exec")]
+    rights = ["~mine/*", "-@all", "+info", *commands]
+    server.cli("-a", PASSWORD, "acl", "setuser", "kv", "on", ">pw", "resetkeys", *rights)
     tier = open_tier(f"redis://kv:pw@127.0.0.1:{server.port}?prefix=mine/")
     assert put(tier, 1, b"one") and get(tier, 1) == b"one"
     assert tier.find([name_of(1)]) == [True]
@@ -263,7 +262,7 @@ def test_what_redis_does_not_take_is_refused_and_the_rest_of_the_batch_is_stored
 ) -> None:
     tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")
     mib = memoryview(bytes(1 << 20))
-    large = Blob(name_of(1), [mib] * (LARGEST_BYTES // len(mib)) + [mib[:1]])
+    large = Blob(name_of(1), [mib] * 512 + [mib[:1]])
     assert tier.write([Blob(name_of(0), [mib]), large, Blob(name_of(2), [mib])]) == [True, False, True]
     assert tier.find([name_of(n) for n in range(3)]) == [True, False, True]
     assert tier.usage().counters["refused"] == 1
@@ -306,6 +305,30 @@ def test_a_server_that_cannot_save_refuses_writes_and_is_read_from(
     eventually(lambda: "rdb_last_bgsave_status:err" in server.cli("info", "persistence"))
     assert not put(tier, 2, b"two")
     assert get(tier, 1) == b"one" and tier.usage().counters["refused"] == 1
+
+
+def test_an_object_that_is_read_in_several_parts_is_of_one_moment(server: RedisServer, open_tier: OpenTier) -> None:
+    tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")
+    sizes = [3 << 20, (2 << 20) + 1, 5 << 20]
+    data = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
+    read = threading.Event()
+
+    def write(turn: int) -> None:
+        while not read.is_set():
+            turn += 1
+            put(tier, 1, data[turn % 3])
+
+    assert put(tier, 1, data[0])
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in writers:
+        thread.start()
+    try:
+        for _ in range(40):
+            assert get(tier, 1, 5 << 20) in data
+    finally:
+        read.set()
+        for thread in writers:
+            thread.join()
 
 
 # -- servers that fail
@@ -392,7 +415,7 @@ def test_a_server_that_loads_its_data_is_not_there_yet(start: Start, open_tier: 
     server.kill()
     server.command += ["--save", "3600 1", "--key-load-delay", "20000"]
     server.start()
-    with pytest.raises(TierError, match="(?i)loading"):
+    with pytest.raises(TierError, match=r"(?i)loading"):
         tier.usage()
     eventually(lambda: alive(tier), 20.0)
     assert get(tier, 99) == bytes(1000)

@@ -259,13 +259,13 @@ class ObjectTier:
 
     @contextmanager
     def _edge(self) -> Iterator[None]:
-        """What obstore raises is TierError from here on, without the original: URLs there may carry a signature."""
+        """What obstore raises is TierError from here on."""
         if self._closed:
             raise TierError(f"{self._name} is closed")
         try:
             yield
         except (BaseError, OSError, ValueError) as exc:
-            raise TierError(f"{self._name}: {_told(exc)}") from None
+            raise TierError(f"{self._name}: {_told(exc)}") from exc
 
     def _count(self, name: str, count: int) -> None:
         with self._lock:
@@ -273,7 +273,8 @@ class ObjectTier:
 
 
 def _told(exc: Exception) -> str:
-    """What an error of obstore says, on a line: no dump of its insides, no query of a URL."""
-    text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", str(exc).partition("\n\nDebug source")[0])
-    code = re.search("<Code>(.*?)</Code>", text)
-    return text.partition("<?xml")[0].partition("\n")[0].strip() + (f" {code[1]}" if code else "")
+    """What an error of obstore says, on a line, with the one word of its dump that tells why."""
+    text = str(exc)
+    why = re.search(r'<Code>(\w+)</Code>|message: "([^"]*)"|source: (TimedOut)', text)
+    said = text.partition("\n")[0].partition("<?xml")[0].strip()
+    return said + (f" ({why[1] or why[2] or why[3]})" if why else "")
