@@ -104,7 +104,10 @@ def _transfers(root: Path, size: int, runs: int, threads: int) -> list[Figure]:
             os.readv(fd, [memories[thread].whole(number)])
             os.close(fd)
 
+    names = [name(thread, number) for thread in range(threads) for number in range(each)]
     try:
+        # Neighbours that stay: a tier at work makes no directories.
+        tier.write([Blob(other[:-1] + "1", [memoryview(b"x")]) for other in names])
         for turn in range(runs + 1):
             rows = [("write", write), ("write floor", write_floor), ("read", read), ("read floor", read_floor)]
             if turn % 2:
@@ -113,7 +116,7 @@ def _transfers(root: Path, size: int, runs: int, threads: int) -> list[Figure]:
                 seconds = _seconds(act, threads)
                 if turn:  # the first warms up
                     speeds[what].append(total / seconds / 1e9)
-            tier.forget("", "")
+            tier.remove(names)
             for path in floor.iterdir():
                 path.unlink()
     finally:

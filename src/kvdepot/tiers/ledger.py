@@ -136,12 +136,6 @@ class Ledger:
         if not entry.readers:
             self.free(entry.charge)
 
-    def validate(self) -> None:
-        """Raises AssertionError where the books are wrong; for tests, while nothing is under way."""
-        assert all(not entry.gone and not entry.settled and not entry.readers for entry in self._entries.values())
-        total = sum(entry.charge for entry in self._entries.values())
-        assert total <= self.used_bytes, f"{self.used_bytes} bytes for objects of {total}"
-
 
 def _is_unread(entry: Victim) -> bool:
     assert isinstance(entry, Entry)
