@@ -63,6 +63,9 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         memory = memoryview(mmap.mmap(-1, 2 * THREADS * max(SIZES) * MIB))
         memory[:] = random.Random(1).randbytes(MIB) * (len(memory) // MIB)
         tier.attach([memory])
+        address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+        if bare.register_buffer(address, len(memory)):  # as its documentation wants it
+            raise RuntimeError("the bare client cannot register memory")
         try:
             for mib in SIZES:
                 say(f"mooncake: objects of {mib} MiB")

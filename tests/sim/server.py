@@ -575,7 +575,7 @@ class Server:
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
         left = self.met.intersection(self.host.cards)
         assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
-        assert not self.depot._by_request
+        assert not self.depot.sessions._by_request
         self.validate()
         self.check_sealed()
 
