@@ -391,7 +391,7 @@ class Server:
         if isinstance(request, wire.Lookup):
             self._lookups[asked] = self.world.now
             at_once = self._has_all(request)
-        elif isinstance(request, wire.Forget):
+        elif isinstance(request, wire.Forget) and self.depot.knows(identity):
             self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             for errand in {type(running.errand) for carrier in self.carriers for running in carrier.running}:
                 self.world.counters[f"forgotten_during_tier_{errand.__name__.lower()}"] += 1
@@ -625,7 +625,7 @@ class Server:
             return
         counters = self.world.counters
         tier = errand.token.tier
-        usable, dropped = tier.breaker.usable, tier.counters["dropped_chunks"]
+        usable = tier.breaker.usable
         if isinstance(errand, Load):
             arrivals = errand.token.then.args[1]
             counters["load_for_several"] += any(len(set(map(id, each.searches))) > 1 for each in arrivals)
@@ -735,13 +735,13 @@ class Server:
         return found
 
     def flip_chunk(self) -> bool:
-        """Flip a bit of a sealed shard that has a checksum."""
+        """Flip a bit of a sealed shard whose checksum is looked at."""
         shards = [
             shard
             for space in self.index.namespaces()
             for chunk in space.chunks.values()
             for shard in chunk.shards.values()
-            if shard.sealed and shard.checksum
+            if shard.sealed and shard.checksum and self.depot._sums(chunk.key)
         ]
         if not shards:
             return False
