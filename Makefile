@@ -7,9 +7,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := 2.13.0
 VLLM := 0.32.0
 
-.PHONY: help demo test test-fast sim fuzz soak lint types fmt bench clean
+.PHONY: help demo demo-cluster test test-fast sim fuzz soak lint types fmt bench clean
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
+	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
 	@echo "make test       all tests: the unit part, real faults, real vLLM engines; make test-fast: the unit part alone"
 	@echo "make sim        10,000 simulated lives of server, clients and engines; SEED=n make sim replays one"
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
@@ -19,6 +20,9 @@ help:
 
 demo: $(VENV)/vllm
 	$(BIN)/python demo/demo.py
+
+demo-cluster: $(VENV)/vllm
+	$(BIN)/python demo/cluster.py
 
 test: $(VENV)/vllm
 	$(BIN)/python -m pytest -m "not vllm and not faults" tests
@@ -63,6 +67,10 @@ clean:
 $(VENV)/base:
 	@missing=; ldconfig -p | grep -q libnuma.so.1 || missing="$$missing libnuma1"; \
 	command -v g++ >/dev/null || missing="$$missing g++"; \
+	ldconfig -p | grep -q libibverbs.so.1 || missing="$$missing libibverbs1"; \
+	ldconfig -p | grep -q librdmacm.so.1 || missing="$$missing librdmacm1"; \
+	command -v redis-server >/dev/null || missing="$$missing redis-server"; \
+	command -v ip >/dev/null || missing="$$missing iproute2"; \
 	$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || missing="$$missing python3-venv"; \
 	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

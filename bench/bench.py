@@ -2,7 +2,8 @@
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--out bench.json]
 
-Families: copies, lookups, serve, engine (vLLM). Exit code 0 when it ran; a missed bar is a result, not a failure.
+Families: copies, lookups, serve, coding, disk, remote, tiers, engine (vLLM).
+Exit code 0 when it ran; a missed bar is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from common import TINY, Scale, say
 from report import Figure, describe_machine, table, write
 
-FAMILIES = ("copies", "lookups", "serve", "engine")
+FAMILIES = ("copies", "lookups", "serve", "coding", "disk", "remote", "tiers", "engine")
 
 
 def main(argv: list[str] | None = None) -> int:

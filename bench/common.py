@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import zmq
 
 from kvdepot.client import MessageQueueClient
 
-__all__ = ["SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "say"]
+__all__ = ["SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "free_port", "listening", "say"]
 
 SHM = Path("/dev/shm")
 _READY_S = 60.0
@@ -48,6 +50,12 @@ class Scale:
     engine_tokens: int = 8192
     cold_runs: int = 5
     warm_runs: int = 15
+    codec_layers: int = 8
+    codec_runs: int = 9
+    tier_lookups: int = 1000
+    hung_lookups: int = 6000
+    tier_chunks: int = 100_000
+    tier_prompts: int = 100
 
 
 TINY = Scale(
@@ -71,6 +79,12 @@ TINY = Scale(
     engine_tokens=1024,
     cold_runs=1,
     warm_runs=2,
+    codec_layers=1,
+    codec_runs=2,
+    tier_lookups=20,
+    hung_lookups=60,
+    tier_chunks=256,
+    tier_prompts=4,
 )
 
 
@@ -82,6 +96,35 @@ def say(text: str) -> None:
 def new_url() -> str:
     """A unix socket of our own."""
     return f"ipc://{tempfile.gettempdir()}/kvdepot-bench-{uuid.uuid4().hex[:12]}.sock"
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def listening(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, from when it listens on `port` until the end of the statement."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + _READY_S
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), 1.0).close()
+                    break
+                except OSError as exc:
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise RuntimeError(f"{command[0]} does not listen") from exc
+                    time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Serve:

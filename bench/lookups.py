@@ -23,7 +23,7 @@ from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain
 
-__all__ = ["BLOCK_TOKENS", "MODEL", "fill", "run"]
+__all__ = ["BLOCK_TOKENS", "MODEL", "fill", "register", "run"]
 
 MODEL = "bench"
 BLOCK_TOKENS = 16
@@ -61,7 +61,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     return figures
 
 
-def _register(worker: LMCacheMPWorkerAdapter, blocks: int) -> None:
+def register(worker: LMCacheMPWorkerAdapter, blocks: int) -> None:
     """One layer of 64 bytes a block."""
     worker.register_kv_caches({"layer": torch.zeros((blocks, BLOCK_TOKENS, 4), dtype=torch.uint8)})
 
@@ -80,7 +80,7 @@ def _wait(worker: LMCacheMPWorkerAdapter, request: str) -> None:
 
 def _store_prompt(worker: LMCacheMPWorkerAdapter, ids: list[int]) -> None:
     blocks = len(ids) // BLOCK_TOKENS
-    _register(worker, blocks)
+    register(worker, blocks)
     worker.submit_store_request("fill", LoadStoreOp(list(range(blocks)), token_ids=ids, start=0, end=len(ids)), None)
     _wait(worker, "fill")
 
@@ -271,7 +271,7 @@ def fill(context: zmq.Context[Any], url: str, chunks: int, rng: np.random.Genera
     worker = LMCacheMPWorkerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
     prompts: list[bytes] = []
     try:
-        _register(worker, _PROMPT_CHUNKS * _MESSAGE_PROMPTS)
+        register(worker, _PROMPT_CHUNKS * _MESSAGE_PROMPTS)
         left = chunks
         while left:
             counts = [_PROMPT_CHUNKS] * min(left // _PROMPT_CHUNKS, _MESSAGE_PROMPTS) or [left]

@@ -39,8 +39,32 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_argument("--config", metavar="FILE", help="TOML file with settings")
     _add_settings(serve)
     status = commands.add_parser("status", help="print what a running server holds, as JSON")
-    status.add_argument("--url", metavar="URL", help="the server's endpoint")
-    status.add_argument("--key", metavar="FILE", help="this client's key file (default: KVDEPOT_KEY)")
+    _add_server(status)
+    warm = commands.add_parser(
+        "warm", help="load a prompt's chunks from the tiers into memory, ahead of its requests",
+        description="Load what the tiers have of a prompt into memory. Exit code 1 when not all of it is there then.",
+    )  # fmt: skip
+    _add_prompt(warm)
+    pin = commands.add_parser(
+        "pin", help="keep a prompt's chunks in memory under a name",
+        description="Keep a prompt's chunks in memory, whoever comes and goes, until it is unpinned, its time is over, "
+        "or the server ends. All pins together take at most half of the memory.",
+    )  # fmt: skip
+    pin.add_argument("name", metavar="NAME")
+    _add_prompt(pin)
+    pin.add_argument("--seconds", type=int, default=0, metavar="N", help="how long (default: no end)")
+    unpin = commands.add_parser("unpin", help="end a pin")
+    unpin.add_argument("name", metavar="NAME")
+    _add_server(unpin)
+    forget = commands.add_parser(
+        "forget", help="remove chunks from memory and from all tiers",
+        description="Remove chunks from memory and from all tiers, shared ones too: of a model, of a salt, or "
+        "everything. Exit code 1 when a tier could not. Requests that are under way with such a salt store anew.",
+    )  # fmt: skip
+    forget.add_argument("--model", default="", metavar="NAME", help="of this model, or of those whose name begins so")
+    forget.add_argument("--salt", default="", metavar="TEXT", help="of requests with this cache_salt")
+    forget.add_argument("--all", action="store_true", help="everything")
+    _add_server(forget)
     keygen = commands.add_parser(
         "keygen", help="make the keys of a server and of its clients",
         description="Write DIR/server.key unless it is there, DIR/CLIENT.key for each client, and who they are into "
@@ -57,16 +81,30 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("--url", metavar="URL", help="the arena of the server at this endpoint")
     check.add_argument("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
     check.add_argument("--fix", action="store_true", help="drop what is wrong; only while no server has the arena")
-    args = vars(parser.parse_args(argv))
+    simulate = commands.add_parser(
+        "simulate", help="replay traces of requests: how much memory buys how much hit rate",
+        description="Replay traces of requests through the server's own index and eviction policies, at several sizes "
+        "of the cache, and print which share of the blocks hit.",
+    )  # fmt: skip
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["simulate"]:  # it imports what no other command needs
+        from kvdepot.simulate import add_arguments
+
+        add_arguments(simulate)
+    parsed = parser.parse_args(argv)
+    args = vars(parsed)
     command = args.pop("command")
     try:
+        if command == "simulate":
+            return _simulate(parsed)
         if command == "serve":
             return _serve(args.pop("config"), args)
         if command == "check":
             return _check(args.pop("fix"), args)
         if command == "keygen":
             return _keygen(**args)
-        return _status(args["url"], args["key"] or "")
+        if command == "status":
+            return _status(args["url"], args["key"] or "")
+        return _upkeep(command, args)
     except ConfigError as exc:
         print(f"kvdepot: {exc}", file=sys.stderr)
         return 2
@@ -76,6 +114,20 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="the server's endpoint")
+    parser.add_argument("--key", metavar="FILE", help="this client's key file (default: KVDEPOT_KEY)")
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokens", required=True, metavar="FILE", help="the prompt's token ids, JSON or plain; - = stdin"
+    )
+    parser.add_argument("--model", default="", metavar="NAME", help="as `kvdepot status` lists it, or its beginning")
+    parser.add_argument("--salt", default="", metavar="TEXT", help="cache_salt of the requests")
+    _add_server(parser)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +176,12 @@ def _check(fix: bool, flags: dict[str, str | None]) -> int:
     return 1 if report.problems and not report.fixed else 0
 
 
+def _simulate(args: argparse.Namespace) -> int:
+    from kvdepot.simulate import run
+
+    return run(args)
+
+
 def _keygen(folder: str, clients: list[str], tenant: str) -> int:
     from kvdepot.curve import generate
 
@@ -133,21 +191,38 @@ def _keygen(folder: str, clients: list[str], tenant: str) -> int:
 
 
 def _status(url: str | None, key: str) -> int:
-    import zmq
+    from kvdepot import upkeep, wire
 
-    from kvdepot import wire
-    from kvdepot.client import MessageQueueClient
-
-    config = load(flags={"url": url})
-    context = zmq.Context()
-    client = MessageQueueClient(config.url, context, key=key)
-    try:
-        client.learn_chunk_size(5.0)  # says so when nobody answers
+    with upkeep.connect(load(flags={"url": url}).url, key) as client:
         print(json.dumps(client.ask(wire.Status()).result(timeout=5.0), indent=2), flush=True)
-    finally:
-        client.close()
-        context.term()
     return 0
+
+
+def _upkeep(command: str, args: dict[str, Any]) -> int:
+    from kvdepot import upkeep, wire
+
+    if command == "forget" and not (args["model"] or args["salt"] or args["all"]):
+        raise ConfigError("say what to forget: --model, --salt or --all")
+    with upkeep.connect(load(flags={"url": args["url"]}).url, args["key"] or "") as client:
+        if command == "unpin":
+            upkeep.unpin(client, args["name"])
+            return 0
+        if command == "forget":
+            models: list[str] = []
+            if args["model"]:
+                spaces = client.ask(wire.Status()).result(timeout=5.0)["namespaces"]
+                models = sorted({s["model"] for s in spaces if s["model"].startswith(args["model"])}) or [args["model"]]
+            said = upkeep.forget(client, models, args["salt"])
+            for place, what in said.items():
+                print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
+            return 0 if all(isinstance(what, int) for what in said.values()) else 1
+        prompt = upkeep.read_prompt(client, args["tokens"], args["model"], args["salt"])
+        if command == "pin":
+            count, done = upkeep.pin(client, args["name"], prompt, args["seconds"]), "pinned"
+        else:
+            count, done = upkeep.warm(client, prompt), "in memory"
+        print(f"{count} of {len(prompt)} chunks are {done}", flush=True)
+        return 0 if count == len(prompt) else 1
 
 
 if __name__ == "__main__":

@@ -34,7 +34,17 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-__all__ = ["Client", "Gate", "Key", "ServerKeys", "generate", "is_loopback", "read_client_key", "read_server_keys"]
+__all__ = [
+    "Client",
+    "Gate",
+    "Key",
+    "ServerKeys",
+    "generate",
+    "is_loopback",
+    "read_client_key",
+    "read_file",
+    "read_server_keys",
+]
 
 CLIENTS = "clients.toml"
 _SERVER = "server"
@@ -96,8 +106,8 @@ def is_loopback(url: str) -> bool:
 # -- reading
 
 
-def _read(path: Path, is_secret: bool) -> dict[str, Any]:
-    """A TOML file that nobody else may have read, or written. Errors say nothing of what is in it."""
+def read_file(path: Path, is_secret: bool) -> bytes:
+    """A file that nobody else may have read, or written. Raises ConfigError, which says nothing of what is in it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
@@ -111,11 +121,16 @@ def _read(path: Path, is_secret: bool) -> dict[str, Any]:
         if info.st_mode & (0o077 if is_secret else 0o022):
             what = "read" if is_secret else "change"
             raise ConfigError(f"others can {what} {path} (mode {stat.S_IMODE(info.st_mode):o}): chmod it to 600")
-        return tomllib.loads(os.read(fd, _MOST_BYTES).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{path} is not TOML: make keys with `kvdepot keygen`") from None
+        return os.read(fd, _MOST_BYTES)
     finally:
         os.close(fd)
+
+
+def _read(path: Path, is_secret: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_file(path, is_secret).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{path} is not TOML: make keys with `kvdepot keygen`") from None
 
 
 def _key_text(path: Path, table: dict[str, Any], name: str) -> bytes:

@@ -300,14 +300,11 @@ class Depot:
             if ends <= now:
                 self._unpin(*name)
         while self._ages and self._ages[0][0] <= wall:
-            _, number, chunk = heapq.heappop(self._ages)
+            chunk = heapq.heappop(self._ages)[2]
             if chunk.gone or chunk.born + self._config.ttl_s > wall:
                 continue
-            if chunk.holds:  # whoever holds it may have it to the end
-                heapq.heappush(self._ages, (int(wall) + 1, number, chunk))
-            else:
-                self.counters["expired_chunks"] += 1
-                self.index.doom(chunk)
+            self.counters["expired_chunks"] += 1
+            self.index.doom(chunk, at_once=False)  # whoever has it pinned may have it to the end
         return self.tiering.tick(now)
 
     def _watch_age(self, chunk: Chunk) -> None:

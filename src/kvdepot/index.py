@@ -210,7 +210,7 @@ class Index:
         loose: list[Chunk] = []
         while low < total:
             chunk = chunks.get(hashes[low * HASH_BYTES : (low + 1) * HASH_BYTES])
-            if chunk is None or chunk.sealed < space.world_size:
+            if chunk is None or chunk.sealed < space.world_size or chunk.doomed:
                 break
             low += 1
             if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
@@ -260,10 +260,11 @@ class Index:
     # -- storing
 
     def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
-        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes."""
+        """Whether this rank's shard can be reserved: it is not there, or no good and nobody holds its bytes."""
         chunk = space.chunks.get(key)
-        shard = chunk.shards.get(rank) if chunk is not None else None
-        return shard is None or (shard.spoilt and chunk is not None and not chunk.holds)
+        if chunk is None or (shard := chunk.shards.get(rank)) is None:
+            return True
+        return (shard.spoilt or (chunk.doomed and shard.sealed)) and not chunk.holds
 
     def reserve(
         self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
@@ -286,6 +287,7 @@ class Index:
             )
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
+            self.condemn(chunk, rank)  # what was to go and is stored anew
             assert spoilt.spoilt and not chunk.holds, (rank, key.hex())
             spoilt.spoilt = False  # its extents are written anew
             spoilt.checksum = spoilt.tiers = 0
@@ -314,7 +316,7 @@ class Index:
             if before is not None:
                 before.children += 1
         chunk.shards[rank] = Shard(extents, size)
-        bytes_taken = sum(length for _, length in extents)
+        bytes_taken = self.space.rounded(size)
         chunk.bytes += bytes_taken
         space.bytes += bytes_taken
         self._policy.touch(chunk)
@@ -380,6 +382,9 @@ class Index:
         chunk.broken = False
 
     def _record(self, chunk: Chunk, rank: int, shard: Shard) -> None:
+        if not self.records.capacity:
+            self.unrecorded += 1
+            return
         space: Namespace = chunk.namespace
         if space.recorded < len(space.layouts):
             self._record_namespace(space)
@@ -406,23 +411,28 @@ class Index:
         chunk.sealed -= 1
         self.records.erase(shard.slot)
         shard.slot = -1
+        self._unchain(chunk)
+
+    def _unchain(self, chunk: Chunk) -> None:
         if chunk.depth:
             chunk.depth = 0
             if chunk.children:
                 chunk.broken = True
                 self._broken += 1
 
-    def doom(self, chunk: Chunk) -> None:
+    def doom(self, chunk: Chunk, at_once: bool = True) -> None:
         """Remove a chunk, or, while it is held or others are behind it, hide it and them and remove it after that.
 
-        A reservation under way (its key is stored anew) saves it.
+        at_once: those who hold it get it no more, either. A reservation (its key is stored anew) saves it.
         """
         if _evictable(chunk):
             self._remove(chunk)
         elif chunk.sealed:
             chunk.doomed = True
-            for rank in list(chunk.shards):
-                self.condemn(chunk, rank)
+            self._unchain(chunk)
+            if at_once:
+                for rank in list(chunk.shards):
+                    self.condemn(chunk, rank)
 
     def discard(self, chunk: Chunk, rank: int) -> None:
         """Drop a reserved shard (its copy failed) and release the hold of `reserve`."""
@@ -494,7 +504,7 @@ class Index:
     def _free(self, chunk: Chunk, shard: Shard) -> None:
         self.records.erase(shard.slot)  # before anything else can be written there
         self.space.free(shard.extents)
-        size = sum(length for _, length in shard.extents)
+        size = self.space.rounded(shard.size)
         chunk.bytes -= size
         chunk.namespace.bytes -= size
 

@@ -137,7 +137,7 @@ class Tiering:
         self._arrivals: dict[tuple[int, bytes, int], _Arrival] = {}  # by namespace, key, rank
         self._arriving_bytes = 0
         self._demoting_bytes = 0
-        self._low_bytes = index.space.capacity >> 4  # so much is kept free where chunks are saved as they leave
+        self._low_bytes = index.space.capacity >> 3  # so much is kept free where chunks are saved as they leave
         self._times: list[tuple[float, int, Callable[[float], Errands]]] = []
         self._numbers = itertools.count()
         self._forgettings: set[_Forgetting] = set()
@@ -584,6 +584,7 @@ class Tiering:
                 "bytes": tier.usage.bytes if tier.usage is not None else None,
                 "capacity_bytes": tier.usage.capacity_bytes if tier.usage is not None else None,
                 "queued_bytes": tier.queued_bytes,
+                "saves": tier.saving,
                 "counters": {
                     **(tier.usage.counters if tier.usage is not None else {}),
                     **tier.counters,

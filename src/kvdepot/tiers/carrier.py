@@ -258,12 +258,11 @@ def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldes
         return False
     if header.stored != size - HEADER_BYTES:
         return False
-    if header.born < oldest:
+    if header.born < oldest or not codec.is_readable(header):
         return None
     if header.coding:
-        stored = b"".join(blob.buffers[1:])[: header.stored]
         out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
-        if not codec.decode(header, memoryview(stored), out):
+        if not codec.decode(header, blob.buffers[1:], out):
             return False
     elif header.stored != part.size:
         return False

@@ -91,14 +91,19 @@ class Header(msgspec.Struct, frozen=True):
         """HEADER_BYTES."""
         text = _encode(facts)[: HEADER_BYTES - _HEADER.size]
 
-        def head(crc: int) -> bytes:
-            return _HEADER.pack(
-                MAGIC, VERSION, crc, self.size, self.stored, self.checksum, self.born, self.coding, len(text),
-                self.facts, self.key, self.salt, self.nonce,
-            )  # fmt: skip
-
         rest = text.ljust(HEADER_BYTES - _HEADER.size, b"\0")
-        return head(crc32(head(0) + rest)) + rest
+        crc = crc32(self._pack(0, len(text)) + rest)
+        return self._pack(crc, len(text)) + rest
+
+    def bound(self) -> bytes:
+        """All that is believed of a header, and nothing else: what encryption binds the bytes to."""
+        return self._pack(0, 0)
+
+    def _pack(self, crc: int, text_bytes: int) -> bytes:
+        return _HEADER.pack(
+            MAGIC, VERSION, crc, self.size, self.stored, self.checksum, self.born, self.coding, text_bytes,
+            self.facts, self.key, self.salt, self.nonce,
+        )  # fmt: skip
 
     def names(self, facts: Facts, salt: bytes, key: bytes, size: int) -> bool:
         """Whether this is the header of just that shard: what a name cannot hold, the header says in full."""

@@ -1,0 +1,36 @@
+"""Bytes that a client library hands over, into the buffers of a read; for tiers whose library cannot fill them itself.
+
+Called on the tier's threads. The one law: copies are numpy's, which lets go of the GIL, for the deciding thread waits
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["fill"]
+
+
+def fill(buffers: Sequence[memoryview], parts: Iterable[Any]) -> int:
+    """Copy `parts` (bytes-like) one after the other into `buffers`, as far as there is room; bytes of all parts."""
+    total = 0
+    rest = iter(buffers)
+    room = np.empty(0, np.uint8)
+    full = False
+    for part in parts:
+        total += len(part)
+        data = np.frombuffer(part, np.uint8) if len(part) else room[:0]
+        while len(data) and not full:
+            if not len(room):
+                buffer = next(rest, None)
+                full = buffer is None
+                if buffer is not None:
+                    room = np.frombuffer(buffer, np.uint8)
+                continue
+            count = min(len(room), len(data))
+            room[:count] = data[:count]
+            room, data = room[count:], data[count:]
+    return total

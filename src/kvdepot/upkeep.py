@@ -1,0 +1,119 @@
+"""`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand. Called by cli.py; a client like any other."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvdepot import wire
+from kvdepot.client import CONNECT_S, MessageQueueClient
+from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
+
+__all__ = ["Prompt", "connect", "forget", "pin", "unpin", "warm"]
+
+_ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Chunks of one prompt, and where they belong."""
+
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    hashes: bytes
+    salt: bytes
+
+    def __len__(self) -> int:
+        """Chunks."""
+        return len(self.hashes) // HASH_BYTES
+
+
+@contextmanager
+def connect(url: str, key: str = "") -> Iterator[MessageQueueClient]:
+    """A client that has been welcomed. Raises Unavailable."""
+    context: zmq.Context[Any] = zmq.Context()
+    client = MessageQueueClient(url, context, key=key)
+    try:
+        client.learn_chunk_size(CONNECT_S)
+        yield client
+    finally:
+        client.close()
+        context.term()
+
+
+def read_prompt(client: MessageQueueClient, tokens: str, model: str, salt: str) -> Prompt:
+    """The chunks of a file of token ids (JSON or numbers apart from each other; `-`: standard input).
+
+    model: a name that the server lists, or its beginning; empty: the only one there is. Raises ConfigError.
+    """
+    try:
+        text = sys.stdin.read() if tokens == "-" else Path(tokens).read_text()
+        ids = [int(word) for word in re.findall(r"[^\s,\[\]]+", text)]
+    except OSError as exc:
+        raise ConfigError(f"{tokens}: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{tokens}: not a list of token ids: {exc}") from exc
+    spaces = client.ask(wire.Status()).result(_ANSWER_S)["namespaces"]
+    known = [space for space in spaces if space["model"].startswith(model)]
+    shapes = {(space["model"], space["world_size"], space["blocks_in_chunk"]) for space in known}
+    if len(shapes) != 1:
+        names = ", ".join(sorted({space["model"] for space in spaces})) or "none: no engine has registered yet"
+        raise ConfigError(f"--model {model!r} names {len(shapes)} of the server's models ({names})")
+    chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
+    chain.extend(ids)
+    if not len(chain):
+        raise ConfigError(f"{tokens}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
+    ((name, world_size, blocks),) = shapes
+    return Prompt(name, world_size, blocks, bytes(chain.hashes), salt_tag(salt))
+
+
+def warm(client: MessageQueueClient, prompt: Prompt) -> int:
+    """Load what tiers have of a prompt into memory; chunks of its prefix that are there then. Blocks until all are."""
+    request = f"warm {secrets.token_hex(8)}"
+    lookup = wire.Lookup(
+        prompt.model, prompt.world_size, prompt.blocks_in_chunk, request, prompt.world_size, prompt.hashes, True,
+        prompt.salt,
+    )  # fmt: skip
+    reached = -1
+    while True:
+        matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))
+        if matched == len(prompt) or matched <= reached:
+            client.ask(wire.EndSession(request), deadline_s=None).result(_ANSWER_S)
+            return matched
+        reached = matched  # the deadline of a lookup has passed; what came late is there now
+
+
+def pin(client: MessageQueueClient, name: str, prompt: Prompt, ttl_s: int = 0) -> int:
+    """Keep a prompt's prefix in memory under a name; chunks that are kept. Raises Busy where that is too much."""
+    warm(client, prompt)
+    request = wire.Pin(name, prompt.model, prompt.world_size, prompt.blocks_in_chunk, prompt.hashes, prompt.salt, ttl_s)
+    return int(client.ask(request).result(_ANSWER_S + 60.0))
+
+
+def unpin(client: MessageQueueClient, name: str) -> None:
+    """End a pin. Raises BadRequest where there is none of that name."""
+    if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
+        raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
+
+
+def forget(client: MessageQueueClient, models: Sequence[str], salt: str) -> dict[str, Any]:
+    """Remove chunks of these models (empty: all) and of one salt (empty: all), from memory and tiers.
+
+    What each said: chunks removed, or what went wrong.
+    """
+    said: dict[str, Any] = {}
+    for model in models or [""]:
+        for place, what in client.ask(wire.Forget(model, salt_tag(salt))).result(_ANSWER_S).items():
+            counted = isinstance(what, int) and isinstance(said.get(place, 0), int)
+            said[place] = said.get(place, 0) + what if counted else what
+    return said

@@ -1,0 +1,426 @@
+"""Replays of traces: formats, exact hit rates of small traces, bounds, and the command."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.cli import main
+from kvdepot.errors import ConfigError
+from kvdepot.evict import POLICIES
+from kvdepot.simulate import replay
+from kvdepot.testing.traces import WORKLOADS, merge, phases, write_mooncake
+from kvdepot.traces import Trace, load
+
+MOONCAKE = """\
+{"timestamp": 0, "input_length": 1024, "output_length": 52, "hash_ids": [0, 1]}
+{"timestamp": 1500, "input_length": 1100, "output_length": 26, "hash_ids": [0, 1, 2]}
+
+{"timestamp": 3000, "input_length": 400, "output_length": 1, "hash_ids": [3]}
+"""
+BAILIAN = """\
+{"chat_id": 7, "parent_chat_id": -1, "timestamp": 61.1, "input_length": 40, "output_length": 3, "type": "text", "turn": 1, "hash_ids": [10, 11, 12]}
+{"chat_id": 8, "parent_chat_id": 7, "timestamp": 62.5, "input_length": 50, "output_length": 8, "type": "text", "turn": 2, "hash_ids": [10, 11, 12, 13]}
+{"chat_id": 9, "parent_chat_id": -1, "timestamp": 63.0, "input_length": 30, "output_length": 8, "type": "file", "turn": 1, "hash_ids": [14, 11]}
+"""  # noqa: E501
+SESSION_A = {
+    "id": "a", "block_size": 64, "hash_id_scope": "local",
+    "requests": [
+        {"t": 0.0, "type": "n", "in": 128, "out": 9, "hash_ids": [1, 2]},
+        {"t": 20.0, "type": "s", "in": 190, "out": 9, "hash_ids": [1, 2, 3]},
+    ],
+}  # fmt: skip
+SESSION_B = {
+    "id": "b", "block_size": 64, "hash_id_scope": "local",
+    "requests": [{"t": 10.0, "type": "n", "in": 128, "out": 9, "hash_ids": [1, 2]}],
+}  # fmt: skip
+
+
+def trace_of(*prompts: Sequence[int | str]) -> Trace:
+    return Trace((float(number), prompt) for number, prompt in enumerate(prompts))
+
+
+def numbers(trace: Trace) -> list[list[int]]:
+    return [blocks.tolist() for blocks in trace]
+
+
+def written(folder: Path, text: str, name: str = "trace.jsonl") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+# -- formats
+
+
+def test_mooncake_ids_are_prefixes_of_512_tokens_a_block(tmp_path: Path) -> None:
+    trace = load(written(tmp_path, MOONCAKE))
+    assert (numbers(trace), trace.unique, trace.block_tokens) == ([[0, 1], [0, 1, 2], [3]], 4, 512)
+
+
+def test_the_same_bailian_id_behind_another_beginning_is_another_block(tmp_path: Path) -> None:
+    trace = load(written(tmp_path, BAILIAN))
+    assert (numbers(trace), trace.block_tokens) == ([[0, 1, 2], [0, 1, 2, 3], [4, 5]], 16)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(SESSION_A) + "\n" + json.dumps(SESSION_B) + "\n",
+        json.dumps([SESSION_A, SESSION_B]),
+        json.dumps([SESSION_A, SESSION_B], indent=2),
+    ],
+    ids=["lines", "array", "indented array"],
+)
+def test_weka_sessions_have_ids_of_their_own_and_are_merged_in_time(tmp_path: Path, text: str) -> None:
+    trace = load(written(tmp_path, text))
+    first, second, third = numbers(trace)
+    assert len(first) == len(second) == 2
+    assert set(first).isdisjoint(second)
+    assert third[:2] == first
+    assert (trace.unique, trace.block_tokens) == (5, 64)
+
+
+def test_a_folder_of_weka_sessions_is_one_trace(tmp_path: Path) -> None:
+    written(tmp_path, json.dumps(SESSION_A, indent=1), "a.json")
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps(SESSION_B).encode()))
+    assert numbers(load(str(tmp_path))) == [[0, 1], [3, 4], [0, 1, 2]]
+
+
+def test_weka_sessions_share_ids_that_are_not_local(tmp_path: Path) -> None:
+    shared = [{**session, "hash_id_scope": "global"} for session in (SESSION_A, SESSION_B)]
+    assert numbers(load(written(tmp_path, json.dumps(shared)))) == [[0, 1], [0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("first_s", [0.5, 5.5], ids=["relative times", "absolute times"])
+def test_requests_of_weka_subagents_lie_between_those_of_their_session(tmp_path: Path, first_s: float) -> None:
+    inner = [{"t": first_s, "hash_ids": [7]}, {"t": first_s + 0.1, "hash_ids": [7, 8]}]
+    session = {
+        "block_size": 64, "hash_id_scope": "local",
+        "requests": [
+            {"t": 0.0, "hash_ids": [1]}, {"t": 5.0, "type": "subagent", "requests": inner},
+            {"t": 4.0, "type": "subagent"}, {"t": 9.0, "hash_ids": [1, 2]}, {"t": 2.0, "hash_ids": [1, 3]},
+        ],
+    }  # fmt: skip
+    prompts = numbers(load(written(tmp_path, json.dumps(session))))
+    assert [len(prompt) for prompt in prompts] == [1, 2, 1, 2, 2]
+    assert prompts[3][:1] == prompts[2] != prompts[0]
+
+
+def test_compressed_traces_are_read_whatever_they_are_called(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_bytes(gzip.compress(MOONCAKE.encode()))
+    assert numbers(load(str(tmp_path / "trace.jsonl"))) == [[0, 1], [0, 1, 2], [3]]
+
+
+def test_requests_are_taken_in_order_of_arrival(tmp_path: Path) -> None:
+    lines = MOONCAKE.splitlines(keepends=True)
+    prompts = numbers(load(written(tmp_path, "".join(reversed(lines)))))
+    assert [len(prompt) for prompt in prompts] == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "complaint"),
+    [
+        (MOONCAKE + '{"timestamp": 4, "hash_ids": [1', 5, "truncated"),
+        (MOONCAKE + '{"timestamp": 4}', 5, "hash_ids"),
+        (MOONCAKE + '{"timestamp": 4, "hash_ids": [1.5]}', 5, "hash_ids"),
+        (MOONCAKE + '{"timestamp": 4, "hash_ids": null}', 5, "hash_ids"),
+        (BAILIAN + MOONCAKE, 4, "chat_id"),
+        (BAILIAN + "\xff", 4, "malformed"),
+        ("once upon a time\n", 1, "malformed"),
+        ("17\n", 1, "object"),
+        ("\n\n{}\n", 3, "timestamp"),
+        ('[\n{"timestamp": 0, "hash_ids": []},\n{"timestamp": "soon", "hash_ids": []}]', 3, "timestamp"),
+        (json.dumps(SESSION_A) + '\n{"block_size": 64}', 2, "requests"),
+        ('{"block_size": 64, "requests": [{"t": 1.0}]}', 1, "hash_ids"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, text: str, line: int, complaint: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert complaint in str(caught.value)
+
+
+def test_sessions_of_different_block_sizes_are_no_trace(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps([SESSION_A, {**SESSION_B, "block_size": 16}]))
+    with pytest.raises(ConfigError, match="16 and 64 tokens"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", [None, gzip.compress(MOONCAKE.encode())[:-12]], ids=["missing", "cut off"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "trace.gz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"trace\.gz"):
+        load(str(path))
+
+
+# -- hit rates
+
+
+def hits(trace: Trace, policy: str, capacity: int) -> int:
+    return replay(trace, policy, capacity).hits
+
+
+def test_small_traces_hit_exactly_as_often_as_by_hand() -> None:
+    trace = trace_of("ab", "cd", "ab")
+    assert [hits(trace, "lru", capacity) for capacity in (1, 2, 3, 4, 5)] == [0, 0, 1, 2, 2]
+    assert [hits(trace, "belady", capacity) for capacity in (1, 2, 3)] == [1, 2, 2]
+    assert hits(trace, "infinite", 1) == 2
+    result = replay(trace, "lru", 3)
+    assert (result.requests, result.block_references, result.hit_rate) == (3, 6, 1 / 6)
+
+
+def test_a_hit_is_a_use_for_lru() -> None:
+    trace = trace_of("a", "b", "a", "c", "a", "b")
+    assert [hits(trace, "lru", capacity) for capacity in (1, 2, 3)] == [0, 2, 3]
+    assert [hits(trace, "belady", capacity) for capacity in (1, 2)] == [2, 3]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_that_is_larger_than_the_cache_leaves_its_beginning(policy: str) -> None:
+    assert hits(trace_of("abcdefgh", "abcdefgh"), policy, 3) == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_id_behind_another_beginning_is_no_hit(policy: str) -> None:
+    assert hits(trace_of("ab", "cb", "aba", "aaa", "aaaa"), policy, 100) == 0 + 0 + 2 + 1 + 3
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "infinite", "belady"])
+def test_nothing_is_hit_of_nothing(policy: str) -> None:
+    assert replay([], policy, 10).hit_rate == 0
+    assert replay([(0.0, []), (1.0, [])], policy, 10).hit_rate == 0
+
+
+def test_unknown_policies_and_capacities_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'clock'"):
+        replay([], "clock", 10)
+    with pytest.raises(ConfigError, match="1 block or more"):
+        replay([], "lru", 0)
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=60)
+
+
+@given(prompts=PROMPTS, capacity=st.integers(1, 30))
+@settings(max_examples=60, deadline=None)
+def test_no_policy_exceeds_belady_nor_belady_the_infinite_cache(prompts: list[list[int]], capacity: int) -> None:
+    trace = trace_of(*prompts)
+    bound = hits(trace, "belady", capacity)
+    assert bound <= hits(trace, "infinite", capacity)
+    assert bound <= hits(trace, "belady", capacity + 1)
+    for policy in POLICIES:
+        assert hits(trace, policy, capacity) <= bound
+    if capacity >= trace.unique:
+        assert {hits(trace, policy, capacity) for policy in POLICIES} == {hits(trace, "infinite", capacity)}
+
+
+def most_hits(trace: Trace, capacity: int) -> int:
+    """By trying every prefix-closed set of blocks that can be kept after each request."""
+    best: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}
+    for prompt in trace:
+        path = [tuple(prompt[: end + 1].tolist()) for end in range(len(prompt))]
+        following: dict[frozenset[tuple[int, ...]], int] = {}
+        for cached, count in best.items():
+            found = count + len(list(itertools.takewhile(cached.__contains__, path)))
+            there = sorted(cached.union(path))
+            for size in range(min(capacity, len(there)) + 1):
+                for kept in map(frozenset, itertools.combinations(there, size)):
+                    if all(block[:-1] in kept or len(block) == 1 for block in kept):
+                        following[kept] = max(following.get(kept, 0), found)
+        best = following
+    return max(best.values())
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=6), capacity=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_belady_is_the_most_a_cache_of_whole_prefixes_can_hit(prompts: list[list[int]], capacity: int) -> None:
+    trace = trace_of(*prompts)
+    assert hits(trace, "belady", capacity) == most_hits(trace, capacity)
+
+
+# -- made-up traces
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_the_same_each_time_in_order_of_time_and_its_ids_mean_prefixes(name: str) -> None:
+    requests = list(WORKLOADS[name](5, 400))
+    assert requests == list(WORKLOADS[name](5, 400)) != list(WORKLOADS[name](6, 400))
+    assert len(requests) == 400
+    assert all(prompt for _, prompt in requests)
+    times = [time_s for time_s, _ in requests]
+    assert times == sorted(times)
+    before: dict[int, tuple[int, ...]] = {}
+    for _, prompt in requests:
+        for place, block in enumerate(prompt):
+            assert before.setdefault(block, tuple(prompt[:place])) == tuple(prompt[:place])
+
+
+def test_workloads_ask_what_they_are_for() -> None:
+    agents = Trace(WORKLOADS["agents"](1, 3000))
+    assert 0.92 < replay(agents, "infinite", 1).hit_rate < 0.98
+    assert replay(Trace(WORKLOADS["scan"](1, 200)), "infinite", 1).hits == 0
+    loop = Trace(WORKLOADS["loop"](1, 1500))
+    almost = loop.unique * 9 // 10
+    assert replay(loop, "lru", almost).hit_rate < 0.25 < 0.5 < replay(loop, "belady", almost).hit_rate
+    heavy = Trace(WORKLOADS["scan_heavy"](1, 2000))
+    uses = sorted(heavy.blocks.tolist())
+    once = sum(1 for _, group in itertools.groupby(uses) if len(list(group)) == 1)
+    assert once > 0.6 * heavy.unique
+
+
+def test_traces_can_be_merged_and_follow_each_other() -> None:
+    first, second = [(1.0, [1]), (3.0, [2])], [(2.0, [8]), (7.0, [9])]
+    assert [prompt for _, prompt in merge(iter(first), iter(second))] == [[1], [8], [2], [9]]
+    assert list(phases([iter(first), iter(second)], 2)) == [(0.0, [1]), (2.0, [2]), (2.0, [8]), (7.0, [9])]
+
+
+def test_a_written_trace_is_read_as_it_was_made(tmp_path: Path) -> None:
+    made = Trace(WORKLOADS["rag"](2, 300))
+    assert write_mooncake(tmp_path / "rag.jsonl", WORKLOADS["rag"](2, 300)) == 300
+    assert numbers(load(str(tmp_path / "rag.jsonl"))) == numbers(made)
+
+
+# -- the command
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("traces") / "chat.jsonl"
+    write_mooncake(path, WORKLOADS["chat"](1, 300))
+    return str(path)
+
+
+def simulate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", "simulate", *arguments],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_json_is_an_array_of_one_object_a_trace_policy_and_capacity(chat: str, tmp_path: Path) -> None:
+    small = written(tmp_path, MOONCAKE)
+    run = simulate(chat, small, "--policy", "lru,infinite,belady", "--capacity-blocks", "1,100", "--json")
+    assert (run.returncode, run.stderr) == (0, "")
+    rows: list[dict[str, Any]] = json.loads(run.stdout)
+    assert [(row["trace"], row["policy"], row["capacity_blocks"]) for row in rows] == list(
+        itertools.product((chat, small), ("lru", "infinite", "belady"), (1, 100))
+    )
+    assert all(
+        list(row) == ["trace", "policy", "capacity_blocks", "requests", "block_references", "hit_rate"] for row in rows
+    )
+    assert rows[-1] == {
+        "trace": small, "policy": "belady", "capacity_blocks": 100, "requests": 3, "block_references": 6,
+        "hit_rate": pytest.approx(2 / 6),
+    }  # fmt: skip
+
+
+def test_the_result_depends_neither_on_processes_nor_on_hash_seeds(chat: str) -> None:
+    common = (chat, "--capacity-blocks", "50,500", "--json")
+    alone = simulate(*common, "--jobs", "1", PYTHONHASHSEED="1")
+    assert alone.returncode == 0
+    assert len(json.loads(alone.stdout)) == 2 * (len(POLICIES) + 2)
+    assert simulate(*common, "--jobs", "2", PYTHONHASHSEED="2").stdout == alone.stdout
+
+
+def test_a_table_has_a_line_a_capacity_and_a_column_a_policy(chat: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", chat, "--policy", "lru,infinite", "--capacity-blocks", "1000,50"]) == 0
+    out = capsys.readouterr().out
+    assert f"{chat}: 300 requests" in out
+    expected = [f"{replay(load(chat), policy, 50).hit_rate:.1%}" for policy in ("lru", "infinite")]
+    line = next(line for line in out.splitlines() if " 50 " in line)
+    assert [text for text in expected if text.replace("%", " %") not in line] == []
+    assert out.index(" 50 ") < out.index(" 1,000 ")
+
+
+def test_capacities_are_given_and_shown_in_gib(chat: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sized = ["--kv-bytes-per-token", "128KiB", "--capacity", "1GiB,6.25GiB"]  # 64 MiB a block
+    assert main(["simulate", chat, "--policy", "lru", "--json", *sized]) == 0
+    assert [row["capacity_blocks"] for row in json.loads(capsys.readouterr().out)] == [16, 100]
+    assert main(["simulate", chat, "--policy", "lru", *sized, "--capacity-blocks", "32", "--block-tokens", "256"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split("│")[1:3] for line in out.splitlines() if line.startswith("│")] == [
+        [f"{blocks:>7} ", f"{gib:>5} "] for blocks, gib in ((32, "1"), (200, "6.25"))
+    ]
+
+
+def test_capacities_spread_up_to_all_blocks_unless_they_are_given(
+    chat: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", chat, "--policy", "infinite", "--json"]) == 0
+    capacities = [row["capacity_blocks"] for row in json.loads(capsys.readouterr().out)]
+    assert capacities[-1] == load(chat).unique
+    assert all(1.8 < after / before < 2.3 for before, after in itertools.pairwise(capacities))
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_a_plot_is_written(chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plot.{kind}"
+    assert main(["simulate", chat, "--policy", "lru,belady", "--plot", str(path)]) == 0
+    assert "belady" in capsys.readouterr().out
+    assert path.read_bytes()[:5] == {"svg": b"<?xml", "png": b"\x89PNG\r"}[kind]
+
+
+def test_without_matplotlib_and_rich_the_table_comes_and_how_to_get_a_plot(
+    chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("matplotlib", "matplotlib.figure", "rich", "rich.console"):
+        monkeypatch.setitem(sys.modules, library, None)
+    assert main(["simulate", chat, "--capacity-blocks", "50", "--plot", str(tmp_path / "plot.svg")]) == 1
+    out, err = capsys.readouterr()
+    assert f"{replay(load(chat), 'lru', 50).hit_rate:.1%}".replace("%", " %") in out
+    assert "pip install 'kvdepot[simulate]'" in err
+
+
+def test_an_empty_trace_is_said_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", written(tmp_path, "\n"), "--json", "--policy", "lru,belady"]) == 0
+    out, err = capsys.readouterr()
+    assert [(row["requests"], row["hit_rate"]) for row in json.loads(out)] == [(0, 0.0)] * 2
+    assert "holds no requests" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--policy", "lru,clock"], "'clock'"),
+        (["--policy", ""], "''"),
+        (["--capacity-blocks", "10,0"], "'0'"),
+        (["--capacity-blocks", "-5"], "'-5'"),
+        (["--capacity-blocks", "many"], "'many'"),
+        (["--capacity", "1GiB"], "--kv-bytes-per-token"),
+        (["--capacity", "1GiBs", "--kv-bytes-per-token", "1KiB"], "'1GiBs'"),
+        (["--capacity", "nanGiB", "--kv-bytes-per-token", "1KiB"], "'nanGiB'"),
+        (["--capacity", "1KiB", "--kv-bytes-per-token", "1MiB"], "a block"),
+        (["--kv-bytes-per-token", "0"], "'0'"),
+        (["--block-tokens", "x"], "'x'"),
+        (["--jobs", "0"], "'0'"),
+        (["--plot", "plot.txt"], "plot.txt"),
+        (["--plot", "no/such/folder/plot.svg"], "no/such/folder"),
+        (["no-such-trace.jsonl"], "no-such-trace.jsonl"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence_and_exit_code_2(
+    chat: str, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert main(["simulate", chat, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvdepot: ")
+    assert complaint in err
+    assert len(err.splitlines()) == 1

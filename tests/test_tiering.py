@@ -1,0 +1,712 @@
+"""Depots with tiers behind memory: the real depot, index and carriers' work, run step by step; no thread, no clock.
+
+Two depots (two hosts) share a tier where it matters. Bytes are real: what a store brings is made up and remembered, and
+what a retrieve gives must be just that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot import wire
+from kvdepot.config import Config
+from kvdepot.depot import Depot
+from kvdepot.errors import Busy, KVDepotError
+from kvdepot.evict import Lru
+from kvdepot.index import Index
+from kvdepot.keys import ChunkChain, salt_tag
+from kvdepot.mover import Call, Copy
+from kvdepot.space import PAGE, Space
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers import Options, Tier, parse
+from kvdepot.tiers.breaker import FAILURES
+from kvdepot.tiers.carrier import MOST_PARTS, Erase, Errand, Find, Forget, Load, Probe, Save, run
+from kvdepot.tiers.codec import SLACK, make_codec
+from kvdepot.tiers.format import HEADER_BYTES
+from tests.test_depot import PER_CHUNK, Desk, lookup, prompt, retrieve, shards, store
+
+TRUTH: dict[tuple[bytes, int, str], bytes] = {}
+"""What a chunk's bytes are, on any host: by key, rank and model."""
+
+
+def truth(key: bytes, rank: int, model: str) -> bytes:
+    return TRUTH.setdefault((key, rank, model), random.Random(key + bytes([rank]) + model.encode()).randbytes(PAGE))
+
+
+@dataclass
+class Host(Desk):
+    """A desk with tiers; errands wait in `errands` until they are run."""
+
+    tiers: list[Any] = field(default_factory=list)
+    """(URL, tier) pairs, nearest first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.bytes = np.zeros(self.pages * PAGE, np.uint8)
+        config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
+        self.index = Index(Space(0, self.pages * PAGE), Lru())
+        self.depot = Depot(config, self.index, self.map, [parse(url) for url, _ in self.tiers])
+        self.heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
+        self.errands: list[Errand] = []
+        self.now = 0.0
+        self.done: list[Errand] = []
+        self.seen: list[bytes] = []  # keys that retrieves brought
+
+    def ensure(self, offset: int, size: int) -> bool:
+        return True
+
+    def take(self, actions: list[Any]) -> None:
+        super().take([a for a in actions if not isinstance(a, Errand)])
+        self.errands += [a for a in actions if isinstance(a, Errand)]
+
+    def send(self, client: bytes, request: wire.Request) -> tuple[bytes, bytes]:
+        number = next(self._numbers).to_bytes(8, "little")
+        self.take(self.depot.handle(client, number, request, self.now))
+        return client, number
+
+    def finish(self, task: Copy | Call, outcome: bool | None = None) -> None:
+        if isinstance(task, Copy):
+            operation = task.token.operation
+            for (chunk, rank), piece in zip(
+                operation.chunks[task.token.first : task.token.end], task.pieces, strict=True
+            ):
+                (start, size), *_ = piece.extents
+                data = np.frombuffer(truth(chunk.key, rank, chunk.namespace.model), np.uint8)
+                if task.is_store:
+                    self.bytes[start : start + size] = data
+                else:
+                    assert (self.bytes[start : start + size] == data).all(), "a retrieve brings other bytes"
+                    self.seen.append(chunk.key)
+        super().finish(task, outcome)
+
+    def work(self, errand: Errand | None = None) -> Errand:
+        """Do one errand, the first unless one is given."""
+        errand = errand or self.errands[0]
+        self.errands = [other for other in self.errands if other is not errand]
+        self.done.append(errand)
+        outcome: Any
+        try:
+            outcome = run(errand, self.tiers[errand.tier][1], self, self.heads, make_codec(Options()))
+        except KVDepotError as exc:
+            outcome = exc
+        self.take(self.depot.finished(errand.token, outcome, self.now))
+        return errand
+
+    def rest(self) -> None:
+        """Let everything end."""
+        while self.tasks or self.errands:
+            self.settle()
+            while self.errands:
+                self.work()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.depot.expire(self.now))
+
+    def find(self, client: bytes, request: wire.Request) -> Any:
+        """Send, let everything end, tiers too, and give the answer."""
+        asked = self.send(client, request)
+        self.rest()
+        return self.answers[asked]
+
+    def kinds(self) -> list[str]:
+        return [type(errand).__name__ for errand in self.errands]
+
+    def assert_quiet(self) -> None:
+        """Nothing is held, waits or is on its way."""
+        self.rest()
+        self.index.validate()
+        assert (self.index.held, self.index.reserved, self.depot.tiering.searches) == (0, 0, 0)
+        assert not self.depot.tiering.busy
+
+
+def new_host(
+    *tiers: tuple[str, Tier] | Tier, pages: int = 64, world_size: int = 1, model: str = "m", **more: Any
+) -> Host:
+    pairs = [tier if isinstance(tier, tuple) else ("disk:///d", tier) for tier in tiers]
+    host = Host(pages=pages, settings=more, tiers=pairs)
+    host.take(host.depot.tick(0.0, 1000.0))
+    host.rest()
+    host.hello()
+    for rank in range(world_size):
+        register = wire.Register(rank + 1, shards_layout(), model, world_size, rank, PER_CHUNK)
+        assert host.ask(b"one", register) is None
+    return host
+
+
+def shards_layout() -> Any:
+    from tests.test_depot import layout
+
+    return layout()
+
+
+def look(chain: ChunkChain, request: str = "r", **options: Any) -> wire.Lookup:
+    plain = lookup(chain, request, **options)
+    return wire.Lookup(
+        plain.model, plain.world_size, plain.blocks_in_chunk, request, plain.readers, plain.hashes, True,
+        options.get("salt", b""),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier()
+
+
+# -- loads
+
+
+def test_what_one_host_stored_another_gets_through_the_tier_byte_for_byte(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 5)
+    assert here.find(b"one", store(chain)) is True
+    assert len(tier.objects) == 5
+    asked = there.send(b"one", look(chain))
+    assert asked not in there.answers and there.kinds() == ["Find"]
+    there.work()
+    assert asked not in there.answers and there.kinds() == ["Load"]
+    there.work()
+    assert there.answers[asked] == 5
+    assert there.find(b"one", retrieve(chain)) == [True] * 5
+    assert len(there.seen) == 5
+    there.assert_quiet()
+    assert there.depot.counters["tier_hit_chunks"] == 5
+
+
+def test_a_lookup_that_memory_can_answer_asks_no_tier(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 5)
+    host.find(b"one", store(chain))
+    asked = host.send(b"one", look(chain))
+    assert host.answers[asked] == 5 and not host.errands
+
+
+def test_only_what_memory_misses_is_asked_for_in_one_batch(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 40)
+    here.find(b"one", store(chain, end=32))
+    there.find(b"one", store(chain, end=8))
+    asked = there.send(b"one", look(chain))
+    (find,) = there.errands
+    assert isinstance(find, Find) and len(find.names) == 32
+    there.rest()
+    assert there.answers[asked] == 32
+    loads = [errand for errand in there.done if isinstance(errand, Load)]
+    assert sum(len(load.parts) for load in loads) == 24 and max(len(load.parts) for load in loads) <= MOST_PARTS
+
+
+def test_a_hole_in_the_tier_ends_the_prefix_there(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    tier.remove([name for name in tier.objects if chain.slice(2, 3).hex() in name])
+    assert there.find(b"one", look(chain)) == 2
+    assert there.index.chunks == 2
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_a_chunk_is_a_hit_only_with_the_shards_of_all_ranks(tier: MemoryTier) -> None:
+    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
+    chain = prompt("a", 3)
+    for rank in range(2):
+        end = 3 if rank == 0 else 2
+        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank, end=end))
+    assert there.find(b"one", look(chain, world_size=2, readers=2)) == 2
+    for rank in range(2):
+        assert there.find(b"one", retrieve(chain, instance=rank + 1, world_size=2, rank=rank, end=2)) == [True] * 2
+    there.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda tier: new_host(tier, model="n"),
+        lambda tier: new_host(tier, world_size=2),
+        lambda tier: _with_layout(tier, b"g" * 32),
+    ],
+)
+def test_another_model_shape_or_layout_never_gets_it(tier: MemoryTier, other: Callable[[Any], Host]) -> None:
+    here, there = new_host(tier), other(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    model = there.index.namespaces()[0].model
+    world = there.index.namespaces()[0].world_size
+    assert there.find(b"one", look(chain, model=model, world_size=world, readers=world)) == 0
+
+
+def _with_layout(tier: MemoryTier, fingerprint: bytes) -> Host:
+    host = Host(pages=64, tiers=[("disk:///d", tier)])
+    host.take(host.depot.tick(0.0, 1000.0))
+    host.hello()
+    from tests.test_depot import layout
+
+    host.ask(b"one", wire.Register(1, layout(fingerprint), "m", 1, 0, PER_CHUNK))
+    return host
+
+
+def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    one, two = prompt("a", 1), prompt("b", 1)
+    here.find(b"one", store(one))
+    (name,) = tier.objects
+    wrong = name.replace(bytes(one.hashes).hex(), bytes(two.hashes).hex())
+    tier.objects[wrong] = tier.objects[name]
+    assert there.find(b"one", look(two)) == 0
+    assert wrong not in tier.objects and there.depot.tiering.status()[0]["counters"]["spoilt_chunks"] == 1
+    there.assert_quiet()
+
+
+def test_two_lookups_of_one_prompt_wait_for_one_load(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    first = there.send(b"one", look(chain, "r1"))
+    there.work()
+    second = there.send(b"one", look(chain, "r2"))
+    assert there.kinds() == ["Load"]
+    there.work()
+    assert (there.answers[first], there.answers[second]) == (3, 3)
+    for request in ("r1", "r2"):
+        there.ask(b"one", wire.EndSession(request))
+    there.assert_quiet()
+
+
+def test_what_is_loaded_is_pinned_until_its_session_ends(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, pages=8)
+    chain, others = prompt("a", 4), [prompt(f"o{i}", 4) for i in range(5)]
+    here.find(b"one", store(chain))
+    assert there.find(b"one", look(chain, "r1")) == 4
+    for other in others:
+        there.find(b"one", store(other))
+    assert there.find(b"one", retrieve(chain, request="r1")) == [True] * 4
+
+
+def test_a_load_that_finds_too_little_room_answers_a_shorter_prefix(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, pages=8)
+    full, chain = prompt("f", 5), prompt("a", 6)
+    here.find(b"one", store(chain))
+    there.find(b"one", store(full))
+    assert there.find(b"one", look(full, "keeps")) == 5
+    assert there.find(b"one", look(chain, "r1")) == 3
+    assert there.find(b"one", retrieve(chain, end=3, request="r1")) == [True] * 3
+    there.ask(b"one", wire.EndSession("keeps"))
+    there.assert_quiet()
+
+
+# -- late, failing, lying
+
+
+def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_next(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, lookup_s=0.5)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    there.find(b"one", store(chain, end=2))
+    asked = there.send(b"one", look(chain))
+    there.work()  # it is found; the load hangs
+    assert there.depot.next_deadline() <= 0.5
+    there.pass_time(0.49)
+    assert asked not in there.answers
+    there.pass_time(0.01)
+    assert there.answers[asked] == 2
+    load = there.errands[0]
+    there.work()
+    assert isinstance(load, Load)
+    asked = there.send(b"one", look(chain, "r2"))
+    assert there.answers[asked] == 5 and not there.errands
+    there.ask(b"one", wire.EndSession("r2"))
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_at_half_time_what_the_other_tiers_have_is_loaded(tier: MemoryTier) -> None:
+    slow = MemoryTier()
+    here = new_host(tier)
+    there = new_host(("redis://slow", slow), ("disk:///d", tier), lookup_s=1.0)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(prompt("a", 6)))
+    there.work(there.errands[1])  # the first tier says nothing, and may have the sixth
+    assert there.kinds() == ["Find"]
+    there.pass_time(0.5)
+    assert there.kinds() == ["Find", "Load"]
+    there.work(there.errands[1])
+    assert there.answers[asked] == 5
+
+
+def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    chains = [prompt(f"p{i}", 2) for i in range(FAILURES + 2)]
+    faulty.inject(down=1)
+    for chain in chains[:FAILURES]:
+        assert host.find(b"one", look(chain)) == 0
+    assert host.depot.tiering.status()[0]["state"] == "left alone"
+    asked = host.send(b"one", look(chains[FAILURES]))
+    assert host.answers[asked] == 0 and not host.errands  # nobody asks it
+    faulty.inject()
+    host.now += 1.5
+    host.take(host.depot.tick(host.now, 1001.0))
+    assert host.kinds() == ["Probe"]
+    host.work()
+    assert host.depot.tiering.status()[0]["state"] == "up"
+    assert host.find(b"one", store(chains[0])) is True
+    assert len(tier.objects) == 2
+
+
+def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) -> None:
+    host = new_host(tier, lookup_s=0.5)
+    host.pass_time(1.0)
+    for i in range(FAILURES):
+        asked = host.send(b"one", look(prompt(f"p{i}", 2), f"r{i}"))
+        assert asked not in host.answers
+        host.pass_time(0.5)
+        assert host.answers[asked] == 0
+    asked = host.send(b"one", look(prompt("p", 2), "last"))
+    assert host.answers[asked] == 0
+    host.assert_quiet()  # the hung finds return: it is back
+    assert host.depot.tiering.status()[0]["state"] == "up"
+
+
+def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    here, there = new_host(tier), new_host(faulty)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    for fault in ("corrupt", "truncate", "swell"):
+        faulty.inject(**{fault: 1.0})
+        asked = there.send(b"one", look(chain))
+        while there.errands:
+            there.work()
+            if not any(isinstance(errand, Find | Load) for errand in there.errands):
+                faulty.inject()
+        assert there.answers[asked] == 0, fault
+        assert there.index.chunks == 0
+        here.index.clear()
+        here.find(b"one", store(chain))
+    assert there.depot.tiering.status()[0]["counters"]["spoilt_chunks"] == 9
+    there.assert_quiet()
+
+
+def test_a_promise_that_is_not_kept_is_a_miss(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    faulty.inject(promise=1)
+    assert host.find(b"one", look(prompt("a", 3))) == 0
+    assert host.index.chunks == 0
+    host.assert_quiet()
+
+
+# -- whoever asked is gone
+
+
+def test_a_session_that_ends_while_tiers_are_asked_leaves_no_pin(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    ended = there.send(b"one", wire.EndSession("r"))
+    assert (there.answers[asked], there.answers[ended]) == (0, None)
+    there.assert_quiet()
+
+
+def test_a_lookup_anew_ends_the_one_before_it(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    first, second = there.send(b"one", look(chain)), there.send(b"one", look(chain))
+    assert there.answers[first] == 0
+    there.rest()
+    assert there.answers[second] == 3
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_the_death_of_who_asked_gives_up_what_was_held(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.work()
+    there.die(b"one")
+    assert asked not in there.answers
+    there.assert_quiet()
+    assert there.index.chunks == 3  # it came all the same
+
+
+def test_a_server_that_stops_answers_what_awaits_tiers(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    asked = host.send(b"one", look(prompt("a", 3)))
+    host.take(host.depot.stop_searching())
+    assert host.answers[asked] == 0
+
+
+# -- writing
+
+
+def test_stores_beyond_the_queue_are_dropped_and_counted(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?queue_mib=1&threads=1", tier), pages=1024)
+    chain = prompt("a", 384)
+    for first in range(0, 384, 32):
+        host.ask(b"one", wire.Store(1, 1, [shards(chain, first, first + 32, blocks=list(range(64)))]))
+    status = host.depot.tiering.status()[0]
+    assert status["queued_bytes"] <= 1 << 20
+    host.rest()
+    status = host.depot.tiering.status()[0]
+    dropped = status["counters"]["dropped_chunks"]
+    assert dropped > 0 and len(tier.objects) == 384 - dropped == status["counters"]["saved_chunks"]
+    assert status["queued_bytes"] == 0
+    host.assert_quiet()
+
+
+def test_what_was_evicted_before_its_turn_is_not_written(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?threads=1", tier), pages=4)
+    for name in "abcd":
+        host.ask(b"one", store(prompt(name, 2)))
+    host.rest()
+    counters = host.depot.tiering.status()[0]["counters"]
+    assert counters["overtaken_chunks"] > 0
+    assert len(tier.objects) == 8 - counters["overtaken_chunks"]
+    host.assert_quiet()
+
+
+def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?write=on_evict", tier), pages=32)
+    chains = [prompt(f"p{i}", 2) for i in range(40)]
+    for chain in chains:
+        assert host.find(b"one", store(chain)) is True
+    counters = host.depot.tiering.status()[0]["counters"]
+    assert counters.get("undemoted_chunks", 0) == 0
+    assert len(tier.objects) >= 80 - 32
+    for chain in chains:
+        assert host.find(b"one", look(chain)) == 2, "neither memory nor the tier has it"
+        assert host.find(b"one", retrieve(chain)) == [True, True]
+    host.assert_quiet()
+
+
+def test_what_is_used_while_it_is_handed_down_stays(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?write=on_evict", tier), pages=16)
+    chains = [prompt(f"p{i}", 1) for i in range(16)]
+    for chain in chains[:14]:
+        host.find(b"one", store(chain))
+    asked = host.send(b"one", store(chains[14]))
+    host.settle()
+    assert host.answers[asked] is True and host.kinds() == ["Save"]
+    host.ask(b"one", look(chains[0], "uses it"))
+    host.ask(b"one", wire.EndSession("uses it"))
+    host.rest()
+    asked = host.send(b"one", look(chains[0], "again"))
+    assert host.answers[asked] == 1
+    host.ask(b"one", wire.EndSession("again"))
+    host.assert_quiet()
+
+
+def test_what_a_far_tier_had_is_kept_in_the_nearer_one(tier: MemoryTier) -> None:
+    near = MemoryTier()
+    here = new_host(tier)
+    there = new_host(("disk:///d", near), ("redis://far", tier))
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    assert there.find(b"one", look(chain)) == 3
+    assert near.objects.keys() == tier.objects.keys()
+
+
+def test_a_tier_that_is_off_is_read_and_never_written(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(("disk:///d?write=off", tier))
+    one, two = prompt("a", 2), prompt("b", 2)
+    here.find(b"one", store(one))
+    there.find(b"one", store(two))
+    assert len(tier.objects) == 2
+    assert there.find(b"one", look(one)) == 2
+
+
+# -- forgetting, pins by name, ages
+
+
+def _salted(chain: ChunkChain, salt: str) -> wire.Store:
+    part = shards(chain)
+    return wire.Store(
+        1, 1,
+        [wire.Shards(
+            part.request, part.model, part.world_size, part.rank, part.parent, part.depth, part.hashes, part.block_ids,
+            0, salt_tag(salt),
+        )],
+    )  # fmt: skip
+
+
+def test_a_salt_is_forgotten_in_memory_and_in_the_tier_and_nothing_else(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    alice, bob, plain = prompt("alice", 3), prompt("bob", 3), prompt("c", 3)
+    host.find(b"one", _salted(alice, "alice"))
+    host.find(b"one", _salted(bob, "bob"))
+    host.find(b"one", store(plain))
+    said = host.find(b"one", wire.Forget(salt=salt_tag("alice")))
+    assert said == {"memory": 3, "disk:///d": 3}
+    assert len(tier.objects) == 6
+    assert host.find(b"one", look(alice, salt=salt_tag("alice"))) == 0
+    assert host.find(b"one", look(bob, salt=salt_tag("bob"))) == 3
+    assert host.find(b"one", look(plain)) == 3
+
+
+def test_all_is_forgotten_of_a_model_or_at_all(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    host.ask(b"one", wire.Register(7, shards_layout(), "n", 1, 0, PER_CHUNK))
+    host.find(b"one", store(prompt("a", 2)))
+    host.find(b"one", store(prompt("a", 2), instance=7, model="n"))
+    assert host.find(b"one", wire.Forget(model="n")) == {"memory": 2, "disk:///d": 2}
+    assert len(tier.objects) == 2 and host.index.chunks == 2
+    assert host.find(b"one", wire.Forget()) == {"memory": 2, "disk:///d": 2}
+    assert not tier.objects and host.index.chunks == 0
+
+
+def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 3)
+    host.find(b"one", store(chain))
+    assert host.find(b"one", look(chain)) == 3
+    host.find(b"one", wire.Forget())
+    assert host.find(b"one", retrieve(chain)) == [False] * 3
+    host.ask(b"one", wire.EndSession("r"))
+    assert host.index.chunks == 0
+    assert host.find(b"one", store(chain)) is True
+    assert host.find(b"one", look(chain)) == 3
+
+
+def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.work()
+    (load,) = there.errands
+    forgot = there.send(b"one", wire.Forget())
+    there.work(load)
+    there.rest()
+    assert there.answers[asked] == 0 and there.answers[forgot]["disk:///d"] == 3
+    assert there.index.chunks == 0 and not tier.objects
+
+
+def test_what_is_being_saved_when_it_is_forgotten_is_removed_after_that(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 3)
+    host.ask(b"one", store(chain))
+    (save,) = host.errands
+    host.send(b"one", wire.Forget())
+    (forget,) = [errand for errand in host.errands if isinstance(errand, Forget)]
+    host.work(forget)
+    host.work(save)
+    assert any(isinstance(errand, Erase) for errand in host.errands)
+    host.rest()
+    assert not tier.objects and host.index.chunks == 0
+    host.assert_quiet()
+
+
+def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    host.find(b"one", store(prompt("a", 3)))
+    faulty.inject(down=1)
+    said = host.find(b"one", wire.Forget())
+    assert said["memory"] == 3 and "not forgotten" in said["disk:///d"]
+
+
+def test_a_tier_that_hangs_does_not_keep_the_answer_to_forget(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    asked = host.send(b"one", wire.Forget())
+    host.pass_time(26.0)
+    assert "error" in host.answers[asked]
+    host.rest()
+
+
+def test_a_pin_by_name_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, pages=16)
+    chain = prompt("a", 4)
+    here.find(b"one", store(chain))
+    there.hello(b"two")
+    pin = wire.Pin("system prompt", "m", 1, PER_CHUNK, bytes(chain.hashes))
+    assert there.find(b"two", pin) == 4
+    there.die(b"two")
+    for i in range(8):
+        there.find(b"one", store(prompt(f"o{i}", 4)))
+    assert there.ask(b"one", wire.Status())["pinned"][0]["name"] == "system prompt"
+    asked = there.send(b"one", look(chain, "r2"))
+    assert there.answers[asked] == 4
+    there.ask(b"one", wire.EndSession("r2"))
+    assert there.find(b"one", wire.Unpin("system prompt")) is True
+    assert there.find(b"one", wire.Unpin("system prompt")) is False
+    there.assert_quiet()
+    timed = wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes), ttl_s=10)
+    assert there.find(b"one", timed) == 4 and there.index.held
+    there.now += 10
+    there.take(there.depot.tick(there.now, 1010.0))
+    there.assert_quiet()
+
+
+def test_pins_by_name_leave_half_of_the_memory_to_the_others(tier: MemoryTier) -> None:
+    host = new_host(tier, pages=16)
+    one, two = prompt("a", 6), prompt("b", 6)
+    for chain in (one, two):
+        host.find(b"one", store(chain))
+    assert host.find(b"one", wire.Pin("1", "m", 1, PER_CHUNK, bytes(one.hashes))) == 6
+    assert isinstance(host.find(b"one", wire.Pin("2", "m", 1, PER_CHUNK, bytes(two.hashes))), Busy)
+
+
+def test_chunks_that_are_too_old_are_gone_unless_somebody_holds_them() -> None:
+    host = new_host(ttl_s=60)
+    old, held = prompt("a", 3), prompt("b", 3)
+    for chain in (old, held):
+        host.find(b"one", store(chain))
+    host.find(b"one", look(held, "holds"))
+    host.take(host.depot.tick(61.0, 1061.0))
+    host.index.validate()
+    assert host.find(b"one", look(old, "r")) == 0
+    assert host.find(b"one", retrieve(held, request="holds")) == [True] * 3
+    host.take(host.depot.tick(70.0, 1070.0))
+    assert host.index.chunks == 0
+
+
+def test_an_old_prefix_hides_what_was_computed_on_top_of_it_later() -> None:
+    host = new_host(ttl_s=60)
+    chain = prompt("a", 4)
+    host.find(b"one", store(chain, end=2))
+    host.take(host.depot.tick(40.0, 1040.0))
+    host.find(b"one", wire.Store(1, 1, [shards(chain, 2, 4, blocks=[0, 1, 2, 3])]))
+    host.take(host.depot.tick(61.0, 1061.0))
+    host.index.validate()
+    assert host.find(b"one", look(chain)) == 0
+    assert host.find(b"one", store(chain, end=2)) is True
+    assert host.find(b"one", look(chain)) == 4
+    host.ask(b"one", wire.EndSession("r"))
+    host.take(host.depot.tick(101.0, 1101.0))
+    host.take(host.depot.tick(125.0, 1125.0))
+    host.index.validate()
+    assert host.index.chunks == 0
+
+
+def test_quiet_tiers_are_looked_after() -> None:
+    tier = MemoryTier()
+    host = new_host(tier)
+    host.take(host.depot.tick(5.0, 1005.0))
+    assert not host.errands
+    host.take(host.depot.tick(11.0, 1011.0))
+    (probe,) = host.errands
+    assert isinstance(probe, Probe)
+    for second in range(12, 40):
+        host.take(host.depot.tick(float(second), 1000.0 + second))
+    assert host.depot.tiering.status()[0]["state"] == "left alone"
+    assert len(host.errands) == 1
+
+
+def test_saves_carry_what_their_readers_check(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 20)
+    host.ask(b"one", store(chain))
+    saves = [errand for errand in host.errands if isinstance(errand, Save)]
+    assert [len(save.parts) for save in saves] == [16, 4]
+    assert {part.born for save in saves for part in save.parts} == {1000}

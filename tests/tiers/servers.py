@@ -1,0 +1,135 @@
+"""The real servers behind shared tiers, each a process that a test may kill, stop and start again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import eventually
+
+BUCKET = "kvdepot-test"
+
+
+def need(*, commands: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
+    """Skips the module where one of these is missing; under CI nothing may be missing."""
+    missing = [name for name in commands if shutil.which(name) is None]
+    missing += [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"missing: {', '.join(missing)}", pytrace=False)
+    if missing:
+        pytest.skip(f"missing: {', '.join(missing)}", allow_module_level=True)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+class Server:
+    """A process that listens on `port`."""
+
+    def __init__(self, command: Sequence[str], port: int, directory: Path) -> None:
+        self.command = [*command]
+        self.port = port
+        self.directory = directory
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Run it, until it takes connections."""
+        with (self.directory / f"{self.port}.log").open("ab") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, cwd=self.directory)
+        eventually(self._listens, 30.0)
+
+    def _listens(self) -> bool:
+        assert self.process is not None and self.process.poll() is None, self.logged()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+            return True
+        return False
+
+    def logged(self) -> str:
+        return (self.directory / f"{self.port}.log").read_text()[-4000:]
+
+    def kill(self) -> None:
+        """As -9 does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(20)
+            self.process = None
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Not a word from it meanwhile; connections are taken by the kernel all the same."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
+class RedisServer(Server):
+    """`redis-server`, which saves nothing."""
+
+    def __init__(self, directory: Path, *flags: str, tls: bool = False) -> None:
+        port = free_port()
+        where = ["--port", "0", "--tls-port", str(port)] if tls else ["--port", str(port)]
+        command = ["redis-server", *where, "--bind", "127.0.0.1", "--save", "", "--dir", str(directory), *flags]
+        super().__init__(command, port, directory)
+
+    def cli(self, *words: str) -> str:
+        """A command by `redis-cli`; what it answers."""
+        command = ["redis-cli", "-p", str(self.port), "--no-auth-warning", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+
+
+def redis_cluster(directory: Path, nodes: int = 3) -> list[RedisServer]:
+    """As many primaries, with all slots between them."""
+    flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+    servers = []
+    for _ in range(nodes):
+        port = str(free_port())
+        servers.append(RedisServer(directory, *flags, "--cluster-port", port, "--cluster-config-file", f"{port}.conf"))
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
+    made = subprocess.run(create, capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stdout + made.stderr
+    for server in servers:
+        eventually(lambda server=server: "cluster_state:ok" in server.cli("cluster", "info"), 30.0)
+    return servers
+
+
+class S3Server(Server):
+    """moto's server: the S3 API on objects in its memory, none of which outlives it."""
+
+    def __init__(self, directory: Path) -> None:
+        port = free_port()
+        run = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+        super().__init__([sys.executable, "-W", "ignore", "-c", run], port, directory)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        super().start()
+        self.make_bucket(BUCKET)
+
+    def make_bucket(self, name: str) -> None:
+        request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.status == 200

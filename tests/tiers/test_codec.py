@@ -1,0 +1,527 @@
+"""Compression and encryption of objects: round trips, bytes that are anyone's, and keys."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.errors import ConfigError
+from kvdepot.mover import checksum
+from kvdepot.testing.faulty import MemoryTier
+from kvdepot.tiers import Options
+from kvdepot.tiers.carrier import Load, Part, Save, run
+from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def needed(name: str) -> Any:
+    """A library of an extra: where it is missing these tests are skipped, in CI they fail."""
+    return importlib.import_module(name) if os.environ.get("CI") else pytest.importorskip(name)
+
+
+zstandard = needed("zstandard")
+needed("cryptography")
+
+FACTS = Facts("", "model", 1, 0, 16, 256, bytes(32))
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+PLAIN, ZSTD, AES, BOTH = Codec(), Codec(True), Codec(key=KEY), Codec(True, KEY)
+CODECS = [PLAIN, ZSTD, AES, BOTH]
+coded = pytest.mark.parametrize("codec", CODECS[1:], ids=["zstd", "aes", "zstd+aes"])
+sealed = pytest.mark.parametrize("codec", CODECS[2:], ids=["aes", "zstd+aes"])
+
+sizes = st.one_of(
+    st.integers(0, 70), st.builds(lambda n, d: max(0, n * BLOCK_BYTES + d), st.integers(0, 3), st.integers(-9, 9))
+)
+"""Of KV: a few bytes, and around whole blocks."""
+
+
+def header_of(kv: Bytes, **fields: Any) -> Header:
+    total = checksum(kv, [(0, len(kv))], len(kv))
+    return msgspec.structs.replace(Header(FACTS.digest, b"k" * 32, NO_SALT, len(kv), len(kv), total, 5), **fields)
+
+
+def cut(memory: Bytes, places: Sequence[int]) -> list[memoryview]:
+    """All of it, in pieces."""
+    edges = [0, *sorted(place % (len(memory) + 1) for place in places), len(memory)]
+    return [memory[a:b].data for a, b in itertools.pairwise(edges)]
+
+
+def normal(size: int, seed: int = 0) -> Bytes:
+    """KV of bf16 as layers make it: numbers around zero."""
+    floats = np.random.default_rng(seed).standard_normal(size // 2 + 1).astype("<f4")
+    return (floats.view("<u4") >> 16).astype("<u2").view(np.uint8)[:size].copy()
+
+
+def noise(size: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+KINDS = {"normal": normal, "noise": noise, "zeros": lambda size, seed=0: np.zeros(size, np.uint8)}
+
+
+def unpacked(data: memoryview) -> Header:
+    header = Header.unpack(data)
+    assert header is not None
+    return header
+
+
+def coding_of(codec: Codec, kv: Bytes) -> tuple[Header, list[memoryview]]:
+    head, *rest = codec.encode(header_of(kv), FACTS, [kv.data])
+    return unpacked(head), rest
+
+
+class Guarded:
+    """Memory to decode into, with a margin that must stay as it is."""
+
+    def __init__(self, size: int, places: Sequence[int] = ()) -> None:
+        self.all = np.full(size + 128, 0xA5, np.uint8)
+        self.bytes = self.all[64 : 64 + size]
+        self.pieces = cut(self.bytes, places)
+
+    def assert_untouched_outside(self) -> None:
+        assert (self.all[:64] == 0xA5).all() and (self.all[64 + len(self.bytes) :] == 0xA5).all()
+
+
+# -- round trips
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(CODECS),
+    st.sampled_from(sorted(KINDS)),
+    sizes,
+    st.integers(0, 2**32),
+    st.lists(st.integers(0, 2**20), max_size=4),
+    st.lists(st.integers(0, 2**20), max_size=4),
+    st.lists(st.integers(0, 2**20), max_size=4),
+)
+def test_kv_comes_back_however_it_is_cut(
+    codec: Codec, kind: str, size: int, seed: int, parts: list[int], stored: list[int], out: list[int]
+) -> None:
+    kv = KINDS[kind](size, seed)
+    head, *rest = codec.encode(header_of(kv), FACTS, cut(kv, parts))
+    header = unpacked(head)
+    body = np.frombuffer(b"".join(rest), np.uint8)
+    assert header.stored == len(body) <= size + codec.slack <= size + SLACK
+    assert header.names(FACTS, NO_SALT, b"k" * 32, size) and codec.is_readable(header)
+    target = Guarded(size, out)
+    assert codec.decode(header, cut(body, stored), target.pieces)
+    assert (target.bytes == kv).all()
+    target.assert_untouched_outside()
+
+
+def test_uncoded_bytes_are_not_copied() -> None:
+    kv = normal(1000)
+    parts = cut(kv, [300])
+    head, *rest = PLAIN.encode(header_of(kv), FACTS, parts)
+    assert rest == parts and all(given is part for given, part in zip(rest, parts, strict=True))
+    assert unpacked(head) == header_of(kv)
+
+
+@coded
+def test_a_read_may_have_filled_the_very_memory_that_is_decoded_into(codec: Codec) -> None:
+    """As it is done: the header elsewhere, what follows where KV belongs, and the rest in the slack."""
+    kv = normal(BLOCK_BYTES + 4096)
+    header, rest = coding_of(codec, kv)
+    target = Guarded(len(kv), [4096])
+    tail = np.zeros(codec.slack, np.uint8)
+    room = [*target.pieces, tail.data]
+    body, at = np.frombuffer(b"".join(rest), np.uint8), 0
+    for piece in room:
+        taken = body[at : at + len(piece)]
+        np.frombuffer(piece, np.uint8)[: len(taken)] = taken
+        at += len(taken)
+    assert codec.decode(header, room, target.pieces)
+    assert (target.bytes == kv).all()
+    target.assert_untouched_outside()
+
+
+def test_many_threads_share_a_codec() -> None:
+    codec = BOTH
+    failed: list[int] = []
+
+    def work(seed: int) -> None:
+        kv = normal(BLOCK_BYTES + 100, seed)
+        for _ in range(5):
+            header, rest = coding_of(codec, kv)
+            out = np.zeros(len(kv), np.uint8)
+            if not codec.decode(header, rest, [out.data]) or (out != kv).any():
+                failed.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+@coded
+def test_other_threads_run_while_bytes_are_coded(codec: Codec) -> None:
+    kv = normal(1 << 20).repeat(32)
+    header = header_of(kv)
+    shares = []
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(5.0)  # whoever does not let go of the GIL keeps it
+        for _ in range(9):
+            thread = threading.Thread(target=codec.encode, args=(header, FACTS, [kv.data]))
+            thread.start()
+            seen = [time.perf_counter()]
+            while thread.is_alive():
+                time.sleep(0)
+                seen.append(time.perf_counter())
+            shares.append(max(np.diff(seen)) / (seen[-1] - seen[0]))
+    finally:
+        sys.setswitchinterval(interval)
+    assert median(shares) < 0.6, "of the time that it took, the longest during which nobody else ran"
+
+
+# -- compression
+
+
+def test_bf16_shrinks_by_a_third_and_bytes_without_a_pattern_stay_as_they_are() -> None:
+    kv = normal(4 * BLOCK_BYTES)
+    header, _ = coding_of(ZSTD, kv)
+    assert header.coding and header.stored < 0.7 * len(kv)
+    kv = noise(4 * BLOCK_BYTES)
+    header, rest = coding_of(ZSTD, kv)
+    assert header.coding == 0 and header.stored == len(kv)
+    assert np.shares_memory(np.frombuffer(rest[0], np.uint8), kv)
+
+
+def test_kv_of_four_bytes_an_element_shrinks_as_such_and_kv_of_one_byte_and_of_odd_sizes_shrinks_too() -> None:
+    numbers = np.random.default_rng(3).standard_normal(BLOCK_BYTES)
+    scaled = np.clip(numbers * 16, -127, 127).astype(np.int8)
+    for kv, most in (
+        (numbers.astype("<f4").view(np.uint8), 0.86),
+        (scaled.view(np.uint8), 0.8),
+        (scaled.view(np.uint8)[:-1].copy(), 0.8),
+    ):
+        header, rest = coding_of(ZSTD, kv)
+        assert header.stored < most * len(kv)
+        out = np.zeros(len(kv), np.uint8)
+        assert ZSTD.decode(header, rest, [out.data]) and (out == kv).all()
+
+
+def test_a_depot_that_does_not_compress_reads_what_another_did() -> None:
+    kv = normal(BLOCK_BYTES)
+    header, rest = coding_of(ZSTD, kv)
+    out = np.zeros(len(kv), np.uint8)
+    assert PLAIN.is_readable(header) and PLAIN.decode(header, rest, [out.data]) and (out == kv).all()
+
+
+def frame(data: bytes, **options: Any) -> bytes:
+    made: bytes = zstandard.ZstdCompressor(**options).compress(data)
+    return made
+
+
+def compressed(size: int, planes: Sequence[bytes]) -> tuple[Header, bytes]:
+    """An object of two-byte elements whose planes are these."""
+    body = np.array([len(plane) for plane in planes], "<u4").tobytes() + b"".join(planes)
+    return header_of(np.zeros(size, np.uint8), stored=len(body), coding=1 | 1 << 2), body
+
+
+def frames_that_lie() -> Iterator[Any]:
+    good = frame(bytes(500))
+    yield pytest.param(frame(bytes(1 << 26)), id="a frame of 64 MiB")
+    yield pytest.param(frame(bytes(499)), id="a frame of less")
+    yield pytest.param(frame(bytes(1 << 26), write_content_size=False), id="a frame of 64 MiB that says nothing")
+    yield pytest.param(frame(bytes(500), write_content_size=False), id="a frame that says nothing of its size")
+    yield pytest.param(good[:-3], id="a frame cut off")
+    yield pytest.param(b"\x50\x2a\x4d\x18\xf4\x01\x00\x00" + bytes(20), id="a frame to skip")
+    yield pytest.param(good[:4] + b"\xe0" + (2**62).to_bytes(8, "little") + good[6:], id="a frame of 4 EiB")
+    yield pytest.param(b"", id="no frame")
+    yield pytest.param(bytes(501), id="no frame, one byte too many")
+
+
+@pytest.mark.parametrize("lie", list(frames_that_lie()))
+def test_frames_that_lie_cost_neither_memory_nor_an_exception(lie: bytes) -> None:
+    header, body = compressed(1000, [frame(bytes(500)), frame(bytes(500))])
+    target = Guarded(1000)
+    assert PLAIN.decode(header, [memoryview(body)], target.pieces), "the honest one is read"
+    header, body = compressed(1000, [frame(bytes(500)), lie])
+    tracemalloc.start()
+    try:
+        assert not PLAIN.decode(header, [memoryview(body)], target.pieces)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(body) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+    target.assert_untouched_outside()
+
+
+@pytest.mark.parametrize(
+    ("table", "plane_bytes"),
+    [
+        ([500], 1000), ([500, 499], 1000), ([500, 501], 1000), ([2**32 - 1, 501], 1000), ([1, 999], 1000),
+        ([500, 500], 999), ([500, 500], 1001), ([500, 500], 0), ([], 0), ([], 3), ([500], 2),
+    ],
+)  # fmt: skip
+def test_a_table_of_planes_that_lies_is_noticed(table: list[int], plane_bytes: int) -> None:
+    body = np.array(table, "<u4").tobytes() + bytes(plane_bytes)
+    header = header_of(np.zeros(1000, np.uint8), stored=len(body), coding=1 | 1 << 2)
+    target = Guarded(1000)
+    assert not PLAIN.decode(header, [memoryview(body)], target.pieces)
+    target.assert_untouched_outside()
+
+
+def test_elements_must_fit_into_the_size() -> None:
+    for planes in ([bytes(500)] * 2, [bytes(500), bytes(501)]):
+        header, body = compressed(1001, planes)
+        assert not PLAIN.decode(header, [memoryview(body)], Guarded(1001).pieces)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=["plain", "zstd", "aes", "zstd+aes"])
+def test_an_object_of_another_size_than_there_is_room_for_is_not_decoded(codec: Codec) -> None:
+    header, rest = coding_of(codec, normal(1000))
+    for size in (0, 998, 999, 1001, 1002):
+        assert not codec.decode(header, rest, [np.zeros(size, np.uint8).data])
+    wrong = msgspec.structs.replace(header, size=1002)
+    assert not codec.decode(wrong, rest, [np.zeros(1000, np.uint8).data])
+
+
+# -- bytes that are anyone's
+
+changes = st.dictionaries(
+    st.sampled_from(["size", "stored", "coding", "checksum", "born"]),
+    st.one_of(st.integers(0, 70), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)),
+    max_size=3,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(CODECS), changes, st.binary(max_size=300), st.integers(0, 200), st.booleans())
+def test_any_header_and_any_bytes_give_an_answer_and_touch_nothing_else(
+    codec: Codec, change: dict[str, int], stored: bytes, size: int, is_consistent: bool
+) -> None:
+    header = header_of(np.zeros(size, np.uint8), **change)
+    if is_consistent:  # past the first checks
+        header = msgspec.structs.replace(header, size=size, stored=len(stored))
+    if codec in (AES, BOTH) and is_consistent:
+        header = msgspec.structs.replace(header, coding=codec._coding | header.coding & 0xD)
+    target = Guarded(size)
+    assert codec.decode(header, [memoryview(stored)], target.pieces) in (True, False)
+    target.assert_untouched_outside()
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(CODECS[1:]), st.integers(1, 2000))
+def test_damage_to_what_was_written_never_changes_kv_unnoticed(data: st.DataObject, codec: Codec, size: int) -> None:
+    kv = normal(size)
+    header, rest = coding_of(codec, kv)
+    body = bytearray(b"".join(rest))
+    what = data.draw(st.sampled_from(["flip", "drop", "insert", "cut"]))
+    at = data.draw(st.integers(0, len(body) - 1))
+    if what == "flip":
+        body[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif what == "drop":
+        del body[at]
+    elif what == "insert":
+        body.insert(at, data.draw(st.integers(0, 255)))
+    else:
+        del body[at:]
+    for stored in (header.stored, len(body)):
+        changed = msgspec.structs.replace(header, stored=stored)
+        target = Guarded(size)
+        if codec.decode(changed, [memoryview(body)], target.pieces) and (target.bytes != kv).any():
+            # What no one encrypted, the checksum vouches for (carrier.py compares it).
+            assert codec is ZSTD and checksum(target.bytes, [(0, size)], size) != header.checksum
+        target.assert_untouched_outside()
+
+
+# -- encryption
+
+
+@sealed
+def test_encrypted_bytes_show_nothing_and_never_repeat(codec: Codec) -> None:
+    kv = np.frombuffer(b"what nobody else may read. " * 500, np.uint8)
+    header, rest = coding_of(codec, kv)
+    body = b"".join(rest)
+    assert b"nobody" not in body and len(zstandard.ZstdCompressor().compress(body)) > len(body)
+    again, second = coding_of(codec, kv)
+    assert again.nonce != header.nonce and b"".join(second) != body
+
+
+@sealed
+def test_another_key_is_noticed_before_a_byte_is_decrypted(codec: Codec) -> None:
+    header, rest = coding_of(codec, normal(1000))
+    out = np.zeros(1000, np.uint8)
+    for other in (Codec(key=OTHER_KEY), Codec(True, OTHER_KEY), PLAIN, ZSTD):
+        assert not other.is_readable(header)
+        assert not other.decode(header, rest, [out.data])
+    assert not out.any()
+
+
+@sealed
+def test_a_key_with_the_same_mark_does_not_decrypt_either(codec: Codec) -> None:
+    """Marks of keys are short: two keys may have the same one."""
+    kv = normal(1000)
+    header, rest = coding_of(codec, kv)
+    other = Codec(True, OTHER_KEY)
+    other._coding = codec._coding
+    assert other.is_readable(header) and not other.decode(header, rest, [np.zeros(1000, np.uint8).data])
+
+
+@sealed
+def test_who_has_a_key_believes_nothing_that_is_not_encrypted(codec: Codec) -> None:
+    for writer in (PLAIN, ZSTD):
+        header, rest = coding_of(writer, normal(1000))
+        assert not codec.is_readable(header)
+        assert not codec.decode(header, rest, [np.zeros(1000, np.uint8).data])
+
+
+@sealed
+@pytest.mark.parametrize(
+    "change",
+    [{"facts": b"o" * 32}, {"key": b"o" * 32}, {"salt": b"o" * 16}, {"checksum": 9}, {"born": 9}, {"nonce": bytes(12)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_encrypted_bytes_belong_to_their_header_alone(codec: Codec, change: dict[str, Any]) -> None:
+    kv = normal(1000)
+    header, rest = coding_of(codec, kv)
+    out = np.zeros(1000, np.uint8)
+    assert codec.decode(header, rest, [out.data])
+    assert not codec.decode(msgspec.structs.replace(header, **change), rest, [out.data])
+
+
+@pytest.mark.parametrize("coding", [4, 8, 16, 32, 128, 256, 1 | 3 << 2, 1 | 16], ids=hex)
+def test_codings_of_a_later_version_are_not_for_us(coding: int) -> None:
+    header = header_of(normal(100), coding=coding)
+    assert not any(codec.is_readable(header) for codec in CODECS)
+
+
+# -- keys
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tier.key"
+    path.write_text(KEY.hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_options_name_the_key_and_what_one_depot_wrote_another_with_that_key_reads(key_file: Path) -> None:
+    kv = normal(1000)
+    header, rest = coding_of(make_codec(Options(compress="zstd", key_file=str(key_file))), kv)
+    out = np.zeros(1000, np.uint8)
+    assert make_codec(Options(key_file=str(key_file))).decode(header, rest, [out.data]) and (out == kv).all()
+    assert BOTH.is_readable(header)
+    header, _ = coding_of(make_codec(Options()), kv)
+    assert header.coding == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        (KEY.hex(), 0o640, "others can read"),
+        (KEY.hex(), 0o604, "others can read"),
+        (KEY.hex()[:-1], 0o600, "no key of 32 bytes"),
+        (KEY.hex() + "00", 0o600, "no key of 32 bytes"),
+        ("x" + KEY.hex()[1:], 0o600, "no key of 32 bytes"),
+        ("", 0o600, "no key of 32 bytes"),
+    ],
+)
+def test_a_key_file_that_is_none_or_that_others_can_read_is_refused(
+    key_file: Path, text: str, mode: int, says: str
+) -> None:
+    key_file.write_text(text)
+    key_file.chmod(mode)
+    with pytest.raises(ConfigError, match=says) as caught:
+        make_codec(Options(key_file=str(key_file)))
+    assert str(key_file) in str(caught.value)
+    assert KEY.hex()[8:16] not in str(caught.value) and caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_key_file_must_be_there(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        make_codec(Options(key_file=str(tmp_path / name)))
+
+
+def test_nothing_shows_the_key(key_file: Path) -> None:
+    codec = make_codec(Options(key_file=str(key_file)))
+    assert KEY.hex()[:8] not in repr(codec) and repr(KEY)[2:20] not in repr(codec)
+    header, _ = coding_of(codec, normal(100))
+    assert KEY[:4] not in header.pack(FACTS)
+
+
+@pytest.mark.parametrize(
+    ("library", "extra"), [("zstandard", "compress"), ("cryptography", "encrypt")], ids=["zstandard", "cryptography"]
+)
+def test_without_its_library_a_codec_names_the_extra_to_install(library: str, extra: str) -> None:
+    program = (
+        f"import sys; sys.modules[{library!r}] = None\n"
+        "from kvdepot.errors import ConfigError\n"
+        "from kvdepot.tiers.codec import Codec\n"
+        "Codec()\n"
+        "try: Codec(True, bytes(32))\n"
+        "except ConfigError as exc: print(exc)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert f"pip install 'kvdepot[{extra}]'" in done.stdout
+
+
+def test_what_nobody_asked_for_is_not_imported() -> None:
+    program = (
+        "import sys; from kvdepot.tiers import codec, Options; codec.make_codec(Options())\n"
+        "assert not {'zstandard', 'cryptography'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# -- behind the carrier
+
+
+class Area:
+    """An arena without a file."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8)
+
+    def ensure(self, offset: int, size: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=["plain", "zstd", "aes", "zstd+aes"])
+def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(codec: Codec) -> None:
+    size = BLOCK_BYTES + 8192
+    area, shelf = Area(1 << 20), MemoryTier()
+    heads = np.zeros((16, HEADER_BYTES + SLACK), np.uint8)
+    kv = normal(size)
+    area.bytes[4096 : 4096 + BLOCK_BYTES], area.bytes[400000 : 400000 + 8192] = kv[:BLOCK_BYTES], kv[BLOCK_BYTES:]
+    here = Part(FACTS, b"", b"k" * 32, [(4096, BLOCK_BYTES), (400000, 8192)], size)
+    there = Part(FACTS, b"", b"k" * 32, [(500032, size)], size)
+    assert run(Save(None, 0, [here]), shelf, area, heads, codec) == [True]
+
+    def load(reader: Codec) -> Any:
+        area.bytes[500000:] = 0
+        return run(Load(None, 0, [there]), shelf, area, heads, reader)[0]
+
+    assert load(codec).names(FACTS, NO_SALT, b"k" * 32, size)
+    assert (area.bytes[500032 : 500032 + size] == kv).all() and not area.bytes[500032 + size :].any()
+    assert load(Codec(True, OTHER_KEY)) is None, "another key: not for us, and not to be removed"
+    ((name, data),) = shelf.objects.items()
+    shelf.objects[name] = (
+        data[: HEADER_BYTES + 1000] + bytes([data[HEADER_BYTES + 1000] ^ 1]) + data[HEADER_BYTES + 1001 :]
+    )
+    assert load(codec) is False, "spoilt"

@@ -1,0 +1,793 @@
+"""The disk tier's own promises: its bound, its order, restarts, and whatever a file system does to it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvdepot.errors import ConfigError, TierError
+from kvdepot.testing.tiers import MIB, content, name_of, together
+from kvdepot.tiers import Blob, parse
+from kvdepot.tiers.disk import Disk
+from tests.conftest import eventually
+from tests.tiers.disk_child import SIZES, stamped
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    """Open a tier, counted: `start(capacity_bytes, path)`; all are closed with the test."""
+    opened: list[Disk] = []
+
+    def begin(capacity_bytes: int = GIB, path: Path = tmp_path / "tier", policy: str = "lru") -> Disk:
+        tier = Disk(path, capacity_bytes, policy)
+        opened.append(tier)
+        eventually(lambda: tier.usage().objects is not None)
+        return tier
+
+    yield begin
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+def write(tier: Disk, number: int, size: int = 10_000, salt: int = 0) -> bool:
+    return tier.write([Blob(name_of(number, salt), [memoryview(content(number, size))])])[0]
+
+
+def read(tier: Disk, number: int, room: int = 10_000, salt: int = 0) -> bytes | int:
+    """The object, or the answer where it has not been read."""
+    area = bytearray(room)
+    (size,) = tier.read([Blob(name_of(number, salt), [memoryview(area)])])
+    return bytes(area[:size]) if 0 <= size <= room else size
+
+
+def there(tier: Disk, *numbers: int) -> list[int]:
+    found = tier.find([name_of(number) for number in numbers])
+    return [number for number, is_there in zip(numbers, found, strict=True) if is_there]
+
+
+def file_of(root: Path, number: int, salt: int = 0) -> Path:
+    (path,) = root.glob(f"??/{salt:032x}/*/??/{name_of(number).rpartition('/')[2]}")
+    return path
+
+
+def allocated(root: Path) -> int:
+    """Bytes that the file system gives to all files there."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += (Path(folder) / name).lstat().st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+# -- settings
+
+
+def test_a_url_gives_directory_capacity_and_policy(tmp_path: Path) -> None:
+    tier = parse(f"disk://{tmp_path}/a%20b/c?capacity_gib=0.5&policy=lru").open()
+    try:
+        assert tier.usage().capacity_bytes == GIB // 2
+        assert (tmp_path / "a b/c").is_dir()
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("disk:///{}", "capacity_gib"),
+        ("disk:///{}?capacity_gib=0", "capacity_gib"),
+        ("disk:///{}?capacity_gib=1&policy=best", "lru"),
+        ("disk:///{}?capacity_gib=1&colour=red", "colour"),
+        ("disk://host/{}?capacity_gib=1", "three slashes"),
+        ("disk:///?capacity_gib=1", "of its own"),
+    ],
+)
+def test_a_url_that_makes_no_sense_is_refused_with_what_is_wrong(url: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(url.format(tmp_path.relative_to("/"))).open()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_files_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        Disk(tmp_path, GIB)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_directory_that_a_living_process_has_is_refused_and_free_once_that_is_killed(
+    root: Path, start: Callable[..., Disk]
+) -> None:
+    child = _Child(root, GIB, 0)
+    with pytest.raises(ConfigError, match="in use"):
+        Disk(root, GIB)
+    child.kill()
+    assert read(start(), child.kept[0], 400_000) == stamped(child.kept[0])
+
+
+# -- the bound
+
+
+def test_what_was_removed_is_room_again_to_the_last_byte(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    for turn in range(3):
+        for number in range(20):
+            assert write(tier, number, 1 + number * 50_000)
+        for number in range(0, 20, 2):
+            assert read(tier, number, MIB) == content(number, 1 + number * 50_000)
+        tier.remove([name_of(number) for number in range(7)])
+        assert tier.forget("", "") == 13, turn
+        usage = tier.usage()
+        assert (usage.objects, usage.bytes) == (0, 0)
+    assert [path.name for path in root.iterdir() if path.is_dir() and len(path.name) == 2] == []
+
+
+def test_an_object_larger_than_the_capacity_is_refused_and_evicts_nothing(start: Callable[..., Disk]) -> None:
+    tier = start(MIB)
+    assert write(tier, 1) and not write(tier, 2, MIB)  # with the blocks that say where it lies, too large
+    assert there(tier, 1, 2) == [1]
+    assert tier.usage().counters["refused"] == 1
+
+
+def test_a_smaller_capacity_holds_from_the_first_write_after_a_restart(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    for number in range(40):
+        assert write(tier, number, 100_000)
+        os.utime(file_of(root, number), (number, number))
+    tier.close()
+    tier = start(MIB)
+    assert allocated(root) <= MIB
+    assert write(tier, 100, 100_000)
+    assert allocated(root) <= MIB
+    kept = there(tier, *range(40))
+    assert kept == [*range(40 - len(kept), 40)] and 5 < len(kept) <= 10, "the longest unused went first"
+
+
+def test_what_was_read_stays_and_what_was_not_goes_first(start: Callable[..., Disk]) -> None:
+    tier = start(MIB)
+    for number in range(8):
+        assert write(tier, number, 100_000)
+    for turn in range(8, 40):
+        assert read(tier, 3, 100_000) == content(3, 100_000)
+        assert write(tier, turn, 100_000)
+    assert there(tier, 0, 1, 2, 3, 39) == [3, 39]
+    assert tier.usage().counters["evicted"] >= 30
+
+
+def test_the_order_of_use_survives_a_restart(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    for number in range(8):
+        assert write(tier, number, 100_000)
+        long_ago = time.time() - 3600 + number
+        os.utime(file_of(root, number), (long_ago, long_ago))
+    tier.close()
+    tier = start()
+    for number in (2, 5):
+        assert read(tier, number, 100_000) == content(number, 100_000)
+    tier.close()
+    tier = start(MIB)
+    for number in range(100, 107):
+        assert write(tier, number, 100_000)
+    assert there(tier, *range(8)) == [2, 5]
+
+
+def test_a_files_date_is_written_once_a_minute_at_most(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1)
+    first = file_of(root, 1).stat().st_mtime_ns
+    assert read(tier, 1) == content(1, 10_000)
+    assert file_of(root, 1).stat().st_mtime_ns == first
+
+
+# -- what lies in the directory
+
+
+def test_directories_and_files_are_ours_alone_whatever_the_mask(root: Path, start: Callable[..., Disk]) -> None:
+    before = os.umask(0)
+    try:
+        tier = start()
+        for number in range(3):
+            assert write(tier, number)
+        tier.remove([name_of(0)], spoilt=True)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+
+
+def test_no_directory_gets_many_entries(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    names = [name_of(number, salt=0) for number in range(3000)]
+    data = memoryview(b"x")
+    assert all(tier.write([Blob(name, [data]) for name in names]))
+    assert max(len(names) + len(folders) for _, folders, names in os.walk(root)) <= 256
+    for salt in range(300):
+        assert write(tier, 1, 1, salt * (2**128 // 300))
+    assert max(len(names) + len(folders) for _, folders, names in os.walk(root)) <= 300
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../../outside",
+        "/outside",
+        f"{'0' * 32}/../../../{'0' * 32}.0",
+        f"{'0' * 32}/{'0' * 32}/../../../outside.0",
+        f"{'0' * 32}/{'0' * 32}/..",
+        f"{'0' * 32}/{'0' * 32}/{'0' * 64}.0\n",
+        f"{'0' * 32}/{'0' * 32}/{'0' * 64}.0\0",
+        f"{'0' * 32}/{'0' * 32}/{'0' * 200}.0",
+        f"{'0' * 32}/{'0' * 32}/{'0' * 64}.0/x",
+        "tmp/x",
+        "kvdepot.lock",
+        "",
+    ],
+)
+def test_a_name_that_is_none_leads_nowhere(name: str, root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    (root.parent / "outside").write_bytes(b"mine")
+    area = memoryview(bytearray(b"evil"))
+    assert tier.write([Blob(name, [area])]) == [False]
+    assert tier.find([name]) == [False]
+    assert tier.read([Blob(name, [area])]) == [-1]
+    tier.remove([name])
+    tier.remove([name], spoilt=True)
+    assert (root.parent / "outside").read_bytes() == b"mine"
+    assert {path.name for path in root.parent.iterdir()} == {"tier", "outside"}
+    assert {path.name for path in root.iterdir()} == {"kvdepot.lock"}
+
+
+@pytest.mark.parametrize("salt", ["../..", "..", "/", "0" * 40, "*"])
+def test_to_forget_what_is_no_beginning_of_a_name_removes_nothing(
+    salt: str, root: Path, start: Callable[..., Disk]
+) -> None:
+    tier = start()
+    (root.parent / "outside").write_bytes(b"mine")
+    assert write(tier, 1)
+    assert tier.forget(salt, "") == 0 == tier.forget("", salt)
+    assert there(tier, 1) == [1] and (root.parent / "outside").exists()
+
+
+def test_links_are_not_followed(root: Path, start: Callable[..., Disk]) -> None:
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"s" * 10_000)
+    tier = start()
+    assert write(tier, 1) and write(tier, 2)
+    file_of(root, 1).unlink()
+    place = file_of(root, 2).with_name("x").parent.parent / name_of(1).split("/")[2][:2]
+    place.mkdir(exist_ok=True)
+    (place / name_of(1).split("/")[2]).symlink_to(outside / "secret")
+    assert read(tier, 1) == -1
+    assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
+    assert (outside / "secret").read_bytes() == b"s" * 10_000
+    tier.close()
+    shutil.move(root / "00", outside / "00")
+    (root / "00").symlink_to(outside / "00")
+    tier = start()
+    assert there(tier, 1, 2) == []
+    assert write(tier, 3) and not (root / "00").is_symlink()
+    assert tier.forget("", "") == 1
+    assert len([path for path in (outside / "00").rglob("*") if path.is_file()]) == 2
+
+
+def test_what_a_killed_process_was_writing_and_removing_is_gone_after_the_start(
+    root: Path, start: Callable[..., Disk]
+) -> None:
+    tier = start()
+    assert write(tier, 1)
+    tier.close()
+    (root / "tmp").mkdir(exist_ok=True)
+    (root / "tmp/dead-1").write_bytes(bytes(MIB))
+    (root / "trash/dead-2/aa").mkdir(parents=True)
+    (root / "trash/dead-2/aa/old").write_bytes(bytes(MIB))
+    tier = start()
+    usage = tier.usage()
+    assert usage.objects == 1 and usage.counters["swept"] == 2
+    assert allocated(root) < MIB and read(tier, 1) == content(1, 10_000)
+
+
+def test_a_file_of_nothing_is_no_object_after_a_power_cut(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1) and write(tier, 2)
+    os.truncate(file_of(root, 1), 0)
+    tier.close()
+    tier = start()
+    assert there(tier, 1, 2) == [2] and tier.usage().objects == 1
+    assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
+
+
+def test_what_others_put_into_the_tree_is_left_alone(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1)
+    tier.close()
+    notes = [file_of(root, 1).with_name("notes"), file_of(root, 1).parents[1] / "notes"]
+    for path in notes:
+        path.write_text("mine")
+    tier = start()
+    assert tier.usage().objects == 1
+    tier.remove([name_of(1)])
+    assert all(path.read_text() == "mine" for path in notes)
+
+
+# -- files that change behind our back
+
+
+def test_a_file_cut_off_or_grown_is_answered_with_its_true_size(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    for number in (1, 2, 3):
+        assert write(tier, number)
+    os.truncate(file_of(root, 1), 4000)
+    os.truncate(file_of(root, 2), 20_000)
+    os.truncate(file_of(root, 3), 0)
+    area = memoryview(bytearray(10_000))
+    assert tier.read([Blob(name_of(number), [area]) for number in (1, 2, 3)]) == [4000, 20_000, 0]
+    assert read(tier, 1) == content(1, 10_000)[:4000]
+
+
+def test_a_file_that_vanished_is_a_miss_counted_and_can_be_written_again(
+    root: Path, start: Callable[..., Disk]
+) -> None:
+    tier = start()
+    assert write(tier, 1) and write(tier, 2)
+    before = tier.usage().bytes
+    file_of(root, 1).unlink()
+    assert read(tier, 1) == -1 and there(tier, 1, 2) == [2]
+    usage = tier.usage()
+    assert usage.bytes == (before or 0) // 2 and usage.counters["vanished"] == 1
+    assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
+
+
+def test_a_directory_where_a_file_should_be_is_that_objects_failure_alone(
+    root: Path, start: Callable[..., Disk]
+) -> None:
+    tier = start()
+    assert write(tier, 1) and write(tier, 2)
+    path = file_of(root, 1)
+    path.unlink()
+    (path / "more").mkdir(parents=True)
+    area = memoryview(bytearray(20_000))
+    assert tier.read([Blob(name_of(1), [area[:10_000]]), Blob(name_of(2), [area[10_000:]])]) == [-1, 10_000]
+    assert write(tier, 1) is False
+    assert tier.usage().counters["errors"] == 2
+    shutil.rmtree(path)
+    assert write(tier, 1) and read(tier, 1) == content(1, 10_000)
+    tier.forget("", "")
+    assert tier.usage().bytes == 0
+
+
+def test_spoilt_objects_are_kept_aside_a_few_and_counted_into_the_capacity(
+    root: Path, start: Callable[..., Disk]
+) -> None:
+    bound = 16 * MIB
+    tier = start(bound)
+    for number in range(20):
+        assert write(tier, number, 100_000)
+    tier.remove([name_of(number) for number in range(12)], spoilt=True)
+    kept = sorted((root / "quarantine").iterdir())
+    assert [path.name for path in kept] == sorted(name_of(n).replace("/", "_") for n in range(4, 12))
+    assert {path.stat().st_size for path in kept} == {100_000}
+    assert tier.usage().counters["quarantined"] == 12
+    full = tier.usage().bytes
+    assert full is not None and full >= allocated(root) >= 16 * 100_000
+    assert write(tier, 11, 100_000)
+    tier.remove([name_of(11)], spoilt=True)  # of one name, the last
+    assert len(list((root / "quarantine").iterdir())) == 8
+    tier.close()
+    tier = start(bound)
+    assert tier.usage().bytes == full and there(tier, *range(20)) == [*range(12, 20)]
+    for number in range(100, 104):
+        assert write(tier, number, MIB)
+    tier.remove([name_of(number) for number in range(100, 104)], spoilt=True)
+    kept = list((root / "quarantine").iterdir())
+    assert sum(path.stat().st_size for path in kept) <= bound // 16
+
+
+# -- a process that is killed
+
+
+class _Child:
+    """A process that lives on a directory (disk_child.py)."""
+
+    def __init__(self, root: Path, capacity_bytes: int, number: int) -> None:
+        self.kept: list[int] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.tiers.disk_child", str(root), str(capacity_bytes), str(number)],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+        eventually(lambda: self.kept)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("kept ") and line.endswith("\n"):
+                self.kept.append(int(line[5:]))
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(20)
+        self._listener.join(20)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def test_whenever_it_is_killed_all_objects_are_whole_and_the_newest_are_there(
+    root: Path, start: Callable[..., Disk]
+) -> None:
+    bound = 8 * MIB
+    draw = random.Random()
+    for turn in range(8):
+        child = _Child(root, bound, turn)
+        count = draw.randrange(1, 60)
+        eventually(lambda child=child, count=count: len(child.kept) >= count)  # type: ignore[misc]
+        child.kill()
+        assert allocated(root) <= bound
+        tier = start(bound)
+        newest = {number // 1_000_000: number for number in child.kept}
+        for number in newest.values():
+            assert read(tier, number, SIZES[-1]) == stamped(number), "what was written was lost"
+        files = list(root.glob("??/*/*/??/*"))
+        assert tier.usage().objects == len(files)
+        for path in files:
+            data = path.read_bytes()
+            assert data == stamped(int.from_bytes(data[:8], "little")), "a part of an object"
+        assert not (root / "tmp").exists() or not list((root / "tmp").iterdir())
+        tier.close()
+
+
+# -- file systems that refuse
+
+
+class _Mount:
+    """A mount namespace with a small file system of its own, seen from outside."""
+
+    def __init__(self, *command: str) -> None:
+        self._folder = tempfile.mkdtemp()
+        self._holder = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; exec sleep 1000"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._holder.stdout is not None and self._holder.stderr is not None
+        is_ready = self._holder.stdout.readline() == "ready\n"
+        said = "" if is_ready else self._holder.stderr.read()
+        self.path = Path(f"/proc/{self._holder.pid}/root{self._folder}")
+        if is_ready:
+            said = self.run("mount", *command, self._folder)
+        if said:
+            self.close()
+            if os.environ.get("CI"):
+                pytest.fail(f"CI must be able to mount a small file system: {said}")
+            pytest.skip(f"needs the right to mount a small file system: {said}")
+
+    def run(self, *command: str) -> str:
+        """A command inside; what it said when it failed. `.` is the mount."""
+        inside = ["nsenter", "--mount", f"--target={self._holder.pid}"]
+        words = [self._folder if word == "." else word for word in command]
+        ended = subprocess.run([*inside, *words], capture_output=True, text=True, timeout=60)
+        return ended.stderr if ended.returncode else ""
+
+    def fill(self) -> None:
+        """Take all that is left."""
+        with (self.path / "filler").open("wb") as file, pytest.raises(OSError, match="No space"):
+            for size in (MIB, 4096):
+                while True:
+                    try:
+                        os.write(file.fileno(), bytes(size))
+                    except OSError:
+                        if size == 4096:
+                            raise
+                        break
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.wait(20)
+        assert self._holder.stdout is not None and self._holder.stderr is not None
+        self._holder.stdout.close()
+        self._holder.stderr.close()
+        Path(self._folder).rmdir()
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[..., _Mount]]:
+    made: list[_Mount] = []
+
+    def make(*command: str) -> _Mount:
+        made.append(_Mount(*command))
+        return made[-1]
+
+    yield make
+    for place in made:
+        place.close()
+
+
+def test_files_never_take_more_than_the_capacity_half_written_ones_included(
+    mount: Callable[..., _Mount], start: Callable[..., Disk]
+) -> None:
+    bound = 6 * MIB
+    place = mount("-t", "tmpfs", "-o", "size=64m", "tmpfs")  # whose directories take nothing
+    root = place.path / "tier"
+    tier = start(bound, root)
+    ended = threading.Event()
+    seen: list[int] = []
+
+    def live(thread: int) -> Callable[[], None]:
+        def run() -> None:
+            draw = random.Random(thread)
+            for turn in range(120):
+                number = thread * 1000 + draw.randrange(20)
+                size = draw.choice([1, 5000, 17_000, 300_000, MIB + 1, 3 * MIB])
+                write(tier, number, size)
+                read(tier, thread * 1000 + draw.randrange(20), 3 * MIB)
+                if turn % 10 == 0:
+                    tier.remove([name_of(number)], spoilt=turn % 20 == 0)
+                if turn % 50 == 49:
+                    tier.forget("", "")
+
+        return run
+
+    def watch() -> None:
+        while not ended.wait(0.0005):  # a look as often as the others can bear
+            stats = os.statvfs(root)
+            seen.append((stats.f_blocks - stats.f_bfree) * stats.f_frsize)
+
+    def all_lives() -> None:
+        try:
+            together(*(live(thread) for thread in range(4)))
+        finally:
+            ended.set()
+
+    together(all_lives, watch)
+    assert len(seen) > 100 and bound // 2 < max(seen) <= bound
+    usage = tier.usage()
+    assert usage.bytes is not None and allocated(root) <= usage.bytes <= bound
+    tier.forget("", "")
+    shutil.rmtree(root / "quarantine", ignore_errors=True)
+    tier.close()
+    tier = start(bound, root)
+    assert tier.usage().bytes == 0
+    tier.close()
+
+
+def test_a_disk_smaller_than_the_capacity_goes_on_by_evicting(
+    mount: Callable[..., _Mount], start: Callable[..., Disk]
+) -> None:
+    place = mount("-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    tier = start(GIB, place.path / "tier")
+    for number in range(40):
+        assert write(tier, number, 500_000), number
+    assert 4 <= len(there(tier, *range(40))) <= 8
+    assert read(tier, 39, 500_000) == content(39, 500_000)
+    tier.forget("", "")
+    assert tier.usage().bytes == 0 == allocated(place.path)
+    tier.close()
+
+
+def test_a_disk_that_others_have_filled_refuses_without_a_leak_and_comes_back(
+    mount: Callable[..., _Mount], start: Callable[..., Disk]
+) -> None:
+    place = mount("-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    tier = start(GIB, place.path / "tier")
+    assert write(tier, 0, 500_000)
+    tier.forget("", "")
+    place.fill()
+    for number in range(1, 10):
+        assert write(tier, number, 500_000) is False
+    usage = tier.usage()
+    assert (usage.objects, usage.bytes) == (0, 0) and usage.counters["errors"] >= 9
+    assert list((place.path / "tier/tmp").iterdir()) == []
+    (place.path / "filler").unlink()
+    assert write(tier, 1, 500_000) and read(tier, 1, 500_000) == content(1, 500_000)
+    tier.close()
+
+
+def test_a_disk_that_became_read_only_still_reads_and_writes_again_later(
+    mount: Callable[..., _Mount], start: Callable[..., Disk]
+) -> None:
+    place = mount("-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    tier = start(MIB, place.path / "tier")
+    for number in range(9):
+        assert write(tier, number, 100_000)
+    # Another view of the same, on top: the mount itself cannot change while our lock is open in it.
+    assert place.run("mount", "--bind", ".", ".") == place.run("mount", "-o", "remount,ro,bind", ".") == ""
+    assert not write(tier, 100, 100) and not write(tier, 101, 900_000)  # the second has to evict
+    with pytest.raises(TierError, match="let us remove"):
+        tier.remove([name_of(8)])
+    with pytest.raises(TierError, match="let us remove"):
+        tier.forget("", "")
+    assert there(tier, *range(9)) == [*range(9)] and tier.usage().objects == 9
+    for number in range(9):
+        assert read(tier, number, 100_000) == content(number, 100_000)
+    assert place.run("umount", ".") == ""
+    assert write(tier, 101, 900_000) and read(tier, 101, 900_000) == content(101, 900_000)
+    tier.remove([name_of(101)])
+    tier.forget("", "")
+    assert tier.usage().bytes == 0
+    tier.close()
+
+
+def test_blocks_that_cannot_be_read_are_that_objects_failure_alone(
+    mount: Callable[..., _Mount], start: Callable[..., Disk], tmp_path: Path
+) -> None:
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(16 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-O", "^has_journal", str(image)], check=True)
+    place = mount("-o", "loop", str(image))
+    tier = start(GIB, place.path / "tier")
+    for number in range(8):
+        assert write(tier, number, MIB)
+    for path in place.path.rglob("*.0"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    os.truncate(image, 7 * MIB)  # the disk has lost its end
+    got = [read(tier, number, MIB) for number in range(8)]
+    assert got.count(-1) and all(data in (-1, content(number, MIB)) for number, data in enumerate(got))
+    assert tier.usage().counters["errors"] == got.count(-1)
+    os.truncate(image, 16 * MIB)
+    tier.close()
+
+
+@pytest.fixture
+def nobody() -> Iterator[None]:
+    """Where we are root, who may do anything, be someone else."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_directory_without_permission_is_refused_at_the_start(nobody: None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o500)
+        try:
+            with pytest.raises(TierError, match="Permission denied"):
+                Disk(Path(folder) / "tier", GIB)
+        finally:
+            Path(folder).chmod(0o700)
+
+
+def test_files_whose_permission_was_taken_away_fail_until_it_is_back(start: Callable[..., Disk], nobody: None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "tier"
+        tier = start(GIB, root)
+        assert write(tier, 1) and write(tier, 2)
+        file_of(root, 1).chmod(0)
+        place = file_of(root, 2).parent
+        (root / "tmp").chmod(0o500)
+        assert read(tier, 1) == -1 and read(tier, 2) == content(2, 10_000)
+        assert not write(tier, 3)
+        place.chmod(0o500)
+        with pytest.raises(TierError):
+            tier.remove([name_of(2)])
+        place.chmod(0o700)
+        (root / "tmp").chmod(0o700)
+        file_of(root, 1).chmod(0o600)
+        assert read(tier, 1) == content(1, 10_000) and write(tier, 3)
+        tier.forget("", "")
+        assert tier.usage().bytes == 0
+        tier.close()
+
+
+def _is_gone(tier: Disk) -> None:
+    """Every call says so."""
+    area = memoryview(bytearray(10))
+    with pytest.raises(TierError):
+        tier.write([Blob(name_of(9), [area])])
+    calls: list[Callable[[], object]] = [
+        lambda: tier.find([name_of(1)]),
+        lambda: tier.read([Blob(name_of(1), [area])]),
+        lambda: tier.remove([name_of(1)]),
+        lambda: tier.forget("", ""),
+    ]
+    for call in calls:
+        with pytest.raises(TierError, match="gone"):
+            call()
+
+
+def test_a_directory_that_was_removed_is_made_anew_when_it_is_asked_for(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1)
+    shutil.rmtree(root)
+    _is_gone(tier)
+    eventually(lambda: tier.usage().objects == 0)
+    assert write(tier, 2) and read(tier, 2) == content(2, 10_000) and there(tier, 1, 2) == [2]
+    shutil.rmtree(root)
+    with pytest.raises(TierError):
+        read(tier, 2)
+    eventually(lambda: tier.usage().bytes == 0)
+
+
+def test_a_directory_that_was_moved_away_comes_back_with_its_objects(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1)
+    root.rename(root.with_name("elsewhere"))
+    root.mkdir()
+    (root / "thesis.tex").touch()
+    _is_gone(tier)
+    with pytest.raises(TierError, match="thesis"):
+        tier.usage()
+    (root / "thesis.tex").unlink()
+    root.rmdir()
+    root.with_name("elsewhere").rename(root)
+    eventually(lambda: tier.usage().objects == 1)
+    assert read(tier, 1) == content(1, 10_000) and write(tier, 2)
+
+
+def test_what_is_not_mounted_is_not_made_anew_underneath(
+    mount: Callable[..., _Mount], start: Callable[..., Disk]
+) -> None:
+    place = mount("-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    tier = start(GIB, place.path / "tier")
+    assert write(tier, 1)
+    assert place.run("umount", "--lazy", ".") == ""
+    _is_gone(tier)
+    for _ in range(2):
+        with pytest.raises(TierError, match="not mounted"):
+            tier.usage()
+    assert not (place.path / "tier").exists()
+    tier.close()
+
+
+# -- many objects
+
+
+@pytest.mark.faults
+def test_with_a_hundred_thousand_objects_it_opens_at_once_and_is_counted_in_five_seconds(root: Path) -> None:
+    count = 100_000
+    for number in range(count):
+        name = name_of(number)
+        salt, space, rest = name.split("/")
+        path = root / salt[:2] / salt / space / rest[:2]
+        if number < 10_000:  # enough to meet each of 256
+            path.mkdir(parents=True, exist_ok=True)
+        (path / rest).write_bytes(number.to_bytes(8, "little"))
+    before = time.perf_counter()
+    tier = Disk(root, GIB)
+    opened = time.perf_counter() - before
+    misses = 0
+    while tier.usage().objects is None:
+        area = bytearray(8)
+        number = misses % count
+        (size,) = tier.read([Blob(name_of(number), [memoryview(area)])])
+        assert size == -1 or (size == 8 and area == number.to_bytes(8, "little"))
+        if tier.usage().objects is None:
+            assert tier.write([Blob(name_of(count + 1), [memoryview(area)])]) in ([False], [True])
+        misses += 1
+    counted = time.perf_counter() - before
+    print(f"opened in {opened:.3f} s, counted in {counted:.2f} s")
+    assert tier.usage().objects in (count, count + 1)
+    assert opened < 0.5 and counted < 5
+    assert tier.forget("", "") >= count
+    tier.close()

@@ -1,0 +1,464 @@
+"""The mooncake tier against a real master and real hosts."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvdepot.errors import ConfigError, TierError
+from kvdepot.testing.tiers import TierConformance, content, cut, name_of
+from kvdepot.tiers import Blob, Tier, parse
+from kvdepot.tiers.mooncake import SPANS_UNDER_WAY, MooncakeOptions, MooncakeTier
+from tests.conftest import eventually
+from tests.tiers.mooncake_servers import Host, Master, free_port, needed
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    needed()
+
+
+@pytest.fixture(scope="module")
+def pool(installed: None) -> Iterator[Master]:
+    """A master, and a host with memory that outlives every tier of a test."""
+    master = Master().wait_ready()
+    host = Host(master.url).wait_ready()
+    yield master
+    host.close()
+    master.close()
+
+
+class TestMooncake(TierConformance):
+    shared: ClassVar[bool] = True
+    examples: ClassVar[int] = 8
+
+    def open_tier(self, place: Any) -> Tier:
+        return parse(f"{place}?segment_gib=0&local_host=127.0.0.1").open()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sweeper(cls, pool: Master) -> Iterator[Tier]:
+        """A client of the pool that is there all the time: joining it takes long."""
+        tier = parse(f"{pool.url}?segment_gib=0&local_host=127.0.0.1").open()
+        yield tier
+        tier.close()
+
+    @pytest.fixture
+    def place(self, pool: Master, sweeper: Tier) -> str:
+        sweeper.forget("", "")
+        return pool.url
+
+
+# -- bytes
+
+
+@pytest.fixture
+def memory() -> memoryview:
+    return memoryview(mmap.mmap(-1, 64 * MIB))
+
+
+@pytest.fixture
+def tier(pool: Master, memory: memoryview) -> Iterator[Tier]:
+    """A client without memory for the pool: all that it stores lies with another process."""
+    tier = join(pool)
+    tier.attach([memory])
+    tier.forget("", "")
+    yield tier
+    tier.close()
+
+
+def join(master: Master, segment_mib: int = 0) -> Tier:
+    return parse(f"{master.url}?segment_gib={segment_mib / 1024}&local_host=127.0.0.1").open()
+
+
+def write(tier: Tier, number: int, size: int = MIB) -> bool:
+    return tier.write([Blob(name_of(number), [memoryview(content(number, size))])])[0]
+
+
+def read(tier: Tier, number: int, size: int = MIB) -> str:
+    area = bytearray(size)
+    (found,) = tier.read([Blob(name_of(number), [memoryview(area)])])
+    return "missing" if found < 0 else "right" if found == size and area == content(number, size) else "wrong"
+
+
+def test_what_one_host_stores_another_one_gets(pool: Master, tier: Tier) -> None:
+    other = Host(pool.url, segment_mib=0).wait_ready()
+    try:
+        assert other.ask(f"write 1 {3 * MIB}") == "True"
+        assert tier.find([name_of(1)]) == [True] and read(tier, 1, 3 * MIB) == "right"
+        assert write(tier, 2)
+        assert other.ask(f"read 2 {MIB}") == "right"
+        tier.remove([name_of(2)])
+        assert other.ask(f"read 2 {MIB}") == "missing"
+    finally:
+        other.close()
+
+
+def test_bytes_go_straight_to_where_they_are_wanted(tier: Tier, memory: memoryview) -> None:
+    data = content(1, 8 * MIB)
+    memory[: len(data)] = data
+    assert tier.write([Blob(name_of(1), cut(memory[: len(data)], [1024]))]) == [True]
+    head = memoryview(bytearray(1024))  # as the headers of objects: outside what was attached
+    assert tier.read([Blob(name_of(1), [head, *cut(memory[9 * MIB : 17 * MIB - 1024], [MIB])])]) == [len(data)]
+    assert head == data[:1024] and memory[9 * MIB : 17 * MIB - 1024] == data[1024:]
+    assert tier.usage().counters["staged_bytes"] == 0
+
+
+def test_where_memory_has_to_be_registered_other_memory_is_staged(pool: Master, memory: memoryview) -> None:
+    tier = MooncakeTier(
+        "127.0.0.1", pool.port, MooncakeOptions(segment_gib=0, local_host="127.0.0.1", buffer_mib=1), registers=True
+    )
+    try:
+        tier.forget("", "")
+        tier.attach([memory[: 32 * MIB]])
+        data = content(1, 3 * MIB)
+        memory[: len(data)] = data
+        assert tier.write([Blob(name_of(1), [memory[: len(data)]])]) == [True]
+        target = memory[8 * MIB : 8 * MIB + len(data)]
+        assert tier.read([Blob(name_of(1), [target])]) == [len(data)] and target == data
+        assert tier.usage().counters["staged_bytes"] == 0
+        blobs = [Blob(name_of(n), cut(memoryview(content(n, MIB + n)), [n])) for n in range(2, 6)]
+        assert tier.write(blobs) == [True] * 4
+        assert [read(tier, n, MIB + n) for n in range(2, 6)] == ["right"] * 4
+        assert tier.usage().counters["staged_bytes"] == 2 * sum(blob.size for blob in blobs)
+    finally:
+        tier.close()
+
+
+def test_any_number_of_pieces_and_threads_stays_below_what_the_library_can_bear(tier: Tier, memory: memoryview) -> None:
+    """Beyond 2048 transfers to one host it hangs for a minute, and that host is lost to this client for ever."""
+    count, piece = 250, 512
+    failures: list[str] = []
+
+    def move(thread: int) -> None:
+        for turn in range(4):
+            number = 100 * thread + turn
+            start = thread * 8 * MIB
+            places = [memory[start + 2 * i * piece : start + (2 * i + 1) * piece] for i in range(8 * count)]
+            blobs = [Blob(name_of(8 * number + i), places[i * count : (i + 1) * count]) for i in range(8)]
+            data = [content(number + i, count * piece) for i in range(8)]
+            for blob, part in zip(blobs, data, strict=True):
+                for i, place in enumerate(blob.buffers):
+                    place[:] = part[i * piece : (i + 1) * piece]
+            if tier.write(blobs) != [True] * 8:
+                failures.append(f"write {number}")
+            for place in places:
+                place[:] = bytes(piece)
+            if tier.read(blobs) != [count * piece] * 8:
+                failures.append(f"read {number}")
+            if [b"".join(blob.buffers) for blob in blobs] != data:
+                failures.append(f"bytes {number}")
+
+    threads = [threading.Thread(target=move, args=(thread,)) for thread in range(8)]
+    assert len(threads) * count > SPANS_UNDER_WAY
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and time.monotonic() - started < 50
+    assert tier.usage().counters["failed"] == 0
+
+
+def test_what_another_host_is_just_writing_is_not_said_to_be_there(pool: Master, tier: Tier) -> None:
+    other = Host(pool.url, segment_mib=0).wait_ready()
+    try:
+        assert other.ask(f"begin 7 {MIB}") == "0"
+        assert not write(tier, 7)
+        assert tier.find([name_of(7)]) == [False] and read(tier, 7) == "missing"
+    finally:
+        other.close()
+
+
+# -- room
+
+
+@pytest.mark.faults
+def test_a_full_pool_refuses_and_evicts_and_goes_on() -> None:
+    with started(Master(flags=("--default_kv_lease_ttl=100",))) as master:
+        tier = join(master, segment_mib=64)
+        try:
+            assert not write(tier, 1000, 80 * MIB), "larger than the pool"
+            stored = [write(tier, number, 4 * MIB) for number in range(40)]
+            assert all(stored[:10])
+            number = iter(range(40, 10_000))
+            assert eventually(lambda: write(tier, next(number), 4 * MIB), 30), "it did not make room"
+            found = tier.find([name_of(n) for n in range(40)])
+            assert sum(found) < 16
+            assert all(read(tier, n, 4 * MIB) in ("right", "missing") for n in range(40) if found[n])
+        finally:
+            tier.close()
+
+
+# -- failures
+
+
+@contextmanager
+def started(master: Master) -> Iterator[Master]:
+    try:
+        yield master.wait_ready()
+    finally:
+        master.close()
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What is inside ends in this time."""
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < seconds
+
+
+class Beat:
+    """A thread that notes for how long it could not run: what the deciding thread would have to suffer."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._ended.wait(0.002):
+            now = time.monotonic()
+            self.longest_s = max(self.longest_s, now - last)
+            last = now
+
+    def end(self) -> float:
+        self._ended.set()
+        self._thread.join()
+        return self.longest_s
+
+
+def everything_fails(tier: Tier) -> None:
+    """Each method says that the store cannot be had, soon enough."""
+    for call in (
+        lambda: tier.find([name_of(1)]),
+        lambda: read(tier, 1),
+        lambda: write(tier, 99),
+        lambda: tier.remove([name_of(1)]),
+        lambda: tier.forget("", ""),
+        tier.usage,
+    ):
+        with within(15), pytest.raises(TierError):
+            call()
+
+
+def test_without_a_master_it_says_so_at_once() -> None:
+    with within(5), pytest.raises(TierError, match="mooncake_master"):
+        parse(f"mooncake://127.0.0.1:{free_port()}/?segment_gib=0").open()
+
+
+@pytest.mark.faults
+def test_a_master_that_hangs_does_not_hang_whoever_joins() -> None:
+    with started(Master()) as master:
+        master.stop()
+        with within(15), pytest.raises(TierError):
+            join(master)
+        master.go_on()
+        join(master).close()
+
+
+@pytest.mark.faults
+def test_a_master_that_is_killed_and_comes_back() -> None:
+    with started(Master()) as master:
+        tier = join(master, segment_mib=64)
+        assert write(tier, 1)
+        master.kill()
+        beat = Beat()
+        everything_fails(tier)
+        assert beat.end() < 0.5
+        again = Master(port=master.port)
+        with started(again):
+            eventually(lambda: write_or_not(tier, 2), 30)
+            assert read(tier, 2) == "right" and read(tier, 1) == "missing"
+            tier.close()
+
+
+def write_or_not(tier: Tier, number: int) -> bool:
+    try:
+        return write(tier, number)
+    except TierError:
+        return False
+
+
+@pytest.mark.faults
+def test_a_master_that_hangs_and_goes_on() -> None:
+    with started(Master()) as master:
+        tier = join(master, segment_mib=64)
+        assert write(tier, 1)
+        master.stop()
+        beat = Beat()
+        everything_fails(tier)
+        assert beat.end() < 0.5, "the GIL was held"
+        master.go_on()
+        eventually(lambda: write_or_not(tier, 2), 30)
+        assert read(tier, 2) == "right"
+        tier.close()
+
+
+@pytest.mark.faults
+def test_closing_ends_also_where_the_master_does_not() -> None:
+    with started(Master()) as master:
+        tier = join(master, segment_mib=64)
+        assert write(tier, 1)
+        master.stop()
+        with within(20):
+            tier.close()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_host_that_dies_takes_its_objects_along_and_nothing_else(how: str) -> None:
+    with started(Master(flags=("--client_ttl=2",))) as master:
+        other = Host(master.url).wait_ready()
+        tier = join(master)
+        try:
+            assert all(write(tier, number) for number in range(8))
+            assert [read(tier, number) for number in range(8)] == ["right"] * 8
+            own = join(master, segment_mib=64)
+            getattr(other, how)()
+            for number in range(8):
+                with within(20):
+                    assert read(tier, number) == "missing"
+            eventually(lambda: tier.find([name_of(n) for n in range(8)]) == [False] * 8, 30)
+            fresh = iter(range(100, 10_000))
+            number = eventually(lambda: stored(tier, next(fresh)), 30)
+            assert read(tier, number) == "right" and read(own, number) == "right"
+            if how == "stop":
+                other.go_on()
+                eventually(lambda: other.ask(f"read {number} {MIB}") == "right", 30)
+                assert tier.find([name_of(n) for n in range(8)]) == [False] * 8
+            own.close()
+        finally:
+            tier.close()
+            other.close()
+
+
+def stored(tier: Tier, number: int) -> int | None:
+    return number if write(tier, number) else None
+
+
+# -- what is said
+
+
+def test_errors_in_the_url_say_what_is_wrong(pool: Master) -> None:
+    place = pool.url
+    for url, words in {
+        "mooncake:///": "host",
+        "mooncake://host:port/": "port",
+        "mooncake://host/path": "host",
+        f"{place}?segment=1": "segment",
+        f"{place}?segment_gib=-1": "segment_gib",
+        f"{place}?segment_gib=0.001": "segment_gib",
+        f"{place}?protocol=smoke": "protocol",
+        f"{place}?protocol=rdma": "device",
+        f"{place}?local_host=192.0.2.1": "local_host",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            parse(url).open()
+    with pytest.raises(TierError, match="code"):
+        parse(f"{place}?segment_gib=60000").open()
+
+
+def test_an_rdma_device_that_is_not_there_is_not_replaced_by_tcp(pool: Master) -> None:
+    with within(20), pytest.raises(TierError):
+        parse(f"{pool.url}?protocol=rdma&device=none_0&segment_gib=0").open()
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        ("libibverbs.so.1: cannot open shared object file: No such file or directory", "apt-get install libibverbs1"),
+        ("No module named 'mooncake'", r"pip install 'kvdepot\[mooncake\]'"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_package(tmp_path: Path, raised: str, words: str) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text(f"raise ImportError({raised!r})")
+    code = (
+        "from kvdepot.errors import ConfigError; from kvdepot.tiers import parse\n"
+        "try: parse('mooncake://localhost/').open()\n"
+        "except ConfigError as exc: print(exc)"
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    said = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert re.search(words, said.stdout), said
+
+
+def test_the_library_is_loaded_by_open_alone_and_says_little(pool: Master) -> None:
+    code = (
+        "import sys; from kvdepot.tiers import parse; import kvdepot.tiers.mooncake\n"
+        "print('mooncake' in sys.modules)\n"
+        f"tier = parse('{pool.url}?segment_gib=0&local_host=127.0.0.1').open()\n"
+        "print(tier.find(['0' * 32 + '/' + '0' * 32 + '/0.0']), 'mooncake' in sys.modules)\n"
+        "tier.close()"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said.stdout.split("\n")[:2] == ["False", "[False] True"], said
+    assert [line[0] for line in said.stderr.splitlines() if not line.startswith("WARNING: Logging before")] == ["E"]
+
+
+# -- two hosts
+
+
+@pytest.fixture
+def namespaces() -> Iterator[dict[str, str]]:
+    """Two network namespaces that see each other: name -> address."""
+    if os.geteuid():
+        pytest.skip("network namespaces need root")
+    tag = uuid.uuid4().hex[:6]
+    names = {f"kvd-{tag}-a": "10.201.77.1", f"kvd-{tag}-b": "10.201.77.2"}
+    one, two = names
+    commands = [f"ip netns add {one}", f"ip netns add {two}", f"ip link add va{tag} type veth peer name vb{tag}"]
+    for name, link in ((one, f"va{tag}"), (two, f"vb{tag}")):
+        commands += [
+            f"ip link set {link} netns {name}",
+            f"ip -n {name} addr add {names[name]}/24 dev {link}",
+            f"ip -n {name} link set {link} up",
+            f"ip -n {name} link set lo up",
+        ]
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {command}: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_hosts_with_networks_of_their_own_share_a_pool(namespaces: dict[str, str]) -> None:
+    (one, address), (two, other_address) = namespaces.items()
+    inside, elsewhere = (("ip", "netns", "exec", name) for name in (one, two))
+    with started(Master(address, port=free_port(), prefix=inside)) as master:
+        near = Host(master.url, address, 128, inside)
+        far = Host(master.url, other_address, 128, elsewhere)
+        try:
+            near.wait_ready()
+            far.wait_ready()
+            for number in range(12):
+                writer, reader = (near, far) if number % 2 else (far, near)
+                assert writer.ask(f"write {number} {MIB + number}") == "True"
+                assert reader.ask(f"read {number} {MIB + number}") == "right"
+        finally:
+            near.close()
+            far.close()

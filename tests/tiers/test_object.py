@@ -1,0 +1,330 @@
+"""The object tier against moto's S3 server and a directory; servers that are killed, stopped, full or unwilling."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import ConfigError, TierError
+from kvdepot.testing.tiers import TierConformance, content, name_of
+from kvdepot.tiers import Blob, Tier, parse
+from tests.conftest import eventually
+from tests.tiers.servers import BUCKET, S3Server, free_port, need
+
+need(modules=["obstore", "moto", "flask", "flask_cors"])
+
+from kvdepot.tiers.object import ObjectTier  # noqa: E402
+
+SECRET = "sehr-geheim"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    one = S3Server(tmp_path_factory.mktemp("s3"))
+    yield one
+    one.kill()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[S3Server]:
+    """One that a test may kill."""
+    one = S3Server(tmp_path)
+    yield one
+    one.kill()
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
+def url(endpoint: str, options: str = "", bucket: str = BUCKET) -> str:
+    return f"s3://{bucket}/test/{uuid.uuid4().hex}?endpoint={endpoint}&region=us-east-1{options}"
+
+
+def put(tier: Tier, number: int, data: bytes) -> bool:
+    return tier.write([Blob(name_of(number), [memoryview(data)])])[0]
+
+
+def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
+    area = bytearray(room)
+    (size,) = tier.read([Blob(name_of(number), [memoryview(area)])])
+    return None if size < 0 else bytes(area[:size])
+
+
+class TestS3Conformance(TierConformance):
+    shared = True
+    largest_bytes = 8 << 20
+    examples = 2
+
+    @pytest.fixture
+    def place(self, server: S3Server) -> str:
+        return url(server.endpoint)
+
+    def open_tier(self, place: Any) -> Tier:
+        return parse(place).open()
+
+
+class TestFileConformance(TierConformance):
+    shared = True
+    examples = 5
+
+    def open_tier(self, place: Any) -> Tier:
+        return parse(f"file://{place}").open()
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("s3://", "no bucket"),
+        ("s3://bucket?colour=red", "colour"),
+        ("s3://bucket?timeout_s=0", "timeout_s"),
+        ("s3://bucket?account=me", "account is not for s3://"),
+        ("gs://bucket?endpoint=http://127.0.0.1", "endpoint is not for gs://"),
+        ("file:///somewhere?region=here", "region is not for file://"),
+        ("file://relative/path", "absolute"),
+        ("file:///proc/nowhere", "nowhere"),
+        ("s3://bucket?tls_ca=/nowhere.pem", "/nowhere.pem: No such file"),
+        ("az://container", "(?i)account"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ConfigError, match=says):
+        parse(text).open()
+
+
+def test_objects_of_two_prefixes_of_a_bucket_do_not_meet(server: S3Server) -> None:
+    one, two = parse(url(server.endpoint)).open(), parse(url(server.endpoint)).open()
+    assert put(one, 1, b"one") and put(two, 1, b"two")
+    assert get(one, 1) == b"one" and one.forget("", "") == 1
+    assert get(one, 1) is None and get(two, 1) == b"two"
+
+
+def test_thousands_of_objects_are_forgotten(tmp_path: Path) -> None:
+    tier = parse(f"file://{tmp_path}/shared").open()
+    data = memoryview(b"x")
+    blobs = [Blob(name_of(n, salt=n % 2), [data]) for n in range(2500)]
+    assert all(tier.write(blobs))
+    assert tier.forget("0" * 31 + "1", "") == 1250
+    assert tier.find([blob.name for blob in blobs[:4]]) == [True, False, True, False]
+    assert tier.forget("", "") == 1250
+
+
+# -- stores that fail
+
+
+def test_a_bucket_that_is_not_there_is_an_error_and_not_only_misses(server: S3Server) -> None:
+    tier = parse(url(server.endpoint, bucket="another-bucket")).open()
+    for call in (tier.usage, lambda: put(tier, 1, b"one"), lambda: tier.forget("", "")):
+        with pytest.raises(TierError, match=r"NoSuchBucket|404"):
+            call()
+
+
+def test_no_secret_is_shown(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_SAS_KEY", f"sv=2022-11-02&sr=c&sig={SECRET}")  # which goes into every URL
+    shown = ""
+    with Unwilling(403, b"", {"content-length": "0"}) as closed:
+        for text in (
+            url(server.endpoint, bucket="another-bucket"),
+            f"az://container/kv?account=me&endpoint={closed.endpoint}&retries=0",
+        ):
+            tier = parse(text).open()
+            shown += repr(tier)
+            for ask in (Tier.usage, lambda tier: put(tier, 1, b"one"), lambda tier: get(tier, 1)):
+                try:
+                    ask(tier)
+                except TierError as exc:
+                    shown += "".join(traceback.format_exception(exc))
+    assert "another-bucket" in shown and "Forbidden" in shown
+    assert SECRET not in shown
+
+
+def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(own_server: S3Server) -> None:
+    tier = parse(url(own_server.endpoint, "&retries=1")).open()
+    blobs = [Blob(name_of(n), [memoryview(b"some")]) for n in range(40)]
+    assert all(tier.write(blobs))
+    own_server.kill()
+    with pytest.raises(TierError, match=r"s3://.*Connection refused"):
+        tier.usage()
+    for call in (
+        lambda: tier.find([blob.name for blob in blobs]),
+        lambda: get(tier, 1),
+        lambda: tier.write(blobs),
+        lambda: tier.remove([name_of(1)]),
+        lambda: tier.forget("", ""),
+    ):
+        begun = time.monotonic()
+        with pytest.raises(TierError):
+            call()
+        assert time.monotonic() - begun < 5.0
+    own_server.start()
+    tier.usage()
+    assert get(tier, 1) is None  # this server's memory went with it
+    assert all(tier.write(blobs)) and get(tier, 1) == b"some"
+
+
+def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_on(own_server: S3Server) -> None:
+    tier = parse(url(own_server.endpoint, "&timeout_s=0.5&requests=4")).open()
+    data = content(1, 1 << 20)
+    names = [name_of(n) for n in range(60)]
+    assert put(tier, 1, data)
+    with own_server.stopped():
+        for call in (
+            tier.usage,
+            lambda: tier.find(names),
+            lambda: get(tier, 1, len(data)),
+            lambda: tier.write([Blob(name, [memoryview(data)]) for name in names]),
+            lambda: tier.forget("", ""),
+        ):
+            begun = time.monotonic()
+            with pytest.raises(TierError, match="TimedOut"):
+                call()
+            assert time.monotonic() - begun < 2.0, call
+    eventually(lambda: alive(tier), 20.0)
+    assert get(tier, 1, len(data)) == data
+
+
+def alive(tier: Tier) -> bool:
+    try:
+        tier.usage()
+    except TierError:
+        return False
+    return True
+
+
+def test_reads_under_way_when_the_server_dies_end_as_errors_or_whole(own_server: S3Server) -> None:
+    tier = parse(url(own_server.endpoint, "&retries=0")).open()
+    data = content(1, 4 << 20)
+    assert put(tier, 1, data)
+    begun = threading.Semaphore(0)
+    wrong: list[str] = []
+
+    def work() -> None:
+        try:
+            while True:
+                if get(tier, 1, len(data)) != data:
+                    wrong.append("bytes")
+                begun.release()
+        except TierError:
+            return
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(9):
+        assert begun.acquire(timeout=20)
+    own_server.kill()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+class Unwilling:
+    """A server that answers every request the same way."""
+
+    def __init__(self, status: int, body: bytes, headers: dict[str, str], hang: bool = False) -> None:
+        outer = self
+        self.requests = 0
+        self.ended = threading.Event()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                outer.requests += 1
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+                if hang:
+                    outer.ended.wait(30)
+                self.close_connection = True
+
+            do_GET = do_PUT = do_HEAD = do_POST = answer
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    def __enter__(self) -> Unwilling:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+def test_a_store_without_room_refuses_writes_and_is_no_failure() -> None:
+    with Unwilling(507, b"<Error><Code>XMinioStorageFull</Code></Error>", {"content-length": "45"}) as full:
+        tier = parse(url(full.endpoint, "&retries=0")).open()
+        assert not put(tier, 1, b"one")
+        assert isinstance(tier, ObjectTier) and tier._counters["refused"] == 1
+
+
+def test_a_store_that_refuses_us_is_an_error_and_is_not_asked_again_for_the_rest_of_a_batch() -> None:
+    with Unwilling(403, b"", {"content-length": "0"}) as closed:
+        tier = parse(url(closed.endpoint, "&requests=2")).open()
+        for call in (lambda: tier.find([name_of(n) for n in range(50)]), tier.usage, lambda: put(tier, 1, b"one")):
+            with pytest.raises(TierError):
+                call()
+        assert closed.requests <= 4
+
+
+def test_an_answer_that_ends_early_or_stalls_is_never_taken_for_the_object() -> None:
+    whole = {"content-length": "3000000", "etag": '"x"', "last-modified": "Sat, 21 Nov 2026 10:00:00 GMT"}
+    for hang in (False, True):
+        with Unwilling(200, bytes(2_000_000), whole, hang) as broken:
+            tier = parse(url(broken.endpoint, "&retries=0&timeout_s=0.5")).open()
+            begun = time.monotonic()
+            with pytest.raises(TierError):
+                get(tier, 1, 3_000_000)
+            assert time.monotonic() - begun < 5.0
+
+
+def test_credentials_that_cannot_be_had_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any in the environment the instance is asked for its role, here at a port where nobody is."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    tier = parse(url(f"http://127.0.0.1:{free_port()}", "&timeout_s=1&retries=1")).open()
+    begun = time.monotonic()
+    with pytest.raises(TierError):
+        tier.find([name_of(1)])
+    assert time.monotonic() - begun < 5.0
+
+
+# -- directories
+
+
+def test_a_directory_tells_how_large_its_file_system_is_and_when_it_is_gone(tmp_path: Path) -> None:
+    tier = parse(f"file://{tmp_path}/shared").open()
+    assert put(tier, 1, b"one")
+    assert (tier.usage().capacity_bytes or 0) > 0
+    (tmp_path / "shared").rename(tmp_path / "elsewhere")
+    with pytest.raises(TierError, match="No such file"):
+        tier.usage()
+    assert tier.find([name_of(1)]) == [False]
+    (tmp_path / "elsewhere").rename(tmp_path / "shared")
+    assert get(tier, 1) == b"one"

@@ -1,0 +1,509 @@
+"""The redis tier against real servers: plain, with users, over TLS, as a cluster; killed, stopped, full and loading."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.errors import ConfigError, TierError
+from kvdepot.testing.tiers import TierConformance, content, name_of
+from kvdepot.tiers import Blob, Tier, parse
+from tests.conftest import eventually
+from tests.tiers.servers import RedisServer, need, redis_cluster
+
+need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
+
+from kvdepot.tiers.redis import RedisTier, _sendable  # noqa: E402
+
+PASSWORD = "wirklich/geheim@:#1"
+QUOTED = "wirklich%2Fgeheim%40%3A%231"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    one = RedisServer(tmp_path_factory.mktemp("redis"), "--requirepass", PASSWORD)
+    yield one
+    one.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Servers for one test."""
+    servers: list[RedisServer] = []
+
+    def run(*flags: str, **options: Any) -> RedisServer:
+        servers.append(RedisServer(tmp_path, *flags, **options))
+        return servers[-1]
+
+    yield run
+    for one in servers:
+        one.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    servers = redis_cluster(tmp_path_factory.mktemp("cluster"))
+    yield servers
+    for one in servers:
+        one.kill()
+
+
+@pytest.fixture
+def open_tier() -> Iterator[Callable[[str], RedisTier]]:
+    """Tiers that end with the test."""
+    opened: list[Tier] = []
+
+    def run(url: str) -> RedisTier:
+        tier = parse(url).open()
+        opened.append(tier)
+        assert isinstance(tier, RedisTier)
+        return tier
+
+    yield run
+    for tier in opened:
+        tier.close()
+
+
+OpenTier = Callable[[str], RedisTier]
+Start = Callable[..., RedisServer]
+
+
+def put(tier: Tier, number: int, data: bytes) -> bool:
+    return tier.write([Blob(name_of(number), [memoryview(data)])])[0]
+
+
+def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
+    area = bytearray(room)
+    (size,) = tier.read([Blob(name_of(number), [memoryview(area)])])
+    return None if size < 0 else bytes(area[:size])
+
+
+def prefix() -> str:
+    return f"test-{uuid.uuid4().hex}/"
+
+
+class TestRedisConformance(TierConformance):
+    shared = True
+    examples = 10
+
+    @pytest.fixture
+    def place(self, server: RedisServer) -> str:
+        return f"redis://:{QUOTED}@127.0.0.1:{server.port}/1?prefix={prefix()}"
+
+    def open_tier(self, place: Any) -> Tier:
+        return parse(place).open()
+
+
+class TestRedisClusterConformance(TierConformance):
+    shared = True
+    examples = 5
+
+    @pytest.fixture
+    def place(self, cluster: list[RedisServer]) -> str:
+        return f"redis+cluster://127.0.0.1:{cluster[0].port},127.0.0.1:{cluster[1].port}?prefix={prefix()}"
+
+    def open_tier(self, place: Any) -> Tier:
+        return parse(place).open()
+
+
+# -- who may come in
+
+
+def test_a_password_may_come_from_a_file_and_is_never_shown(
+    server: RedisServer, open_tier: OpenTier, tmp_path: Path
+) -> None:
+    (tmp_path / "password").write_text(PASSWORD + "\n")
+    tier = open_tier(f"redis://127.0.0.1:{server.port}?password_file={tmp_path}/password&prefix={prefix()}")
+    assert put(tier, 1, b"one")
+    tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}")
+    assert tier.usage().objects is None
+    shown = repr(tier) + str(tier) + repr(tier._servers)
+    wrong = open_tier(f"redis://:{QUOTED}x@127.0.0.1:{server.port}")
+    with pytest.raises(TierError) as failed:
+        wrong.usage()
+    error: BaseException | None = failed.value
+    while error is not None:
+        shown += repr(error)
+        error = error.__cause__ or error.__context__
+    assert str(server.port) in shown
+    assert "geheim" not in shown
+
+
+def test_a_user_needs_the_commands_that_are_documented_and_no_others(server: RedisServer, open_tier: OpenTier) -> None:
+    commands = [f"+{c}" for c in ("ping", "strlen", "getrange", "set", "exists", "unlink", "scan", "multi", "exec")]
+    rights = ["~mine/*", "-@all", "+info", *commands]
+    server.cli("-a", PASSWORD, "acl", "setuser", "kv", "on", ">pw", "resetkeys", *rights)
+    tier = open_tier(f"redis://kv:pw@127.0.0.1:{server.port}?prefix=mine/")
+    assert put(tier, 1, b"one") and get(tier, 1) == b"one"
+    assert tier.find([name_of(1)]) == [True]
+    tier.usage()
+    tier.remove([name_of(1)])
+    assert put(tier, 2, b"two") and tier.forget("", "") == 1
+    stranger = open_tier(f"redis://kv:pw@127.0.0.1:{server.port}?prefix=others/")
+    for call in (lambda: put(stranger, 1, b"one"), lambda: get(stranger, 1), lambda: stranger.find([name_of(1)])):
+        with pytest.raises(TierError, match="permission"):
+            call()
+
+
+def test_tls_checks_the_server_and_shows_a_certificate(start: Start, open_tier: OpenTier, tmp_path: Path) -> None:
+    certificates(tmp_path)
+    server = start(
+        "--tls-cert-file", "server.pem", "--tls-key-file", "server.key", "--tls-ca-cert-file", "ca.pem", tls=True
+    )  # fmt: skip
+    url = f"rediss://127.0.0.1:{server.port}?tls_ca={tmp_path}/ca.pem&timeout_s=5"
+    tier = open_tier(f"{url}&tls_cert={tmp_path}/client.pem&tls_key={tmp_path}/client.key")
+    data = content(1, 3_000_001)
+    assert put(tier, 1, data) and get(tier, 1, 4_000_000) == data
+    for unwelcome in (
+        url,
+        f"rediss://127.0.0.1:{server.port}?tls_cert={tmp_path}/client.pem&tls_key={tmp_path}/client.key",
+        f"redis://127.0.0.1:{server.port}",
+    ):
+        with pytest.raises(TierError):
+            open_tier(unwelcome).usage()
+
+
+def certificates(directory: Path) -> None:
+    """ca.pem, and server and client certificates of it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    def name(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    ca = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.datetime.now(datetime.timezone.utc)
+    for subject, key in (("ca", ca), ("server", ec.generate_private_key(ec.SECP256R1())),
+                         ("client", ec.generate_private_key(ec.SECP256R1()))):  # fmt: skip
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(name(subject))
+            .issuer_name(name("ca"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=subject == "ca", path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        )
+        made = builder.sign(ca, hashes.SHA256())
+        (directory / f"{subject}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+        plain = serialization.NoEncryption()
+        kind = serialization.PrivateFormat.PKCS8
+        (directory / f"{subject}.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, plain))
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://", "no host"),
+        ("redis://host:port", "no host:port"),
+        ("redis://a:1,b:2", "several hosts"),
+        ("redis://host/zero", "'zero' is no database"),
+        ("redis+cluster://host/1", "'1' is no database of a cluster"),
+        ("redis://host?colour=red", "colour"),
+        ("redis://host?timeout_s=0", "timeout_s"),
+        ("redis://host?expire_s=soon", "expire_s"),
+        ("redis://host?tls_ca=ca.pem", "rediss://"),
+        ("rediss://host?tls_ca=nowhere.pem", "nowhere.pem is no file"),
+        ("redis://host?password_file=nowhere", "nowhere: No such file"),
+        ("redis://u:se/cret@host:x", "no host:port"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as failed:
+        parse(url).open()
+    assert "cret" not in str(failed.value)
+
+
+def test_objects_expire_where_that_is_asked_for(server: RedisServer, open_tier: OpenTier) -> None:
+    begins = prefix()
+    url = f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={begins}"
+    assert put(open_tier(f"{url}&expire_s=1000"), 1, b"one")
+    assert put(open_tier(url), 2, b"two")
+    assert 990 <= int(server.cli("-a", PASSWORD, "ttl", begins + name_of(1))) <= 1000
+    assert int(server.cli("-a", PASSWORD, "ttl", begins + name_of(2))) == -1
+    server.cli("-a", PASSWORD, "pexpire", begins + name_of(1), "1")
+    tier = open_tier(url)
+    eventually(lambda: tier.find([name_of(1), name_of(2)]) == [False, True])
+    assert get(tier, 1) is None
+
+
+def test_keys_of_others_are_left_alone(server: RedisServer, open_tier: OpenTier) -> None:
+    begins = prefix()[:-1] + "*[a]?/"
+    url = f"redis://:{QUOTED}@127.0.0.1:{server.port}"
+    tier, other = open_tier(f"{url}?prefix={begins}"), open_tier(f"{url}?prefix={begins[:-5]}x/")
+    server.cli("-a", PASSWORD, "set", begins + "mine", "x")
+    server.cli("-a", PASSWORD, "lpush", begins + name_of(3), "x")
+    for one in (tier, other):
+        assert put(one, 1, b"one") and put(one, 2, b"two")
+    assert get(tier, 3) is None
+    assert tier.forget("", "") == 3  # the list lies under a name of ours
+    assert get(other, 1) == b"one" and server.cli("-a", PASSWORD, "get", begins + "mine") == "x"
+
+
+# -- limits
+
+
+def test_what_redis_does_not_take_is_refused_and_the_rest_of_the_batch_is_stored(
+    server: RedisServer, open_tier: OpenTier
+) -> None:
+    tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")
+    mib = memoryview(bytes(1 << 20))
+    large = Blob(name_of(1), [mib] * 512 + [mib[:1]])
+    assert tier.write([Blob(name_of(0), [mib]), large, Blob(name_of(2), [mib])]) == [True, False, True]
+    assert tier.find([name_of(n) for n in range(3)]) == [True, False, True]
+    assert tier.usage().counters["refused"] == 1
+
+
+def test_a_full_server_refuses_writes_and_is_read_from(start: Start, open_tier: OpenTier) -> None:
+    server = start("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    data = content(1, 1 << 20)
+    answers = tier.write([Blob(name_of(n), [memoryview(data)]) for n in range(20)])
+    kept = answers.count(True)
+    assert 2 <= kept < 8 and tier.find([name_of(n) for n in range(20)]) == answers
+    assert get(tier, answers.index(True), 1 << 20) == data
+    usage = tier.usage()
+    assert usage.capacity_bytes == 8 << 20 and usage.counters["refused"] == 20 - kept
+    tier.remove([name_of(n) for n in range(20)])
+    assert eventually(lambda: put(tier, 1, data))
+
+
+def test_what_redis_evicts_is_gone_and_never_in_part(start: Start, open_tier: OpenTier) -> None:
+    server = start("--maxmemory", "16mb", "--maxmemory-policy", "allkeys-lru")
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    for number in range(40):
+        assert put(tier, number, content(number, 1 << 20))
+    there = tier.find([name_of(n) for n in range(40)])
+    assert 3 <= sum(there) < 16 and there[-1]
+    for number, found in enumerate(there):
+        assert get(tier, number, 1 << 20) in ((content(number, 1 << 20), None) if found else (None,))
+
+
+def test_a_server_that_cannot_save_refuses_writes_and_is_read_from(
+    start: Start, open_tier: OpenTier, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    server = start("--save", "3600 1", "--dir", str(tmp_path / "gone"))
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    assert put(tier, 1, b"one")
+    (tmp_path / "gone").rmdir()
+    server.cli("bgsave")
+    eventually(lambda: "rdb_last_bgsave_status:err" in server.cli("info", "persistence"))
+    assert not put(tier, 2, b"two")
+    assert get(tier, 1) == b"one" and tier.usage().counters["refused"] == 1
+
+
+def test_an_object_that_is_read_in_several_parts_is_of_one_moment(server: RedisServer, open_tier: OpenTier) -> None:
+    tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")
+    sizes = [3 << 20, (2 << 20) + 1, 5 << 20]
+    data = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
+    read = threading.Event()
+
+    def write(turn: int) -> None:
+        while not read.is_set():
+            turn += 1
+            put(tier, 1, data[turn % 3])
+
+    assert put(tier, 1, data[0])
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in writers:
+        thread.start()
+    try:
+        for _ in range(40):
+            assert get(tier, 1, 5 << 20) in data
+    finally:
+        read.set()
+        for thread in writers:
+            thread.join()
+
+
+# -- servers that fail
+
+
+def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(start: Start, open_tier: OpenTier) -> None:
+    server = start()
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    assert put(tier, 1, b"one")
+    for _ in range(3):
+        server.kill()
+        for call in (tier.usage, lambda: get(tier, 1), lambda: put(tier, 1, b"two"), lambda: tier.forget("", "")):
+            with pytest.raises(TierError, match=str(server.port)):
+                call()
+        server.start()
+        tier.usage()
+        assert get(tier, 1) is None
+        assert put(tier, 1, b"one") and get(tier, 1) == b"one"
+
+
+def test_reads_and_writes_under_way_when_the_server_dies_end_as_errors_or_whole(
+    start: Start, open_tier: OpenTier
+) -> None:
+    server = start()
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    data = content(1, 4 << 20)
+    begun = threading.Semaphore(0)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            while True:
+                put(tier, number, data)
+                if get(tier, number, len(data)) not in (data, None):
+                    wrong.append("bytes")
+                begun.release()
+        except TierError:
+            return
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(12):
+        assert begun.acquire(timeout=20)
+    server.kill()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_on(
+    start: Start, open_tier: OpenTier
+) -> None:
+    server = start()
+    tier = open_tier(f"redis://127.0.0.1:{server.port}?timeout_s=0.3")
+    data = content(1, 8 << 20)
+    assert put(tier, 1, data)
+    with server.stopped():
+        for call in (
+            tier.usage,
+            lambda: tier.find([name_of(1)] * 100),
+            lambda: get(tier, 1, len(data)),
+            lambda: put(tier, 2, data),
+            lambda: tier.remove([name_of(1)]),
+            lambda: tier.forget("", ""),
+        ):
+            begun = time.monotonic()
+            with pytest.raises(TierError, match="imeout"):
+                call()
+            assert time.monotonic() - begun < 2.0
+    tier.usage()
+    assert get(tier, 1, len(data)) in (data, None)  # the server may have received UNLINK
+    assert put(tier, 2, data) and get(tier, 2, len(data)) == data
+
+
+def test_a_server_that_loads_its_data_is_not_there_yet(start: Start, open_tier: OpenTier) -> None:
+    server = start("--key-load-delay", "200", "--loading-process-events-interval-bytes", "1024")
+    tier = open_tier(f"redis://127.0.0.1:{server.port}")
+    for number in range(100):
+        assert put(tier, number, bytes(1000))
+    server.cli("save")
+    assert (server.directory / "dump.rdb").exists()
+    server.kill()
+    server.command += ["--save", "3600 1", "--key-load-delay", "20000"]
+    server.start()
+    with pytest.raises(TierError, match=r"(?i)loading"):
+        tier.usage()
+    eventually(lambda: alive(tier), 20.0)
+    assert get(tier, 99) == bytes(1000)
+
+
+def alive(tier: Tier) -> bool:
+    try:
+        tier.usage()
+    except TierError:
+        return False
+    return True
+
+
+# -- clusters
+
+
+def test_a_cluster_spreads_objects_over_all_its_nodes(cluster: list[RedisServer], open_tier: OpenTier) -> None:
+    tier = open_tier(f"redis+cluster://127.0.0.1:{cluster[2].port}?prefix={prefix()}")
+    before = [int(one.cli("dbsize")) for one in cluster]
+    names = [name_of(n) for n in range(60)]
+    assert tier.write([Blob(name, [memoryview(b"x")]) for name in names]) == [True] * 60
+    grown = [int(one.cli("dbsize")) - count for one, count in zip(cluster, before, strict=True)]
+    assert sum(grown) == 60 and all(count > 5 for count in grown)
+    assert tier.find(names) == [True] * 60
+    assert tier.forget("", "") == 60
+
+
+def test_objects_are_found_where_a_cluster_moved_them(cluster: list[RedisServer], open_tier: OpenTier) -> None:
+    begins = "{" + uuid.uuid4().hex + "}"
+    tier = open_tier(f"redis+cluster://127.0.0.1:{cluster[0].port}?prefix={begins}")
+    assert put(tier, 1, b"one")
+    slot = cluster[0].cli("cluster", "keyslot", begins)
+    ids = [one.cli("cluster", "myid") for one in cluster]
+    source = next(n for n, one in enumerate(cluster) if one.cli("cluster", "countkeysinslot", slot) == "1")
+    target = (source + 1) % 3
+    cluster[target].cli("cluster", "setslot", slot, "importing", ids[source])
+    cluster[source].cli("cluster", "setslot", slot, "migrating", ids[target])
+    cluster[source].cli("migrate", "127.0.0.1", str(cluster[target].port), begins + name_of(1), "0", "5000")
+    assert tier.find([name_of(1)]) == [False]  # on its way: ASK
+    assert get(tier, 1) is None
+    with pytest.raises(TierError, match="moving"):
+        tier.remove([name_of(1)])
+    for number in (target, source, 3 - source - target):
+        cluster[number].cli("cluster", "setslot", slot, "node", ids[target])
+    assert tier.find([name_of(1)]) == [True]
+    assert get(tier, 1) == b"one"
+    assert put(tier, 2, b"two") and cluster[target].cli("cluster", "countkeysinslot", slot) == "2"
+    tier.remove([name_of(1), name_of(2)])
+    assert tier.find([name_of(1), name_of(2)]) == [False, False]
+
+
+def test_a_cluster_with_a_node_that_hangs_is_an_error_in_time(cluster: list[RedisServer], open_tier: OpenTier) -> None:
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port},127.0.0.1:{cluster[1].port}?prefix={prefix()}&timeout_s=0.3"
+    tier = open_tier(url)
+    names = [name_of(n) for n in range(30)]
+    blobs = [Blob(name, [memoryview(b"x")]) for name in names]
+    assert tier.write(blobs) == [True] * 30
+    with cluster[1].stopped():
+        for call in (lambda: tier.find(names), lambda: tier.write(blobs), tier.usage):
+            begun = time.monotonic()
+            with pytest.raises(TierError):
+                call()
+            assert time.monotonic() - begun < 3.0
+    eventually(lambda: all(one.cli("cluster", "info").startswith("cluster_state:ok") for one in cluster), 20.0)
+    assert eventually(lambda: alive(tier))
+    assert tier.find(names) == [True] * 30
+
+
+def test_a_cluster_that_cannot_be_reached_is_an_error_when_it_is_asked(open_tier: OpenTier, start: Start) -> None:
+    server = start()
+    tier = open_tier(f"redis+cluster://127.0.0.1:{server.port}")  # a server without a cluster
+    with pytest.raises(TierError):
+        tier.usage()
+    server.kill()
+    with pytest.raises(TierError):
+        tier.find([name_of(1)])
+
+
+# -- what is sent
+
+
+def test_pieces_are_sent_in_packets_of_a_good_size() -> None:
+    data = content(1, 10_000_000)
+    for sizes in ([10_000_000], [1] * 5000 + [9_995_000], [20_000, 3, 5_000_000, 16_383, 16_384, 4_947_230]):
+        pieces, start = [], 0
+        for size in sizes:
+            pieces.append(memoryview(data)[start : start + size])
+            start += size
+        sent = list(_sendable(pieces))
+        assert b"".join(sent) == data
+        assert max(map(len, sent)) <= 4 << 20 and len(sent) <= 8
