@@ -21,9 +21,9 @@ def test_it_counts_what_is_looked_up_again_over_each_window() -> None:
     ceiling = Ceiling(0.0)
     first = fresh(draw, 1000)
     ceiling.count(b"".join(first))
-    assert ceiling.rates() == [(window_s, 1000, pytest.approx(0.0, abs=0.01)) for window_s in WINDOWS_S]
+    assert ceiling.rates() == [(window_s, 1000, 0.0, pytest.approx(0.0, abs=0.01)) for window_s in WINDOWS_S]
     ceiling.count(b"".join(first[:500]))
-    assert ceiling.rates() == [(window_s, 1500, pytest.approx(1 / 3, abs=0.01)) for window_s in WINDOWS_S]
+    assert ceiling.rates() == [(window_s, 1500, 0.0, pytest.approx(1 / 3, abs=0.01)) for window_s in WINDOWS_S]
 
 
 def test_a_window_forgets_its_lookups_but_the_cache_does_not() -> None:
@@ -35,10 +35,10 @@ def test_a_window_forgets_its_lookups_but_the_cache_does_not() -> None:
         ceiling.tick(float(second))
     ceiling.count(b"".join(known[:100]))
     minute, ten_minutes, hour, day = ceiling.rates()
-    assert minute == (60.0, 100, pytest.approx(1.0, abs=0.01))
-    assert ten_minutes == (600.0, 100, pytest.approx(1.0, abs=0.01))
-    assert hour == (3600.0, 1100, pytest.approx(100 / 1100, abs=0.01))
-    assert day == (86400.0, 1100, pytest.approx(100 / 1100, abs=0.01))
+    assert minute == (60.0, 100, 0.0, pytest.approx(1.0, abs=0.01))
+    assert ten_minutes == (600.0, 100, 0.0, pytest.approx(1.0, abs=0.01))
+    assert hour == (3600.0, 1100, 0.0, pytest.approx(100 / 1100, abs=0.01))
+    assert day == (86400.0, 1100, 0.0, pytest.approx(100 / 1100, abs=0.01))
 
 
 def test_it_is_within_two_points_of_exact_counts_with_half_a_million_chunks_behind_it() -> None:
@@ -52,7 +52,7 @@ def test_it_is_within_two_points_of_exact_counts_with_half_a_million_chunks_behi
         ceiling.tick(float(second))
     for _ in range(400):  # 60 of 100 chunks were there before
         ceiling.count(b"".join(draw.choices(known, k=60)) + draw.randbytes(32 * 40))
-    window_s, chunks, rate = ceiling.rates()[0]
+    window_s, chunks, _, rate = ceiling.rates()[0]
     assert (window_s, chunks) == (60.0, 40_000)
     assert rate == pytest.approx(0.6, abs=0.02)
 
@@ -61,7 +61,7 @@ def test_lookups_without_chunks_and_windows_without_lookups_are_nothing() -> Non
     ceiling = Ceiling(100.0)
     ceiling.count(b"")
     ceiling.tick(101.0)
-    assert ceiling.rates() == [(window_s, 0, 0.0) for window_s in WINDOWS_S]
+    assert ceiling.rates() == [(window_s, 0, 0.0, 0.0) for window_s in WINDOWS_S]
 
 
 def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
@@ -79,7 +79,7 @@ def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
             now = min(now + 0.1 * DAY_S, end)
             ceiling.tick(now)
         ceiling.count(known)
-        return ceiling.rates()[0][2]
+        return ceiling.rates()[0][3]
 
     assert again_after(1.0) == pytest.approx(1.0, abs=0.02)
     assert again_after(2.5) == pytest.approx(0.0, abs=0.02)

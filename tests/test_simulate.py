@@ -349,13 +349,13 @@ def test_a_table_has_a_line_a_capacity_and_a_column_a_policy(chat: str, capsys: 
 
 
 def test_capacities_are_given_and_shown_in_gib(chat: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sized = ["--kv-bytes-per-token", "128KiB", "--capacity", "1GiB,6.25GiB"]  # 64 MiB a block
+    sized = ["--kv-bytes-per-token", "128KiB", "--capacity", "1GiB,6.3GiB"]  # 64 MiB a block
     assert main(["simulate", chat, "--policy", "lru", "--json", *sized]) == 0
     assert [row["capacity_blocks"] for row in json.loads(capsys.readouterr().out)] == [16, 100]
     assert main(["simulate", chat, "--policy", "lru", *sized, "--capacity-blocks", "32", "--block-tokens", "256"]) == 0
     out = capsys.readouterr().out
     assert [line.split("│")[1:3] for line in out.splitlines() if line.startswith("│")] == [
-        [f"{blocks:>7} ", f"{gib:>5} "] for blocks, gib in ((32, "1"), (200, "6.25"))
+        [f"{blocks:>7} ", f"{gib:>5} "] for blocks, gib in ((32, "1"), (201, "6.28"))
     ]
 
 

@@ -50,7 +50,7 @@ class Host(Desk):
         super().__post_init__()
         self.bytes = np.zeros(self.pages * PAGE, np.uint8)
         config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
-        self.index = Index(Space(0, self.pages * PAGE), Lru())
+        self.index = Index(Space(0, self.pages * PAGE), Lru(), ttl_s=config.ttl_s)
         self.depot = Depot(config, self.index, self.map, [parse(url) for url, _ in self.tiers])
         self.heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self.errands: list[Errand] = []

@@ -45,7 +45,9 @@ class Ceiling:
         self._waiting_chunks = 0
         self._chunks = 0  # told to the sketches
         self._new = 0.0  # of them, those that were new
-        self._marks = [deque([(now, 0, 0.0)]) for _ in WINDOWS_S]  # (when, chunks, new), the first: a window's begin
+        self._marks = [
+            deque([(now, 0, 0.0, 0)]) for _ in WINDOWS_S
+        ]  # (when, chunks, new, hits), first: where it begins
         self._day_began = now
         self._sketch = _sketch()  # the one that counts
         self._next = _sketch()
@@ -79,14 +81,14 @@ class Ceiling:
         self._new += seen - self._seen
         self._seen = seen
 
-    def tick(self, now: float) -> None:
-        """Let time pass: windows move on, and after a day a sketch retires."""
+    def tick(self, now: float, hits: int = 0) -> None:
+        """Let time pass: windows move on, and after a day a sketch retires. hits: chunks that hit since the start."""
         if self._sketch is None:
             return
         self._tell()
         for window_s, marks in zip(WINDOWS_S, self._marks, strict=True):
             if now - marks[-1][0] >= window_s / _STEPS:
-                marks.append((now, self._chunks, self._new))
+                marks.append((now, self._chunks, self._new, hits))
             while len(marks) > 1 and now - marks[1][0] >= window_s:
                 marks.popleft()
         if now - self._day_began >= _DAY_S:
@@ -94,9 +96,10 @@ class Ceiling:
             self._sketch, self._next = self._next, _sketch()
             self._seen = self._sketch.get_estimate()
 
-    def rates(self) -> list[tuple[float, int, float]]:
-        """For each window: its length (s), the chunks looked up in it, and the share an endless cache had hit.
+    def rates(self, hits: int = 0) -> list[tuple[float, int, float, float]]:
+        """For each window: its length (s), the chunks looked up in it, the share that hit, that of an endless cache.
 
+        hits: chunks that hit since the start.
         A window reaches back its length and up to a twelfth more, or to the start. Empty without `datasketches`.
         """
         if self._sketch is None:
@@ -104,9 +107,10 @@ class Ceiling:
         self._tell()
         rates = []
         for window_s, marks in zip(WINDOWS_S, self._marks, strict=True):
-            _, chunks, new = marks[0]
+            _, chunks, new, before = marks[0]
             chunks, new = self._chunks - chunks, self._new - new
-            rates.append((window_s, chunks, min(max(1 - new / chunks, 0.0), 1.0) if chunks else 0.0))
+            ceiling = min(max(1 - new / chunks, 0.0), 1.0) if chunks else 0.0
+            rates.append((window_s, chunks, (hits - before) / chunks if chunks else 0.0, ceiling))
         return rates
 
 

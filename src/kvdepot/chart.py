@@ -162,8 +162,8 @@ def _draw(axes: Axes, sweep: Sweep, policies: list[str]) -> None:
     axes.set_ylabel("hit rate (% of block references)")
     axes.set_title(_title(Path(sweep.trace.name).name, sweep), fontsize=10)
     axes.grid(alpha=0.25)
-    # In the order in which the lines end, so that each name stands near its line.
-    lines = sorted(axes.get_lines(), key=lambda line: -float(np.asarray(line.get_ydata())[-1]))
+    # Best on average first: the order in which one finds the lines.
+    lines = sorted(axes.get_lines(), key=lambda line: -float(np.mean(np.asarray(line.get_ydata()))))
     axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 

@@ -18,6 +18,7 @@ by one behind the chained part, pinned one by one.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -118,8 +119,8 @@ class Pin(msgspec.Struct, gc=False):
 class Index:
     """All chunks of the depot, in `space`."""
 
-    def __init__(self, space: Space, policy: Policy, records: Records | None = None) -> None:
-        """records: what a restart will know; without it, nothing survives."""
+    def __init__(self, space: Space, policy: Policy, records: Records | None = None, ttl_s: int = 0) -> None:
+        """records: what a restart will know; without it, nothing survives. ttl_s: see `expire`; 0 = never."""
         self.space = space
         self.records = records or Records(memoryview(b""))
         self.unrecorded = 0  # shards sealed since the start that found no room there
@@ -134,6 +135,9 @@ class Index:
         self.evicting: Callable[[Chunk], None] | None = None
         """Told of each chunk that goes to make room, before it does."""
         self._broken = 0  # chunks without a depth in the middle of a chain
+        self._ttl_s = ttl_s
+        self._ages: list[tuple[int, int, Chunk]] = []  # when chunks expire, where they do
+        self._aged = itertools.count()
 
     def __repr__(self) -> str:
         return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.space}>"
@@ -366,6 +370,7 @@ class Index:
         shard.sealed = True
         shard.checksum = checksum
         chunk.born = min(chunk.born, born) if chunk.sealed else born
+        self._watch_age(chunk)
         self.reserved -= 1
         chunk.sealed += 1
         self._serial += 1
@@ -485,8 +490,28 @@ class Index:
             self._namespaces.setdefault((space.tenant, space.model, space.world_size), []).append(space)
             self.chunks += len(space.chunks)
             for chunk in space.chunks.values():
+                self._watch_age(chunk)
                 if not chunk.children:
                     self._policy.add(chunk)
+
+    # -- age
+
+    def _watch_age(self, chunk: Chunk) -> None:
+        if self._ttl_s:
+            heapq.heappush(self._ages, (chunk.born + self._ttl_s, next(self._aged), chunk))
+
+    def expire(self, wall: int) -> int:
+        """Remove what was computed more than `ttl_s` before `wall` (seconds since 1970); how many chunks.
+
+        Those who have such a chunk pinned may have it to the end; nobody else finds it any more.
+        """
+        expired = 0
+        while self._ages and self._ages[0][0] <= wall:
+            chunk = heapq.heappop(self._ages)[2]
+            if not (chunk.gone or chunk.doomed) and chunk.born + self._ttl_s <= wall:
+                expired += 1
+                self.doom(chunk, at_once=False)
+        return expired
 
     # -- removal
 

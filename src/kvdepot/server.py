@@ -128,7 +128,8 @@ class Server:
         """An index of the chunks that are in the arena already, if another server left them."""
         arena = self.arena
         records = Records(arena.table(), arena.ensure_table)
-        index = Index(Space(arena.header.chunks_start, arena.size), POLICIES[self._config.policy](), records)
+        space = Space(arena.header.chunks_start, arena.size)
+        index = Index(space, POLICIES[self._config.policy](), records, self._config.ttl_s)
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
@@ -150,7 +151,7 @@ class Server:
             (part, zmq.POLLIN) for part in (self._socket, self._wake, *self._door.sockets)
         ]
         gc.freeze()
-        self.depot.max_clients, self.depot.max_files = self._door.share_out(self._config.max_clients)
+        self.depot.max_clients, self.depot.registrations.max_files = self._door.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
             "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",

@@ -189,7 +189,7 @@ class Engine:
         server = self.host.server
         self.world.counters["unpinned"] += 1
         if server is not None and server.serving and self._pins[name] == number:
-            assert ("", name) not in server.depot._kept, f"{name} was unpinned, and is still pinned"
+            assert ("", name) not in server.depot.sessions._kept, f"{name} was unpinned, and is still pinned"
 
     def kill(self) -> None:
         self.process.kill()

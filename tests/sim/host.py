@@ -287,7 +287,7 @@ class Host:
         """What engines know to be pinned is there, whole, on all ranks."""
         for name, pinned in self.named.items():
             if pinned.boot == server.boot and self.world.now < pinned.ends:
-                assert ("", name) in server.depot._kept, f"{name} was pinned, and nobody knows of it"
+                assert ("", name) in server.depot.sessions._kept, f"{name} was pinned, and nobody knows of it"
         for pinned in (*self.pins, *self.named.values()):
             if pinned.boot == server.boot and self.world.now < pinned.ends:
                 spaces = [

@@ -157,7 +157,8 @@ class Server:
         config = self.host.config
         self.file.boot = self.boot
         records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
-        index = SealedIndex(Space(self.file.start, len(self.bytes)), POLICIES[config.policy](), records)
+        space = Space(self.file.start, len(self.bytes))
+        index = SealedIndex(space, POLICIES[config.policy](), records, config.ttl_s)
         index.server = self
         self.index = index
         self._take_over()
@@ -776,14 +777,14 @@ class Server:
         """All clients are gone: nothing is held for anybody."""
         self.host.check_pins(self)
         for pin in self.depot.status()["pinned"]:
-            assert self.depot._unpin("", pin["name"]), pin
+            assert self.depot.sessions.unpin("", pin["name"]), pin
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
         left = self.met.intersection(self.host.cards)
         assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
-        assert not self.depot._by_request
+        assert not self.depot.sessions._by_request
         tiering = self.depot.tiering
         assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
         assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"

@@ -17,6 +17,8 @@ from kvdepot.depot import Depot, Reply
 from kvdepot.index import Index
 from kvdepot.mover import Copy
 from kvdepot.records import Records
+from kvdepot.registrations import Registrations
+from kvdepot.sessions import Sessions
 from tests.sim.run import Broken, simulate
 
 
@@ -103,14 +105,14 @@ def forgets_to_answer_failed_stores(patch: Patch) -> None:
 
 @breaks(13)
 def releases_pins_early(patch: Patch) -> None:
-    lookup = Depot._lookup
+    pin = Sessions._pin
 
-    def unpinned(self: Any, client: Any, request: Any) -> int:
-        matched = lookup(self, client, request)
-        self._end_session(client, request.request)
-        return matched
+    def unpinned(self: Any, asking: Any, pins: Any, matched: int) -> int:
+        value = pin(self, asking, pins, matched)
+        self.end(asking.owner, asking.lookup.request)
+        return value
 
-    patch.setattr(Depot, "_lookup", unpinned)
+    patch.setattr(Sessions, "_pin", unpinned)
 
 
 @breaks(14)
@@ -126,17 +128,17 @@ def keeps_the_pins_of_the_dead(patch: Patch) -> None:
 
 @breaks(103)
 def answers_unregister_while_a_copy_runs(patch: Patch) -> None:
-    unregister = Depot._unregister
+    unregister = Registrations.unregister
 
     def at_once(self: Any, client: Any, number: int, tell: list[bytes]) -> Any:
         return [*unregister(self, client, number, []), *(Reply(client.identity, asked, None) for asked in tell)]
 
-    patch.setattr(Depot, "_unregister", at_once)
+    patch.setattr(Registrations, "unregister", at_once)
 
 
 @breaks(14)
 def unmaps_while_a_copy_runs(patch: Patch) -> None:
-    unregister = Depot._unregister
+    unregister = Registrations.unregister
 
     def careless(self: Any, client: Any, number: int, tell: list[bytes]) -> Any:
         instance = client.instances.get(number)
@@ -144,7 +146,7 @@ def unmaps_while_a_copy_runs(patch: Patch) -> None:
             instance.copies = 0
         return unregister(self, client, number, tell)
 
-    patch.setattr(Depot, "_unregister", careless)
+    patch.setattr(Registrations, "unregister", careless)
 
 
 @breaks(0)

@@ -15,8 +15,9 @@ elsewhere are staged. RDMA needs `device`: without one the library falls back to
 
 The library reads its settings from the environment. `open` sets those of ENVIRONMENT that are not there: what it says
 below ERROR is dropped, its calls to the master end after two seconds, its transfers after five without progress. It
-gives the GIL free while it moves bytes or waits for the master, but not in `setup` and `close`: other threads of this
-process stand still for milliseconds there, and for some seconds where the master does not answer.
+gives the GIL free while it moves bytes or waits for the master, but not while it joins the pool or leaves it. So
+joining is tried in another process first, which leaves milliseconds of it; leaving (`close`) takes up to some seconds,
+in which other threads of this process stand still.
 
 Known weaknesses: objects end with the segment they lie in, and the master promises those of a dead host for ten seconds
 more (`-client_ttl`); reading them answers -1. `remove` takes objects also from other hosts that are just reading them:
@@ -30,6 +31,8 @@ import importlib
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -68,6 +71,7 @@ ever (0.3.13)."""
 STUCK_S = 50.0
 """A transfer that took longer was given up by the library, after 60 s, and may still be going on."""
 CLOSE_S = 10.0
+REHEARSAL_S = 10.0
 _NOT_FOUND, _NOT_READY, _EXISTS, _LOST = -704, -703, -705, -900
 _DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 
@@ -218,12 +222,11 @@ class MooncakeTier:
         except OSError as exc:
             raise TierError(f"no mooncake_master answers at {place}: {exc.strerror or exc}") from exc
         own = self._options
+        local = self._local_host(own.local_host) or local
+        _rehearse(local, own.metadata, 0, 0, own.protocol, own.device, place)
         store = library.MooncakeDistributedStore()
-        code = store.setup(
-            self._local_host(own.local_host) or local, own.metadata, int(own.segment_gib * 2**30), 0, own.protocol,
-            own.device, place,
-        )  # fmt: skip
-        if code:
+        size = int(own.segment_gib * 2**30)
+        if code := store.setup(local, own.metadata, size, 0, own.protocol, own.device, place):
             raise TierError(f"Mooncake Store at {place} cannot be joined (code {code}; it says more on stderr)")
         for address, size in self._areas:
             self._register(store, address, size)
@@ -547,6 +550,28 @@ class MooncakeTier:
             if self._calls == 0 and self._store is not None:
                 store, self._store = self._store, None
                 store.close()
+
+
+def _rehearse(*setup: str | int) -> None:
+    """Join the pool from a process of its own, without memory for it. Raises TierError when that fails.
+
+    Joining keeps the GIL, for seconds where the master hangs or the device is wrong: not in this process, then.
+    """
+    code = (
+        "import os, sys, mooncake.store; words = sys.argv[1:]; words[2] = words[3] = 0; "
+        "os._exit(bool(mooncake.store.MooncakeDistributedStore().setup(*words)))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, setup)], timeout=REHEARSAL_S, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise TierError(f"Mooncake Store at {setup[-1]} cannot be joined within {REHEARSAL_S:.0f} s") from exc
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise TierError(
+            f"Mooncake Store at {setup[-1]} cannot be joined: {said[-1] if said else 'it does not say why'}"
+        )
 
 
 def _known(codes: list[int]) -> list[int]:

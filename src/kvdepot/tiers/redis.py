@@ -361,10 +361,11 @@ class _Cluster:
 
     def routes(self, requests: Sequence[_Request], numbers: Sequence[int], again: bool) -> list[_Route]:
         cluster = self._known(again)
-        theirs: dict[Any, list[int]] = {}
+        found: dict[str, tuple[Any, list[int]]] = {}
         for number in numbers:
-            theirs.setdefault(cluster.get_node_from_key(requests[number].key), []).append(number)
-        return [(cluster.get_redis_connection(node).connection_pool, found) for node, found in theirs.items()]
+            node = cluster.get_node_from_key(requests[number].key)
+            found.setdefault(node.name, (node, []))[1].append(number)
+        return [(cluster.get_redis_connection(node).connection_pool, theirs) for node, theirs in found.values()]
 
     def clients(self) -> list[redis.Redis]:
         cluster = self._known()
