@@ -168,7 +168,9 @@ class Engine:
         if world.chance(0.2):
             client.ask(wire.Unpin(name), lambda _: self._unpinned(name, number))
             return
-        stream, asked = self._draw_stream(), world.now
+        streams = [request.stream for request in self.requests.values()]
+        stream = world.random.choice(streams) if streams and world.chance(0.7) else self._draw_stream()
+        asked = world.now
         self._name_chunks(stream)
         keys = keys_of(model, stream, False)[: world.random.randint(1, 6)]
         ttl_s = world.random.choice([0, 0, 1, 30])

@@ -15,6 +15,7 @@ from kvdepot.connection import CHECK_S, DEADLINE_S, Connection
 from kvdepot.errors import LayoutError
 from kvdepot.records import SLOT_BYTES
 from kvdepot.testing.simulation import Link, Network, Process, World
+from kvdepot.tiers.carrier import Errand
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
 from tests.sim.server import ArenaFile, Server
 from tests.sim.tiers import Forgettings, Store
@@ -249,8 +250,8 @@ class Host:
     copies_slow: bool = False
     at_copy: Callable[[str], None] | None = None
     """To happen once, in the middle of the next copy; told whose it is."""
-    at_transfer: Callable[[], None] | None = None
-    """To happen once, in the middle of the next load from a tier or save to one."""
+    at_errand: tuple[type[Errand], Callable[[], None]] | None = None
+    """To happen once, in the middle of a tier's next errand of that kind."""
     network_slow: bool = False
 
     def __post_init__(self) -> None:
@@ -277,10 +278,10 @@ class Host:
                 store.configure()
         self.server = Server(self, file)
 
-    def strike(self, transfers: bool) -> None:
-        """A tier's thread has come so far."""
-        if transfers and self.at_transfer is not None:
-            act, self.at_transfer = self.at_transfer, None
+    def strike(self, kind: type[Errand]) -> None:
+        """A tier's thread is in the middle of an errand."""
+        if self.at_errand is not None and self.at_errand[0] is kind:
+            act, self.at_errand = self.at_errand[1], None
             self.world.after(0, act)
 
     def check_pins(self, server: Server) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvdepot.records import SLOT_BYTES
 from kvdepot.testing.simulation import World
+from kvdepot.tiers.carrier import Find, Load, Save
 from tests.sim.content import MODELS, Model
 from tests.sim.engine import MODES, Engine
 from tests.sim.host import ARENA, Host, new_config
@@ -53,8 +54,8 @@ class Run(Host):
         self.steps_taken = 0
         self._lives = 0
         # Each run has some of the faults, so that some go far into the works and others hit early.
-        faults = [*FAULTS, *TIER_FAULTS] if self.stores else FAULTS
-        self._faults = [fault for fault in faults if world.chance(0.35)]
+        self._faults = [fault for fault in FAULTS if world.chance(0.35)]
+        self._faults += [fault for fault in TIER_FAULTS if self.stores and world.chance(0.35)]
         self._every_s = world.spread(0.02, 1.0)
         self._over = False
         self._rarer = 1.0
@@ -147,8 +148,9 @@ class Run(Host):
             fault = self.world.random.choice(self._faults)
             if fault in AT_COPIES and self.world.chance(0.5):
                 self.at_copy = lambda name: None if self._over else fault(self, name)
-            elif fault in AT_TRANSFERS and self.stores and self.world.chance(0.5):
-                self.at_transfer = lambda: None if self._over else fault(self)
+            elif fault in AT_ERRANDS and self.stores and self.world.chance(0.5):
+                kind = self.world.random.choice([Find, Load, Load, Save])
+                self.at_errand = kind, lambda: None if self._over else fault(self)
             else:
                 fault(self)
         for engine in list(self.engines):
@@ -339,6 +341,13 @@ class Run(Host):
         self.world.counters["tier_down"] += 1
         self.world.after(self.world.spread(0.1, 10.0), store.tier.inject)
 
+    def lose_arena(self) -> None:
+        """The server is killed, and its shared memory goes too: only tiers are left."""
+        if self.server is not None:
+            self.world.counters["arena_lost"] += 1
+            self.kill_server()
+            self.files.pop(ARENA, None)
+
     def mix_up_tier(self) -> None:
         self.world.counters["objects_mixed_up"] += self.world.random.choice(self.stores).mix_up()
 
@@ -363,13 +372,21 @@ FAULTS: list[Callable[..., None]] = [
     Run.pin,
     Run.forget,
 ]
-TIER_FAULTS: list[Callable[..., None]] = [Run.hang_tier, Run.slow_tier, Run.spoil_tier, Run.lose_tier, Run.mix_up_tier]
+TIER_FAULTS: list[Callable[..., None]] = [
+    Run.hang_tier,
+    Run.slow_tier,
+    Run.spoil_tier,
+    Run.lose_tier,
+    Run.mix_up_tier,
+    Run.lose_arena,
+    Run.lose_arena,
+]
 
 AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}
 """Faults that are drawn to copies: half of them strike in the middle of one."""
 
-AT_TRANSFERS = {Run.kill_server, Run.freeze_server, Run.forget, Run.hang_tier}
-"""Those that are drawn to loads from tiers and saves to them."""
+AT_ERRANDS = {Run.kill_server, Run.freeze_server, Run.forget, Run.hang_tier}
+"""Those that are drawn to what is asked of tiers."""
 
 EXPECTED = frozenset(
     """
