@@ -107,6 +107,8 @@ class Engine:
             self.end()
             return
         self.serving = True
+        if self.host.stores and self.world.chance(0.5):
+            self.store_elsewhere(4)
         waits = 0
         while not (self.may_go and not self.requests):
             self._step()
@@ -149,6 +151,19 @@ class Engine:
     def clear(self) -> None:
         """As the connector's reset_cache, without waiting."""
         self.scheduler.mq_client.ask(wire.Clear(self.model.name))
+
+    def store_elsewhere(self, streams: int) -> None:
+        """Another host, with an engine like this one, stores the heads of some prompts in the tiers they share."""
+        world, per_chunk = self.world, self.model.blocks_in_chunk
+        for _ in range(streams):
+            stream, store = self._draw_stream(), world.random.choice(self.host.stores)
+            self._name_chunks(stream)
+            seeds, keys = seeds_of(self.model, stream), keys_of(self.model, stream, self.mode == "hashes")
+            for i in range(world.random.randint(1, 6)):
+                for memory in self.memories:
+                    own = seeds[i * per_chunk : (i + 1) * per_chunk]
+                    self.host.forgettings.saved(store.put(memory, keys[i], salt_tag(stream.salt), own), elsewhere=True)
+                    world.counters["stored_elsewhere"] += 1
 
     def forget(self) -> None:
         """Some of all that was ever stored, without waiting."""
@@ -309,11 +324,11 @@ class Engine:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.model.block_tokens)
 
-    def _take_blocks(self, request: Request, count: int) -> bool:
-        """Blocks for a request; others are preempted for it if need be."""
+    def _take_blocks(self, request: Request, count: int, preempts: float) -> bool:
+        """Blocks for a request; others are preempted for it, so often, if need be."""
         while len(self._free) < count:
             others = [r for r in self.requests.values() if r.state is State.RUNNING and r is not request]
-            if not others or self.world.chance(0.3):
+            if not others or not self.world.chance(preempts):
                 return False
             self._preempt(self.world.random.choice(others))
         for _ in range(count):
@@ -326,7 +341,7 @@ class Engine:
         if needed > self._num_blocks - 2:
             self._finish(request, aborted=True)
             return
-        if not self._take_blocks(request, needed):
+        if not self._take_blocks(request, needed, 0.1):
             return
         model, seeds = self.model, seeds_of(self.model, request.stream)
         per_chunk = model.blocks_in_chunk
@@ -390,7 +405,7 @@ class Engine:
         else:
             target = min(request.length, request.done + random.randint(1, 4))
         more = self._blocks_for(target) - len(request.blocks)
-        if more > 0 and not self._take_blocks(request, more):
+        if more > 0 and not self._take_blocks(request, more, 0.7):
             if self.world.chance(0.2):
                 self._preempt(request)
             return

@@ -348,6 +348,12 @@ class Run(Host):
             self.kill_server()
             self.files.pop(ARENA, None)
 
+    def store_elsewhere(self) -> None:
+        if self._living():
+            engine = self.world.random.choice(self._living())
+            if engine.serving:
+                engine.store_elsewhere(2)
+
     def mix_up_tier(self) -> None:
         self.world.counters["objects_mixed_up"] += self.world.random.choice(self.stores).mix_up()
 
@@ -379,7 +385,7 @@ TIER_FAULTS: list[Callable[..., None]] = [
     Run.lose_tier,
     Run.mix_up_tier,
     Run.lose_arena,
-    Run.lose_arena,
+    Run.store_elsewhere,
 ]
 
 AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}

@@ -17,13 +17,13 @@ import numpy as np
 
 from kvdepot.errors import KVDepotError
 from kvdepot.index import Chunk
-from kvdepot.mover import views
+from kvdepot.mover import checksum, views
 from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
-from kvdepot.tiers import TierConfig, parse
+from kvdepot.tiers import Blob, TierConfig, parse
 from kvdepot.tiers.carrier import MOST_PARTS, Erase, Errand, Find, Load, Part, Probe, Save, run
 from kvdepot.tiers.codec import SLACK, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts
-from tests.sim.content import CHUNK_TOKENS
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from tests.sim.content import CHUNK_TOKENS, Memory, chunk_image
 
 if TYPE_CHECKING:
     from kvdepot.testing.simulation import World
@@ -64,6 +64,25 @@ class Store:
         if draw.random() < 0.1:  # a MiB is more than most runs ever store: a queue that is always full
             config = msgspec.structs.replace(config, options=msgspec.structs.replace(config.options, queue_mib=0))
         self.config = config
+
+    def put(self, memory: Memory, key: bytes, salt: bytes, seeds: list[bytes]) -> Part:
+        """Another host stores a chunk that it has computed."""
+        model = memory.model
+        facts = Facts(
+            "",
+            model.name,
+            model.world_size,
+            memory.rank,
+            model.blocks_in_chunk,
+            CHUNK_TOKENS,
+            memory.layout.fingerprint,
+        )
+        data = chunk_image(model, memory.rank, tuple(seeds))
+        part = Part(facts, salt, key, ((0, len(data)),), len(data), born=int(WALL + self.world.now))
+        total = checksum(np.frombuffer(data, np.uint8), part.extents, part.size)
+        header = Header(facts.digest, key, salt or NO_SALT, len(data), len(data), total, part.born)
+        self.objects.write([Blob(part.name, [memoryview(header.pack(facts)), memoryview(data)])])
+        return part
 
     def hang(self) -> None:
         self.hangs = True
@@ -256,8 +275,12 @@ class Forgettings:
         if not from_tier:
             self._stored[shard] = self._now
 
-    def saved(self, part: Part) -> None:
+    def saved(self, part: Part, elsewhere: bool = False) -> None:
+        """elsewhere: by another host, which has computed it now."""
         shard = part.facts.layout, part.key, part.facts.rank
+        if elsewhere:
+            self._now += 1
+            self._stored[shard] = self._now
         self._objects[part.name] = shard, part.facts.model, part.salt
         self._excused.discard(part.name)
 
