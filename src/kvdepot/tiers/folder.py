@@ -374,7 +374,7 @@ class Folder:
             more = max(0, self._charge(info) - charge)
             if more and not self._reserve(more):
                 self._tally("refused")
-                self._discard(path, [entry])
+                self._discard(path, [Entry(charge=entry.charge)])
                 return False
             entry.charge += more
             with self._naming(blob.name):
@@ -382,7 +382,7 @@ class Folder:
                 with self._lock:
                     self._ledger.enter(entry)
         except OSError:
-            self._discard(path, [entry])
+            self._discard(path, [Entry(charge=entry.charge)])
             raise
         return True
 

@@ -16,6 +16,7 @@ class Entry(Victim, gc=False):
     """One object."""
 
     name: str = ""
+    """Empty where it is no object, only bytes that are counted."""
     charge: int = 0
     """Bytes it takes."""
     dated: float = 0.0
