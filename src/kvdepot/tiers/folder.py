@@ -236,7 +236,7 @@ class Folder:
                 if not is_replaced and not self._unlink(victim):
                     return 0
                 with self._lock:
-                    self._ledger.settle(victim)
+                    self._ledger.settle(victim, evicted=True)
                     self._counters["evicted"] += 1
             return victim.charge
 
