@@ -258,7 +258,12 @@ def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldes
         return False
     if header.stored != size - HEADER_BYTES:
         return False
-    if header.born < oldest or not codec.is_readable(header):
+    if header.born < oldest:
+        return None
+    if not codec.is_readable(header):
+        if not codec.told:
+            codec.told = True
+            log.warning("%s is a miss, as are all objects like it: %s", part.name, codec.why_not(header))
         return None
     if header.coding:
         out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]

@@ -16,6 +16,7 @@ class Entry(Victim, gc=False):
     """One object."""
 
     name: str = ""
+    """Empty where it is no object, only bytes that are counted."""
     charge: int = 0
     """Bytes it takes."""
     dated: float = 0.0
@@ -135,12 +136,6 @@ class Ledger:
         entry.settled = True
         if not entry.readers:
             self.free(entry.charge)
-
-    def validate(self) -> None:
-        """Raises AssertionError where the books are wrong; for tests, while nothing is under way."""
-        assert all(not entry.gone and not entry.settled and not entry.readers for entry in self._entries.values())
-        total = sum(entry.charge for entry in self._entries.values())
-        assert total <= self.used_bytes, f"{self.used_bytes} bytes for objects of {total}"
 
 
 def _is_unread(entry: Victim) -> bool:
