@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from kvdepot import wire
+from kvdepot.keys import salt_tag
 from kvdepot.testing.faulty import MemoryTier
+from kvdepot.tiers.carrier import Find, Load
 from tests.test_depot import prompt, retrieve, store
-from tests.test_tiering import look, new_host
+from tests.test_tiering import Host, look, new_host
+
+
+def urgent_first(host: Host) -> None:
+    """Let all errands end in the order in which a carrier takes them."""
+    while host.errands:
+        host.work(next((errand for errand in host.errands if isinstance(errand, Find | Load)), None))
 
 
 def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_nothing() -> None:
@@ -52,3 +60,28 @@ def test_two_ranks_store_a_spoilt_chunk_anew_at_once() -> None:
     for request in ("r", "holds the second"):
         host.ask(b"one", wire.EndSession(request))
     host.assert_quiet()
+
+
+def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    searching = there.send(b"one", look(chain, "before"))
+    forgotten = there.send(b"one", wire.Forget())
+    asked = there.send(b"one", look(chain, "after"))
+    urgent_first(there)
+    assert there.answers[forgotten]["disk:///d"] == 3
+    assert (there.answers[searching], there.answers[asked]) == (0, 0)
+    assert there.index.chunks == 0
+    there.assert_quiet()
+
+
+def test_what_is_not_forgotten_is_found_while_something_else_is() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    for forget in (wire.Forget("other"), wire.Forget(salt=salt_tag("other"))):
+        there.send(b"one", forget)
+    assert there.find(b"one", look(chain)) == 3
