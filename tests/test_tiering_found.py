@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from kvdepot import wire
+from kvdepot.keys import salt_tag
 from kvdepot.testing.faulty import MemoryTier
-from tests.test_depot import prompt, store
-from tests.test_tiering import new_host
+from kvdepot.tiers.carrier import Find, Load
+from tests.test_depot import prompt, retrieve, store
+from tests.test_tiering import Host, look, new_host
+
+
+def urgent_first(host: Host) -> None:
+    """Let all errands end in the order in which a carrier takes them."""
+    while host.errands:
+        host.work(next((errand for errand in host.errands if isinstance(errand, Find | Load)), None))
 
 
 def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_nothing() -> None:
@@ -17,3 +25,63 @@ def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_noth
     host.rest()
     assert host.answers[asked] is True
     host.assert_quiet()
+
+
+def test_a_chunk_that_is_spoilt_on_two_ranks_is_loaded_anew_on_both() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        there.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert there.find(b"one", look(chain, "holds the second", world_size=2)) == 2
+    there.find(b"one", wire.Forget())  # the first one is not held, but the second is behind it
+    for rank in ranks:
+        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    head = prompt("a", 1)
+    assert there.find(b"one", look(head, world_size=2)) == 1
+    assert there.find(b"one", retrieve(head, instance=2, world_size=2, rank=1)) == [True]
+    for request in ("r", "holds the second"):
+        there.ask(b"one", wire.EndSession(request))
+    there.assert_quiet()
+
+
+def test_two_ranks_store_a_spoilt_chunk_anew_at_once() -> None:
+    host = new_host(world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        host.ask(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert host.ask(b"one", look(chain, "holds the second", world_size=2)) == 2
+    host.ask(b"one", wire.Forget())
+    head = prompt("a", 1)
+    for rank in ranks:
+        host.send(b"one", store(head, instance=rank + 1, world_size=2, rank=rank))
+    host.settle()
+    assert host.ask(b"one", look(head, world_size=2)) == 1
+    for request in ("r", "holds the second"):
+        host.ask(b"one", wire.EndSession(request))
+    host.assert_quiet()
+
+
+def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    searching = there.send(b"one", look(chain, "before"))
+    forgotten = there.send(b"one", wire.Forget())
+    asked = there.send(b"one", look(chain, "after"))
+    urgent_first(there)
+    assert there.answers[forgotten]["disk:///d"] == 3
+    assert (there.answers[searching], there.answers[asked]) == (0, 0)
+    assert there.index.chunks == 0
+    there.assert_quiet()
+
+
+def test_what_is_not_forgotten_is_found_while_something_else_is() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    for forget in (wire.Forget("other"), wire.Forget(salt=salt_tag("other"))):
+        there.send(b"one", forget)
+    assert there.find(b"one", look(chain)) == 3

@@ -120,10 +120,19 @@ class Token:
 
 @dataclass(slots=True, eq=False)
 class _Forgetting:
+    """What is to be forgotten, while not every tier has done so: nothing of it is loaded meanwhile."""
+
+    tenant: str
+    models: list[str]  # empty string: all there is, of every tenant
+    salt: bytes | None  # None: any
     owing: set[int]
     said: dict[str, Any]
     done: Callable[[dict[str, Any]], list[Any]]
     ended: bool = False
+
+    def covers(self, space: Namespace, salt: bytes) -> bool:
+        named = "" in self.models or (space.tenant == self.tenant and space.model in self.models)
+        return named and self.salt in (None, salt)
 
 
 class Tiering:
@@ -205,7 +214,7 @@ class Tiering:
         `finished` or `expire` or `end`. What that returns goes where the errands go.
         """
         usable = [tier for tier in self._tiers if tier.breaker.usable]
-        if not usable or len(space.sizes) < space.world_size:
+        if not usable or len(space.sizes) < space.world_size or self._is_being_forgotten(space, salt):
             return None
         if self.searches >= _MOST_SEARCHES:
             for tier in usable:
@@ -238,6 +247,9 @@ class Tiering:
         return (
             search.space.number, key, rank
         ) in self._arrivals or self._index.sealed_shard(search.space, rank, key) is not None  # fmt: skip
+
+    def _is_being_forgotten(self, space: Namespace, salt: bytes) -> bool:
+        return any(forgetting.covers(space, salt) for forgetting in self._forgettings)
 
     def _facts(self, space: Namespace, rank: int) -> Facts:
         known = space.facts.get(rank)
@@ -299,7 +311,9 @@ class Tiering:
                 far.append((rank, tier))
         if self._arriving_bytes + sum(space.sizes[rank] for rank, _ in far) > self._index.space.capacity // 2:
             return None
-        chunk: Chunk | None = None
+        chunk: Chunk | None = space.chunks.get(key)
+        if far and self._is_being_forgotten(space, search.salt if chunk is None else chunk.salt):
+            return None  # a tier may have said that it has it before it was told to forget it
         fresh: list[_Arrival] = []
         for rank, tier in far:
             parent = b"" if not search.chained else search.key(i - 1) if i else ROOT
@@ -509,14 +523,11 @@ class Tiering:
         what is being saved is removed after that.
         """
         models = list(models)
+        said: dict[str, Any] = {tier.config.name: 0 for tier in self._tiers}
+        forgetting = _Forgetting(tenant, models, salt, set(), said, done)
         for arrival in self._arrivals.values():
-            space: Namespace = arrival.chunk.namespace
-            if ("" in models or (space.tenant == tenant and space.model in models)) and salt in (
-                None, arrival.chunk.salt,
-            ):  # fmt: skip
-                arrival.forgotten = True
+            arrival.forgotten |= forgetting.covers(arrival.chunk.namespace, arrival.chunk.salt)
         prefixes = [model_prefix(tenant, model) if model else "" for model in models]
-        forgetting = _Forgetting(set(), {tier.config.name: 0 for tier in self._tiers}, done)
         errands: Errands = []
         for tier in self._tiers:
             for prefix in prefixes:

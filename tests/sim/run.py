@@ -128,6 +128,8 @@ class Run(Host):
         server = self.server
         if server is None or not server.serving or server.depot.operations:
             return False
+        if server.depot.tiering.searches or server.depot.tiering._forgettings:
+            return False  # whose askers have stopped waiting, perhaps
         return all(engine.serving for engine in self._living()) and not any(client.pending() for client in self.clients)
 
     def _engines_gone(self) -> bool:
