@@ -179,7 +179,10 @@ def _check(fix: bool, flags: dict[str, str | None]) -> int:
 def _simulate(args: argparse.Namespace) -> int:
     from kvdepot.simulate import run
 
-    return run(args)
+    try:
+        return run(args)
+    except KeyboardInterrupt:  # it may take minutes, and there is nothing to clean up
+        return 130
 
 
 def _keygen(folder: str, clients: list[str], tenant: str) -> int:
