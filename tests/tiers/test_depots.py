@@ -19,7 +19,7 @@ from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 
-need(commands=["redis-server"], modules=["redis", "obstore", "moto", "blosc2", "cryptography"])
+need(commands=["redis-server"], modules=["redis", "obstore", "moto", "zstandard", "cryptography"])
 
 CHUNKS = 6
 

@@ -25,22 +25,18 @@ from kvdepot.errors import ConfigError
 __all__ = ["KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
 
 KINDS = {
-    "disk": "kvdepot.tiers.disk",
-    "redis": "kvdepot.tiers.redis",
-    "rediss": "kvdepot.tiers.redis",
-    "redis+cluster": "kvdepot.tiers.redis",
-    "rediss+cluster": "kvdepot.tiers.redis",
-    "s3": "kvdepot.tiers.object",
-    "gs": "kvdepot.tiers.object",
-    "az": "kvdepot.tiers.object",
-    "file": "kvdepot.tiers.object",
-    "mooncake": "kvdepot.tiers.mooncake",
+    "disk": "disk",
+    "redis": "redis",
+    "rediss": "redis",
+    "redis+cluster": "redis",
+    "rediss+cluster": "redis",
+    "s3": "object",
+    "gs": "object",
+    "az": "object",
+    "file": "object",
+    "mooncake": "mooncake",
 }
-"""URL scheme -> the module whose `open(url: str, options: dict[str, str], threads: int) -> Tier` makes it."""
-
-
-NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
-"""What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
+"""URL scheme -> the kind of tier: a module here with `open(url: str, options: dict[str, str], threads: int) -> Tier`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,13 +163,26 @@ class TierConfig(msgspec.Struct, frozen=True):
 
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
+        kind = KINDS[self.kind]
         try:
-            module = importlib.import_module(KINDS[self.kind])
+            tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
         except ImportError as exc:
-            extra = KINDS[self.kind].rpartition(".")[2]
-            raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{extra}]'") from exc
-        tier: Tier = module.open(self.url, dict(self.own), self.options.threads)
+            raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{kind}]'") from exc
         return tier
+
+
+def _module(kind: str) -> Any:
+    """Imported only when it is asked for, and by names that stand here."""
+    match kind:
+        case "disk":
+            return importlib.import_module("kvdepot.tiers.disk")
+        case "redis":
+            return importlib.import_module("kvdepot.tiers.redis")
+        case "object":
+            return importlib.import_module("kvdepot.tiers.object")
+        case "mooncake":
+            return importlib.import_module("kvdepot.tiers.mooncake")
+    raise AssertionError(kind)
 
 
 def _shown(text: str) -> str:
