@@ -36,7 +36,10 @@ KINDS = {
     "file": "object",
     "mooncake": "mooncake",
 }
-"""URL scheme -> the kind of tier: a module here with `open(url: str, options: dict[str, str], threads: int) -> Tier`."""
+"""URL scheme -> the kind of tier: a module here that has `open(url, options: dict[str, str], threads) -> Tier`."""
+
+NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
+"""What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
