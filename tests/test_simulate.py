@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -424,3 +425,14 @@ def test_what_cannot_be_is_a_sentence_and_exit_code_2(
     assert err.startswith("kvdepot: ")
     assert complaint in err
     assert len(err.splitlines()) == 1
+
+
+def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "trace.fifo"
+    os.mkfifo(path)
+    command = [sys.executable, "-m", "kvdepot.cli", "simulate", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with path.open("w"):  # opens once the command reads
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (130, "", "")

@@ -56,13 +56,11 @@ class Shard(msgspec.Struct, gc=False):
 class Chunk(Victim, gc=False):
     """A chunk of KV: its shards by rank, and its place in a chain. No reference cycles: parents only."""
 
-    key: bytes = b""
     salt: bytes = b""
     """What `forget` may name it by: 16 bytes that stand for its prompt's cache salt; empty: it has none."""
     born: int = 0
     """When it was computed, seconds since 1970."""
     namespace: Any = None
-    parent: Any = None
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
     sealed: int = 0
     """Shards that are sealed."""
@@ -225,17 +223,22 @@ class Index:
         return Pin(loose if deepest is None else [deepest, *loose], low)
 
     def touch(self, chunks: list[Chunk]) -> None:
-        """Count these as used now, the head last: of what nothing else orders, the tail goes first."""
+        """Date these anew, the head last: of what nothing else orders, the tail goes first. It counts as no use."""
         for chunk in reversed(chunks):
             self._policy.touch(chunk)
 
     def hold(self, chunks: list[Chunk], use: bool = True) -> None:
-        """Keep these from eviction until `release`, and count them as used unless it is no use."""
+        """Keep these from eviction until `release`. use: count it as a use, which is once a request.
+
+        What else a request does with the same chunks (a retrieve a rank, a lookup again) follows from the same use;
+        counted, it would look like chunks that many requests want.
+        """
         for chunk in chunks:
             chunk.holds += 1
         self.held += len(chunks)
         if use:
-            self.touch(chunks)
+            for chunk in reversed(chunks):
+                self._policy.use(chunk)
 
     def release(self, chunks: list[Chunk]) -> None:
         """Undo one `hold`."""
@@ -319,11 +322,11 @@ class Index:
             self.chunks += 1
             if before is not None:
                 before.children += 1
+            self._policy.insert(chunk)
         chunk.shards[rank] = Shard(extents, size)
         bytes_taken = self.space.rounded(size)
         chunk.bytes += bytes_taken
         space.bytes += bytes_taken
-        self._policy.touch(chunk)
         return chunk
 
     def _requeue(self, chunk: Chunk | None) -> None:
@@ -354,7 +357,7 @@ class Index:
         if self.evicting is not None:
             self.evicting(chunk)
         self.evicted += 1
-        self._remove(chunk)
+        self._remove(chunk, evicted=True)
 
     def is_evictable(self, chunk: Chunk) -> bool:
         """Whether it is there, nothing holds it and nothing is behind it."""
@@ -479,20 +482,25 @@ class Index:
     # -- after a restart
 
     def adopt(self, spaces: list[Namespace], serial: int) -> None:
-        """Take in namespaces with their chunks, sealed and linked, that recovery.py read from the records.
+        """Take in namespaces with their chunks, sealed, linked and dated, that recovery.py read from the records.
 
         The index must be empty and their extents taken. serial: the last that was given to a shard.
         """
         assert not self._namespaces
         self._numbers = itertools.count(max((space.number for space in spaces), default=0) + 1)
         self._serial = serial
+        found: list[Chunk] = []
         for space in spaces:
             self._namespaces.setdefault((space.tenant, space.model, space.world_size), []).append(space)
-            self.chunks += len(space.chunks)
-            for chunk in space.chunks.values():
-                self._watch_age(chunk)
-                if not chunk.children:
-                    self._policy.add(chunk)
+            found += space.chunks.values()
+        self.chunks = len(found)
+        found.sort(key=lambda chunk: int(chunk.used))  # as they were stored; the policy dates them by its own clock
+        for chunk in found:
+            self._policy.insert(chunk)
+            self._watch_age(chunk)
+        for chunk in found:
+            if not chunk.children:
+                self._policy.add(chunk)
 
     # -- age
 
@@ -515,16 +523,16 @@ class Index:
 
     # -- removal
 
-    def _remove(self, chunk: Chunk) -> None:
+    def _remove(self, chunk: Chunk, evicted: bool = False) -> None:
         while True:
             assert _evictable(chunk), chunk.key.hex()
             for shard in chunk.shards.values():
                 self._free(chunk, shard)
             chunk.shards.clear()
-            before = self._unlink(chunk)
+            before = self._unlink(chunk, evicted)
             if before is None:
                 return
-            chunk = before  # doomed, and now nothing is behind it
+            chunk, evicted = before, False  # doomed, and now nothing is behind it
 
     def _free(self, chunk: Chunk, shard: Shard) -> None:
         self.records.erase(shard.slot)  # before anything else can be written there
@@ -533,7 +541,7 @@ class Index:
         chunk.bytes -= size
         chunk.namespace.bytes -= size
 
-    def _unlink(self, chunk: Chunk) -> Chunk | None:
+    def _unlink(self, chunk: Chunk, evicted: bool = False) -> Chunk | None:
         """Take a chunk without shards out of its namespace and chain; its parent, if that is to go too.
 
         Children of a reservation that failed stay behind: their parent object never gets a depth, so
@@ -544,6 +552,7 @@ class Index:
         self.chunks -= 1
         chunk.gone = True
         chunk.depth = 0
+        self._policy.remove(chunk, evicted)
         before: Chunk | None = chunk.parent
         chunk.parent = None
         if not chunk.children:
@@ -551,7 +560,6 @@ class Index:
         doomed = None
         if before is not None:
             before.children -= 1
-            before.used = max(before.used, chunk.used)
             if _evictable(before):
                 if before.doomed:
                     doomed = before

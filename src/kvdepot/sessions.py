@@ -126,7 +126,7 @@ class Sessions:
         if client is not asking.asker:
             self._keep(asking, pins)
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
-        self._index.hold(chunks)  # before the old pin goes, or what both hold could be evicted in between
+        self._index.hold(chunks, use=old is None)  # before the old pin goes, or what both hold could be evicted
         if old is not None:
             self.end(client, request.request)
         if chunks:

@@ -214,6 +214,10 @@ def _replays(traces: list[Trace], work: list[Work], jobs: int) -> Iterator[Itera
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (traces,))
     try:
         yield pool.map(_replay_one, work)
+    except BaseException:  # interrupted: nobody waits for what is being replayed
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

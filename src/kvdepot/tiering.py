@@ -391,12 +391,14 @@ class Tiering:
         for tier in tiers if shards else ():
             room = tier.config.options.queue_mib << 20
             for chunk, rank in shards:
-                size = chunk.shards[rank].size
-                if not tier.breaker.usable or tier.queued_bytes + size > room:
+                shard = chunk.shards.get(rank)
+                if shard is None:
+                    tier.counters["overtaken_chunks"] += 1  # forgotten while it was on its way
+                elif not tier.breaker.usable or tier.queued_bytes + shard.size > room:
                     tier.counters["dropped_chunks"] += 1
                 else:
                     tier.queue.append((chunk, rank, None))
-                    tier.queued_bytes += size
+                    tier.queued_bytes += shard.size
             errands += self._dispatch(tier)
         return errands
 

@@ -163,9 +163,7 @@ class TierConfig(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """What people call it: the URL without credentials."""
-        scheme, _, rest = self.url.partition("://")
-        place, slash, path = rest.partition("/")
-        return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
+        return _shown(self.url)
 
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
@@ -178,16 +176,23 @@ class TierConfig(msgspec.Struct, frozen=True):
         return tier
 
 
+def _shown(text: str) -> str:
+    """A URL without its credentials, which end with the last @: a password may hold anything."""
+    scheme, colon, rest = text.partition("://")
+    return scheme + colon + rest.partition("?")[0].rpartition("@")[2] if colon else scheme.rpartition("@")[2]
+
+
 def parse(text: str) -> TierConfig:
-    """A tier's URL with its options. Raises ConfigError that names what is wrong."""
+    """A tier's URL with its options. Raises ConfigError that names what is wrong, never with the credentials."""
     try:
         parts = urlsplit(text)
-    except ValueError as exc:
-        raise ConfigError(f"tiers: {text!r} is no URL: {exc}") from exc
-    if parts.scheme not in KINDS:
-        raise ConfigError(f"tiers: {text!r} begins with none of {', '.join(kind + '://' for kind in KINDS)}")
-    if re.search(r"[\s\x00-\x1f]", text):
-        raise ConfigError(f"tiers: {text!r} holds a space; write %20")
+    except ValueError:
+        raise ConfigError(f"tiers: {_shown(text)!r} is no URL") from None  # whose text may quote a password
+    if parts.scheme not in KINDS or "://" not in text:
+        known = ", ".join(kind + "://" for kind in KINDS)
+        raise ConfigError(f"tiers: {_shown(text)!r} begins with none of {known}")
+    if re.search(r"[\s\x00-\x1f#]", text):
+        raise ConfigError(f"tiers: {_shown(text)!r} holds a space or a #; write %20 or %23")
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)
