@@ -178,6 +178,7 @@ class Server:
         self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
         self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
         self._well_since = 0.0
+        self._reports = 0  # of errands that have ended, on their way
         self._armed = float("inf")  # when `_expire` comes
         self.asked: Counter[tuple[bytes, bytes]] = Counter()
         self.answered: Counter[tuple[bytes, bytes]] = Counter()
@@ -614,14 +615,19 @@ class Server:
 
     # -- tiers
 
-    def errand_ended(self, carrier: Carrier, errand: Errand, outcome: Any) -> None:
+    def has_errands(self) -> bool:
+        return self._reports > 0 or any(any(carrier.unfinished()) for carrier in self.carriers)
+
+    def errand_ended(self, errand: Errand, outcome: Any) -> None:
         """On a tier's thread."""
         if self.closing:
             self._maybe_go()
         else:
-            self.world.after(0.00001, self._event, self._collect, carrier, errand, outcome)
+            self._reports += 1
+            self.world.after(0.00001, self._event, self._collect, errand, outcome)
 
-    def _collect(self, carrier: Carrier, errand: Errand, outcome: Any) -> None:
+    def _collect(self, errand: Errand, outcome: Any) -> None:
+        self._reports -= 1
         if self.closing:
             return
         counters = self.world.counters
@@ -777,7 +783,7 @@ class Server:
         """All clients are gone: nothing is held for anybody."""
         self.host.check_pins(self)
         for pin in self.depot.status()["pinned"]:
-            assert self.depot.sessions.unpin("", pin["name"]), pin
+            assert self.depot.sessions._unpin("", pin["name"]), pin
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"

@@ -211,7 +211,7 @@ class Carrier:
         self._world.note(f"{self.store.config.name} {_short(running.errand)}: {_short_outcome(running.outcome)}")
         if isinstance(running.outcome, KVDepotError):  # what was to be erased may be there, what was refused as well
             self._server.host.forgettings.excuse([running.errand])
-        self._server.errand_ended(self, running.errand, running.outcome)
+        self._server.errand_ended(running.errand, running.outcome)
         self._start()
 
     def _run(self, errand: Errand) -> Any:
