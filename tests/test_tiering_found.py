@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvdepot import wire
 from kvdepot.keys import salt_tag
-from kvdepot.testing.faulty import MemoryTier
-from kvdepot.tiers.carrier import Find, Load
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers.carrier import Errand, Find, Load
 from tests.test_depot import PER_CHUNK, prompt, retrieve, store
 from tests.test_tiering import Host, look, new_host
 
@@ -108,4 +108,36 @@ def test_a_pin_that_runs_out_while_its_name_is_pinned_anew_leaves_the_new_one() 
     host.rest()
     assert host.answers[asked] == 2
     assert host.ask(b"one", wire.Unpin("name")) is True
+    host.assert_quiet()
+
+
+def forget_while_saving(tier: FaultyTier) -> tuple[Host, Errand]:
+    """A host whose tier has forgotten everything, and then gets a chunk whose save was under way."""
+    host = new_host(tier)
+    host.ask(b"one", store(prompt("a", 1)))
+    (save,) = host.errands
+    forgotten = host.send(b"one", wire.Forget())
+    host.work(host.errands[1])
+    assert host.answers[forgotten]["disk:///d"] == 0
+    return host, save
+
+
+def test_what_was_being_saved_when_it_was_forgotten_is_not_loaded_before_it_is_erased() -> None:
+    host, save = forget_while_saving(FaultyTier(MemoryTier()))
+    host.work(save)
+    asked = host.send(b"one", look(prompt("a", 1)))
+    urgent_first(host)
+    assert host.answers[asked] == 0
+    assert host.find(b"one", look(prompt("a", 1))) == 0
+    host.assert_quiet()
+
+
+def test_a_save_of_what_was_forgotten_that_fails_late_is_erased() -> None:
+    tier = FaultyTier(MemoryTier())
+    host, save = forget_while_saving(tier)
+    tier.inject(late=1)
+    host.work(save)
+    tier.inject()
+    host.rest()
+    assert host.find(b"one", look(prompt("a", 1))) == 0
     host.assert_quiet()

@@ -793,6 +793,7 @@ class Server:
         assert not self.depot.sessions._by_request
         tiering = self.depot.tiering
         assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
+        assert not tiering._erasing
         assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:
             assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
