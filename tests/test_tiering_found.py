@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvdepot import wire
 from kvdepot.keys import salt_tag
-from kvdepot.testing.faulty import MemoryTier
-from kvdepot.tiers.carrier import Find, Load
-from tests.test_depot import prompt, retrieve, store
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers.carrier import Errand, Find, Load
+from tests.test_depot import PER_CHUNK, prompt, retrieve, store
 from tests.test_tiering import Host, look, new_host
 
 
@@ -85,3 +85,59 @@ def test_what_is_not_forgotten_is_found_while_something_else_is() -> None:
     for forget in (wire.Forget("other"), wire.Forget(salt=salt_tag("other"))):
         there.send(b"one", forget)
     assert there.find(b"one", look(chain)) == 3
+
+
+def test_a_name_that_is_unpinned_while_its_pin_looks_behind_memory_is_not_pinned_after_that() -> None:
+    host = new_host(MemoryTier())
+    host.find(b"one", store(prompt("a", 2)))
+    pinning = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", 3).hashes)))
+    unpinning = host.send(b"one", wire.Unpin("name"))
+    assert (host.answers[pinning], host.answers[unpinning]) == (0, False)
+    host.rest()
+    assert host.depot.status()["pinned"] == []
+    host.assert_quiet()
+
+
+def test_a_pin_that_runs_out_while_its_name_is_pinned_anew_leaves_the_new_one() -> None:
+    host = new_host(MemoryTier())
+    host.find(b"one", store(prompt("a", 2)))
+    for chunks, ttl_s in ((2, 1), (3, 0)):
+        asked = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", chunks).hashes), ttl_s=ttl_s))
+    host.now = 2.0
+    host.take(host.depot.tick(2.0, 1002.0))
+    host.rest()
+    assert host.answers[asked] == 2
+    assert host.ask(b"one", wire.Unpin("name")) is True
+    host.assert_quiet()
+
+
+def forget_while_saving(tier: FaultyTier) -> tuple[Host, Errand]:
+    """A host whose tier has forgotten everything, and then gets a chunk whose save was under way."""
+    host = new_host(tier)
+    host.ask(b"one", store(prompt("a", 1)))
+    (save,) = host.errands
+    forgotten = host.send(b"one", wire.Forget())
+    host.work(host.errands[1])
+    assert host.answers[forgotten]["disk:///d"] == 0
+    return host, save
+
+
+def test_what_was_being_saved_when_it_was_forgotten_is_not_loaded_before_it_is_erased() -> None:
+    host, save = forget_while_saving(FaultyTier(MemoryTier()))
+    host.work(save)
+    asked = host.send(b"one", look(prompt("a", 1)))
+    urgent_first(host)
+    assert host.answers[asked] == 0
+    assert host.find(b"one", look(prompt("a", 1))) == 0
+    host.assert_quiet()
+
+
+def test_a_save_of_what_was_forgotten_that_fails_late_is_erased() -> None:
+    tier = FaultyTier(MemoryTier())
+    host, save = forget_while_saving(tier)
+    tier.inject(late=1)
+    host.work(save)
+    tier.inject()
+    host.rest()
+    assert host.find(b"one", look(prompt("a", 1))) == 0
+    host.assert_quiet()

@@ -150,6 +150,7 @@ class Tiering:
         self._times: list[tuple[float, int, Callable[[float], Errands]]] = []
         self._numbers = itertools.count()
         self._forgettings: set[_Forgetting] = set()
+        self._erasing: Counter[str] = Counter()  # objects that were saved while they were forgotten
         self.searches = 0
         if any(tier.config.options.write == "on_evict" for tier in self._tiers):
             index.evicting = self._leaves
@@ -308,6 +309,8 @@ class Tiering:
                 tier = search.found.get((i, rank))
                 if tier is None or not self._index.missing(space, rank, key):
                     return None
+                if self._erasing and self._facts(space, rank).name(search.salt or bytes(16), key) in self._erasing:
+                    return None
                 far.append((rank, tier))
         if self._arriving_bytes + sum(space.sizes[rank] for rank, _ in far) > self._index.space.capacity // 2:
             return None
@@ -453,14 +456,20 @@ class Tiering:
         for (chunk, rank, demotion), kept in zip(batch, outcomes, strict=True):
             if kept:
                 chunk.shards[rank].tiers |= tier.bit
-                if chunk.doomed:
-                    forgotten.append(self._facts(chunk.namespace, rank).name(chunk.salt or bytes(16), chunk.key))
+            if chunk.doomed:  # kept or not: a write that failed may have happened
+                forgotten.append(self._facts(chunk.namespace, rank).name(chunk.salt or bytes(16), chunk.key))
             tier.counters["saved_chunks" if kept else "refused_chunks"] += 1
             self._index.release([chunk])
             errands += self._part_demoted(demotion)
         if forgotten:
-            errands.append(Erase(Token(tier, _ignore), tier.number, forgotten))
+            self._erasing.update(forgotten)
+            errands.append(Erase(Token(tier, partial(self._erased, forgotten)), tier.number, forgotten))
         return [*errands, *self._dispatch(tier)]
+
+    def _erased(self, names: list[str], outcome: Any, now: float) -> Errands:
+        self._erasing.subtract(names)
+        self._erasing += Counter()  # those that are at 0 go
+        return []
 
     # -- on the way out of memory
 
@@ -583,8 +592,8 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being saved or loaded."""
-        return bool(self._arrivals or any(tier.saving or tier.queue for tier in self._tiers))
+        """Whether anything is being saved, loaded or erased."""
+        return bool(self._arrivals or self._erasing or any(tier.saving or tier.queue for tier in self._tiers))
 
     def status(self) -> list[dict[str, Any]]:
         """What people see of each tier. Sizes in bytes."""

@@ -121,8 +121,7 @@ class Run(Host):
         self.server.count()
 
     def _tiers_idle(self) -> bool:
-        server = self.server
-        return server is not None and not any(any(carrier.unfinished()) for carrier in server.carriers)
+        return self.server is not None and not self.server.has_errands()
 
     def _idle(self) -> bool:
         server = self.server

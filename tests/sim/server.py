@@ -6,6 +6,7 @@ down between any two events, in the middle of a copy too: a copy is made of piec
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -174,10 +175,12 @@ class Server:
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.mappings: list[SimMapped] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
-        self._lookups: dict[tuple[bytes, bytes], float] = {}  # those that wait for an answer: since when
+        self._lookups: dict[tuple[bytes, bytes], tuple[float, list[bytes]]] = {}
+        """Those that wait for an answer: since when, and what of their prefix memory had then."""
         self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
         self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
         self._well_since = 0.0
+        self._reports = 0  # of errands that have ended, on their way
         self._armed = float("inf")  # when `_expire` comes
         self.asked: Counter[tuple[bytes, bytes]] = Counter()
         self.answered: Counter[tuple[bytes, bytes]] = Counter()
@@ -390,8 +393,9 @@ class Server:
         asked = identity, number
         at_once = False
         if isinstance(request, wire.Lookup):
-            self._lookups[asked] = self.world.now
-            at_once = self._has_all(request)
+            near = self._prefix(request)
+            self._lookups[asked] = self.world.now, near
+            at_once = 32 * len(near) == len(request.hashes)
         elif isinstance(request, wire.Forget) and self.depot.knows(identity):
             self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             for errand in {type(running.errand) for carrier in self.carriers for running in carrier.running}:
@@ -400,15 +404,18 @@ class Server:
         self._act(self.depot.handle(identity, number, request, self.world.now))
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
 
-    def _has_all(self, request: wire.Lookup) -> bool:
-        """Whether memory has all chunks that a lookup asks for."""
+    def _prefix(self, request: wire.Lookup) -> list[bytes]:
+        """What memory has of what a lookup asks for, up to the first chunk that it has not."""
         keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
         spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
-        return bool(spaces) and all(
-            (chunk := space.chunks.get(key)) is not None and chunk.sealed == space.world_size and not chunk.doomed
-            for space in spaces
-            for key in keys
-        )
+
+        def is_there(key: bytes) -> bool:
+            chunks = [space.chunks.get(key) for space in spaces]
+            return bool(chunks) and all(
+                c is not None and c.sealed == request.world_size and not c.doomed for c in chunks
+            )
+
+        return list(itertools.takewhile(is_there, keys))
 
     def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
         if hello.version != wire.VERSION:
@@ -465,9 +472,13 @@ class Server:
             self.world.counters["replies_without_connection"] += 1
 
     def _hear_answer(self, asked: tuple[bytes, bytes], value: Any) -> None:
-        since = self._lookups.pop(asked, self.world.now)
+        since, near = self._lookups.pop(asked, (self.world.now, []))
         if self.world.now - since >= self.host.config.lookup_s:
             self.world.counters["lookup_at_its_deadline"] += 1
+        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
+        if near and isinstance(value, int) and not (value == 0 and given_up):
+            lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
+            assert value >= len(near) or lost, f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
         forgot = self._forgetting.pop(asked, None)
         if forgot is not None and isinstance(value, dict):
             forgot.clean = all(isinstance(said, int) for said in value.values())
@@ -614,14 +625,19 @@ class Server:
 
     # -- tiers
 
-    def errand_ended(self, carrier: Carrier, errand: Errand, outcome: Any) -> None:
+    def has_errands(self) -> bool:
+        return self._reports > 0 or any(any(carrier.unfinished()) for carrier in self.carriers)
+
+    def errand_ended(self, errand: Errand, outcome: Any) -> None:
         """On a tier's thread."""
         if self.closing:
             self._maybe_go()
         else:
-            self.world.after(0.00001, self._event, self._collect, carrier, errand, outcome)
+            self._reports += 1
+            self.world.after(0.00001, self._event, self._collect, errand, outcome)
 
-    def _collect(self, carrier: Carrier, errand: Errand, outcome: Any) -> None:
+    def _collect(self, errand: Errand, outcome: Any) -> None:
+        self._reports -= 1
         if self.closing:
             return
         counters = self.world.counters
@@ -690,7 +706,7 @@ class Server:
         space = index.space
         assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
         self.host.check_pins(self)
-        for since in self._lookups.values():  # the first has waited longest
+        for since, _ in self._lookups.values():  # the first has waited longest
             late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
             assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
             break
@@ -777,7 +793,7 @@ class Server:
         """All clients are gone: nothing is held for anybody."""
         self.host.check_pins(self)
         for pin in self.depot.status()["pinned"]:
-            assert self.depot.sessions.unpin("", pin["name"]), pin
+            assert self.depot.sessions._unpin("", pin["name"]), pin
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"
@@ -787,6 +803,7 @@ class Server:
         assert not self.depot.sessions._by_request
         tiering = self.depot.tiering
         assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
+        assert not tiering._erasing
         assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:
             assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
