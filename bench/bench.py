@@ -1,16 +1,18 @@
 """The one canonical benchmark: what the depot does, beside the floor measured in the same run.
 
-    python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--out bench.json]
+    python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, lookups, serve, coding, disk, remote, tiers, engine (vLLM).
+Families: copies, lookups, serve, coding, disk, remote, pool, tiers, policies, engine (vLLM).
 Exit code 0 when it ran; a missed bar is a result, not a failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 from common import TINY, Scale, say
 from report import Figure, describe_machine, table, write
 
-FAMILIES = ("copies", "lookups", "serve", "coding", "disk", "remote", "tiers", "engine")
+FAMILIES = ("copies", "lookups", "serve", "coding", "disk", "remote", "pool", "tiers", "policies", "engine")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes; its numbers mean nothing")
     parser.add_argument("--only", metavar="NAME", help=f"some of {', '.join(FAMILIES)}, separated by commas")
     parser.add_argument("--no-vllm", action="store_true", help="leave out the figures that need a vLLM engine")
+    parser.add_argument(
+        "--trace", metavar="FILE", default=os.environ.get("KVDEPOT_BENCH_TRACE", ""),
+        help="requests to replay with each policy, besides made-up ones; default: KVDEPOT_BENCH_TRACE",
+    )  # fmt: skip
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("bench.json"), help="default: bench.json")
     args = parser.parse_args(argv)
     names = args.only.split(",") if args.only else list(FAMILIES)
@@ -36,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if "engine" in names and (args.no_vllm or importlib.util.find_spec("vllm") is None):
         names.remove("engine")
         say("engine: left out" + ("" if args.no_vllm else ", vLLM is not installed"))
-    scale = TINY if args.tiny else Scale()
+    scale = dataclasses.replace(TINY if args.tiny else Scale(), trace=args.trace)
     begun = time.monotonic()
     for line in describe_machine():
         print(line)

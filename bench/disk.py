@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import TINY, Scale, say
+from common import Scale, say
 from report import Figure, at_least, below
 
 from kvdepot.tiers import Blob
@@ -32,7 +32,7 @@ _OBJECTS = 16
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """Figures of one and four threads, and of a start with many objects."""
-    size, runs, count = (64 << 10, 2, 256) if scale == TINY else (8 * _MIB, 9, 100_000)
+    size, runs, count = 8 * _MIB * scale.blocks // Scale.blocks, scale.copy_runs, scale.tier_chunks
     root = Path(tempfile.mkdtemp(prefix="kvdepot-bench-"))
     try:
         figures = []
@@ -104,7 +104,10 @@ def _transfers(root: Path, size: int, runs: int, threads: int) -> list[Figure]:
             os.readv(fd, [memories[thread].whole(number)])
             os.close(fd)
 
+    names = [name(thread, number) for thread in range(threads) for number in range(each)]
     try:
+        # Neighbours that stay: a tier at work makes no directories.
+        tier.write([Blob(other[:-1] + "1", [memoryview(b"x")]) for other in names])
         for turn in range(runs + 1):
             rows = [("write", write), ("write floor", write_floor), ("read", read), ("read floor", read_floor)]
             if turn % 2:
@@ -113,12 +116,12 @@ def _transfers(root: Path, size: int, runs: int, threads: int) -> list[Figure]:
                 seconds = _seconds(act, threads)
                 if turn:  # the first warms up
                     speeds[what].append(total / seconds / 1e9)
-            tier.forget("", "")
+            tier.remove(names)
             for path in floor.iterdir():
                 path.unlink()
     finally:
         tier.close()
-    text = f"{size // _MIB or size / _MIB:g} MiB, {threads} thread{'s' * (threads > 1)}"
+    text = f"8 MiB, {threads} thread{'s' * (threads > 1)}"
     return [
         at_least(f"disk {what} {text}", "GB/s", speeds[what], speeds[f"{what} floor"], 0.8)
         for what in ("write", "read")

@@ -78,7 +78,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 def _measure(scale: Scale, tier: Tier, bare: Any, memory: memoryview, mib: int) -> list[Figure]:
-    size = mib * MIB
+    size = mib * MIB * scale.blocks // Scale.blocks
     count = max(2, _ROUND_MIB // mib)
     address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 

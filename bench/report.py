@@ -33,10 +33,13 @@ class Figure:
     holds: bool
 
 
-def at_least(figure: str, unit: str, values: Sequence[float], floors: Sequence[float], bar: float) -> Figure:
-    """A rate that must be at least `bar` times its floor."""
+def at_least(
+    figure: str, unit: str, values: Sequence[float], floors: Sequence[float], bar: float, more: float = 0.0
+) -> Figure:
+    """A rate that must be at least `bar` times its floor, and `more` in the figure's unit."""
     value, floor = median(values), median(floors)
-    return Figure(figure, unit, value, floor, value / floor, f">= {bar:g}", value >= bar * floor)
+    text = f">= {bar:g} x {'+' if more > 0 else '-'} {abs(more):g} {unit}" if more else f">= {bar:g}"
+    return Figure(figure, unit, value, floor, value / floor, text, value >= bar * floor + more)
 
 
 def at_most(

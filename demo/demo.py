@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,14 @@ def write_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def start_server(url: str) -> subprocess.Popen[bytes]:
+def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """`kvdepot serve`, until it answers. inside: what the command begins with, e.g. `ip netns exec NAME`."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-gib", "2", "--log-level", "warning"]
-    )
+        [
+            *inside, sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-gib", "2",
+            "--log-level", "warning", *flags,
+        ]
+    )  # fmt: skip
     context: zmq.Context[Any] = zmq.Context()
     client = MessageQueueClient(url, context)
     try:
@@ -97,13 +102,13 @@ def start_server(url: str) -> subprocess.Popen[bytes]:
     return server
 
 
-def run_engine(folder: Path, url: str, mode: str) -> dict[str, Any]:
+def run_engine(folder: Path, url: str, mode: str, inside: Sequence[str] = ()) -> dict[str, Any]:
     out = folder / f"{mode}.json"
     environ = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", all_cpus())}
     done = subprocess.run(
         [
-            sys.executable, str(HERE / "engine.py"), str(folder / "model"), url, str(folder / "prompts.json"),
-            str(out), mode,
+            *inside, sys.executable, str(HERE / "engine.py"), str(folder / "model"), url,
+            str(folder / "prompts.json"), str(out), mode,
         ],
         env=environ, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip

@@ -122,8 +122,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokens", required=True, metavar="FILE", help="the prompt's token ids, JSON or plain; - = stdin"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tokens", metavar="FILE", help="the prompt's token ids, JSON or plain; - = standard input")
+    what.add_argument(
+        "--keys", metavar="FILE", help="keys of chunks in hex, from the prompt's start; - = standard input"
     )
     parser.add_argument("--model", default="", metavar="NAME", help="as `kvdepot status` lists it, or its beginning")
     parser.add_argument("--salt", default="", metavar="TEXT", help="cache_salt of the requests")
@@ -219,7 +221,7 @@ def _upkeep(command: str, args: dict[str, Any]) -> int:
             for place, what in said.items():
                 print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
             return 0 if all(isinstance(what, int) for what in said.values()) else 1
-        prompt = upkeep.read_prompt(client, args["tokens"], args["model"], args["salt"])
+        prompt = upkeep.read_prompt(client, args["tokens"], args["keys"], args["model"], args["salt"])
         if command == "pin":
             count, done = upkeep.pin(client, args["name"], prompt, args["seconds"]), "pinned"
         else:

@@ -87,7 +87,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(description="what lies behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://..."),
     ] = ()
     lookup_s: Annotated[
-        float, Meta(gt=0, le=60, description="seconds a lookup may look behind memory; what comes later is recomputed")
+        float, Meta(gt=0, le=8, description="seconds a lookup may look behind memory; what comes later is recomputed")
     ] = 1.0
     ttl_s: Annotated[int, Meta(ge=0, description="seconds after which a chunk counts as gone; 0 = never")] = 0
     verify: Annotated[

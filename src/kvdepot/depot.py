@@ -154,7 +154,7 @@ class Depot:
             case wire.Pin():
                 return self.sessions.pin(client, number, request, self._now)
             case wire.Unpin():
-                value = self.sessions.unpin(client.tenant, request.name)
+                return self.sessions.unpin(client, number, request.name)
             case wire.Forget():
                 return self._forget(client, number, request)
             case wire.Status():

@@ -271,7 +271,7 @@ class Index:
         chunk = space.chunks.get(key)
         if chunk is None or (shard := chunk.shards.get(rank)) is None:
             return True
-        return (shard.spoilt or (chunk.doomed and shard.sealed)) and not chunk.holds
+        return (shard.spoilt or (chunk.doomed and shard.sealed)) and _only_reserved(chunk)
 
     def reserve(
         self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
@@ -295,7 +295,7 @@ class Index:
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
             self.condemn(chunk, rank)  # what was to go and is stored anew
-            assert spoilt.spoilt and not chunk.holds, (rank, key.hex())
+            assert spoilt.spoilt and _only_reserved(chunk), (rank, key.hex())
             spoilt.spoilt = False  # its extents are written anew
             spoilt.checksum = spoilt.tiers = 0
             chunk.doomed = False
@@ -498,6 +498,7 @@ class Index:
         for chunk in found:
             self._watch_age(chunk)
             self._policy.insert(chunk)
+            self._watch_age(chunk)
         for chunk in found:
             if not chunk.children:
                 self._policy.add(chunk)
@@ -612,6 +613,11 @@ class Index:
 def _evictable(chunk: Victim) -> bool:
     assert isinstance(chunk, Chunk)
     return not chunk.holds and not chunk.children and not chunk.gone
+
+
+def _only_reserved(chunk: Chunk) -> bool:
+    """Whether nobody holds it but reservations of its shards: nobody reads the bytes of the others."""
+    return chunk.holds == sum(not (shard.sealed or shard.spoilt) for shard in chunk.shards.values())
 
 
 def _unbroken(deepest: Chunk) -> tuple[int, Chunk | None]:

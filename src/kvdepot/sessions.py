@@ -126,7 +126,7 @@ class Sessions:
         if client is not asking.asker:
             self._keep(asking, pins)
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
-        self._index.hold(chunks)  # before the old pin goes, or what both hold could be evicted in between
+        self._index.hold(chunks, use=old is None)  # before the old pin goes, or what both hold could be evicted
         if old is not None:
             self.end(client, request.request)
         if chunks:
@@ -196,7 +196,12 @@ class Sessions:
         if size:
             self._kept[name] = size, asking.ends
 
-    def unpin(self, tenant: str, name: str) -> bool:
+    def unpin(self, client: Client, number: bytes, name: str) -> list[Action]:
+        keeper = self._keepers.get(client.tenant)
+        actions = self.give_up(keeper, name) if keeper is not None else []  # a pin of that name that awaits tiers
+        return [*actions, Reply(client.identity, number, self._unpin(client.tenant, name))]
+
+    def _unpin(self, tenant: str, name: str) -> bool:
         there = self._kept.pop((tenant, name), None) is not None
         if tenant in self._keepers:
             self.end(self._keepers[tenant], name)
@@ -206,7 +211,7 @@ class Sessions:
         """End pins by name whose time is over."""
         for name, (_, ends) in list(self._kept.items()):
             if ends <= now:
-                self.unpin(*name)
+                self._unpin(*name)
 
     def kept(self, tenant: str, now: float) -> list[dict[str, Any]]:
         """What a status shows of the pins by name."""

@@ -120,10 +120,19 @@ class Token:
 
 @dataclass(slots=True, eq=False)
 class _Forgetting:
+    """What is to be forgotten, while not every tier has done so: nothing of it is loaded meanwhile."""
+
+    tenant: str
+    models: list[str]  # empty string: all there is, of every tenant
+    salt: bytes | None  # None: any
     owing: set[int]
     said: dict[str, Any]
     done: Callable[[dict[str, Any]], list[Any]]
     ended: bool = False
+
+    def covers(self, space: Namespace, salt: bytes) -> bool:
+        named = "" in self.models or (space.tenant == self.tenant and space.model in self.models)
+        return named and self.salt in (None, salt)
 
 
 class Tiering:
@@ -141,6 +150,7 @@ class Tiering:
         self._times: list[tuple[float, int, Callable[[float], Errands]]] = []
         self._numbers = itertools.count()
         self._forgettings: set[_Forgetting] = set()
+        self._erasing: Counter[str] = Counter()  # objects that were saved while they were forgotten
         self.searches = 0
         if any(tier.config.options.write == "on_evict" for tier in self._tiers):
             index.evicting = self._leaves
@@ -205,7 +215,7 @@ class Tiering:
         `finished` or `expire` or `end`. What that returns goes where the errands go.
         """
         usable = [tier for tier in self._tiers if tier.breaker.usable]
-        if not usable or len(space.sizes) < space.world_size:
+        if not usable or len(space.sizes) < space.world_size or self._is_being_forgotten(space, salt):
             return None
         if self.searches >= _MOST_SEARCHES:
             for tier in usable:
@@ -238,6 +248,9 @@ class Tiering:
         return (
             search.space.number, key, rank
         ) in self._arrivals or self._index.sealed_shard(search.space, rank, key) is not None  # fmt: skip
+
+    def _is_being_forgotten(self, space: Namespace, salt: bytes) -> bool:
+        return any(forgetting.covers(space, salt) for forgetting in self._forgettings)
 
     def _facts(self, space: Namespace, rank: int) -> Facts:
         known = space.facts.get(rank)
@@ -296,10 +309,14 @@ class Tiering:
                 tier = search.found.get((i, rank))
                 if tier is None or not self._index.missing(space, rank, key):
                     return None
+                if self._erasing and self._facts(space, rank).name(search.salt or bytes(16), key) in self._erasing:
+                    return None
                 far.append((rank, tier))
         if self._arriving_bytes + sum(space.sizes[rank] for rank, _ in far) > self._index.space.capacity // 2:
             return None
-        chunk: Chunk | None = None
+        chunk: Chunk | None = space.chunks.get(key)
+        if far and self._is_being_forgotten(space, search.salt if chunk is None else chunk.salt):
+            return None  # a tier may have said that it has it before it was told to forget it
         fresh: list[_Arrival] = []
         for rank, tier in far:
             parent = b"" if not search.chained else search.key(i - 1) if i else ROOT
@@ -391,12 +408,14 @@ class Tiering:
         for tier in tiers if shards else ():
             room = tier.config.options.queue_mib << 20
             for chunk, rank in shards:
-                size = chunk.shards[rank].size
-                if not tier.breaker.usable or tier.queued_bytes + size > room:
+                shard = chunk.shards.get(rank)
+                if shard is None:
+                    tier.counters["overtaken_chunks"] += 1  # forgotten while it was on its way
+                elif not tier.breaker.usable or tier.queued_bytes + shard.size > room:
                     tier.counters["dropped_chunks"] += 1
                 else:
                     tier.queue.append((chunk, rank, None))
-                    tier.queued_bytes += size
+                    tier.queued_bytes += shard.size
             errands += self._dispatch(tier)
         return errands
 
@@ -437,14 +456,20 @@ class Tiering:
         for (chunk, rank, demotion), kept in zip(batch, outcomes, strict=True):
             if kept:
                 chunk.shards[rank].tiers |= tier.bit
-                if chunk.doomed:
-                    forgotten.append(self._facts(chunk.namespace, rank).name(chunk.salt or bytes(16), chunk.key))
+            if chunk.doomed:  # kept or not: a write that failed may have happened
+                forgotten.append(self._facts(chunk.namespace, rank).name(chunk.salt or bytes(16), chunk.key))
             tier.counters["saved_chunks" if kept else "refused_chunks"] += 1
             self._index.release([chunk])
             errands += self._part_demoted(demotion)
         if forgotten:
-            errands.append(Erase(Token(tier, _ignore), tier.number, forgotten))
+            self._erasing.update(forgotten)
+            errands.append(Erase(Token(tier, partial(self._erased, forgotten)), tier.number, forgotten))
         return [*errands, *self._dispatch(tier)]
+
+    def _erased(self, names: list[str], outcome: Any, now: float) -> Errands:
+        self._erasing.subtract(names)
+        self._erasing += Counter()  # those that are at 0 go
+        return []
 
     # -- on the way out of memory
 
@@ -507,14 +532,11 @@ class Tiering:
         what is being saved is removed after that.
         """
         models = list(models)
+        said: dict[str, Any] = {tier.config.name: 0 for tier in self._tiers}
+        forgetting = _Forgetting(tenant, models, salt, set(), said, done)
         for arrival in self._arrivals.values():
-            space: Namespace = arrival.chunk.namespace
-            if ("" in models or (space.tenant == tenant and space.model in models)) and salt in (
-                None, arrival.chunk.salt,
-            ):  # fmt: skip
-                arrival.forgotten = True
+            arrival.forgotten |= forgetting.covers(arrival.chunk.namespace, arrival.chunk.salt)
         prefixes = [model_prefix(tenant, model) if model else "" for model in models]
-        forgetting = _Forgetting(set(), {tier.config.name: 0 for tier in self._tiers}, done)
         errands: Errands = []
         for tier in self._tiers:
             for prefix in prefixes:
@@ -570,8 +592,8 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being saved or loaded."""
-        return bool(self._arrivals or any(tier.saving or tier.queue for tier in self._tiers))
+        """Whether anything is being saved, loaded or erased."""
+        return bool(self._arrivals or self._erasing or any(tier.saving or tier.queue for tier in self._tiers))
 
     def status(self) -> list[dict[str, Any]]:
         """What people see of each tier. Sizes in bytes."""

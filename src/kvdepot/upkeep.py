@@ -51,30 +51,41 @@ def connect(url: str, key: str = "") -> Iterator[MessageQueueClient]:
         context.term()
 
 
-def read_prompt(client: MessageQueueClient, tokens: str, model: str, salt: str) -> Prompt:
-    """The chunks of a file of token ids (JSON or numbers apart from each other; `-`: standard input).
+def read_prompt(client: MessageQueueClient, tokens: str | None, keys: str | None, model: str, salt: str) -> Prompt:
+    """The chunks that a file names: token ids (JSON, or numbers apart from each other), or keys in hex; `-`: stdin.
 
     model: a name that the server lists, or its beginning; empty: the only one there is. Raises ConfigError.
     """
+    file = tokens or keys or "-"
     try:
-        text = sys.stdin.read() if tokens == "-" else Path(tokens).read_text()
-        ids = [int(word) for word in re.findall(r"[^\s,\[\]]+", text)]
+        words = re.findall(r"[^\s,\[\]\"]+", sys.stdin.read() if file == "-" else Path(file).read_text())
+        hashes = b"" if tokens else b"".join(map(_key, words))
+        ids = [int(word) for word in words] if tokens else []
     except OSError as exc:
-        raise ConfigError(f"{tokens}: {exc.strerror}") from exc
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
     except ValueError as exc:
-        raise ConfigError(f"{tokens}: not a list of token ids: {exc}") from exc
+        raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'keys'}: {exc}") from exc
     spaces = client.ask(wire.Status()).result(_ANSWER_S)["namespaces"]
     known = [space for space in spaces if space["model"].startswith(model)]
     shapes = {(space["model"], space["world_size"], space["blocks_in_chunk"]) for space in known}
     if len(shapes) != 1:
         names = ", ".join(sorted({space["model"] for space in spaces})) or "none: no engine has registered yet"
         raise ConfigError(f"--model {model!r} names {len(shapes)} of the server's models ({names})")
-    chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
-    chain.extend(ids)
-    if not len(chain):
-        raise ConfigError(f"{tokens}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
+    if tokens:
+        chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
+        chain.extend(ids)
+        hashes = bytes(chain.hashes)
+    if not hashes:
+        raise ConfigError(f"{file}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
     ((name, world_size, blocks),) = shapes
-    return Prompt(name, world_size, blocks, bytes(chain.hashes), salt_tag(salt))
+    return Prompt(name, world_size, blocks, hashes, salt_tag(salt))
+
+
+def _key(word: str) -> bytes:
+    key = bytes.fromhex(word)
+    if len(key) != HASH_BYTES:
+        raise ValueError(f"{word[:80]} is not {HASH_BYTES} bytes")
+    return key
 
 
 def warm(client: MessageQueueClient, prompt: Prompt) -> int:

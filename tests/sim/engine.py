@@ -15,6 +15,7 @@ from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.contract import pack_block_ids
 from kvdepot.errors import KVDepotError
+from kvdepot.keys import salt_tag
 from kvdepot.testing.simulation import Process
 from tests.sim.content import CHUNK_TOKENS, MAX_TOKENS, Memory, Model, Stream, chain_of, keys_of, seeds_of, tokens_of
 from tests.sim.host import Client, Pinned
@@ -53,6 +54,7 @@ class Request:
     stored: bool = False
     aborted: bool = False
     pinned: Pinned | None = None
+    asked: float = 0.0  # when its lookup was
     waits: int = 0
 
 
@@ -77,6 +79,7 @@ class Engine:
         self._free = list(range(num_blocks))
         self._num_blocks = num_blocks
         self._arrived = 0
+        self._pins: dict[str, int] = {}  # by name: how often it was pinned or unpinned
         self._finished: set[str] = set()  # to be told to the workers' next get_finished
         self._reported: list[set[str]] = []  # per rank: ids it has reported as finished
         self.process = Process(host.world, name, self._main)
@@ -104,6 +107,8 @@ class Engine:
             self.end()
             return
         self.serving = True
+        if self.host.stores and self.world.chance(0.5):
+            self.store_elsewhere(4)
         waits = 0
         while not (self.may_go and not self.requests):
             self._step()
@@ -147,6 +152,62 @@ class Engine:
         """As the connector's reset_cache, without waiting."""
         self.scheduler.mq_client.ask(wire.Clear(self.model.name))
 
+    def store_elsewhere(self, streams: int) -> None:
+        """Another host, with an engine like this one, stores the heads of some prompts in the tiers they share."""
+        world, per_chunk = self.world, self.model.blocks_in_chunk
+        for _ in range(streams):
+            stream, store = self._draw_stream(), world.random.choice(self.host.stores)
+            self._name_chunks(stream)
+            seeds, keys = seeds_of(self.model, stream), keys_of(self.model, stream, self.mode == "hashes")
+            for i in range(world.random.randint(1, 6)):
+                for memory in self.memories:
+                    own = seeds[i * per_chunk : (i + 1) * per_chunk]
+                    self.host.forgettings.saved(store.put(memory, keys[i], salt_tag(stream.salt), own), elsewhere=True)
+                    world.counters["stored_elsewhere"] += 1
+
+    def forget(self) -> None:
+        """Some of all that was ever stored, without waiting."""
+        what = self.world.random.choice(["model", "salt", "salt", "all"])
+        model, salt = self.model.name if what == "model" else "", salt_tag("tenant") if what == "salt" else b""
+        self.world.note(f"{self.name} forgets {what}")
+        self.scheduler.mq_client.ask(wire.Forget(model, salt))
+
+    def pin(self) -> None:
+        """Pin a prompt's head by name, whatever was pinned under it before; or unpin that. Without waiting."""
+        world, model, client = self.world, self.model, self.scheduler.mq_client
+        if self.mode == "hashes":
+            return  # what is pinned by name is chained
+        name = f"{self.name}-p{world.random.randrange(2)}"
+        self.host.named.pop(name, None)
+        self._pins[name] = number = self._pins.get(name, 0) + 1
+        if world.chance(0.2):
+            client.ask(wire.Unpin(name), lambda _: self._unpinned(name, number))
+            return
+        streams = [request.stream for request in self.requests.values()]
+        stream = world.random.choice(streams) if streams and world.chance(0.7) else self._draw_stream()
+        asked = world.now
+        self._name_chunks(stream)
+        keys = keys_of(model, stream, False)[: world.random.randint(1, 6)]
+        ttl_s = world.random.choice([0, 0, 1, 30])
+
+        def hear(answer: tuple[bytes, int]) -> None:
+            boot, matched = answer
+            if matched and self._pins[name] == number:
+                world.counters["pinned_by_name"] += 1
+                ends = asked + ttl_s if ttl_s else float("inf")
+                self.host.named[name] = Pinned(boot, model, keys[:matched], asked, ends)
+
+        salt = salt_tag(stream.salt)
+        client.ask(
+            wire.Pin(name, model.name, model.world_size, model.blocks_in_chunk, b"".join(keys), salt, ttl_s), hear
+        )
+
+    def _unpinned(self, name: str, number: int) -> None:
+        server = self.host.server
+        self.world.counters["unpinned"] += 1
+        if server is not None and server.serving and self._pins[name] == number:
+            assert ("", name) not in server.depot.sessions._kept, f"{name} was unpinned, and is still pinned"
+
     def kill(self) -> None:
         self.process.kill()
         self.end()
@@ -187,21 +248,25 @@ class Engine:
     def _arrive(self) -> None:
         random = self.world.random
         self._arrived += 1
-        salt = "tenant" if self.mode == "shards" and self.world.chance(0.2) else ""
-        stream = Stream(random.randrange(3), random.randrange(3), salt)
+        stream = self._draw_stream()
         prompt = random.randint(1, 80)
         # Bare callers need ids of their own; the connector's need not be.
         name = f"r{self._arrived}" if self.mode == "shards" else f"{self.name}-{self._arrived}"
         request = Request(name, stream, prompt, min(MAX_TOKENS - 1, prompt + random.randint(1, 30)))
-        self._name_chunks(request)
+        self._name_chunks(stream)
         self.requests[name] = request
         self._look_up(request)
 
-    def _name_chunks(self, request: Request) -> None:
+    def _draw_stream(self) -> Stream:
+        random = self.world.random
+        salt = random.choice(["tenant", "other"]) if self.mode == "shards" and self.world.chance(0.3) else ""
+        return Stream(random.randrange(3), random.randrange(3), salt)
+
+    def _name_chunks(self, stream: Stream) -> None:
         """Tell the oracle what this stream's keys stand for."""
         per_chunk = self.model.blocks_in_chunk
-        seeds = seeds_of(self.model, request.stream)
-        for i, key in enumerate(keys_of(self.model, request.stream, self.mode == "hashes")):
+        seeds = seeds_of(self.model, stream)
+        for i, key in enumerate(keys_of(self.model, stream, self.mode == "hashes")):
             for memory in self.memories:
                 truth = (self.model, tuple(seeds[i * per_chunk : (i + 1) * per_chunk]))
                 old = self.host.truth.setdefault((memory.layout.fingerprint, key), truth)
@@ -215,11 +280,13 @@ class Engine:
             if self.world.chance(0.2):
                 scheduler.maybe_submit_lookup_request(request.id, token_ids=tokens)
         elif self.mode == "hashes":
-            hashes = seeds_of(self.model, stream)[: request.prompt // self.model.block_tokens]
-            scheduler.maybe_submit_lookup_request(request.id, block_hashes=hashes)
+            block_hashes = seeds_of(self.model, stream)[: request.prompt // self.model.block_tokens]
+            scheduler.maybe_submit_lookup_request(request.id, block_hashes=block_hashes)
         else:
             chunks = request.prompt // CHUNK_TOKENS
-            scheduler.submit_lookup(request.id, chain_of(stream).slice(0, chunks), readers=self.model.world_size)
+            hashes = chain_of(stream).slice(0, chunks)
+            scheduler.submit_lookup(request.id, hashes, self.model.world_size, salt=salt_tag(stream.salt))
+        request.asked = self.world.now
         request.state = State.ASKED
         request.waits = 0
 
@@ -242,7 +309,7 @@ class Engine:
         if request.matched:
             keys = keys_of(self.model, request.stream, self.mode == "hashes")[: request.matched]
             boot = self.scheduler.mq_client.lookup_boots[request.id]  # type: ignore[attr-defined]
-            request.pinned = Pinned(boot, self.model, keys)
+            request.pinned = Pinned(boot, self.model, keys, request.asked)
             self.host.pins.append(request.pinned)
             if self.host.server is not None and self.host.server.serving:
                 self.host.check_pins(self.host.server)
@@ -257,11 +324,11 @@ class Engine:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.model.block_tokens)
 
-    def _take_blocks(self, request: Request, count: int) -> bool:
-        """Blocks for a request; others are preempted for it if need be."""
+    def _take_blocks(self, request: Request, count: int, preempts: float) -> bool:
+        """Blocks for a request; others are preempted for it, so often, if need be."""
         while len(self._free) < count:
             others = [r for r in self.requests.values() if r.state is State.RUNNING and r is not request]
-            if not others or self.world.chance(0.3):
+            if not others or not self.world.chance(preempts):
                 return False
             self._preempt(self.world.random.choice(others))
         for _ in range(count):
@@ -274,7 +341,7 @@ class Engine:
         if needed > self._num_blocks - 2:
             self._finish(request, aborted=True)
             return
-        if not self._take_blocks(request, needed):
+        if not self._take_blocks(request, needed, 0.1):
             return
         model, seeds = self.model, seeds_of(self.model, request.stream)
         per_chunk = model.blocks_in_chunk
@@ -316,7 +383,7 @@ class Engine:
         if self.mode == "shards":
             chain = chain_of(request.stream)
             hashes, ids = chain.slice(first, end), pack_block_ids(blocks)
-            shards = worker.shards("", chain.parent(first), first, hashes, ids, skip)
+            shards = worker.shards("", chain.parent(first), first, hashes, ids, skip, salt_tag(request.stream.salt))
             worker.submit_shards([request.id], [shards], None, is_store)
             return
         if self.mode == "tokens":
@@ -338,7 +405,7 @@ class Engine:
         else:
             target = min(request.length, request.done + random.randint(1, 4))
         more = self._blocks_for(target) - len(request.blocks)
-        if more > 0 and not self._take_blocks(request, more):
+        if more > 0 and not self._take_blocks(request, more, 0.7):
             if self.world.chance(0.2):
                 self._preempt(request)
             return

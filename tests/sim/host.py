@@ -15,8 +15,10 @@ from kvdepot.connection import CHECK_S, DEADLINE_S, Connection
 from kvdepot.errors import LayoutError
 from kvdepot.records import SLOT_BYTES
 from kvdepot.testing.simulation import Link, Network, Process, World
+from kvdepot.tiers.carrier import Errand
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
 from tests.sim.server import ArenaFile, Server
+from tests.sim.tiers import Forgettings, Store
 
 ARENA = "arena"
 GONE_S = 3.0
@@ -118,8 +120,12 @@ class Client(MessageQueueClient):
     ) -> MessagingFuture[Any]:
         copies = isinstance(request, wire.Store | wire.Retrieve)
         due = float("inf") if copies or deadline_s is None else self._now() + deadline_s
+        if isinstance(request, wire.Lookup):
+            due += self._connection.lookup_s
 
         def hear(value: Any) -> Any:
+            if isinstance(request, wire.Pin):
+                return value if convert is None else convert((self._boot_heard, value))
             if isinstance(request, wire.Lookup):
                 self.lookup_boots[request.request] = self._boot_heard
             return value if convert is None else convert(value)
@@ -210,6 +216,9 @@ class Pinned:
     boot: bytes
     model: Model
     keys: list[bytes]
+    asked: float
+    """When: what was forgotten or found broken since then, no pin keeps."""
+    ends: float = float("inf")
 
 
 @dataclass
@@ -228,6 +237,10 @@ class Host:
     """(layout fingerprint, key) -> whose chunk it is, and the seeds of its blocks."""
     clients: list[Client] = field(default_factory=list)
     pins: list[Pinned] = field(default_factory=list)
+    named: dict[str, Pinned] = field(default_factory=dict)
+    """What is known to be pinned by name."""
+    stores: list[Store] = field(default_factory=list)
+    forgettings: Forgettings = field(default_factory=Forgettings)
     server: Server | None = None
     down_since: float = 0.0
     # Faults that last for a while.
@@ -237,6 +250,8 @@ class Host:
     copies_slow: bool = False
     at_copy: Callable[[str], None] | None = None
     """To happen once, in the middle of the next copy; told whose it is."""
+    at_errand: tuple[type[Errand], Callable[[], None]] | None = None
+    """To happen once, in the middle of a tier's next errand of that kind."""
     network_slow: bool = False
 
     def __post_init__(self) -> None:
@@ -258,12 +273,24 @@ class Host:
         if file is None:
             table = self.table_slots * SLOT_BYTES
             file = self.files[ARENA] = ArenaFile(ARENA, np.zeros(table + 64 + self.arena_bytes, np.uint8), table)
+        for store in self.stores:
+            if self.world.chance(0.3):
+                store.configure()
         self.server = Server(self, file)
+
+    def strike(self, kind: type[Errand]) -> None:
+        """A tier's thread is in the middle of an errand."""
+        if self.at_errand is not None and self.at_errand[0] is kind:
+            act, self.at_errand = self.at_errand[1], None
+            self.world.after(0, act)
 
     def check_pins(self, server: Server) -> None:
         """What engines know to be pinned is there, whole, on all ranks."""
-        for pinned in self.pins:
-            if pinned.boot == server.boot:
+        for name, pinned in self.named.items():
+            if pinned.boot == server.boot and self.world.now < pinned.ends:
+                assert ("", name) in server.depot.sessions._kept, f"{name} was pinned, and nobody knows of it"
+        for pinned in (*self.pins, *self.named.values()):
+            if pinned.boot == server.boot and self.world.now < pinned.ends:
                 spaces = [
                     space
                     for space in server.index.namespaces()
@@ -271,9 +298,9 @@ class Host:
                 ]
                 for key in pinned.keys:
                     chunks = [space.chunks[key] for space in spaces if key in space.chunks]
-                    assert key in server.condemned or any(c.sealed == pinned.model.world_size for c in chunks), (
-                        f"chunk {key.hex()[:8]} of {pinned.model.name} was pinned, and is gone"
-                    )
+                    assert server.condemned.get(key, 0.0) >= pinned.asked or any(
+                        c.sealed == pinned.model.world_size for c in chunks
+                    ), f"chunk {key.hex()[:8]} of {pinned.model.name} was pinned, and is gone"
 
 
 def new_config(chunk_tokens: int = CHUNK_TOKENS, **settings: Any) -> Config:

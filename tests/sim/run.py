@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 from kvdepot.records import SLOT_BYTES
 from kvdepot.testing.simulation import World
+from kvdepot.tiers.carrier import Find, Load, Save
 from tests.sim.content import MODELS, Model
 from tests.sim.engine import MODES, Engine
 from tests.sim.host import ARENA, Host, new_config
+from tests.sim.tiers import new_stores
 
 STEPS = 150
 """Engine steps of a run, until everyone leaves."""
@@ -41,16 +43,19 @@ class Run(Host):
             max_queued=random.choice([2, 1024, 1024, 1024]),
             on_stop=random.choice(["remove", "keep"]),
             verify=random.choice(["off", "sampled", "always"]),
+            lookup_s=random.choice([0.02, 0.1, 1.0]),
+            ttl_s=random.choice([0, 0, 0, 0, 0, 2, 60]),
         )
         slots = random.choice([3, 24, 256, 256, 256])
         pages = random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96])
-        super().__init__(world, config, arena_bytes=_PAGE * pages, table_slots=slots)
+        super().__init__(world, config, arena_bytes=_PAGE * pages, table_slots=slots, stores=new_stores(world))
         self.engines: list[Engine] = []
         self._steps = steps
         self.steps_taken = 0
         self._lives = 0
         # Each run has some of the faults, so that some go far into the works and others hit early.
         self._faults = [fault for fault in FAULTS if world.chance(0.35)]
+        self._faults += [fault for fault in TIER_FAULTS if self.stores and world.chance(0.35)]
         self._every_s = world.spread(0.02, 1.0)
         self._over = False
         self._rarer = 1.0
@@ -110,13 +115,20 @@ class Run(Host):
             end = world.now + 1.0
             world.after(1.0, lambda: None)
             self._run_until(lambda end=end: world.now >= end, 10.0, f"second {what} of quiet")  # type: ignore[misc]
+        self._run_until(self._tiers_idle, _SETTLE_S, "what tiers are asked")
         assert self.server is not None
         self.server.check_quiet()
+        self.server.count()
+
+    def _tiers_idle(self) -> bool:
+        return self.server is not None and not self.server.has_errands()
 
     def _idle(self) -> bool:
         server = self.server
         if server is None or not server.serving or server.depot.operations:
             return False
+        if server.depot.tiering.searches or server.depot.tiering._forgettings:
+            return False  # whose askers have stopped waiting, perhaps
         return all(engine.serving for engine in self._living()) and not any(client.pending() for client in self.clients)
 
     def _engines_gone(self) -> bool:
@@ -137,6 +149,9 @@ class Run(Host):
             fault = self.world.random.choice(self._faults)
             if fault in AT_COPIES and self.world.chance(0.5):
                 self.at_copy = lambda name: None if self._over else fault(self, name)
+            elif fault in AT_ERRANDS and self.stores and self.world.chance(0.5):
+                kind = self.world.random.choice([Find, Load, Load, Save])
+                self.at_errand = kind, lambda: None if self._over else fault(self)
             else:
                 fault(self)
         for engine in list(self.engines):
@@ -168,6 +183,10 @@ class Run(Host):
     def _heal(self) -> None:
         self.shm_full = self.copies_slow = self.network_slow = False
         self.copy_failures = self.map_failures = 0.0
+        for store in self.stores:
+            store.slow = False
+            store.tier.inject()
+            store.go_on()
         if self.server is not None:
             self.server.thaw()
         for engine in self.engines:
@@ -289,6 +308,56 @@ class Run(Host):
                 self.world.counters["cleared"] += 1
                 engine.clear()
 
+    def pin(self) -> None:
+        if self._living():
+            engine = self.world.random.choice(self._living())
+            if engine.serving:
+                engine.pin()
+
+    def forget(self) -> None:
+        if self._living():
+            engine = self.world.random.choice(self._living())
+            if engine.serving:
+                engine.forget()
+
+    def hang_tier(self) -> None:
+        store = self.world.random.choice(self.stores)
+        if not store.hangs:
+            self.world.counters["tier_hung"] += 1
+            self.world.note(f"{store.config.name} hangs")
+            store.hang()
+            self.world.after(self.world.spread(0.02, 20.0), store.go_on)
+
+    def slow_tier(self) -> None:
+        store = self.world.random.choice(self.stores)
+        store.slow = not store.slow
+        self.world.counters["tier_slow"] += store.slow
+
+    def spoil_tier(self) -> None:
+        self.world.random.choice(self.stores).spoil()
+
+    def lose_tier(self) -> None:
+        store = self.world.random.choice(self.stores)
+        store.tier.inject(down=1)
+        self.world.counters["tier_down"] += 1
+        self.world.after(self.world.spread(0.1, 10.0), store.tier.inject)
+
+    def lose_arena(self) -> None:
+        """The server is killed, and its shared memory goes too: only tiers are left."""
+        if self.server is not None:
+            self.world.counters["arena_lost"] += 1
+            self.kill_server()
+            self.files.pop(ARENA, None)
+
+    def store_elsewhere(self) -> None:
+        if self._living():
+            engine = self.world.random.choice(self._living())
+            if engine.serving:
+                engine.store_elsewhere(2)
+
+    def mix_up_tier(self) -> None:
+        self.world.counters["objects_mixed_up"] += self.world.random.choice(self.stores).mix_up()
+
 
 FAULTS: list[Callable[..., None]] = [
     Run.kill_server,
@@ -307,11 +376,24 @@ FAULTS: list[Callable[..., None]] = [
     Run.clear,
     Run.flip_chunk,
     Run.flip_table,
+    Run.pin,
+    Run.forget,
 ]
-
+TIER_FAULTS: list[Callable[..., None]] = [
+    Run.hang_tier,
+    Run.slow_tier,
+    Run.spoil_tier,
+    Run.lose_tier,
+    Run.mix_up_tier,
+    Run.lose_arena,
+    Run.store_elsewhere,
+]
 
 AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}
 """Faults that are drawn to copies: half of them strike in the middle of one."""
+
+AT_ERRANDS = {Run.kill_server, Run.freeze_server, Run.forget, Run.hang_tier}
+"""Those that are drawn to what is asked of tiers."""
 
 EXPECTED = frozenset(
     """

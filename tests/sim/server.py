@@ -6,6 +6,7 @@ down between any two events, in the middle of a copy too: a copy is made of piec
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,15 +24,20 @@ from kvdepot.layout import Layout
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, _rows, checksum, copy
 from kvdepot.records import Records, ShardRecord
 from kvdepot.recovery import restore
-from kvdepot.space import PAGE, Space
+from kvdepot.space import PAGE, Extents, Space
 from kvdepot.testing.simulation import Link
+from kvdepot.tiers.carrier import Erase, Errand, Load, Part, Save
 from tests.sim.content import Memory, chunk_image
+from tests.sim.tiers import WALL, Carrier, Forgot, Store
 
 if TYPE_CHECKING:
     from tests.sim.host import Card, Host
 
 TICK_S = 1.0
 DRAIN_S = 5.0
+TIER_STOP_S = 2.0
+LATE_S = 0.002
+"""So much later than its deadline a lookup may be answered."""
 ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
 
 
@@ -96,12 +102,20 @@ class SealedIndex(Index):
         for start, size in chunk.shards[rank].extents:
             self.server.file.flips.difference_update(range(start, start + size))
         self.server.check_bytes(chunk, rank, "sealed")
+        loads = isinstance(self.server.doing, Load)
+        self.server.host.forgettings.arrived((chunk.namespace.layouts[rank], chunk.key, rank), loads)
         super().seal(chunk, rank, checksum, born)
 
     def condemn(self, chunk: Chunk, rank: int) -> None:
-        self.server.condemned.add(chunk.key)
-        self.server.world.counters["flip_found"] += 1
+        self.server.condemned[chunk.key] = self.server.world.now
+        self.server.world.counters["flip_found"] += not chunk.doomed
         super().condemn(chunk, rank)
+
+    def reserve(self, *args: Any, **kwargs: Any) -> Chunk | None:
+        chunk = super().reserve(*args, **kwargs)
+        if chunk is None and not isinstance(self.server.doing, wire.Store):
+            self.server.world.counters["load_without_room"] += 1
+        return chunk
 
 
 @dataclass(eq=False)
@@ -127,7 +141,9 @@ class Server:
         self.alive = True
         self.frozen = False
         self.draining = False
+        self.closing = False  # its loop has ended; threads may still be at work
         self.serving = False
+        self.doing: Any = None  # the request or errand that is being decided
         self.bytes = file.bytes
         file.owner = self  # the lock first, then the header: a client may look in between
         self.world.after(0.001 * self.world.random.random(), self._begin)
@@ -142,11 +158,13 @@ class Server:
         config = self.host.config
         self.file.boot = self.boot
         records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
-        index = SealedIndex(Space(self.file.start, len(self.bytes)), POLICIES[config.policy](), records)
+        space = Space(self.file.start, len(self.bytes))
+        index = SealedIndex(space, POLICIES[config.policy](), records, config.ttl_s)
         index.server = self
         self.index = index
         self._take_over()
-        self.depot = Depot(config, index, self._map)
+        self.carriers = [self._carrier(store) for store in self.host.stores]
+        self.depot = Depot(config, index, self._map, [carrier.store.config for carrier in self.carriers])
         self._mover = Mover(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
@@ -156,15 +174,27 @@ class Server:
             del self.host.cards[name]  # as shm.sweep_cards
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.mappings: list[SimMapped] = []
-        self.condemned: set[bytes] = set()  # keys under which a flipped bit was found: a pin keeps them no more
+        self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
+        self._lookups: dict[tuple[bytes, bytes], tuple[float, list[bytes]]] = {}
+        """Those that wait for an answer: since when, and what of their prefix memory had then."""
+        self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
+        self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
+        self._well_since = 0.0
+        self._reports = 0  # of errands that have ended, on their way
+        self._armed = float("inf")  # when `_expire` comes
         self.asked: Counter[tuple[bytes, bytes]] = Counter()
         self.answered: Counter[tuple[bytes, bytes]] = Counter()
         self._links: dict[bytes, Link] = {}
         self._since_validated = 0
         self.serving = True
         self.host.network.listen(self)
-        self.world.note(f"{self!r} serves")
+        self.world.note(f"{self!r} serves {' '.join(carrier.store.config.options.write for carrier in self.carriers)}")
+        self._act(self.depot.tick(self.world.now, WALL + self.world.now))
         self.world.after(TICK_S, self._event, self._tick)
+
+    def _carrier(self, store: Store) -> Carrier:
+        ages = [age for age in (store.config.options.ttl_s, self.host.config.ttl_s) if age]
+        return Carrier(self, store, min(ages, default=0))
 
     def _take_over(self) -> None:
         """What the last server had sealed is there again; what it was writing is not."""
@@ -187,7 +217,7 @@ class Server:
                 assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and now {found[name]}"
         self.file.table_flipped = False
         assert not self.index.held and not self.index.reserved, "holds of the dead"
-        self.validate()
+        self.index.validate()
 
     def shards(self) -> dict[ShardName, int]:
         """What a restart must find: recorded shards, and how deep in its chain each is known to be."""
@@ -226,6 +256,7 @@ class Server:
         if not self.frozen:
             return
         self.frozen = False
+        self._well_since = self.world.now
         late, self._late = self._late, []
         for act, args in late:
             self.world.after(0, self._event, act, *args)
@@ -238,6 +269,10 @@ class Server:
                 if isinstance(running.task, Copy):
                     kind = "store" if running.task.is_store else "retrieve"
                     self.world.counters[f"server_killed_during_{kind}"] += 1
+            for carrier in self.carriers:
+                for errand in carrier.running:
+                    self.world.counters[f"server_killed_during_tier_{type(errand.errand).__name__.lower()}"] += 1
+                carrier.stop()
             self.file.left = self.shards()
             self._tear_record()
         self._end(all_arrives=False)
@@ -262,14 +297,37 @@ class Server:
         self.world.note(f"{self!r} shuts down")
         self.draining = True
         self.world.after(DRAIN_S, self._event, self._leave)
-        self._event(self._maybe_leave)
+        self._event(self._drain)
+
+    def _drain(self) -> None:
+        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.searches)
+        self._act(self.depot.stop_searching())
+        assert not self._lookups, "a server that ends has not answered every lookup"
+        self._maybe_leave()
 
     def _maybe_leave(self) -> None:
-        if self.draining and not self.depot.operations:
+        if not self.depot.operations and not self.depot.tiering.busy:
             self._leave()
 
     def _leave(self) -> None:
+        """The loop has ended. Tiers' threads have a while to end what they are at."""
+        if self.closing:
+            return
+        self.closing = True
         self.world.counters["server_left_with_copies" if self.depot.operations else "server_drained"] += 1
+        for carrier in self.carriers:
+            carrier.stop()
+        self.world.after(TIER_STOP_S, self._event, self._go)
+        self._maybe_go()
+
+    def _maybe_go(self) -> None:
+        if not any(carrier.running for carrier in self.carriers):
+            self._go()
+
+    def _go(self) -> None:
+        if not self.alive:
+            return
+        self.world.counters["server_left_hung_tier"] += any(carrier.running for carrier in self.carriers)
         if self.host.config.on_stop == "keep":
             self.world.counters["arena_kept"] += 1
             self.file.left = self.shards()
@@ -284,7 +342,16 @@ class Server:
         self.host.down_since = self.world.now
         if self.serving:
             self.serving = False
+            self.count()
             self.host.network.hang_up(all_arrives)
+
+    def count(self) -> None:
+        """Add what the depot counted to the run's counters."""
+        counters = self.world.counters
+        counters["tier_hit_chunks"] += self.depot.counters["tier_hit_chunks"]
+        counters["expired_chunks"] += self.depot.counters["expired_chunks"]
+        for tier in self.depot.tiering.status():
+            counters.update({f"tier_{name}": count for name, count in tier["counters"].items()})
 
     # -- hearing and answering
 
@@ -319,8 +386,36 @@ class Server:
                 value = exc
             self._send(identity, number, value)
         else:
-            self._act(self.depot.handle(identity, number, request))
+            self._decide(identity, number, request)
         self._check()
+
+    def _decide(self, identity: bytes, number: bytes, request: wire.Request) -> None:
+        asked = identity, number
+        at_once = False
+        if isinstance(request, wire.Lookup):
+            near = self._prefix(request)
+            self._lookups[asked] = self.world.now, near
+            at_once = 32 * len(near) == len(request.hashes)
+        elif isinstance(request, wire.Forget) and self.depot.knows(identity):
+            self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
+            for errand in {type(running.errand) for carrier in self.carriers for running in carrier.running}:
+                self.world.counters[f"forgotten_during_tier_{errand.__name__.lower()}"] += 1
+        self.doing = request
+        self._act(self.depot.handle(identity, number, request, self.world.now))
+        assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
+
+    def _prefix(self, request: wire.Lookup) -> list[bytes]:
+        """What memory has of what a lookup asks for, up to the first chunk that it has not."""
+        keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
+        spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
+
+        def is_there(key: bytes) -> bool:
+            chunks = [space.chunks.get(key) for space in spaces]
+            return bool(chunks) and all(
+                c is not None and c.sealed == request.world_size and not c.doomed for c in chunks
+            )
+
+        return list(itertools.takewhile(is_there, keys))
 
     def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
         if hello.version != wire.VERSION:
@@ -335,23 +430,38 @@ class Server:
             self.depot.hello(identity, view)
             self._cards[identity] = view
             self.met.add(card.name)
-        return wire.Welcome(wire.VERSION, self.file.name, self.host.config.chunk_size)
+        lookup_s = self.host.config.lookup_s if self.carriers else 0.0
+        return wire.Welcome(wire.VERSION, self.file.name, self.host.config.chunk_size, lookup_s)
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Reply):
                 self._send(action.client, action.number, action.value)
-            else:
+            elif isinstance(action, Copy | Call):
                 self._mover.submit(action)
+            else:
+                self.carriers[action.tier].submit(action)
         self._start_threads()
+        due = self.depot.next_deadline()
+        if due < self._armed:
+            self._armed = due
+            self.world.after(max(0.0, due - self.world.now) + LATE_S / 4, self._event, self._expire)
         if self.draining:
             self._maybe_leave()
+
+    def _expire(self) -> None:
+        self._armed = float("inf")
+        if not self.draining:
+            self.doing = None
+            self._act(self.depot.expire(self.world.now))
+            self._check()
 
     def _send(self, identity: bytes, number: bytes, value: Any) -> None:
         self.answered[identity, number] += 1
         assert self.answered[identity, number] <= self.asked[identity, number], (
             f"request {int.from_bytes(number, 'little')} of {self._links[identity].name} answered more often than asked"
         )
+        self._hear_answer((identity, number), value)
         link = self._links[identity]
         self.world.note(f"{link.name} < {int.from_bytes(number, 'little')} {value!r:.60}")
         failure = isinstance(value, KVDepotError)
@@ -361,13 +471,34 @@ class Server:
         if not link.reply(encode(number, self.boot, value)):
             self.world.counters["replies_without_connection"] += 1
 
+    def _hear_answer(self, asked: tuple[bytes, bytes], value: Any) -> None:
+        since, near = self._lookups.pop(asked, (self.world.now, []))
+        if self.world.now - since >= self.host.config.lookup_s:
+            self.world.counters["lookup_at_its_deadline"] += 1
+        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
+        if near and isinstance(value, int) and not (value == 0 and given_up):
+            lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
+            assert value >= len(near) or lost, f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
+        forgot = self._forgetting.pop(asked, None)
+        if forgot is not None and isinstance(value, dict):
+            forgot.clean = all(isinstance(said, int) for said in value.values())
+            self.world.counters["forgotten" if forgot.clean else "forgotten_with_errors"] += 1
+
     def _tick(self) -> None:
+        if self.closing:
+            return
         world = self.world
+        self.doing = None
+        if not self.draining:
+            self._act(self.depot.tick(world.now, WALL + world.now))
+            self._check_ages()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
                 world.note(f"{self!r} finds {self._links[identity].name} dead")
                 world.counters["clients_found_dead"] += 1
                 self._act(self.depot.died(identity))
+                for asked in [asked for asked in self._lookups if asked[0] == identity]:
+                    del self._lookups[asked]
                 del self._cards[identity]
                 card.close()
                 self.host.cards.pop(card.card.name, None)
@@ -486,8 +617,85 @@ class Server:
                 )
 
     def _report(self, token: Any, outcome: Any) -> None:
-        self._act(self.depot.finished(token, outcome))
+        if self.closing:
+            return
+        self.doing = None
+        self._act(self.depot.finished(token, outcome, self.world.now))
         self._check()
+
+    # -- tiers
+
+    def has_errands(self) -> bool:
+        return self._reports > 0 or any(any(carrier.unfinished()) for carrier in self.carriers)
+
+    def errand_ended(self, errand: Errand, outcome: Any) -> None:
+        """On a tier's thread."""
+        if self.closing:
+            self._maybe_go()
+        else:
+            self._reports += 1
+            self.world.after(0.00001, self._event, self._collect, errand, outcome)
+
+    def _collect(self, errand: Errand, outcome: Any) -> None:
+        self._reports -= 1
+        if self.closing:
+            return
+        counters = self.world.counters
+        tier = errand.token.tier
+        usable = tier.breaker.usable
+        if isinstance(errand, Load):
+            arrivals = errand.token.then.args[1]
+            counters["load_for_several"] += any(len(set(map(id, each.searches))) > 1 for each in arrivals)
+            late = [each for each in arrivals if all(search.ended for search in each.searches)]
+        counters["spoilt_erased"] += isinstance(errand, Erase) and errand.spoilt and outcome is True
+        self.doing = errand
+        self._act(self.depot.finished(errand.token, outcome, self.world.now))
+        if isinstance(errand, Load):
+            keys = {each.chunk.key for each in late if not each.chunk.gone}
+            counters["late_load_sealed"] += bool(keys)
+            self._late_keys |= keys
+        elif isinstance(errand, Save):
+            for chunk, _, demotion in errand.token.then.args[1]:
+                if demotion is not None and not demotion.saves:
+                    counters["demoted" if chunk.gone else "demotion_overtaken"] += 1
+        counters["tier_tripped"] += usable and not tier.breaker.usable
+        counters["tier_back"] += not usable and tier.breaker.usable
+        self._check()
+
+    def check_reserved(self, parts: list[Part]) -> None:
+        """A load writes only where room is reserved for it."""
+        for part in parts:
+            chunks = [
+                space.chunks[part.key]
+                for space in self.index.namespaces()
+                if space.facts.get(part.facts.rank) == part.facts and part.key in space.chunks
+            ]
+            shards = [chunk.shards.get(part.facts.rank) for chunk in chunks]
+            assert any(shard is not None and not shard.sealed and shard.extents == part.extents for shard in shards), (
+                f"a load of {part.key.hex()[:8]} writes where nothing is reserved for it"
+            )
+
+    def check_saved(self, parts: list[Part]) -> None:
+        """What is written to a tier is what its key says."""
+        for part in parts:
+            self.host.forgettings.saved(part)
+            model, seeds = self.host.truth[part.facts.layout, part.key]
+            if not self._is_flipped(part.extents):
+                data = b"".join(self.bytes[start : start + size].tobytes() for start, size in part.extents)
+                assert data[: part.size] == chunk_image(model, part.facts.rank, seeds), (
+                    f"wrong bytes are saved under {part.key.hex()[:8]} of rank {part.facts.rank}"
+                )
+
+    def _is_flipped(self, extents: Extents) -> bool:
+        return any(start <= at < start + size for start, size in extents for at in self.file.flips)
+
+    def _check_ages(self) -> None:
+        """What is too old and not in use is gone."""
+        ttl_s, wall = self.host.config.ttl_s, int(WALL + self.world.now)
+        for space in self.index.namespaces() if ttl_s else ():
+            for chunk in space.chunks.values():
+                fresh = chunk.born + ttl_s > wall or chunk.sealed < space.world_size or chunk.doomed
+                assert fresh or not self.index.is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
 
     # -- what must always hold
 
@@ -498,6 +706,10 @@ class Server:
         space = index.space
         assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
         self.host.check_pins(self)
+        for since, _ in self._lookups.values():  # the first has waited longest
+            late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
+            assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
+            break
         self._since_validated += 1
         if self._since_validated >= self.host.validate_every:
             self.validate()
@@ -506,13 +718,23 @@ class Server:
         self._since_validated = 0
         self.index.validate()
         assert (self.index.space.capacity - self.index.space.free_bytes) % PAGE == 0
+        tiering = self.depot.tiering
+        arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._arrivals.values())
+        assert tiering._arriving_bytes == arriving, (tiering._arriving_bytes, arriving)
+        assert tiering._demoting_bytes >= 0 and tiering.searches >= 0
+        if self.host.forgettings.all:
+            for space in self.index.namespaces():
+                for chunk in space.chunks.values():
+                    for rank, shard in chunk.shards.items():
+                        if shard.sealed:
+                            self.host.forgettings.check_chunk(chunk, rank)
 
     def check_bytes(self, chunk: Chunk, rank: int, when: str) -> None:
         """A shard contains what its key says."""
         truth = self.host.truth.get((chunk.namespace.layouts[rank], chunk.key))
         assert truth is not None, f"{when}: a chunk that nobody named: {chunk.key.hex()}"
         model, seeds = truth
-        if any(start <= at < start + size for start, size in chunk.shards[rank].extents for at in self.file.flips):
+        if self._is_flipped(chunk.shards[rank].extents):
             return  # whoever asks for it finds out
         data = b"".join(self.bytes[start : start + size].tobytes() for start, size in chunk.shards[rank].extents)
         image = chunk_image(model, rank, seeds)
@@ -530,13 +752,13 @@ class Server:
         return found
 
     def flip_chunk(self) -> bool:
-        """Flip a bit of a sealed shard that has a checksum."""
+        """Flip a bit of a sealed shard whose checksum is looked at."""
         shards = [
             shard
             for space in self.index.namespaces()
             for chunk in space.chunks.values()
             for shard in chunk.shards.values()
-            if shard.sealed and shard.checksum
+            if shard.sealed and shard.checksum and self.depot._sums(chunk.key)
         ]
         if not shards:
             return False
@@ -569,6 +791,9 @@ class Server:
 
     def check_quiet(self) -> None:
         """All clients are gone: nothing is held for anybody."""
+        self.host.check_pins(self)
+        for pin in self.depot.status()["pinned"]:
+            assert self.depot.sessions._unpin("", pin["name"]), pin
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"
@@ -576,8 +801,16 @@ class Server:
         left = self.met.intersection(self.host.cards)
         assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
         assert not self.depot.sessions._by_request
+        tiering = self.depot.tiering
+        assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
+        assert not tiering._erasing
+        assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"
+        for tier in tiering._tiers:
+            assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
         self.validate()
         self.check_sealed()
+        for carrier in self.carriers:
+            self.host.forgettings.check_store(carrier.store)
 
 
 def _short(number: bytes, request: wire.Request) -> str:

@@ -19,6 +19,9 @@ from kvdepot.mover import Copy
 from kvdepot.records import Records
 from kvdepot.registrations import Registrations
 from kvdepot.sessions import Sessions
+from kvdepot.tiering import Tiering
+from kvdepot.tiers import carrier
+from kvdepot.tiers.format import Header
 from tests.sim.run import Broken, simulate
 
 
@@ -68,7 +71,7 @@ def seals_before_the_copy_has_ended(patch: Patch) -> None:
         return tasks
 
     patch.setattr(Depot, "_start", start_sealed)
-    patch.setattr(Depot, "_end_store", lambda self, operation: None)
+    patch.setattr(Depot, "_end_store", lambda self, operation: [])
 
 
 @breaks(0)
@@ -241,10 +244,171 @@ def copies_one_block_too_few(patch: Patch) -> None:
     patch.setattr(Depot, "_start", short)
 
 
+# -- planted bugs of what lies behind memory
+
+
+@breaks(0)
+def seals_loads_that_are_spoilt(patch: Patch) -> None:
+    check = carrier._check
+
+    def credulous(part: Any, blob: Any, *rest: Any) -> Any:
+        found = check(part, blob, *rest)
+        return Header.unpack(blob.buffers[0]) if found is False else found
+
+    patch.setattr(carrier, "_check", credulous)
+
+
+@breaks(0)
+def believes_headers_of_others(patch: Patch) -> None:
+    def names(self: Header, facts: Any, salt: bytes, key: bytes, size: int) -> bool:
+        return (self.salt, self.key, self.size) == (salt, key, size)
+
+    patch.setattr(Header, "names", names)
+
+
+@breaks(0)
+def answers_lookups_again_at_their_deadline(patch: Patch) -> None:
+    overdue = Tiering._overdue
+
+    def again(self: Any, search: Any, now: float) -> Any:
+        return [*overdue(self, search, now), *search.done()]
+
+    patch.setattr(Tiering, "_overdue", again)
+
+
+@breaks(0)
+def waits_for_tiers_without_a_deadline(patch: Patch) -> None:
+    patch.setattr(Tiering, "_overdue", lambda self, search, now: [])
+
+
+@breaks(0)
+def lets_searches_hold_nothing(patch: Patch) -> None:
+    search = Tiering.search
+
+    def careless(self: Any, *args: Any) -> Any:
+        found = search(self, *args)
+        if found is not None and not found[0].ended:
+            self._index.release(list(found[0].held.values()))
+            found[0].held.clear()
+        return found
+
+    patch.setattr(Tiering, "search", careless)
+
+
+@breaks(0)
+def keeps_what_searches_held(patch: Patch) -> None:
+    end = Tiering.end
+
+    def grasping(self: Any, search: Any) -> Any:
+        search.held.clear()
+        return end(self, search)
+
+    patch.setattr(Tiering, "end", grasping)
+
+
+@breaks(0)
+def gives_room_back_at_the_deadline(patch: Patch) -> None:
+    overdue = Tiering._overdue
+
+    def hasty(self: Any, search: Any, now: float) -> Any:
+        if not search.ended:
+            for name, arrival in list(self._arrivals.items()):
+                if arrival.searches == [search] and search.held.pop(arrival.chunk.key, None) is not None:
+                    self._index.release([arrival.chunk])
+                    shard = arrival.chunk.shards[arrival.rank]
+                    self._arriving_bytes -= shard.size
+                    self._index.discard(arrival.chunk, arrival.rank)
+                    del self._arrivals[name]
+        return overdue(self, search, now)
+
+    patch.setattr(Tiering, "_overdue", hasty)
+
+
+@breaks(0)
+def takes_in_what_was_forgotten_on_its_way(patch: Patch) -> None:
+    arrived = Tiering._arrived
+
+    def welcoming(self: Any, tier: Any, arrivals: Any, *rest: Any) -> Any:
+        for arrival in arrivals:
+            arrival.forgotten = False
+        return arrived(self, tier, arrivals, *rest)
+
+    patch.setattr(Tiering, "_arrived", welcoming)
+
+
+@breaks(0)
+def loads_what_is_being_forgotten(patch: Patch) -> None:
+    patch.setattr(Tiering, "_is_being_forgotten", lambda self, space, salt: False)
+
+
+@breaks(0)
+def forgets_in_the_nearest_tier_alone(patch: Patch) -> None:
+    forget = Tiering.forget
+
+    def lazy(self: Any, *args: Any) -> Any:
+        tiers, self._tiers = self._tiers, self._tiers[:1]
+        errands = forget(self, *args)
+        self._tiers = tiers
+        return errands
+
+    patch.setattr(Tiering, "forget", lazy)
+
+
+@breaks(0)
+def saves_what_nobody_holds(patch: Patch) -> None:
+    dispatch, saved = Tiering._dispatch, Tiering._saved
+
+    def loose(self: Any, tier: Any) -> Any:
+        errands = dispatch(self, tier)
+        for errand in errands:
+            if isinstance(errand, carrier.Save):
+                self._index.release([chunk for chunk, _, _ in errand.token.then.args[1]])
+        return errands
+
+    def end(self: Any, tier: Any, batch: Any, *rest: Any) -> Any:
+        self._index.hold([chunk for chunk, _, _ in batch], use=False)
+        return saved(self, tier, batch, *rest)
+
+    patch.setattr(Tiering, "_dispatch", loose)
+    patch.setattr(Tiering, "_saved", end)
+
+
+@breaks(0)
+def counts_what_leaves_memory_for_ever(patch: Patch) -> None:
+    part_demoted = Tiering._part_demoted
+
+    def miscounted(self: Any, demotion: Any) -> Any:
+        before = self._demoting_bytes
+        errands = part_demoted(self, demotion)
+        self._demoting_bytes = before
+        return errands
+
+    patch.setattr(Tiering, "_part_demoted", miscounted)
+
+
+@breaks(0)
+def ends_pins_by_name_with_their_client(patch: Patch) -> None:
+    leave = Sessions.leave
+
+    def thorough(self: Any, client: Any) -> Any:
+        for tenant, name in list(self._kept):
+            self._unpin(tenant, name)
+        return leave(self, client)
+
+    patch.setattr(Sessions, "leave", thorough)
+
+
+@breaks(0)
+def serves_what_is_too_old(patch: Patch) -> None:
+    patch.setattr(Index, "expire", lambda self, wall: 0)
+
+
 @pytest.mark.parametrize("bug", BREAKS)
 def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, first_seed = BREAKS[bug]
     plant(monkeypatch)
-    with pytest.raises(Broken):
+    with pytest.raises(Broken) as broken:
         for seed in range(first_seed, first_seed + 1000):
             simulate(seed)
+    cause = broken.value.__cause__
+    assert isinstance(cause, AssertionError), f"it was planted badly: {cause!r}"

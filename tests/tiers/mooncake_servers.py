@@ -182,7 +182,7 @@ def serve(url: str, options: dict[str, str]) -> None:
                 answer = "missing" if found < 0 else "right" if target == content(number, size) else "wrong"
         elif command == "begin":
             number, size = map(int, numbers)
-            answer = str(tier._store.batch_put_session_start([PREFIX + name_of(number)], [size])[0])
+            answer = str(tier._pool._store.batch_put_session_start([PREFIX + name_of(number)], [size])[0])
         print(answer, flush=True)
 
 

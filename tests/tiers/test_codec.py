@@ -409,6 +409,18 @@ def test_codings_of_a_later_version_are_not_for_us(coding: int) -> None:
     assert not any(codec.is_readable(header) for codec in CODECS)
 
 
+def test_it_says_why_an_object_is_not_for_it() -> None:
+    kv = normal(1000)
+    (plain, _), (sealed, _) = coding_of(PLAIN, kv), coding_of(AES, kv)
+    later = msgspec.structs.replace(plain, coding=16)
+    for codec, header, says in (
+        (PLAIN, sealed, "no key_file"), (AES, plain, "not encrypted"), (Codec(key=OTHER_KEY), sealed, "another key"),
+        (PLAIN, later, "this version"), (AES, later, "this version"),
+    ):  # fmt: skip
+        assert says in codec.why_not(header)
+    assert AES.why_not(sealed) == PLAIN.why_not(plain) == ""
+
+
 # -- keys
 
 
@@ -503,7 +515,9 @@ class Area:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=["plain", "zstd", "aes", "zstd+aes"])
-def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(codec: Codec) -> None:
+def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(
+    codec: Codec, caplog: pytest.LogCaptureFixture
+) -> None:
     size = BLOCK_BYTES + 8192
     area, shelf = Area(1 << 20), MemoryTier()
     heads = np.zeros((16, HEADER_BYTES + SLACK), np.uint8)
@@ -519,7 +533,10 @@ def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(c
 
     assert load(codec).names(FACTS, NO_SALT, b"k" * 32, size)
     assert (area.bytes[500032 : 500032 + size] == kv).all() and not area.bytes[500032 + size :].any()
-    assert load(Codec(True, OTHER_KEY)) is None, "another key: not for us, and not to be removed"
+    stranger = Codec(True, OTHER_KEY)
+    assert load(stranger) is None, "another key: not for us, and not to be removed"
+    assert load(stranger) is None
+    assert ["key" in record.message for record in caplog.records] == [True], "said once"
     ((name, data),) = shelf.objects.items()
     shelf.objects[name] = (
         data[: HEADER_BYTES + 1000] + bytes([data[HEADER_BYTES + 1000] ^ 1]) + data[HEADER_BYTES + 1001 :]

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from kvdepot.keys import ChunkChain
 from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 
-need(commands=["redis-server"], modules=["redis", "obstore", "moto", "blosc2", "cryptography"])
+need(commands=["redis-server"], modules=["redis", "obstore", "moto", "zstandard", "cryptography"])
 
 CHUNKS = 6
 
@@ -218,6 +219,13 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         assert (pinned.returncode, pinned.stdout) == (0, f"{CHUNKS} of {CHUNKS} chunks are pinned\n"), pinned.stderr
         assert two.status()["pinned"][0]["name"] == "system"
         assert command("unpin", "system", *place).returncode == 0
+        chain = ChunkChain(here.chunk_size)
+        chain.extend(there.prompt(1, CHUNKS).tokens)
+        keys = tmp_path / "keys"
+        keys.write_text("\n".join(chain.slice(i, i + 1).hex() for i in range(CHUNKS)))
+        assert command("warm", "--keys", str(keys), *place).stdout == f"{CHUNKS} of {CHUNKS} chunks are in memory\n"
+        keys.write_text("abc")
+        assert command("warm", "--keys", str(keys), *place).returncode == 2
         again = command("unpin", "system", *place)
         assert again.returncode == 1 and "nothing is pinned as 'system'" in again.stderr
         wrong = command("warm", "--tokens", str(tokens), "--model", "other", *place)

@@ -20,9 +20,12 @@ import pytest
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, cut, name_of
 from kvdepot.tiers import Blob, Tier, parse
-from kvdepot.tiers.mooncake import SPANS_UNDER_WAY, MooncakeOptions, MooncakeTier
+from kvdepot.tiers.membership import SPANS_UNDER_WAY
+from kvdepot.tiers.mooncake import MooncakeOptions, MooncakeTier
 from tests.conftest import eventually
 from tests.tiers.mooncake_servers import Host, Master, free_port, needed
+
+pytestmark = pytest.mark.faults  # joining a pool and leaving it takes a second
 
 MIB = 1 << 20
 
@@ -44,7 +47,7 @@ def pool(installed: None) -> Iterator[Master]:
 
 class TestMooncake(TierConformance):
     shared: ClassVar[bool] = True
-    examples: ClassVar[int] = 8
+    examples: ClassVar[int] = 4
 
     def open_tier(self, place: Any) -> Tier:
         return parse(f"{place}?segment_gib=0&local_host=127.0.0.1").open()
@@ -120,7 +123,7 @@ def test_bytes_go_straight_to_where_they_are_wanted(tier: Tier, memory: memoryvi
 
 def test_where_memory_has_to_be_registered_other_memory_is_staged(pool: Master, memory: memoryview) -> None:
     tier = MooncakeTier(
-        "127.0.0.1", pool.port, MooncakeOptions(segment_gib=0, local_host="127.0.0.1", buffer_mib=1), registers=True
+        ("127.0.0.1", pool.port), MooncakeOptions(segment_gib=0, local_host="127.0.0.1", buffer_mib=1), registers=True
     )
     try:
         tier.forget("", "")
@@ -147,7 +150,7 @@ def test_any_number_of_pieces_and_threads_stays_below_what_the_library_can_bear(
     def move(thread: int) -> None:
         for turn in range(4):
             number = 100 * thread + turn
-            start = thread * 8 * MIB
+            start = thread * 4 * MIB
             places = [memory[start + 2 * i * piece : start + (2 * i + 1) * piece] for i in range(8 * count)]
             blobs = [Blob(name_of(8 * number + i), places[i * count : (i + 1) * count]) for i in range(8)]
             data = [content(number + i, count * piece) for i in range(8)]
@@ -163,8 +166,8 @@ def test_any_number_of_pieces_and_threads_stays_below_what_the_library_can_bear(
             if [b"".join(blob.buffers) for blob in blobs] != data:
                 failures.append(f"bytes {number}")
 
-    threads = [threading.Thread(target=move, args=(thread,)) for thread in range(8)]
-    assert len(threads) * count > SPANS_UNDER_WAY
+    threads = [threading.Thread(target=move, args=(thread,)) for thread in range(12)]
+    assert len(threads) * count > 2048 > SPANS_UNDER_WAY
     started = time.monotonic()
     for thread in threads:
         thread.start()
@@ -187,7 +190,6 @@ def test_what_another_host_is_just_writing_is_not_said_to_be_there(pool: Master,
 # -- room
 
 
-@pytest.mark.faults
 def test_a_full_pool_refuses_and_evicts_and_goes_on() -> None:
     with started(Master(flags=("--default_kv_lease_ttl=100",))) as master:
         tier = join(master, segment_mib=64)
@@ -264,7 +266,6 @@ def test_without_a_master_it_says_so_at_once() -> None:
         parse(f"mooncake://127.0.0.1:{free_port()}/?segment_gib=0").open()
 
 
-@pytest.mark.faults
 def test_a_master_that_hangs_does_not_hang_whoever_joins() -> None:
     with started(Master()) as master:
         master.stop()
@@ -276,7 +277,6 @@ def test_a_master_that_hangs_does_not_hang_whoever_joins() -> None:
         join(master).close()
 
 
-@pytest.mark.faults
 def test_a_master_that_is_killed_and_comes_back() -> None:
     with started(Master()) as master:
         tier = join(master, segment_mib=64)
@@ -299,11 +299,10 @@ def write_or_not(tier: Tier, number: int) -> bool:
         return False
 
 
-@pytest.mark.faults
 def test_a_master_that_hangs_and_goes_on() -> None:
-    with started(Master()) as master:
+    with started(Master(flags=("--put_start_discard_timeout_sec=1",))) as master:
         tier = join(master, segment_mib=64)
-        assert write(tier, 1)
+        assert write(tier, 1) and tier.read([Blob(name_of(1), [memoryview(bytearray(2 * MIB))])]) == [MIB]
         master.stop()
         beat = Beat()
         everything_fails(tier)
@@ -311,10 +310,10 @@ def test_a_master_that_hangs_and_goes_on() -> None:
         master.go_on()
         eventually(lambda: write_or_not(tier, 2), 30)
         assert read(tier, 2) == "right"
+        eventually(lambda: write_or_not(tier, 99), 60)  # what it began while nobody answered is forgotten some time
         tier.close()
 
 
-@pytest.mark.faults
 def test_closing_ends_also_where_the_master_does_not() -> None:
     with started(Master()) as master:
         tier = join(master, segment_mib=64)
@@ -324,7 +323,6 @@ def test_closing_ends_also_where_the_master_does_not() -> None:
             tier.close()
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_host_that_dies_takes_its_objects_along_and_nothing_else(how: str) -> None:
     with started(Master(flags=("--client_ttl=2",))) as master:
@@ -370,6 +368,7 @@ def test_errors_in_the_url_say_what_is_wrong(pool: Master) -> None:
         f"{place}?segment_gib=0.001": "segment_gib",
         f"{place}?protocol=smoke": "protocol",
         f"{place}?protocol=rdma": "device",
+        f"{place}?device=mlx5_0": "rdma",
         f"{place}?local_host=192.0.2.1": "local_host",
     }.items():
         with pytest.raises(ConfigError, match=words):

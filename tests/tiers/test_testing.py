@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -40,6 +41,8 @@ MUTANTS = {
     "promises all": "def find(self, names): return [True for name in names]",
     "takes two names for one": "def _write(self, name, data): return super()._write(name[:130], data)",
     "has no bound": "def _write(self, name, data): self.capacity_bytes = None; return super()._write(name, data)",
+    "tells of more than there is": "def usage(self): u = super().usage(); return type(u)(u.objects + 1, u.bytes)",
+    "fails when it is closed twice": "def close(self): self.closed = 1 // (1 - getattr(self, 'closed', 0))",
     "keeps nothing": "def close(self): self.forget('', '')",
     "fills what has no room": "def read(self, blobs): return [min(s, b.size) for s, b in "
     "zip(super().read(blobs), blobs)]",
@@ -50,40 +53,64 @@ MUTANTS = {
             super()._write(name, data[: end or 1]); time.sleep(0.0001)
         return super()._write(name, data)""",
     "fails instead of missing": "def read(self, blobs): return [len(self.objects[b.name]) and "
-    "super(Mutant, self).read([b])[0] for b in blobs]",
+    "MemoryTier.read(self, [b])[0] for b in blobs]",
     "is overwhelmed by pieces": "def write(self, blobs): return [len(b.buffers) <= 1024 and "
-    "super(Mutant, self).write([b])[0] for b in blobs]",
+    "MemoryTier.write(self, [b])[0] for b in blobs]",
 }
-MODULE = """
+HEAD = """
 import time
+
+import pytest
 from kvdepot.testing.tiers import MemoryTier, TierConformance
 
-class Mutant(MemoryTier):
+noticed = set()
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and item.cls not in noticed:
+        noticed.add(item.cls)
+        print("noticed", item.cls.__name__, item.name)
+    return report
+
+def pytest_runtest_setup(item):
+    if item.cls in noticed:
+        pytest.skip("noticed already")
+"""
+MUTANT = """
+class Tier{number}(MemoryTier):
     {change}
 
-class TestMutant(TierConformance):
+class Test{number}(TierConformance):
     slack_bytes = 0
     shared = True
     examples = 5
     stores = {{}}
 
     def open_tier(self, place):
-        return self.stores.setdefault(place, Mutant())
+        return self.stores.setdefault(place, Tier{number}())
 
     def open_bounded(self, place, capacity_bytes):
-        return Mutant(capacity_bytes)
+        return Tier{number}(capacity_bytes)
 """
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_suite_notices_a_tier_that(mutant: str, tmp_path: Path) -> None:
-    module = tmp_path / "test_mutant.py"
-    module.write_text(MODULE.format(change=MUTANTS[mutant]))
+def test_the_suite_notices_every_tier_that_has_one_thing_wrong(tmp_path: Path) -> None:
+    module = tmp_path / "test_mutants.py"
+    bodies = [MUTANT.format(number=n, change=change) for n, change in enumerate(MUTANTS.values())]
+    module.write_text("\n".join([HEAD, *bodies]))
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(module)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [
+            sys.executable, "-m", "pytest", "-q", "-s", "-p", "test_mutants", "-p", "no:cacheprovider",
+            "--rootdir", str(tmp_path), str(module),
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+            [str(tmp_path), *sys.path])},
     )  # fmt: skip
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    noticed = {int(line.split()[1][4:]) for line in ended.stdout.splitlines() if "noticed Test" in line}
+    missed = [name for number, name in enumerate(MUTANTS) if number not in noticed]
+    assert not missed, ended.stdout + ended.stderr
+    assert "noticed Test0 " in ended.stdout and ended.returncode == 1
 
 
 def write(tier: Tier, number: int, size: int = 1000) -> bool:

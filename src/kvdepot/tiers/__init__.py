@@ -25,19 +25,18 @@ from kvdepot.errors import ConfigError
 __all__ = ["KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
 
 KINDS = {
-    "disk": "kvdepot.tiers.disk",
-    "redis": "kvdepot.tiers.redis",
-    "rediss": "kvdepot.tiers.redis",
-    "redis+cluster": "kvdepot.tiers.redis",
-    "rediss+cluster": "kvdepot.tiers.redis",
-    "s3": "kvdepot.tiers.object",
-    "gs": "kvdepot.tiers.object",
-    "az": "kvdepot.tiers.object",
-    "file": "kvdepot.tiers.object",
-    "mooncake": "kvdepot.tiers.mooncake",
+    "disk": "disk",
+    "redis": "redis",
+    "rediss": "redis",
+    "redis+cluster": "redis",
+    "rediss+cluster": "redis",
+    "s3": "object",
+    "gs": "object",
+    "az": "object",
+    "file": "object",
+    "mooncake": "mooncake",
 }
-"""URL scheme -> the module whose `open(url: str, options: dict[str, str], threads: int) -> Tier` makes it."""
-
+"""URL scheme -> the kind of tier: a module here that has `open(url, options: dict[str, str], threads) -> Tier`."""
 
 NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
 """What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
@@ -163,31 +162,49 @@ class TierConfig(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """What people call it: the URL without credentials."""
-        scheme, _, rest = self.url.partition("://")
-        place, slash, path = rest.partition("/")
-        return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
+        return _shown(self.url)
 
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
+        kind = KINDS[self.kind]
         try:
-            module = importlib.import_module(KINDS[self.kind])
+            tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
         except ImportError as exc:
-            extra = KINDS[self.kind].rpartition(".")[2]
-            raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{extra}]'") from exc
-        tier: Tier = module.open(self.url, dict(self.own), self.options.threads)
+            raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{kind}]'") from exc
         return tier
 
 
+def _module(kind: str) -> Any:
+    """Imported only when it is asked for, and by names that stand here."""
+    match kind:
+        case "disk":
+            return importlib.import_module("kvdepot.tiers.disk")
+        case "redis":
+            return importlib.import_module("kvdepot.tiers.redis")
+        case "object":
+            return importlib.import_module("kvdepot.tiers.object")
+        case "mooncake":
+            return importlib.import_module("kvdepot.tiers.mooncake")
+    raise AssertionError(kind)
+
+
+def _shown(text: str) -> str:
+    """A URL without its credentials, which end with the last @: a password may hold anything."""
+    scheme, colon, rest = text.partition("://")
+    return scheme + colon + rest.partition("?")[0].rpartition("@")[2] if colon else scheme.rpartition("@")[2]
+
+
 def parse(text: str) -> TierConfig:
-    """A tier's URL with its options. Raises ConfigError that names what is wrong."""
+    """A tier's URL with its options. Raises ConfigError that names what is wrong, never with the credentials."""
     try:
         parts = urlsplit(text)
-    except ValueError as exc:
-        raise ConfigError(f"tiers: {text!r} is no URL: {exc}") from exc
-    if parts.scheme not in KINDS:
-        raise ConfigError(f"tiers: {text!r} begins with none of {', '.join(kind + '://' for kind in KINDS)}")
-    if re.search(r"[\s\x00-\x1f]", text):
-        raise ConfigError(f"tiers: {text!r} holds a space; write %20")
+    except ValueError:
+        raise ConfigError(f"tiers: {_shown(text)!r} is no URL") from None  # whose text may quote a password
+    if parts.scheme not in KINDS or "://" not in text:
+        known = ", ".join(kind + "://" for kind in KINDS)
+        raise ConfigError(f"tiers: {_shown(text)!r} begins with none of {known}")
+    if re.search(r"[\s\x00-\x1f#]", text):
+        raise ConfigError(f"tiers: {_shown(text)!r} holds a space or a #; write %20 or %23")
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)

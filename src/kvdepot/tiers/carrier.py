@@ -237,9 +237,10 @@ def _load(
 ) -> list[Header | bool | None]:
     slack = codec.slack
     blobs = []
+    if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
+        log.warning("no memory behind the arena: nothing is loaded")  # which is no fault of the tier
+        return [None] * len(parts)
     for i, part in enumerate(parts):
-        if not all(arena.ensure(*extent) for extent in part.extents):
-            raise InternalError("no memory behind the arena: /dev/shm is full")
         kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
         behind = [heads[i, HEADER_BYTES : HEADER_BYTES + slack].data] if slack else []
         blobs.append(Blob(part.name, [heads[i, :HEADER_BYTES].data, *kv, *behind]))
@@ -258,7 +259,12 @@ def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldes
         return False
     if header.stored != size - HEADER_BYTES:
         return False
-    if header.born < oldest or not codec.is_readable(header):
+    if header.born < oldest:
+        return None
+    if not codec.is_readable(header):
+        if not codec.told:
+            codec.told = True
+            log.warning("%s is a miss, as are all objects like it: %s", part.name, codec.why_not(header))
         return None
     if header.coding:
         out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]

@@ -60,6 +60,7 @@ _ZSTD = 1
 _ENCRYPTED = 2
 _WIDTH_BIT = 2  # two bits from here: log2 of the element's bytes
 _SHUFFLED = _ZSTD | 3 << _WIDTH_BIT
+_MARK = 0xFFFFFF00
 
 
 class Codec:
@@ -72,6 +73,8 @@ class Codec:
         """key: 32 bytes. Raises ConfigError where a library is missing."""
         self._compress = compress
         self._key = key
+        self.told = False
+        """Whether the log has been told of an object that is not readable. The carrier's."""
         self._coding = 0  # of all we encrypt, and the only one that we decrypt
         if compress and _zstandard() is None:
             raise ConfigError("compress=zstd needs zstandard; pip install 'kvdepot[compress]'")
@@ -108,15 +111,22 @@ class Codec:
         return [memoryview(header.pack(facts)), *pieces]
 
     def is_readable(self, header: Header) -> bool:
-        """Whether `decode` can be asked at all. If not, nothing is wrong with the object: it is not for us.
+        """Whether `decode` can be asked at all. If not, nothing is wrong with the object: it is not for us."""
+        return not self.why_not(header)
 
-        It has another key (or none, where we have one: anybody could have written that), is coded in a way of a later
-        version, or needs a library that is not installed.
-        """
-        if header.coding & ~_SHUFFLED != self._coding:
-            return False
+    def why_not(self, header: Header) -> str:
+        """What keeps us from reading such an object; empty: nothing."""
+        rest = header.coding & ~_SHUFFLED
         shuffled = header.coding & _SHUFFLED
-        return shuffled == 0 or (shuffled & _ZSTD != 0 and _width(header) <= max(_WIDTHS) and _zstandard() is not None)
+        if rest & ~_MARK not in (0, _ENCRYPTED) or (shuffled and not shuffled & _ZSTD) or _width(header) > max(_WIDTHS):
+            return "it is coded in a way that this version does not know"
+        if rest and not self._coding:
+            return "it is encrypted, and this tier has no key_file"
+        if rest != self._coding:  # what has no key could have been written by anybody
+            return "it is encrypted with another key" if rest else "it is not encrypted, and this tier has a key_file"
+        if shuffled and _zstandard() is None:
+            return "it is compressed, and zstandard is missing; pip install 'kvdepot[compress]'"
+        return ""
 
     def decode(self, header: Header, stored: Sequence[memoryview], out: Sequence[memoryview]) -> bool:
         """Undo `encode` into `out`; False where the bytes are not what the header says. Blocks.

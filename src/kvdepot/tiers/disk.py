@@ -21,8 +21,9 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.evict import POLICIES
 from kvdepot.tiers import Blob, Usage, convert
-from kvdepot.tiers.folder import Folder, device_of
+from kvdepot.tiers.folder import Folder
 from kvdepot.tiers.ledger import Ledger
+from kvdepot.tiers.places import device_of
 
 __all__ = ["Disk", "DiskOptions", "open"]
 

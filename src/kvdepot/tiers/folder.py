@@ -4,7 +4,7 @@
     tmp/                what is being written: renamed when it is whole, removed when the next server finds it
     trash/              what was forgotten, until it is removed
     quarantine/         the last few objects whose bytes were wrong, for people to look at
-    5a/5a..9/0c..1/e7/e7..3.0    salt, space, key and rank, fanned out by the first two characters of salt and key
+    5a/...              objects (places.py)
 
 The one law: what the file system gives to our files never exceeds the ledger's capacity, half-written files and those
 removed under a reader included. What directories take is not counted; what another puts here is neither touched nor
@@ -15,10 +15,9 @@ leave files that are empty, short or wrong, which their header and sum tell (car
 
 Locks, in this order: `_evicting` from the choice of a victim until its file is gone, `_naming(name)` while a name's
 file comes or goes, `_lock` for the ledger and all that stands beside it; no system call under the last.
-Paths are strings here, for a Path costs more than most of the system calls.
 """
 
-# ruff: noqa: PTH102, PTH106, PTH108, PTH116, PTH208
+# ruff: noqa: PTH108, PTH116, PTH208
 
 from __future__ import annotations
 
@@ -27,29 +26,37 @@ import errno
 import itertools
 import logging
 import os
-import re
 import secrets
-import shutil
-import stat
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvdepot import shm
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import NAME, Blob, Usage
 from kvdepot.tiers.ledger import Entry, Ledger
+from kvdepot.tiers.places import (
+    LOCK,
+    QUARANTINE,
+    TMP,
+    TRASH,
+    create,
+    is_ours,
+    make_parents,
+    move,
+    objects_in,
+    place_of,
+    prune,
+    remove,
+    spaces_in,
+)
 
-__all__ = ["Folder", "device_of"]
+__all__ = ["Folder"]
 
 log = logging.getLogger(__name__)
 
-_LOCK, _TMP, _TRASH, _QUARANTINE = "kvdepot.lock", "tmp", "trash", "quarantine"
-_LEVELS = [re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 32)] + [re.compile(r"[0-9a-f][0-9a-f.]")]
-_OURS = re.compile(rf"{re.escape(_LOCK)}|{_TMP}|{_TRASH}|{_QUARANTINE}|lost\+found|[0-9a-f][0-9a-f]")
-_MOST_PIECES = os.sysconf("SC_IOV_MAX")
 _MOST_QUARANTINED = 8
 """Files; together they take a sixteenth of the capacity at most."""
 _DATE_EVERY_S = 60.0
@@ -58,14 +65,6 @@ _PATIENCE_S = 0.1
 """What is counted by then takes writes as soon as it is opened."""
 _CLOSE_S = 5.0
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
-
-
-def device_of(path: Path) -> int:
-    """The file system that a path is on, or would be."""
-    for place in (path, *path.parents):
-        with contextlib.suppress(OSError):
-            return place.stat().st_dev
-    return -1
 
 
 class Folder:
@@ -88,8 +87,9 @@ class Folder:
         self._mark = secrets.token_hex(4)
         self._serials = itertools.count()
         self._counted = threading.Event()
-        self._fd = self._claim(path)
-        self._block = os.statvfs(self._root).f_frsize
+        self._fd = -1
+        self._block = 4096
+        self._claim(path)
         self._thread = threading.Thread(target=self._count, name="kvdepot-disk-count", daemon=True)
         self._thread.start()
         self._counted.wait(_PATIENCE_S)
@@ -99,28 +99,35 @@ class Folder:
 
     # -- the directory
 
-    def _claim(self, path: Path) -> int:
-        """Make the directory ours; its lock."""
+    def _claim(self, path: Path) -> None:
+        """Make the directory ours."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if others := [name for name in os.listdir(path) if not _OURS.fullmatch(name)]:
+            if others := [name for name in os.listdir(path) if not is_ours(name)]:
                 raise ConfigError(f"{path} holds {others[0]!r}: the disk tier needs a directory of its own")
-            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._block = os.statvfs(path).f_frsize
+            self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            is_free = shm.lock(self._fd)
         except OSError as exc:
+            self._unlock()
             raise TierError(f"{path} cannot be had: {exc.strerror}") from exc
-        if not shm.lock(fd):
-            os.close(fd)
+        if not is_free:
+            self._unlock()
             raise ConfigError(f"{path} is in use by another kvdepot server")
-        return fd
+
+    def _unlock(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def is_marked(self) -> bool:
         """Whether the directory there now is a tier's."""
-        return os.path.lexists(f"{self._root}/{_LOCK}")
+        return os.path.lexists(f"{self._root}/{LOCK}")
 
     def _is_here(self) -> bool:
         """Whether the directory there now is the one that we have locked."""
         try:
-            return os.path.samestat(os.stat(f"{self._root}/{_LOCK}", follow_symlinks=False), os.fstat(self._fd))
+            return os.path.samestat(os.stat(f"{self._root}/{LOCK}", follow_symlinks=False), os.fstat(self._fd))
         except OSError:
             return False
 
@@ -146,13 +153,15 @@ class Folder:
             if not self._idle.wait_for(lambda: self._active == 0, _CLOSE_S):
                 raise TierError(f"{self._root}: {self._active} calls hang")
         self._thread.join()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._unlock()
+
+    def _tally(self, what: str, count: int = 1) -> None:
+        with self._lock:
+            self._counters[what] += count
 
     def _failed(self, what: str, exc: OSError) -> None:
         """Count a failure. Raises TierError where it is one of the whole directory."""
-        self._counters["errors"] += 1
+        self._tally("errors")
         log.info("%s: %s: %s", self._root, what, exc.strerror)
         if not self._is_here():
             self.gone = self.gone or "the directory is gone"
@@ -162,12 +171,18 @@ class Folder:
 
     def _count(self) -> None:
         try:
-            for left in (_TMP, _TRASH):
+            for left in (TMP, TRASH):
                 with contextlib.suppress(FileNotFoundError):
-                    self._counters["swept"] += len(os.listdir(f"{self._root}/{left}"))
-                    _remove(f"{self._root}/{left}")
+                    self._tally("swept", len(os.listdir(f"{self._root}/{left}")))
+                    remove(f"{self._root}/{left}")
             self._count_quarantine()
-            self._count_level(self._root, 0)
+            self._trim_quarantine()
+            for found in objects_in(self._root):
+                with self._lock:
+                    for name, info in found:
+                        self._ledger.note(Entry(name=name, charge=self._charge(info), dated=info.st_mtime))
+                if self.gone:
+                    break
             with self._lock:
                 self._ledger.rank()
             self._reserve(0)
@@ -177,46 +192,12 @@ class Folder:
         self._counted.set()
 
     def _count_quarantine(self) -> None:
-        with contextlib.suppress(FileNotFoundError), os.scandir(f"{self._root}/{_QUARANTINE}") as files:
+        with contextlib.suppress(FileNotFoundError), os.scandir(f"{self._root}/{QUARANTINE}") as files:
             found = [(file.stat(follow_symlinks=False), file.path) for file in files]
             with self._lock:
                 for info, path in sorted(found, key=lambda pair: pair[0].st_mtime):
                     self._quarantined[path] = Entry(charge=self._charge(info))
                     self._ledger.note(self._quarantined[path], is_object=False)
-
-    def _count_level(self, path: str, level: int) -> None:
-        """Count a directory: of those that _LEVELS describe, or, behind the last of these, of files."""
-        if self.gone:
-            return
-        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
-            if level == len(_LEVELS):
-                self._count_files(path, entries)
-                return
-            for entry in entries:
-                if _LEVELS[level].fullmatch(entry.name) and self._is_directory(entry):
-                    self._count_level(entry.path, level + 1)
-
-    def _is_directory(self, entry: os.DirEntry[str]) -> bool:
-        if entry.is_symlink():  # or what we write would go who knows where
-            log.warning("%s is a link, which is not followed: removed", entry.path)
-            os.unlink(entry.path)
-        return entry.is_dir(follow_symlinks=False)
-
-    def _count_files(self, path: str, files: Iterable[os.DirEntry[str]]) -> None:
-        salt, space, _ = path.split("/")[-3:]
-        found = []
-        for file in files:
-            name = f"{salt}/{space}/{file.name}"
-            if not NAME.fullmatch(name) or self._place(name) != file.path:
-                continue
-            info = file.stat(follow_symlinks=False)
-            if stat.S_ISREG(info.st_mode) and info.st_size:
-                found.append(Entry(name=name, charge=self._charge(info), dated=info.st_mtime))
-            elif not stat.S_ISDIR(info.st_mode):
-                os.unlink(file.path)  # a link, or what is left of a file after a power cut
-        with self._lock:
-            for entry in found:
-                self._ledger.note(entry)
 
     # -- room
 
@@ -255,13 +236,13 @@ class Folder:
                 if not is_replaced and not self._unlink(victim):
                     return 0
                 with self._lock:
-                    self._ledger.settle(victim)
+                    self._ledger.settle(victim, evicted=True)
                     self._counters["evicted"] += 1
             return victim.charge
 
     def _unlink(self, entry: Entry) -> bool:
         """Remove a file that was taken out, and the directories it leaves empty. What cannot be removed is kept."""
-        path = self._place(entry.name)
+        path = place_of(self._root, entry.name)
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -271,14 +252,8 @@ class Folder:
                 self._ledger.keep(entry)
             self._failed("remove", exc)
             return False
-        self._prune(path, len(_LEVELS))
+        prune(self._root, path)
         return True
-
-    def _prune(self, path: str, levels: int) -> None:
-        with contextlib.suppress(OSError):
-            for _ in range(levels):
-                path = path.rpartition("/")[0]
-                os.rmdir(path)
 
     def _discard(self, path: str, entries: list[Entry]) -> None:
         """Remove what is no object any more, now or when it can be; it is counted until then."""
@@ -293,7 +268,7 @@ class Folder:
             if entries is None:
                 continue  # another thread is at it
             try:
-                _remove(path)
+                remove(path)
             except FileNotFoundError:
                 pass
             except OSError as exc:
@@ -310,10 +285,6 @@ class Folder:
     def _naming(self, name: str) -> threading.Lock:
         """The lock under which files of this name come and go."""
         return self._names[hash(name) % len(self._names)]
-
-    def _place(self, name: str) -> str:
-        salt, space, rest = name.split("/")
-        return f"{self._root}/{salt[:2]}/{salt}/{space}/{rest[:2]}/{rest}"
 
     def find(self, names: Sequence[str]) -> list[bool]:
         with self._lock:
@@ -332,13 +303,15 @@ class Folder:
             return -1
         except OSError as exc:
             self._failed("read", exc)
+            if exc.errno == errno.EIO:  # else it would be found, and be in vain, for ever
+                self._remove(entry.name, spoilt=False)
             return -1
         finally:
             with self._lock:
                 self._ledger.release(entry)
 
     def _read(self, blob: Blob, entry: Entry) -> int:
-        fd = os.open(self._place(blob.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(place_of(self._root, blob.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size
             if size > blob.size:
@@ -348,7 +321,7 @@ class Folder:
                 entry.dated = now
                 with contextlib.suppress(OSError):  # of a file system that is read only we can still read
                     os.utime(fd)
-            return _move(os.preadv, fd, blob.buffers)
+            return move(os.preadv, fd, blob.buffers)
         finally:
             os.close(fd)
 
@@ -359,7 +332,7 @@ class Folder:
                 return False
             self._ledger.take(entry.name)
             self._ledger.settle(entry)
-        self._counters["vanished"] += 1
+        self._tally("vanished")
         return True
 
     def write(self, blob: Blob) -> bool:
@@ -378,7 +351,7 @@ class Folder:
             except OSError as exc:
                 self._failed("write", exc)
                 return False
-        self._counters["refused"] += 1
+        self._tally("refused")
         return False
 
     def _make_way(self, size: int) -> bool:
@@ -392,32 +365,32 @@ class Folder:
     def _write(self, blob: Blob, size: int) -> bool:
         charge = self._with_map(size)
         if not self._reserve(charge):
-            self._counters["refused"] += 1
+            self._tally("refused")
             return False
-        path = f"{self._root}/{_TMP}/{self._mark}-{next(self._serials)}"
+        path = f"{self._root}/{TMP}/{self._mark}-{next(self._serials)}"
         entry = Entry(name=blob.name, charge=charge, dated=time.time())
         try:
             info = self._fill(path, blob, size)
             more = max(0, self._charge(info) - charge)
             if more and not self._reserve(more):
-                self._counters["refused"] += 1
-                self._discard(path, [entry])
+                self._tally("refused")
+                self._discard(path, [Entry(charge=entry.charge)])
                 return False
             entry.charge += more
             with self._naming(blob.name):
-                self._with_directories(os.rename, path, self._place(blob.name))
+                self._with_directories(os.rename, path, place_of(self._root, blob.name))
                 with self._lock:
                     self._ledger.enter(entry)
         except OSError:
-            self._discard(path, [entry])
+            self._discard(path, [Entry(charge=entry.charge)])
             raise
         return True
 
     def _fill(self, path: str, blob: Blob, size: int) -> os.stat_result:
         """Write a new file; what it is then."""
-        fd = self._with_directories(_create, path)
+        fd = self._with_directories(create, path)
         try:
-            if _move(os.pwritev, fd, blob.buffers) != size:
+            if move(os.pwritev, fd, blob.buffers) != size:
                 raise OSError(errno.EIO, "a write was cut short")
             return os.fstat(fd)
         finally:
@@ -431,11 +404,7 @@ class Folder:
             except FileNotFoundError:
                 if not self._is_here():
                     raise
-            path = self._root
-            for part in paths[-1][len(path) + 1 :].split("/")[:-1]:
-                path = f"{path}/{part}"
-                with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    os.mkdir(path, 0o700)
+            make_parents(self._root, paths[-1])
         return act(*paths) or 0
 
     # -- removing
@@ -449,32 +418,32 @@ class Folder:
     def remove(self, names: Sequence[str], spoilt: bool) -> None:
         """Raises TierError where the directory does not let us."""
         self._wait_counted()
-        refused = False
-        for name in names:
-            with self._naming(name):
-                with self._lock:
-                    entry = self._ledger.take(name)
-                if entry is None:
-                    continue
-                if spoilt and self._set_aside(entry):
-                    continue
-                if not self._unlink(entry):
-                    refused = True
-                    continue
-                with self._lock:
-                    self._ledger.settle(entry)
+        refused = [name for name in names if not self._remove(name, spoilt)]
         self._trim_quarantine()
         if refused:
             raise TierError(f"{self._root} does not let us remove objects")
 
+    def _remove(self, name: str, spoilt: bool) -> bool:
+        with self._naming(name):
+            with self._lock:
+                entry = self._ledger.take(name)
+            if entry is None or (spoilt and self._set_aside(entry)):
+                return True
+            if not self._unlink(entry):
+                return False
+            with self._lock:
+                self._ledger.settle(entry)
+        return True
+
     def _set_aside(self, entry: Entry) -> bool:
-        path = f"{self._root}/{_QUARANTINE}/{entry.name.replace('/', '_')}"
-        self._counters["quarantined"] += 1
+        place = place_of(self._root, entry.name)
+        path = f"{self._root}/{QUARANTINE}/{entry.name.replace('/', '_')}"
         try:
-            self._with_directories(os.rename, self._place(entry.name), path)
+            self._with_directories(os.rename, place, path)
         except OSError:
             return False
-        self._prune(self._place(entry.name), len(_LEVELS))
+        self._tally("quarantined")
+        prune(self._root, place)
         with self._lock:
             old = self._quarantined.pop(path, None)
             self._quarantined[path] = entry
@@ -500,8 +469,8 @@ class Folder:
         with contextlib.ExitStack() as stack:
             for lock in (self._evicting, *self._names):
                 stack.enter_context(lock)
-            for place, path in self._spaces(salt, space):
-                target = f"{self._root}/{_TRASH}/{self._mark}-{next(self._serials)}"
+            for place, path in spaces_in(self._root, salt, space):
+                target = f"{self._root}/{TRASH}/{self._mark}-{next(self._serials)}"
                 try:
                     self._with_directories(os.rename, path, target)
                 except OSError as exc:
@@ -509,7 +478,7 @@ class Folder:
                     self._failed("forget", exc)
                     continue
                 trash[place] = target
-                self._prune(path, 2)
+                prune(self._root, path)
             gone: dict[str, list[Entry]] = defaultdict(list)
             with self._lock:
                 for entry in self._ledger.forget(salt, space):
@@ -526,15 +495,6 @@ class Folder:
             raise TierError(f"{self._root} does not let us remove objects")
         return sum(map(len, gone.values()))
 
-    def _spaces(self, salt: str, space: str) -> list[tuple[str, str]]:
-        """Salt and space, and the directory, of each that begins so."""
-        found = []
-        for top in _list(self._root, _LEVELS[0], salt[:2]):
-            for one in _list(f"{self._root}/{top}", _LEVELS[1], salt):
-                for two in _list(f"{self._root}/{top}/{one}", _LEVELS[2], space):
-                    found.append((f"{one}/{two}", f"{self._root}/{top}/{one}/{two}"))
-        return found
-
     def usage(self) -> Usage:
         if not self._is_here():
             self.gone = self.gone or "the directory is gone"
@@ -548,37 +508,3 @@ class Folder:
                 ledger.capacity_bytes,
                 dict(self._counters),
             )
-
-
-def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _list(path: str, pattern: re.Pattern[str], prefix: str) -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        return [name for name in os.listdir(path) if pattern.fullmatch(name) and name.startswith(prefix)]
-    return []
-
-
-def _remove(path: str) -> None:
-    """A file, or a directory with all that is in it."""
-    try:
-        os.unlink(path)
-    except IsADirectoryError:
-        shutil.rmtree(path)
-
-
-def _move(call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview]) -> int:
-    """preadv or pwritev, from the file's start, until the buffers or the file end; how many bytes."""
-    rest = list(buffers)
-    done = 0
-    while rest and (count := call(fd, rest[:_MOST_PIECES], done)):
-        done += count
-        full = 0
-        while full < len(rest) and count >= len(rest[full]):
-            count -= len(rest[full])
-            full += 1
-        del rest[:full]
-        if count:
-            rest[0] = rest[0][count:]
-    return done

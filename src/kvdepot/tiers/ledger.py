@@ -16,6 +16,7 @@ class Entry(Victim, gc=False):
     """One object."""
 
     name: str = ""
+    """Empty where it is no object, and the policy does not know it."""
     charge: int = 0
     """Bytes it takes."""
     dated: float = 0.0
@@ -56,7 +57,8 @@ class Ledger:
     def rank(self) -> None:
         """All that was there is noted: the longest unused goes first."""
         for entry in sorted(self._entries.values(), key=lambda entry: entry.dated):
-            self._policy.touch(entry)
+            entry.key = entry.name.encode()
+            self._policy.insert(entry)
             self._policy.add(entry)
         self.ranked = True
 
@@ -80,15 +82,16 @@ class Ledger:
         """Reserved room has become an object. It replaces what has its name, whose bytes are gone by now."""
         if (old := self.take(entry.name)) is not None:
             self.settle(old)
-        self.keep(entry)
+        self._entries[entry.name] = entry
+        entry.key = entry.name.encode()
+        self._policy.insert(entry)
+        self._policy.add(entry)
 
     def keep(self, entry: Entry) -> None:
-        """An object is there; for one that was taken out: it stays after all."""
+        """What was taken out stays after all."""
         entry.gone = False
         self._entries[entry.name] = entry
-        self._policy.touch(entry)
-        if not entry.readers:
-            self._policy.add(entry)
+        self._policy.add(entry)
 
     def hold(self, name: str) -> Entry | None:
         """Somebody reads this object, which is a use; `release` follows. None where there is none."""
@@ -96,7 +99,7 @@ class Ledger:
         if entry is not None:
             entry.readers += 1
             if self.ranked:
-                self._policy.touch(entry)
+                self._policy.use(entry)
         return entry
 
     def release(self, entry: Entry) -> None:
@@ -130,17 +133,13 @@ class Ledger:
         names = [name for name in self._entries if name.startswith(salt) and name.startswith(space, 33)]
         return [entry for name in names if (entry := self.take(name)) is not None]
 
-    def settle(self, entry: Entry) -> None:
+    def settle(self, entry: Entry, evicted: bool = False) -> None:
         """What was taken out lies there no more, but for those who read it."""
+        if self.ranked and entry.name:
+            self._policy.remove(entry, evicted)
         entry.settled = True
         if not entry.readers:
             self.free(entry.charge)
-
-    def validate(self) -> None:
-        """Raises AssertionError where the books are wrong; for tests, while nothing is under way."""
-        assert all(not entry.gone and not entry.settled and not entry.readers for entry in self._entries.values())
-        total = sum(entry.charge for entry in self._entries.values())
-        assert total <= self.used_bytes, f"{self.used_bytes} bytes for objects of {total}"
 
 
 def _is_unread(entry: Victim) -> bool:

@@ -27,15 +27,9 @@ what they get may be a mixture, which only the sum in the object finds.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import re
-import socket
-import subprocess
-import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +42,7 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import Blob, Usage, convert
+from kvdepot.tiers.membership import Membership, known, library
 
 __all__ = ["ENVIRONMENT", "MooncakeOptions", "MooncakeTier", "open"]
 
@@ -64,16 +59,8 @@ PORT = 50051
 PREFIX = "kvdepot/"
 """What the names of our objects begin with, in a pool that others may use, too."""
 MOST_SPANS = 256
-"""Pieces of memory in one call; what lies in more is staged. See SPANS_UNDER_WAY."""
-SPANS_UNDER_WAY = 1024
-"""Pieces of memory in all calls at a time. Beyond 2048 to one host, its client hangs for a minute and then fails for
-ever (0.3.13)."""
-STUCK_S = 50.0
-"""A transfer that took longer was given up by the library, after 60 s, and may still be going on."""
-CLOSE_S = 10.0
-REHEARSAL_S = 10.0
-_NOT_FOUND, _NOT_READY, _EXISTS, _LOST = -704, -703, -705, -900
-_DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
+"""Pieces of memory in one call; what lies in more is staged."""
+_NOT_FOUND, _NOT_READY, _EXISTS = -704, -703, -705
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,25 +93,14 @@ def open(url: str, options: dict[str, str], threads: int) -> MooncakeTier:
         raise ConfigError(f"tier {url}: must be mooncake://host[:port]/")
     if own.protocol == "rdma" and not own.device:
         raise ConfigError(f"tier {url}: protocol=rdma needs device=, e.g. device=mlx5_0")
+    if own.device and own.protocol != "rdma":
+        raise ConfigError(f"tier {url}: device= is for protocol=rdma")
     if 0 < own.segment_gib < 1 / 64:
         raise ConfigError(f"tier {url}: segment_gib is 0 or at least 1/64")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _library()
-    return MooncakeTier(host, port, own, registers=own.protocol == "rdma")
-
-
-def _library() -> Any:
-    """The library's module; nothing of it is loaded before. Raises ConfigError that says what to install."""
-    try:
-        return importlib.import_module("mooncake.store")
-    except ImportError as exc:
-        missing = next((package for lib, package in _DEBIAN.items() if lib in str(exc)), "")
-        if missing:
-            raise ConfigError(
-                f"tier mooncake: {exc}; apt-get install {missing} (all it needs: {' '.join(_DEBIAN.values())})"
-            ) from exc
-        raise ConfigError(f"tier mooncake: {exc}; pip install 'kvdepot[mooncake]'") from exc
+    library()
+    return MooncakeTier((host, port), own, registers=own.protocol == "rdma")
 
 
 @dataclass(slots=True)
@@ -179,203 +155,46 @@ class _Group:
 class MooncakeTier:
     """A client of one Mooncake Store."""
 
-    def __init__(self, host: str, port: int, options: MooncakeOptions, registers: bool) -> None:
+    def __init__(self, master: tuple[str, int], options: MooncakeOptions, registers: bool) -> None:
         """registers: whether the transport wants to know memory before it moves bytes there. Raises TierError."""
-        self._host = host
-        self._port = port
+        device = options.device if options.protocol == "rdma" else ""
+        self._pool = Membership(master, options.local_host, options.metadata, int(options.segment_gib * 2**30), device)
         self._options = options
         self._registers = registers
-        self._areas: list[tuple[int, int]] = []
-        """(address, bytes) of what the library knows."""
         self._memory: list[memoryview] = []
         self._asks_sizes = False
         """Objects are smaller than the room for them: it is worth a round trip to ask for sizes first."""
         self._staging = threading.Lock()
         self._stage = np.zeros(0, np.uint8)
-        self._state = threading.Condition()
-        # All below is guarded by _state.
-        self._calls = 0
-        self._spans = 0
-        self._closed = False
-        self._stuck = False
-        self._removing = 0
-        self._reserving = 0
-        self._generation = 0
-        """Removals so far."""
-        self._reads: Counter[int] = Counter()
-        """Reads under way, by the generation in which they began."""
-        self._counters = {"refused": 0, "failed": 0, "staged_bytes": 0, "reconnected": 0}
-        self._store: Any = self._connect()
+        """The staging area: whoever holds _staging uses it."""
+        self._counting = threading.Lock()
+        self._counters = {"refused": 0, "failed": 0, "staged_bytes": 0}
 
     def __repr__(self) -> str:
-        return f"<MooncakeTier {self._host}:{self._port} {self._calls} calls under way, {self._counters}>"
-
-    # -- the client
-
-    def _connect(self) -> Any:
-        """A client that has joined the pool. Blocks for seconds at most, partly with the GIL. Raises TierError."""
-        library = _library()
-        place = f"{self._host}:{self._port}"
-        try:  # the library would try for a minute and a half
-            with socket.create_connection((self._host, self._port), timeout=2.0) as probe:
-                local = probe.getsockname()[0]
-        except OSError as exc:
-            raise TierError(f"no mooncake_master answers at {place}: {exc.strerror or exc}") from exc
-        own = self._options
-        local = self._local_host(own.local_host) or local
-        _rehearse(local, own.metadata, 0, 0, own.protocol, own.device, place)
-        store = library.MooncakeDistributedStore()
-        size = int(own.segment_gib * 2**30)
-        if code := store.setup(local, own.metadata, size, 0, own.protocol, own.device, place):
-            raise TierError(f"Mooncake Store at {place} cannot be joined (code {code}; it says more on stderr)")
-        for address, size in self._areas:
-            self._register(store, address, size)
-        return store
-
-    @staticmethod
-    def _local_host(given: str) -> str:
-        """`given`, unless it is no address of this host: the library would not notice."""
-        if not given:
-            return ""
-        host = given.rpartition(":")[0] or given
-        try:
-            with socket.socket() as probe:
-                probe.bind((host, 0))
-        except OSError as exc:
-            raise ConfigError(f"tier mooncake: local_host={given} is no address of this host") from exc
-        return given
-
-    @staticmethod
-    def _register(store: Any, address: int, size: int) -> None:
-        if code := store.register_buffer(address, size):
-            raise TierError(f"Mooncake cannot register {size} bytes of memory (code {code})")
-
-    @contextmanager
-    def _calling(self) -> Iterator[Any]:
-        """The client, for one call. Joins the pool anew after a transfer got stuck."""
-        with self._state:
-            self._state.wait_for(lambda: not self._stuck)
-            if self._closed:
-                raise TierError("the tier is closed")
-            if self._store is None:
-                self._store = self._connect()
-                self._counters["reconnected"] += 1
-            self._calls += 1
-            store = self._store
-        try:
-            yield store
-        finally:
-            with self._state:
-                self._calls -= 1
-                if self._stuck:
-                    self._give_up()
-                self._state.notify_all()
-
-    def _give_up(self) -> None:
-        """Close a client that may still be moving bytes of a call that has failed: no buffer may be given back before.
-
-        The last of the calls under way closes it, the others wait. Its segment is lost to the pool.
-        """
-        if self._calls == 0:
-            store, self._store = self._store, None
-            store.close()
-            self._stuck = False
-        else:
-            self._state.wait_for(lambda: not self._stuck)
-
-    def _transfer(self, move: Callable[..., list[int]], objects: list[_Object], *more: Any) -> list[int]:
-        """Call a function of the library that moves bytes; its answers, one an object. Raises TierError."""
-        spans = sum(len(entry.spans) for entry in objects)
-        with self._state:
-            self._state.wait_for(lambda: self._spans + spans <= SPANS_UNDER_WAY)
-            self._spans += spans
-        started = time.monotonic()
-        try:
-            return _known(
-                move(
-                    [entry.key for entry in objects],
-                    [[address for address, _ in entry.spans] for entry in objects],
-                    [[size for _, size in entry.spans] for entry in objects],
-                    *more,
-                )
-            )
-        finally:
-            with self._state:
-                self._spans -= spans
-                self._stuck |= time.monotonic() - started > STUCK_S
-                self._state.notify_all()
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._state:
-            generation = self._generation
-            self._reads[generation] += 1
-        try:
-            yield
-        finally:
-            with self._state:
-                self._reads[generation] -= 1
-                if not self._reads[generation]:
-                    del self._reads[generation]
-                self._state.notify_all()
-
-    @contextmanager
-    def _reserved(self) -> Iterator[None]:
-        """Around the request for room in the pool.
-
-        A removal frees memory that a read may be at. So room is not asked for while anything is being removed, nor
-        before all reads have ended that began before that was done: they would get bytes of the new object.
-        """
-        with self._state:
-            self._state.wait_for(lambda: not self._removing and not any(n < self._generation for n in self._reads))
-            self._reserving += 1
-        try:
-            yield
-        finally:
-            with self._state:
-                self._reserving -= 1
-                self._state.notify_all()
-
-    @contextmanager
-    def _removes(self) -> Iterator[None]:
-        """Around whatever frees memory in the pool; see `_reserved`."""
-        with self._state:
-            self._removing += 1
-            self._state.wait_for(lambda: not self._reserving)
-        try:
-            yield
-        finally:
-            with self._state:
-                self._removing -= 1
-                self._generation += 1
-                self._state.notify_all()
+        return f"<MooncakeTier {self._pool!r} {self._counters}>"
 
     def _count(self, counter: str, more: int) -> None:
-        with self._state:
+        with self._counting:
             self._counters[counter] += more
 
     # -- memory
 
     def attach(self, memory: Sequence[memoryview]) -> None:
         self._memory = list(memory)
-        if not self._registers:
-            return
-        areas = [(_address(area), len(area)) for area in memory]
-        with self._calling() as store:
-            for address, size in areas:
-                self._register(store, address, size)
-        self._areas = areas
+        if self._registers:
+            for area in memory:
+                self._pool.register(_address(area), len(area))
 
-    def _is_direct(self, address: int, size: int) -> bool:
-        return not self._registers or any(
-            start <= address and address + size <= start + length for start, length in self._areas
+    def _is_direct(self, entry: _Object) -> bool:
+        return len(entry.spans) <= MOST_SPANS and (
+            not self._registers or all(self._pool.knows(*span) for span in entry.spans)
         )
 
     def _groups(self, objects: list[_Object]) -> Iterator[tuple[list[_Object], bool]]:
         """Objects in groups that one call may carry, and whether their bytes have to be staged."""
         direct, staged = _Group(MOST_SPANS), _Group(self._options.buffer_mib << 20)
         for entry in objects:
-            stages = len(entry.spans) > MOST_SPANS or not all(self._is_direct(*span) for span in entry.spans)
+            stages = not self._is_direct(entry)
             group, weight = (staged, entry.size) if stages else (direct, len(entry.spans))
             if group.is_full(entry, weight):
                 yield group.take(), stages
@@ -385,13 +204,13 @@ class MooncakeTier:
                 yield group.take(), group is staged
 
     @contextmanager
-    def _staged(self, store: Any, objects: list[_Object]) -> Iterator[list[_Object]]:
+    def _staged(self, objects: list[_Object]) -> Iterator[list[_Object]]:
         """The same objects with memory in the staging area, which is ours meanwhile."""
         total = sum(entry.size for entry in objects)
         with self._staging:
             if total > len(self._stage):
-                self._enlarge(store, total)
-            at = self._stage.ctypes.data
+                self._enlarge(total)
+            at = _address(self._stage.data)
             moved = []
             for entry in objects:
                 moved.append(_Object(entry.number, entry.key, [(at, entry.size)]))
@@ -399,15 +218,12 @@ class MooncakeTier:
             self._count("staged_bytes", total)
             yield moved
 
-    def _enlarge(self, store: Any, size: int) -> None:
+    def _enlarge(self, size: int) -> None:
         stage = np.zeros(max(size, self._options.buffer_mib << 20), np.uint8)
         if self._registers:
-            old = (self._stage.ctypes.data, len(self._stage))
-            self._register(store, stage.ctypes.data, len(stage))
-            if old in self._areas:
-                self._areas.remove(old)
-                store.unregister_buffer(old[0])
-            self._areas.append((stage.ctypes.data, len(stage)))
+            self._pool.register(_address(stage.data), len(stage))
+            if len(self._stage):
+                self._pool.unregister(_address(self._stage.data))
         self._stage = stage
 
     # -- the contract
@@ -415,15 +231,15 @@ class MooncakeTier:
     def find(self, names: Sequence[str]) -> list[bool]:
         if not names:
             return []
-        with self._calling() as store:
-            return [code == 1 for code in _known(store.batch_is_exist([PREFIX + name for name in names]))]
+        with self._pool.calling() as store:
+            return [code == 1 for code in known(store.batch_is_exist([PREFIX + name for name in names]))]
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
         """As the contract says. Objects on hosts that are gone are not there."""
         sizes = [-1] * len(blobs)
         if not blobs:
             return sizes
-        with self._calling() as store, self._reading():
+        with self._pool.calling() as store, self._pool.reading():
             objects = [_Object(number, PREFIX + blob.name, _spans(blob)) for number, blob in enumerate(blobs)]
             if self._asks_sizes:
                 self._get(store, self._fit(store, objects, sizes), sizes)
@@ -438,13 +254,13 @@ class MooncakeTier:
         failed = []
         for group, stages in self._groups(objects):
             if stages:
-                with self._staged(store, group) as moved:
-                    codes = self._transfer(store.batch_get_into_multi_buffers, moved)
+                with self._staged(group) as moved:
+                    codes = self._move(store.batch_get_into_multi_buffers, moved)
                     for entry, place, code in zip(group, moved, codes, strict=True):
                         if code == entry.size:
                             _scatter(place.spans[0][0], entry.spans)
             else:
-                codes = self._transfer(store.batch_get_into_multi_buffers, group)
+                codes = self._move(store.batch_get_into_multi_buffers, group)
             for entry, code in zip(group, codes, strict=True):
                 if code == entry.size:
                     sizes[entry.number] = code
@@ -458,6 +274,8 @@ class MooncakeTier:
         """Those that there is room for, with memory of just the right size. The others are answered."""
         fitting = []
         replicas = store.batch_get_replica_desc(list({entry.key for entry in objects}))
+        if objects and not replicas:  # so it also answers when there is no master
+            known(store.batch_is_exist([objects[0].key]))
         for entry in objects:
             size = _size(replicas.get(entry.key, ()))
             if size > entry.size:
@@ -469,8 +287,8 @@ class MooncakeTier:
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
         """As the contract says. What exists is left as it is; what another is just writing is refused."""
         there = [False] * len(blobs)
-        with self._calling() as store:
-            config = _library().ReplicateConfig()
+        with self._pool.calling() as store:
+            config = library().ReplicateConfig()
             config.replica_num = self._options.replicas
             objects = [_Object(number, PREFIX + blob.name, _spans(blob)) for number, blob in enumerate(blobs)]
             for group, stages in self._groups(objects):
@@ -480,30 +298,35 @@ class MooncakeTier:
 
     def _put(self, store: Any, objects: list[_Object], stages: bool, config: Any, there: list[bool]) -> None:
         """Write one group. In three steps, for a plain put says of what another is just writing that it is there."""
-        with self._reserved():
-            codes = _known(
+        with self._pool.reserving():
+            codes = known(
                 store.batch_put_session_start([e.key for e in objects], [entry.size for entry in objects], config)
             )
         begun = [entry for entry, code in zip(objects, codes, strict=True) if code == 0]
         exist = [entry for entry, code in zip(objects, codes, strict=True) if code == _EXISTS]
         try:
             if begun and stages:
-                with self._staged(store, begun) as moved:
+                with self._staged(begun) as moved:
                     for entry, place in zip(begun, moved, strict=True):
                         _gather(entry.spans, place.spans[0][0])
                     whole = self._send(store, moved)
             else:
                 whole = self._send(store, begun)
             if whole:
-                ends = _known(store.batch_put_session_end([entry.key for entry in whole]))
+                ends = known(store.batch_put_session_end([entry.key for entry in whole]))
                 for entry, code in zip(whole, ends, strict=True):
                     there[entry.number] = code == 0
         finally:
             if left := [entry.key for entry in begun if not there[entry.number]]:
                 store.batch_put_session_revoke(left)
         if exist:
-            for entry, code in zip(exist, _known(store.batch_is_exist([e.key for e in exist])), strict=True):
+            for entry, code in zip(exist, known(store.batch_is_exist([e.key for e in exist])), strict=True):
                 there[entry.number] = code == 1
+
+    def _move(self, move: Callable[..., list[int]], objects: list[_Object], *more: list[list[int]]) -> list[int]:
+        addresses = [[address for address, _ in entry.spans] for entry in objects]
+        sizes = [[size for _, size in entry.spans] for entry in objects]
+        return self._pool.transfer(move, [entry.key for entry in objects], addresses, sizes, *more)
 
     def _send(self, store: Any, objects: list[_Object]) -> list[_Object]:
         """Move the bytes of objects that are reserved; those that arrived."""
@@ -513,21 +336,21 @@ class MooncakeTier:
         for entry in objects:
             ends = np.cumsum([size for _, size in entry.spans])
             offsets.append([0, *ends[:-1].tolist()])
-        codes = self._transfer(store.batch_put_from_multi_buffer_ranges, objects, offsets)
+        codes = self._move(store.batch_put_from_multi_buffer_ranges, objects, offsets)
         whole = [entry for entry, code in zip(objects, codes, strict=True) if code == entry.size]
         self._count("failed", len(objects) - len(whole))
         return whole
 
     def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
         if names:
-            with self._calling() as store, self._removes():
+            with self._pool.calling() as store, self._pool.removing():
                 # Forced: what anybody has read or asked for within the last ten seconds is not removed otherwise.
-                _known(store.batch_remove([PREFIX + name for name in names], True))
+                known(store.batch_remove([PREFIX + name for name in names], True))
 
     def forget(self, salt: str, space: str) -> int:
         first, second = re.escape(salt), re.escape(space)
         pattern = f"^{re.escape(PREFIX)}{first}[0-9a-f]*/{second}[0-9a-f]*/[0-9a-f]+[.][0-9a-f]+$"
-        with self._calling() as store, self._removes():
+        with self._pool.calling() as store, self._pool.removing():
             count = int(store.remove_by_regex(pattern, True))
         if count < 0:
             raise TierError(f"Mooncake Store removed nothing (code {count})")
@@ -535,50 +358,16 @@ class MooncakeTier:
 
     def usage(self) -> Usage:
         """Counters only: what the pool holds, its master alone knows."""
-        with self._calling() as store:
+        with self._pool.calling() as store:
             if (code := store.is_exist(PREFIX)) < 0:
                 raise TierError(f"Mooncake Store's master does not answer (code {code})")
-        with self._state:
-            return Usage(counters=dict(self._counters))
+        with self._counting:
+            return Usage(counters={**self._counters, "rejoined": self._pool.rejoined})
 
     def close(self) -> None:
         """As the contract says. Takes this host's segment, and what lies there, out of the pool."""
-        with self._state:
-            self._closed = True
-            # A call that does not end keeps its client: the library crashes when it is closed under one.
-            self._state.wait_for(lambda: self._calls == 0, CLOSE_S)
-            if self._calls == 0 and self._store is not None:
-                store, self._store = self._store, None
-                store.close()
-
-
-def _rehearse(*setup: str | int) -> None:
-    """Join the pool from a process of its own, without memory for it. Raises TierError when that fails.
-
-    Joining keeps the GIL, for seconds where the master hangs or the device is wrong: not in this process, then.
-    """
-    code = (
-        "import os, sys, mooncake.store; words = sys.argv[1:]; words[2] = words[3] = 0; "
-        "os._exit(bool(mooncake.store.MooncakeDistributedStore().setup(*words)))"
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *map(str, setup)], timeout=REHEARSAL_S, capture_output=True, text=True
-        )
-    except subprocess.TimeoutExpired as exc:
-        raise TierError(f"Mooncake Store at {setup[-1]} cannot be joined within {REHEARSAL_S:.0f} s") from exc
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise TierError(
-            f"Mooncake Store at {setup[-1]} cannot be joined: {said[-1] if said else 'it does not say why'}"
-        )
-
-
-def _known(codes: list[int]) -> list[int]:
-    """The codes of a batch, unless the master does not answer: then TierError."""
-    if lost := next((code for code in codes if code <= _LOST), 0):
-        raise TierError(f"Mooncake Store's master does not answer (code {lost})")
-    return codes
+        self._pool.leave()
+        self._memory = []
 
 
 def _size(replicas: Sequence[Any]) -> int:

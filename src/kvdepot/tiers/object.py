@@ -14,7 +14,8 @@ fast and need a loop. An object goes up in one PUT, whatever its size (parts wer
 requests, and are left behind by who dies), and comes down as a stream, copied while the rest is on its way.
 
 Known weaknesses: `find` costs one HEAD a name; nothing bounds what a bucket holds (use its lifecycle rules); a file
-server that hangs hangs the calls on `file://`, for the kernel ends none of them.
+server that hangs hangs the calls on `file://`, for the kernel ends none of them, and one that is not mounted is not
+missed: a directory is made in its place.
 """
 
 from __future__ import annotations

@@ -1,0 +1,200 @@
+"""Outgrowing one machine, end to end: `make demo-cluster`.
+
+Two hosts, each with a depot of its own: network namespaces joined by a cable, where root may make them, else two
+depots on this host. Their memory is pooled by Mooncake Store. A vLLM engine on host A runs a few prompts and stops; a
+fresh engine on host B runs the same prompts, which its own depot has never seen. Prints how many tokens came through
+the pool, the times, and whether tokens and logprobs are those of the engine's own prefix-cache hit, bit for bit. Exit
+code 1 when they differ or nothing came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from demo import CONFIG, cpu_name, report, run_engine, start_server, write_model
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+
+LENGTHS = (2048 + 17, 4096 + 33)
+_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the two: how commands are run there, and where the other one sees it."""
+
+    name: str
+    address: str
+    inside: tuple[str, ...] = ()
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two network namespaces with a cable between them, or this host twice."""
+    tag = f"{os.getpid()}"
+    one = Host("A", "10.201.88.1", ("ip", "netns", "exec", f"kvd{tag}a"))
+    two = Host("B", "10.201.88.2", ("ip", "netns", "exec", f"kvd{tag}b"))
+    commands = [f"ip link add kva{tag} type veth peer name kvb{tag}"]
+    for host in (one, two):
+        space, link = host.inside[-1], f"kv{host.name.lower()}{tag}"
+        commands += [
+            f"ip netns add {space}",
+            f"ip link set {link} netns {space}",
+            f"ip -n {space} addr add {host.address}/24 dev {link}",
+            f"ip -n {space} link set {link} up",
+            f"ip -n {space} link set lo up",
+        ]
+    try:
+        for command in commands:
+            subprocess.run(command.split(), check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        remove(one, two)
+        print(f"no network namespaces here ({exc}): two depots on one host", flush=True)
+        yield Host("A", "127.0.0.1"), Host("B", "127.0.0.1")
+        return
+    try:
+        yield one, two
+    finally:
+        remove(one, two)
+
+
+def remove(*hosts: Host) -> None:
+    for host in hosts:
+        subprocess.run(["ip", "netns", "del", host.inside[-1]], capture_output=True, check=False)
+    subprocess.run(["ip", "link", "del", f"kva{os.getpid()}"], capture_output=True, check=False)
+
+
+@contextmanager
+def master(host: Host, folder: Path) -> Iterator[str]:
+    """A `mooncake_master` on that host; its address."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or spec.origin is None:
+        sys.exit("Mooncake is missing: pip install 'kvdepot[mooncake]'")
+    ports = [free_port(), free_port()]
+    with (folder / "master.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *host.inside, str(Path(spec.origin).parent / "mooncake_master"), f"--rpc_port={ports[0]}",
+                f"--rpc_address={host.address}", f"--metrics_port={ports[1]}", f"--metrics_host={host.address}",
+            ],
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    ask = f"import socket; socket.create_connection(({host.address!r}, {ports[0]}), 1)"
+    deadline = time.monotonic() + _WAIT_S
+    try:
+        while subprocess.run([*host.inside, sys.executable, "-c", ask], capture_output=True, check=False).returncode:
+            if process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"mooncake_master does not listen:\n{(folder / 'master.log').read_text()[-4000:]}")
+            time.sleep(0.1)
+        yield f"{host.address}:{ports[0]}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def depot(host: Host, folder: Path, pool: str) -> Iterator[str]:
+    """A depot on that host, with an arena of its own and 1 GiB for the pool; its URL."""
+    url = f"ipc://{folder}/{host.name}.sock"
+    server = start_server(
+        url, "--arena-name", f"kvdepot-demo-{os.getpid()}-{host.name}", "--lookup-s", "20",
+        "--tiers", f"mooncake://{pool}/?local_host={host.address}&segment_gib=1", inside=host.inside,
+    )  # fmt: skip
+    try:
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+
+
+def status(url: str) -> dict[str, Any]:
+    context: zmq.Context[Any] = zmq.Context()
+    client = MessageQueueClient(url, context)
+    try:
+        answer: dict[str, Any] = client.ask(wire.Status()).result(10.0)
+        return answer
+    finally:
+        client.close()
+        context.term()
+
+
+def wait_passed_on(url: str) -> dict[str, Any]:
+    """Until the depot has given to the pool all that it wanted to; its counters of the pool."""
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        (tier,) = status(url)["tiers"]
+        if not tier["saves"] and not tier["queued_bytes"]:
+            return dict(tier["counters"])
+        if time.monotonic() > deadline:
+            sys.exit(f"the depot did not pass its chunks on: {tier}")
+        time.sleep(0.1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdepot-cluster-")))
+        generator = random.Random(2026)
+        prompts = {
+            f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
+            for i, length in enumerate(args.lengths)
+        }
+        (folder / "prompts.json").write_text(json.dumps(prompts))
+        print(f"machine: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
+        write_model(folder / "model")
+        print(
+            f"model: a random-weight Llama, {CONFIG['num_hidden_layers']} layers, 8 KV heads of 128, bf16", flush=True
+        )
+        one, two = stack.enter_context(two_hosts())
+        print(f"host A is {one.address}, host B is {two.address}: mooncake_master on A, a depot on each", flush=True)
+        pool = stack.enter_context(master(one, folder))
+        first = stack.enter_context(depot(one, folder, pool))
+        second = stack.enter_context(depot(two, folder, pool))
+        print("engine on A: cold prefill, stores its KV", flush=True)
+        cold = run_engine(folder, first, "cold", one.inside)
+        saved = wait_passed_on(first)
+        print(f"engine on A stopped; {saved.get('saved_chunks', 0)} chunks went to the pool", flush=True)
+        print("engine on B: the same prompts, its depot empty", flush=True)
+        if status(second)["chunks"]:
+            sys.exit("the depot on B holds chunks already")
+        warm = run_engine(folder, second, "warm", two.inside)
+        shown = status(second)
+    code = report(prompts, cold, warm)
+    (tier,) = shown["tiers"]
+    tokens = tier["counters"].get("loaded_chunks", 0) * shown["chunk_size_tokens"]
+    print(f"{tokens} tokens came to B through the pool ({tier['name']})")
+    wanted = sum(warm[name]["first"]["cached"] for name in prompts)
+    if tokens < wanted or not tokens:
+        print(f"FAILED: {wanted} tokens were retrieved on B, of which {tokens} came through the pool")
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

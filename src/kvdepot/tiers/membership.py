@@ -1,0 +1,281 @@
+"""This process's membership of a Mooncake Store: its one client, and what has to be known to use it safely.
+
+Used by mooncake.py, on any of the tier's threads. The one law: memory that the library may still be writing to is not
+given back. What it does wrong (0.3.13) and what is done about it here:
+
+- joining and leaving keep the GIL, for a minute and a half where no master answers: see `_rehearse`;
+- more than 2048 pieces on the way to one host hang for a minute, and then that host is lost for ever: see `transfer`;
+- a transfer that it gives up after 60 s may still be going on: see `_give_up`;
+- a client that is closed under a call crashes the process: see `calling`;
+- removed memory is free at once, also where a read is at it: see `reserving`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvdepot.errors import ConfigError, TierError
+
+__all__ = ["SPANS_UNDER_WAY", "Membership", "known", "library"]
+
+SPANS_UNDER_WAY = 1024
+"""Pieces of memory in all calls at a time."""
+STUCK_S = 50.0
+"""A transfer that took longer has been given up by the library."""
+LEAVE_S = 10.0
+_REHEARSAL_S = 10.0
+_LOST = -900
+_DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
+_REHEARSAL = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+host, metadata, protocol, device, master = sys.argv[1:]
+os._exit(bool(MooncakeDistributedStore().setup(host, metadata, 0, 0, protocol, device, master)))
+"""
+
+
+def library() -> Any:
+    """The library's module; nothing of it is loaded before. Raises ConfigError that says what to install."""
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as exc:
+        missing = next((package for lib, package in _DEBIAN.items() if lib in str(exc)), "")
+        if missing:
+            raise ConfigError(
+                f"tier mooncake: {exc}; apt-get install {missing} (all it needs: {' '.join(_DEBIAN.values())})"
+            ) from exc
+        raise ConfigError(f"tier mooncake: {exc}; pip install 'kvdepot[mooncake]'") from exc
+
+
+class Membership:
+    """A client of the library that has joined the pool."""
+
+    def __init__(
+        self, master: tuple[str, int], local_host: str, metadata: str, segment_bytes: int, device: str
+    ) -> None:
+        """device: RDMA devices; empty: TCP. Blocks for seconds. Raises TierError, or ConfigError."""
+        self._master = master
+        self._local_host = local_host
+        self._metadata = metadata
+        self._segment_bytes = segment_bytes
+        self._device = device
+        self._areas: list[tuple[int, int]] = []
+        """(address, bytes) of what the library knows."""
+        self._state = threading.Condition()
+        # All below is guarded by _state.
+        self._calls = 0
+        self._spans = 0
+        self._closed = False
+        self._stuck = False
+        self._removals = 0
+        self._reservations = 0
+        self._generation = 0
+        """Removals so far."""
+        self._reads: Counter[int] = Counter()
+        """Reads under way, by the generation in which they began."""
+        self.rejoined = 0
+        self._store: Any = self._join()
+
+    def __repr__(self) -> str:
+        return f"<Membership of {self.place}, {self._calls} calls and {self._spans} pieces under way>"
+
+    @property
+    def place(self) -> str:
+        """The master, as `host:port`."""
+        return f"{self._master[0]}:{self._master[1]}"
+
+    # -- joining and leaving
+
+    def _join(self) -> Any:
+        """A client that has joined. Raises TierError."""
+        loaded = library()
+        try:  # the library would try for long
+            with socket.create_connection(self._master, timeout=2.0) as probe:
+                local = self._local_host or probe.getsockname()[0]
+        except OSError as exc:
+            raise TierError(f"no mooncake_master answers at {self.place}: {exc.strerror or exc}") from exc
+        self._check_local(local)
+        protocol = "rdma" if self._device else "tcp"
+        self._rehearse(local, self._metadata, protocol, self._device, self.place)
+        store = loaded.MooncakeDistributedStore()
+        if code := store.setup(local, self._metadata, self._segment_bytes, 0, protocol, self._device, self.place):
+            raise TierError(
+                f"Mooncake Store at {self.place} cannot be joined with {self._segment_bytes} bytes of memory "
+                f"(code {code}; it says more on stderr)"
+            )
+        for address, size in self._areas:
+            _register(store, address, size)
+        return store
+
+    @staticmethod
+    def _check_local(given: str) -> None:
+        """The library would not notice that this is no address of this host."""
+        try:
+            with socket.socket() as probe:
+                probe.bind((given.rpartition(":")[0] or given, 0))
+        except OSError as exc:
+            raise ConfigError(f"tier mooncake: local_host={given} is no address of this host") from exc
+
+    def _rehearse(self, *words: str) -> None:
+        """Join from another process, without memory for the pool: what keeps the GIL for long keeps that one's."""
+        failed = f"Mooncake Store at {self.place} cannot be joined"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _REHEARSAL, *words], timeout=_REHEARSAL_S, capture_output=True, text=True
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise TierError(f"{failed} within {_REHEARSAL_S:.0f} s") from exc
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise TierError(f"{failed}: {said[-1] if said else 'it does not say why'}")
+
+    def leave(self) -> None:
+        """Take this host's segment out of the pool. Keeps the GIL for up to some seconds. Safe twice."""
+        with self._state:
+            self._closed = True
+            # A call that does not end keeps its client.
+            self._state.wait_for(lambda: self._calls == 0, LEAVE_S)
+            if self._calls == 0 and self._store is not None:
+                store, self._store = self._store, None
+                store.close()
+
+    # -- calls
+
+    @contextmanager
+    def calling(self) -> Iterator[Any]:
+        """The client, for one call. Joins anew after a transfer got stuck. Raises TierError."""
+        with self._state:
+            self._state.wait_for(lambda: not self._stuck)
+            if self._closed:
+                raise TierError("the tier is closed")
+            if self._store is None:
+                self._store = self._join()
+                self.rejoined += 1
+            self._calls += 1
+            store = self._store
+        try:
+            yield store
+        finally:
+            with self._state:
+                self._calls -= 1
+                if self._stuck:
+                    self._give_up()
+                self._state.notify_all()
+
+    def _give_up(self) -> None:
+        """Close a client that may still be moving bytes of a call that has failed, before that call returns.
+
+        The last of the calls under way closes it, the others wait. Its segment is lost to the pool.
+        """
+        if self._calls == 0:
+            store, self._store = self._store, None
+            store.close()
+            self._stuck = False
+        else:
+            self._state.wait_for(lambda: not self._stuck)
+
+    def transfer(self, move: Callable[..., list[int]], keys: list[str], *memory: list[list[int]]) -> list[int]:
+        """Call a function of the client that moves bytes; its answers. Raises TierError.
+
+        memory: one list a key of what is said of each piece: addresses, sizes, ...
+        """
+        spans = sum(map(len, memory[0]))
+        with self._state:
+            self._state.wait_for(lambda: self._stuck or self._spans + spans <= SPANS_UNDER_WAY)
+            if self._stuck:
+                raise TierError(f"a transfer of Mooncake Store at {self.place} got stuck")
+            self._spans += spans
+        started = time.monotonic()
+        try:
+            return known(move(keys, *memory))
+        finally:
+            with self._state:
+                self._spans -= spans
+                self._stuck |= time.monotonic() - started > STUCK_S
+                self._state.notify_all()
+
+    def register(self, address: int, size: int) -> None:
+        """Tell the library of memory, now and whenever it joins anew. Raises TierError."""
+        with self.calling() as store:
+            _register(store, address, size)
+        self._areas = [*self._areas, (address, size)]
+
+    def unregister(self, address: int) -> None:
+        """The opposite; what is not registered is fine."""
+        if any(start == address for start, _ in self._areas):
+            with self.calling() as store:
+                store.unregister_buffer(address)
+            self._areas = [area for area in self._areas if area[0] != address]
+
+    def knows(self, address: int, size: int) -> bool:
+        """Whether memory is registered."""
+        return any(start <= address and address + size <= start + length for start, length in self._areas)
+
+    # -- reads and removals
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around whatever reads memory of the pool."""
+        with self._state:
+            generation = self._generation
+            self._reads[generation] += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._reads[generation] -= 1
+                if not self._reads[generation]:
+                    del self._reads[generation]
+                self._state.notify_all()
+
+    @contextmanager
+    def reserving(self) -> Iterator[None]:
+        """Around the request for room in the pool.
+
+        A removal frees memory that a read may be at. So room is not asked for while anything is being removed, nor
+        before all reads have ended that began before that was done: they would get bytes of the new object.
+        """
+        with self._state:
+            self._state.wait_for(lambda: not self._removals and not any(n < self._generation for n in self._reads))
+            self._reservations += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._reservations -= 1
+                self._state.notify_all()
+
+    @contextmanager
+    def removing(self) -> Iterator[None]:
+        """Around whatever frees memory of the pool; see `reserving`."""
+        with self._state:
+            self._removals += 1
+            self._state.wait_for(lambda: not self._reservations)
+        try:
+            yield
+        finally:
+            with self._state:
+                self._removals -= 1
+                self._generation += 1
+                self._state.notify_all()
+
+
+def _register(store: Any, address: int, size: int) -> None:
+    if code := store.register_buffer(address, size):
+        raise TierError(f"Mooncake cannot register {size} bytes of memory (code {code})")
+
+
+def known(codes: list[int]) -> list[int]:
+    """The codes of a batch, unless the master does not answer: then TierError."""
+    if lost := next((code for code in codes if code <= _LOST), 0):
+        raise TierError(f"Mooncake Store's master does not answer (code {lost})")
+    return codes

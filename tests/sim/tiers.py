@@ -1,0 +1,346 @@
+"""Stores behind memory, and a server's threads for them, on the simulation's clock.
+
+A `Store` outlives servers, as a disk or a shared store does: real objects behind real faults. A `Carrier` does what
+carrier.Carrier does: it has the same number of threads, takes errands in the same order, and does them with the same
+code, each in steps of drawn length, between which anything may happen. `Forgettings` knows what must not come back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvdepot.errors import KVDepotError
+from kvdepot.index import Chunk
+from kvdepot.mover import checksum, views
+from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
+from kvdepot.tiers import Blob, TierConfig, parse
+from kvdepot.tiers.carrier import MOST_PARTS, Erase, Errand, Find, Load, Part, Probe, Save, run
+from kvdepot.tiers.codec import SLACK, make_codec
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from tests.sim.content import CHUNK_TOKENS, Memory, chunk_image
+
+if TYPE_CHECKING:
+    from kvdepot.testing.simulation import World
+    from tests.sim.server import Server
+
+WALL = 1_790_000_000.0
+"""Seconds since 1970 at the world's time 0."""
+WRITES = ("through", "through", "on_evict", "on_evict", "off")
+ShardName: TypeAlias = tuple[bytes, bytes, int]  # layout fingerprint, key, rank
+
+
+@dataclass(eq=False)
+class Store:
+    """One tier's store."""
+
+    world: World
+    number: int
+    config: TierConfig = field(init=False)
+    objects: MemoryTier = field(init=False)
+    tier: FaultyTier = field(init=False)
+    hangs: bool = False
+    slow: bool = False
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    """Calls under way while it hangs."""
+
+    def __post_init__(self) -> None:
+        draw = self.world.random
+        self.objects = MemoryTier(draw.choice([None, None, 60_000, 200_000]))
+        self.tier = FaultyTier(self.objects, draw.getrandbits(32))
+        self.configure()
+
+    def configure(self) -> None:
+        """What the settings say of it; the next server may find them changed."""
+        draw = self.world.random
+        options = f"write={draw.choice(WRITES)}&threads={draw.randint(1, 3)}&queue_mib=1"
+        ttl_s = draw.choice([0, 0, 0, 0, 3])
+        config = parse(f"disk:///simulated-{self.number}?{options}&ttl_s={ttl_s}")
+        if draw.random() < 0.1:  # a MiB is more than most runs ever store: a queue that is always full
+            config = msgspec.structs.replace(config, options=msgspec.structs.replace(config.options, queue_mib=0))
+        self.config = config
+
+    def put(self, memory: Memory, key: bytes, salt: bytes, seeds: list[bytes]) -> Part:
+        """Another host stores a chunk that it has computed."""
+        model = memory.model
+        facts = Facts(
+            "",
+            model.name,
+            model.world_size,
+            memory.rank,
+            model.blocks_in_chunk,
+            CHUNK_TOKENS,
+            memory.layout.fingerprint,
+        )
+        data = chunk_image(model, memory.rank, tuple(seeds))
+        part = Part(facts, salt, key, ((0, len(data)),), len(data), born=int(WALL + self.world.now))
+        total = checksum(np.frombuffer(data, np.uint8), part.extents, part.size)
+        header = Header(facts.digest, key, salt or NO_SALT, len(data), len(data), total, part.born)
+        self.objects.write([Blob(part.name, [memoryview(header.pack(facts)), memoryview(data)])])
+        return part
+
+    def hang(self) -> None:
+        self.hangs = True
+
+    def go_on(self) -> None:
+        self.hangs = False
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            self.world.after(self.world.spread(0.0001, 0.05), call)
+
+    def spoil(self) -> None:
+        """Some faults, each now and then."""
+        draw = self.world.random
+        names = [name for name in FAULTS if draw.random() < 0.3]
+        self.tier.inject(**{name: self.world.spread(0.02, 0.6) for name in names})
+
+    def mix_up(self) -> bool:
+        """Two objects change places; if it can be, two of one key."""
+        by_key: dict[str, list[str]] = {}
+        by_size: dict[str, list[str]] = {}
+        for name, data in self.objects.objects.items():
+            by_key.setdefault(f"{name.rpartition('/')[2].partition('.')[0]} {len(data)}", []).append(name)
+            by_size.setdefault(str(len(data)), []).append(name)
+        draw = self.world.random
+        for groups in (by_key, by_size):
+            alike = [names for names in groups.values() if len(names) > 1]
+            if alike:
+                one, other = draw.sample(draw.choice(alike), 2)
+                objects = self.objects.objects
+                objects[one], objects[other] = objects[other], objects[one]
+                return True
+        return False
+
+
+@dataclass(eq=False)
+class _Running:
+    """An errand that a thread is at."""
+
+    errand: Errand
+    thread: int
+    begun: bool = False  # some of a load's bytes lie in the arena
+    ended: bool = False
+    outcome: Any = None
+
+
+class Carrier:
+    """One server's threads for one store."""
+
+    def __init__(self, server: Server, store: Store, ttl_s: int) -> None:
+        """ttl_s: after which objects count as gone; 0: never."""
+        self.store = store
+        self._server = server
+        self._world = server.world
+        self._ttl_s = ttl_s
+        # One more than asked for, which takes no saves.
+        self._idle = list(range(store.config.options.threads + 1))
+        self._urgent: deque[Errand] = deque()
+        self._later: deque[Errand] = deque()
+        self._stopping = False
+        self.running: list[_Running] = []
+        self._heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
+        self._codec = make_codec(store.config.options)
+
+    def submit(self, errand: Errand) -> None:
+        (self._urgent if isinstance(errand, Find | Load) else self._later).append(errand)
+        self._start()
+
+    def stop(self) -> None:
+        """What waits is dropped; what is under way goes on."""
+        self._stopping = True
+        self._server.host.forgettings.excuse(self.unfinished())
+
+    def unfinished(self) -> Iterator[Errand]:
+        """What waits, and what is under way."""
+        yield from self._urgent
+        yield from self._later
+        for running in self.running:
+            yield running.errand
+
+    def _start(self) -> None:
+        while self._idle and not self._stopping:
+            if self._urgent:
+                errand, thread = self._urgent.popleft(), self._world.random.choice(self._idle)
+            elif self._later and (threads := [i for i in self._idle if i]):
+                errand, thread = self._later.popleft(), threads[0]
+            else:
+                return
+            self._idle.remove(thread)
+            running = _Running(errand, thread)
+            self.running.append(running)
+            self._next(running)
+
+    def _next(self, running: _Running) -> None:
+        spread = self._world.spread
+        dawdles = self.store.slow or self._world.chance(0.1 if isinstance(running.errand, Load) else 0.02)
+        takes_s = spread(0.02, 3.0) if dawdles else spread(0.0001, 0.01)
+        self._world.after(takes_s, self._server._event, self._advance, running)
+
+    def _advance(self, running: _Running) -> None:
+        """The next step: some bytes of a load; the call's end at the store; its end here."""
+        if self.store.hangs:
+            self._world.counters["errand_hung"] += 1
+            self.store.waiting.append(lambda: self._server._event(self._advance, running))
+            return
+        errand = running.errand
+        self._server.host.strike(type(errand))
+        if running.ended:
+            self._finish(running)
+            return
+        if isinstance(errand, Load):
+            self._server.check_reserved(errand.parts)
+        elif isinstance(errand, Save) and not running.ended:
+            self._server.check_saved(errand.parts)
+        if isinstance(errand, Load) and not running.begun and self._world.chance(0.5):
+            running.begun = True
+            self._load_some(errand)
+        else:
+            running.ended = True
+            running.outcome = self._run(errand)
+        self._next(running)
+
+    def _finish(self, running: _Running) -> None:
+        self.running.remove(running)
+        self._idle.append(running.thread)
+        self._idle.sort()
+        self._world.note(f"{self.store.config.name} {_short(running.errand)}: {_short_outcome(running.outcome)}")
+        if isinstance(running.outcome, KVDepotError) and isinstance(running.errand, Erase):
+            self._server.host.forgettings.excuse([running.errand])
+        self._server.errand_ended(running.errand, running.outcome)
+        self._start()
+
+    def _run(self, errand: Errand) -> Any:
+        oldest = WALL + self._world.now - self._ttl_s if self._ttl_s else 0.0
+        try:
+            return run(errand, self.store.tier, self._server, self._heads, self._codec, oldest)
+        except KVDepotError as exc:
+            return exc
+
+    def _load_some(self, load: Load) -> None:
+        """A beginning of the bytes has arrived, and then whoever wants may stop the world."""
+        memory = self._server.bytes
+        cut = self._world.random.randrange(len(load.parts))
+        later = []
+        for i, part in enumerate(load.parts[cut:]):
+            start = self._world.random.randrange(part.size) if not i else 0
+            later += [(view, view.copy()) for view in views(memory, part.extents, start, part.size - start)]
+        self._run(load)
+        for view, before in later:
+            view[:] = before
+
+
+@dataclass(eq=False)
+class Forgot:
+    """One Forget as the server took it."""
+
+    when: int
+    model: str
+    salt: bytes
+    clean: bool = False
+    """Every tier has said that it is done."""
+
+    def covers(self, model: str, salt: bytes) -> bool:
+        return self.model in ("", model) and self.salt in (b"", salt)
+
+
+class Forgettings:
+    """What was forgotten when, and when what came into being: from it follows what must not be there any more.
+
+    Times are running numbers. A shard **arrives** in memory, from an engine or a tier; it is **stored** when it comes
+    from an engine. Tiers may keep what they could not be told to erase: those objects are excused.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Forgot] = []
+        self._now = 0
+        self._arrived: dict[ShardName, int] = {}
+        self._stored: dict[ShardName, int] = {}
+        self._excused: set[str] = set()
+        self._objects: dict[str, tuple[ShardName, str, bytes]] = {}  # by name; shard, model, salt
+
+    def begin(self, model: str, salt: bytes) -> Forgot:
+        self._now += 1
+        forgot = Forgot(self._now, model, salt)
+        self.all.append(forgot)
+        return forgot
+
+    def arrived(self, shard: ShardName, from_tier: bool) -> None:
+        self._now += 1
+        self._arrived[shard] = self._now
+        if not from_tier:
+            self._stored[shard] = self._now
+
+    def saved(self, part: Part, elsewhere: bool = False) -> None:
+        """elsewhere: by another host, which has computed it now."""
+        shard = part.facts.layout, part.key, part.facts.rank
+        if elsewhere:
+            self._now += 1
+            self._stored[shard] = self._now
+        self._objects[part.name] = shard, part.facts.model, part.salt
+        self._excused.discard(part.name)
+
+    def excuse(self, errands: Iterator[Errand] | list[Errand]) -> None:
+        """These may or may not have happened."""
+        for errand in errands:
+            if isinstance(errand, Save):
+                self._excused.update(part.name for part in errand.parts)
+            elif isinstance(errand, Erase):
+                self._excused.update(errand.names)
+
+    def check_chunk(self, chunk: Chunk, rank: int) -> None:
+        """A sealed shard in memory may be there."""
+        if not self.all:
+            return
+        space = chunk.namespace
+        shard = space.layouts[rank], chunk.key, rank
+        arrived, stored = self._arrived[shard], self._stored[shard]
+        for forgot in self.all:
+            if forgot.when > stored and forgot.covers(space.model, chunk.salt):
+                assert forgot.when < arrived, f"{chunk.key.hex()[:8]} was forgotten, and is still in memory"
+                assert not forgot.clean or _name(chunk, rank) in self._excused, (
+                    f"{chunk.key.hex()[:8]} was forgotten, and has come back from a tier"
+                )
+
+    def check_store(self, store: Store) -> None:
+        """Every object in a store may be there."""
+        for name in store.objects.objects if self.all else ():
+            shard, model, salt = self._objects[name]
+            for forgot in self.all:
+                late = forgot.clean and forgot.when > self._stored[shard] and forgot.covers(model, salt)
+                assert not late or name in self._excused, f"{name} was forgotten, and is still in {store.config.name}"
+
+
+def _name(chunk: Chunk, rank: int) -> str:
+    space = chunk.namespace
+    facts = Facts(
+        space.tenant, space.model, space.world_size, rank, space.blocks_in_chunk, CHUNK_TOKENS, space.layouts[rank]
+    )
+    return facts.name(chunk.salt or NO_SALT, chunk.key)
+
+
+def new_stores(world: World) -> list[Store]:
+    """None in some runs, or one or two."""
+    count = world.random.choice([0, 0, 1, 1, 2])
+    return [Store(world, number) for number in range(count)]
+
+
+def _short(errand: Errand) -> str:
+    match errand:
+        case Find() | Erase():
+            return f"{type(errand).__name__} {len(errand.names)}"
+        case Load() | Save():
+            return f"{type(errand).__name__} {' '.join(part.key.hex()[:4] for part in errand.parts)}"
+        case Probe():
+            return "Probe"
+    return f"Forget {errand.salt[:4]} {errand.space[:4]}"
+
+
+def _short_outcome(outcome: Any) -> str:
+    if isinstance(outcome, list):
+        return "".join("-" if each is None else "x" if each is False else "+" for each in outcome)
+    return str(outcome) if isinstance(outcome, int | KVDepotError) else type(outcome).__name__

@@ -1,0 +1,143 @@
+"""What the simulation found in depots with tiers, each as the shortest course of events that shows it."""
+
+from __future__ import annotations
+
+from kvdepot import wire
+from kvdepot.keys import salt_tag
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers.carrier import Errand, Find, Load
+from tests.test_depot import PER_CHUNK, prompt, retrieve, store
+from tests.test_tiering import Host, look, new_host
+
+
+def urgent_first(host: Host) -> None:
+    """Let all errands end in the order in which a carrier takes them."""
+    while host.errands:
+        host.work(next((errand for errand in host.errands if isinstance(errand, Find | Load)), None))
+
+
+def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_nothing() -> None:
+    host = new_host(MemoryTier(), world_size=2)
+    chain = prompt("a", 1)
+    host.find(b"one", store(chain, instance=1, world_size=2, rank=0))
+    asked = host.send(b"one", store(chain, instance=2, world_size=2, rank=1))
+    host.send(b"one", wire.Forget())
+    host.rest()
+    assert host.answers[asked] is True
+    host.assert_quiet()
+
+
+def test_a_chunk_that_is_spoilt_on_two_ranks_is_loaded_anew_on_both() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        there.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert there.find(b"one", look(chain, "holds the second", world_size=2)) == 2
+    there.find(b"one", wire.Forget())  # the first one is not held, but the second is behind it
+    for rank in ranks:
+        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    head = prompt("a", 1)
+    assert there.find(b"one", look(head, world_size=2)) == 1
+    assert there.find(b"one", retrieve(head, instance=2, world_size=2, rank=1)) == [True]
+    for request in ("r", "holds the second"):
+        there.ask(b"one", wire.EndSession(request))
+    there.assert_quiet()
+
+
+def test_two_ranks_store_a_spoilt_chunk_anew_at_once() -> None:
+    host = new_host(world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        host.ask(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert host.ask(b"one", look(chain, "holds the second", world_size=2)) == 2
+    host.ask(b"one", wire.Forget())
+    head = prompt("a", 1)
+    for rank in ranks:
+        host.send(b"one", store(head, instance=rank + 1, world_size=2, rank=rank))
+    host.settle()
+    assert host.ask(b"one", look(head, world_size=2)) == 1
+    for request in ("r", "holds the second"):
+        host.ask(b"one", wire.EndSession(request))
+    host.assert_quiet()
+
+
+def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    searching = there.send(b"one", look(chain, "before"))
+    forgotten = there.send(b"one", wire.Forget())
+    asked = there.send(b"one", look(chain, "after"))
+    urgent_first(there)
+    assert there.answers[forgotten]["disk:///d"] == 3
+    assert (there.answers[searching], there.answers[asked]) == (0, 0)
+    assert there.index.chunks == 0
+    there.assert_quiet()
+
+
+def test_what_is_not_forgotten_is_found_while_something_else_is() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    for forget in (wire.Forget("other"), wire.Forget(salt=salt_tag("other"))):
+        there.send(b"one", forget)
+    assert there.find(b"one", look(chain)) == 3
+
+
+def test_a_name_that_is_unpinned_while_its_pin_looks_behind_memory_is_not_pinned_after_that() -> None:
+    host = new_host(MemoryTier())
+    host.find(b"one", store(prompt("a", 2)))
+    pinning = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", 3).hashes)))
+    unpinning = host.send(b"one", wire.Unpin("name"))
+    assert (host.answers[pinning], host.answers[unpinning]) == (0, False)
+    host.rest()
+    assert host.depot.status()["pinned"] == []
+    host.assert_quiet()
+
+
+def test_a_pin_that_runs_out_while_its_name_is_pinned_anew_leaves_the_new_one() -> None:
+    host = new_host(MemoryTier())
+    host.find(b"one", store(prompt("a", 2)))
+    for chunks, ttl_s in ((2, 1), (3, 0)):
+        asked = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", chunks).hashes), ttl_s=ttl_s))
+    host.now = 2.0
+    host.take(host.depot.tick(2.0, 1002.0))
+    host.rest()
+    assert host.answers[asked] == 2
+    assert host.ask(b"one", wire.Unpin("name")) is True
+    host.assert_quiet()
+
+
+def forget_while_saving(tier: FaultyTier) -> tuple[Host, Errand]:
+    """A host whose tier has forgotten everything, and then gets a chunk whose save was under way."""
+    host = new_host(tier)
+    host.ask(b"one", store(prompt("a", 1)))
+    (save,) = host.errands
+    forgotten = host.send(b"one", wire.Forget())
+    host.work(host.errands[1])
+    assert host.answers[forgotten]["disk:///d"] == 0
+    return host, save
+
+
+def test_what_was_being_saved_when_it_was_forgotten_is_not_loaded_before_it_is_erased() -> None:
+    host, save = forget_while_saving(FaultyTier(MemoryTier()))
+    host.work(save)
+    asked = host.send(b"one", look(prompt("a", 1)))
+    urgent_first(host)
+    assert host.answers[asked] == 0
+    assert host.find(b"one", look(prompt("a", 1))) == 0
+    host.assert_quiet()
+
+
+def test_a_save_of_what_was_forgotten_that_fails_late_is_erased() -> None:
+    tier = FaultyTier(MemoryTier())
+    host, save = forget_while_saving(tier)
+    tier.inject(late=1)
+    host.work(save)
+    tier.inject()
+    host.rest()
+    assert host.find(b"one", look(prompt("a", 1))) == 0
+    host.assert_quiet()
