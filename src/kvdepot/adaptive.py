@@ -150,7 +150,7 @@ class Adaptive:
                 chunk.queued = 0
                 cohort.at_risk -= 1
                 self._queued -= 1
-                if evictable(chunk):
+                if not chunk.gone and evictable(chunk):
                     return chunk
             cohort.listed = False
             heapq.heappop(order)

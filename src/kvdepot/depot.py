@@ -288,7 +288,7 @@ class Depot:
                 summed = shard.checksum != 0 and self._sums(key)
                 pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
-        self.index.hold([chunk for chunk, _ in operation.chunks])
+        self.index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup was the use
         if not pieces:
             self._end_retrieve(operation)
             return [Reply(client.identity, number, operation.results)]

@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
+from zlib import crc32
 
 import msgspec
 
@@ -29,8 +30,8 @@ class Victim(msgspec.Struct, gc=False):
     key: bytes = b""
     parent: Any = None
     """The chunk before it in its chain, where known. It is there at least as long as this one."""
-    used: float = 0
-    """Its date, by the policy's clock."""
+    order: float = 0
+    """Its date, as the policy counts: of one queue, the lowest goes first."""
     uses: int = 0
     """How often it was used, as the policy counts."""
     place: int = 0
@@ -73,7 +74,7 @@ class Policy(Protocol):
 
 
 class Queue:
-    """Chunks in the order of `used`, each at most once.
+    """Chunks by `order`, each at most once.
 
     A heap that is corrected when a chunk comes up: using a chunk only writes its date, so a hit costs O(1), and every
     use is paid for by at most one later correction, O(log n). What is not evictable when it comes up is dropped and
@@ -94,18 +95,18 @@ class Queue:
     def push(self, chunk: Victim) -> None:
         chunk.queued = self._number
         self._serial += 1
-        heapq.heappush(self._heap, (chunk.used, self._serial, chunk))
+        heapq.heappush(self._heap, (chunk.order, self._serial, chunk))
 
     def pop(self, evictable: Callable[[Victim], bool]) -> Victim | None:
         """The one with the lowest date."""
         heap = self._heap
         while heap:
-            used, _, chunk = heap[0]
+            order, _, chunk = heap[0]
             if chunk.gone:
-                self._gone -= 1
-            elif chunk.used > used and evictable(chunk):
+                self._gone = max(0, self._gone - 1)
+            elif chunk.order > order and evictable(chunk):
                 self._serial += 1
-                heapq.heapreplace(heap, (chunk.used, self._serial, chunk))
+                heapq.heapreplace(heap, (chunk.order, self._serial, chunk))
                 continue
             heapq.heappop(heap)
             chunk.queued = 0
@@ -134,15 +135,15 @@ class Lru:
 
     def insert(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def use(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def touch(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:
@@ -155,8 +156,8 @@ class Lru:
         if chunk.queued:
             self._queue.sweep()
         before: Victim | None = chunk.parent
-        if before is not None and before.used < chunk.used:
-            before.used = chunk.used
+        if before is not None and before.order < chunk.order:
+            before.order = chunk.order
 
 
 _SMALL, _MAIN = 1, 2
@@ -182,7 +183,7 @@ class S3Fifo:
     def insert(self, chunk: Victim) -> None:
         self._clock += 1
         self._chunks += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
         chunk.uses = 0
         if chunk.key in self._ghosts:
             del self._ghosts[chunk.key]
@@ -197,7 +198,7 @@ class S3Fifo:
 
     def touch(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:
@@ -216,7 +217,7 @@ class S3Fifo:
             else:
                 chunk.uses -= 1
             self._clock += 1
-            chunk.used = self._clock
+            chunk.order = self._clock
             self._main.push(chunk)
 
     def remove(self, chunk: Victim, evicted: bool) -> None:
@@ -231,7 +232,7 @@ class S3Fifo:
             del self._ghosts[next(iter(self._ghosts))]
         before: Victim | None = chunk.parent
         if before is not None and not before.gone:
-            before.used = max(before.used, chunk.used)
+            before.order = max(before.order, chunk.order)
             before.uses = min(3, before.uses + chunk.uses)
             if before.place < chunk.place:
                 before.place = _MAIN
@@ -242,7 +243,7 @@ class Ageing:
     """Least frequently used first, where a use counts for less with time: half after 0.3 turnovers of the cache
     (LRFU, Lee et al., 2001).
 
-    `used` is the logarithm of the sum of all uses so weighted, seen from the beginning of time: it changes with
+    `order` is the logarithm of the sum of all uses so weighted, seen from the beginning of time: it changes with
     uses only, and the frequency of a parent is exactly its own and its descendants'.
     """
 
@@ -260,14 +261,14 @@ class Ageing:
     def insert(self, chunk: Victim) -> None:
         self._chunks += 1
         self._clock += 1 / (self._HALF_LIFE * self._chunks)
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def use(self, chunk: Victim) -> None:
-        chunk.used = _sum(chunk.used, self._clock)
+        chunk.order = _sum(chunk.order, self._clock)
 
     def touch(self, chunk: Victim) -> None:
         self._clock += 1e-9  # nothing but an order
-        chunk.used = max(chunk.used, self._clock)
+        chunk.order = max(chunk.order, self._clock)
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:
@@ -282,7 +283,7 @@ class Ageing:
         self._chunks -= 1
         before: Victim | None = chunk.parent
         if before is not None:
-            before.used = _sum(before.used, chunk.used)
+            before.order = _sum(before.order, chunk.order)
 
 
 def _sum(one: float, other: float) -> float:
@@ -326,7 +327,7 @@ class WTinyLfu:
 
     def touch(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def _move(self, chunk: Victim, place: int) -> None:
         self._counts[chunk.place] -= 1
@@ -375,7 +376,7 @@ class WTinyLfu:
         self._room_made |= evicted
         before: Victim | None = chunk.parent
         if before is not None and not before.gone:
-            before.used = max(before.used, chunk.used)
+            before.order = max(before.order, chunk.order)
             before.uses = min(15, before.uses + self._frequency(chunk) - 1)  # insertion was no use of what is before it
             if before.place < chunk.place:
                 self._move(before, chunk.place)
@@ -401,8 +402,13 @@ class Sketch:
 
     def _cells(self, key: bytes) -> tuple[int, int, int, int]:
         mask = self._width - 1
-        bits = int.from_bytes(key[-16:], "little")  # keys are hashes: each part is spread evenly
-        return bits & mask, bits >> 32 & mask, bits >> 64 & mask, bits >> 96 & mask
+        bits = crc32(key)  # hash() would differ from run to run
+        return (
+            bits * 0x9E3779B97F4A7C15 >> 32 & mask,
+            bits * 0xC2B2AE3D27D4EB4F >> 32 & mask,
+            bits * 0x165667B19E3779F9 >> 32 & mask,
+            bits * 0x27D4EB2F165667C5 >> 32 & mask,
+        )
 
     def count(self, key: bytes) -> None:
         for row, cell in zip(self._rows, self._cells(key), strict=True):
