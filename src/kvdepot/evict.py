@@ -264,10 +264,11 @@ class Ageing:
         chunk.order = self._clock
 
     def use(self, chunk: Victim) -> None:
+        self._clock += _TICK
         chunk.order = _sum(chunk.order, self._clock)
 
     def touch(self, chunk: Victim) -> None:
-        self._clock += 1e-9  # nothing but an order
+        self._clock += _TICK
         chunk.order = max(chunk.order, self._clock)
 
     def add(self, chunk: Victim) -> None:
@@ -284,6 +285,10 @@ class Ageing:
         before: Victim | None = chunk.parent
         if before is not None:
             before.order = _sum(before.order, chunk.order)
+
+
+_TICK = 1e-9
+"""Half-lives: nothing but an order among what happens between two insertions."""
 
 
 def _sum(one: float, other: float) -> float:
