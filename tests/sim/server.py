@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tests.sim.host import Host
 
 TICK_S = 1.0
-DRAIN_S = 5.0
 TIER_STOP_S = 2.0
 
 
@@ -95,6 +94,7 @@ class Server(Checks):
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
         self._lookups: dict[tuple[bytes, bytes], tuple[float, list[bytes]]] = {}
         """Those that wait for an answer: since when, and what of their prefix memory had then."""
+        self._sought: dict[tuple[bytes, bytes], int] = {}  # chunks that they ask for
         self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
         self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
         self._well_since = 0.0
@@ -211,10 +211,10 @@ class Server(Checks):
             self.world.counters["record_torn"] += 1
 
     def stop(self) -> None:
-        """SIGTERM: end what is under way, for `DRAIN_S` at most, then go and take the arena along."""
+        """SIGTERM: end what is under way, for `drain_s` at most, then go and take the arena along."""
         self.world.note(f"{self!r} shuts down")
         self.draining = True
-        self.world.after(DRAIN_S, self._event, self._leave)
+        self.world.after(self.host.config.drain_s, self._event, self._leave)
         self._event(self._drain)
 
     def _drain(self) -> None:
@@ -313,7 +313,11 @@ class Server(Checks):
         if isinstance(request, wire.Lookup):
             near = self._prefix(request)
             self._lookups[asked] = self.world.now, near
+            self._sought[asked] = len(request.hashes) // 32
             at_once = 32 * len(near) == len(request.hashes)
+        elif isinstance(request, wire.Retrieve):
+            keys = {part.hashes[i : i + 32] for part in request.shards for i in range(0, len(part.hashes), 32)}
+            self.world.counters["late_load_used"] += not keys.isdisjoint(self._late_keys)
         elif isinstance(request, wire.Forget) and self.depot.knows(identity):
             self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             for errand in {type(running.errand) for carrier in self.carriers for running in carrier.running}:
@@ -380,6 +384,8 @@ class Server(Checks):
         since, near = self._lookups.pop(asked, (self.world.now, []))
         if self.world.now - since >= self.host.config.lookup_s:
             self.world.counters["lookup_at_its_deadline"] += 1
+            if isinstance(value, int):
+                self.world.counters["lookup_cut_short"] += len(near) < value < self._sought[asked]
         given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
         if near and isinstance(value, int) and not (value == 0 and given_up):
             lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
@@ -506,7 +512,10 @@ class Server(Checks):
         if self.closing:
             return
         self.doing = None
+        usable = [tier for tier in self.depot.tiering._tiers if tier.breaker.usable]
+        before = sum(tier.counters["dropped_chunks"] for tier in usable)
         self._act(self.depot.finished(token, outcome, self.world.now))
+        self.world.counters["queue_full"] += sum(tier.counters["dropped_chunks"] for tier in usable) > before
         self._check()
 
     # -- tiers
