@@ -90,7 +90,7 @@ def test_an_engine_elsewhere_gets_the_same_tokens_through(
     kind: str, stored: Stored, place: tuple[str, str], request: pytest.FixtureRequest
 ) -> None:
     depot = Depot(
-        "--tiers", stored.urls[kind], "--lookup-s", "10", arena_mib=128, url=place[0], name=place[1]
+        "--tiers", stored.urls[kind], "--lookup-s", "8", arena_mib=128, url=place[0], name=place[1]
     ).wait_ready()
     try:
         assert depot.status()["chunks"] == 0, "its memory begins empty"
