@@ -69,6 +69,7 @@ $(VENV)/base:
 	command -v g++ >/dev/null || missing="$$missing g++"; \
 	ldconfig -p | grep -q libibverbs.so.1 || missing="$$missing libibverbs1"; \
 	ldconfig -p | grep -q librdmacm.so.1 || missing="$$missing librdmacm1"; \
+	ldconfig -p | grep -q libcurl.so.4 || missing="$$missing libcurl4"; \
 	command -v redis-server >/dev/null || missing="$$missing redis-server"; \
 	command -v ip >/dev/null || missing="$$missing iproute2"; \
 	$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || missing="$$missing python3-venv"; \
