@@ -42,7 +42,8 @@ class Checks:
     answered: Counter[tuple[bytes, bytes]]
     _cards: dict[bytes, CardView]
     _links: dict[bytes, Link]
-    _lookups: dict[tuple[bytes, bytes], tuple[float, list[bytes]]]
+    _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
+    doing: Any
     _well_since: float
     _since_validated: int
 
@@ -55,7 +56,7 @@ class Checks:
         space = index.space
         assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
         self.host.check_pins(self)
-        for since, _ in self._lookups.values():  # the first has waited longest
+        for since, _, _ in self._lookups.values():  # the first has waited longest
             late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
             assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
             break
@@ -112,6 +113,22 @@ class Checks:
             )
 
         return list(itertools.takewhile(is_there, keys))
+
+    def _check_answer(self, since: float, request: wire.Lookup, near: list[bytes], value: Any) -> None:
+        """Looking behind memory has not made a hit shorter."""
+        if not isinstance(value, int):
+            return
+        counters = self.world.counters
+        late = self.world.now - since >= self.host.config.lookup_s
+        counters["lookup_at_its_deadline"] += late
+        counters["lookup_cut_short"] += late and len(near) < value < len(request.hashes) // 32
+        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
+        lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
+        # An engine of the same name and another layout may have come meanwhile: then both must have it.
+        alone = len(self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)) == 1
+        assert value >= len(near) or lost or not alone or (given_up and not value), (
+            f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
+        )
 
     def check_reserved(self, parts: list[Part]) -> None:
         """A load writes only where room is reserved for it."""

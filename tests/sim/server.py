@@ -92,9 +92,8 @@ class Server(Checks):
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.mappings: list[SimMapped] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
-        self._lookups: dict[tuple[bytes, bytes], tuple[float, list[bytes]]] = {}
+        self._lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]] = {}
         """Those that wait for an answer: since when, and what of their prefix memory had then."""
-        self._sought: dict[tuple[bytes, bytes], int] = {}  # chunks that they ask for
         self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
         self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
         self._well_since = 0.0
@@ -312,8 +311,7 @@ class Server(Checks):
         at_once = False
         if isinstance(request, wire.Lookup):
             near = self._prefix(request)
-            self._lookups[asked] = self.world.now, near
-            self._sought[asked] = len(request.hashes) // 32
+            self._lookups[asked] = self.world.now, request, near
             at_once = 32 * len(near) == len(request.hashes)
         elif isinstance(request, wire.Retrieve):
             keys = {part.hashes[i : i + 32] for part in request.shards for i in range(0, len(part.hashes), 32)}
@@ -381,15 +379,8 @@ class Server(Checks):
             self.world.counters["replies_without_connection"] += 1
 
     def _hear_answer(self, asked: tuple[bytes, bytes], value: Any) -> None:
-        since, near = self._lookups.pop(asked, (self.world.now, []))
-        if self.world.now - since >= self.host.config.lookup_s:
-            self.world.counters["lookup_at_its_deadline"] += 1
-            if isinstance(value, int):
-                self.world.counters["lookup_cut_short"] += len(near) < value < self._sought[asked]
-        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
-        if near and isinstance(value, int) and not (value == 0 and given_up):
-            lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
-            assert value >= len(near) or lost, f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
+        if asked in self._lookups:
+            self._check_answer(*self._lookups.pop(asked), value)
         forgot = self._forgetting.pop(asked, None)
         if forgot is not None and isinstance(value, dict):
             forgot.clean = all(isinstance(said, int) for said in value.values())
