@@ -167,7 +167,7 @@ class Engine:
 
     def forget(self) -> None:
         """Some of all that was ever stored, without waiting."""
-        what = self.world.random.choice(["model", "salt", "salt", "all"])
+        what = self.world.random.choice(["model", "model", "salt", "all", "all"])
         model, salt = self.model.name if what == "model" else "", salt_tag("tenant") if what == "salt" else b""
         self.world.note(f"{self.name} forgets {what}")
         self.scheduler.mq_client.ask(wire.Forget(model, salt))
