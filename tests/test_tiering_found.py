@@ -141,3 +141,20 @@ def test_a_save_of_what_was_forgotten_that_fails_late_is_erased() -> None:
     host.rest()
     assert host.find(b"one", look(prompt("a", 1))) == 0
     host.assert_quiet()
+
+
+def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -> None:
+    host = new_host(ttl_s=60)
+    chain = prompt("a", 3)
+    host.find(b"one", store(chain))
+    assert host.find(b"one", look(chain, "holds")) == 3
+    host.take(host.depot.tick(61.0, 1061.0))
+    host.send(b"one", store(chain, end=2))
+    for task in host.copies():
+        host.finish(task, outcome=False)  # its blocks were needed for something else
+    assert host.find(b"one", retrieve(chain, request="holds")) == [True] * 3
+    assert host.find(b"one", look(chain, "later")) == 2, "what was computed again is new"
+    host.ask(b"one", wire.EndSession("later"))
+    host.take(host.depot.tick(122.0, 1122.0))
+    host.assert_quiet()
+    assert host.index.chunks == 0

@@ -256,6 +256,7 @@ class Depot:
                     pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], 0, self._sums(key)))
                 else:
                     self.counters["known_chunks"] += 1
+                    self.index.renew(space, part.rank, key, self._wall)
                 parent = key if part.parent else b""
         operation.results = [complete]
         if not pieces:

@@ -272,11 +272,11 @@ class Index:
     # -- storing
 
     def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
-        """Whether this rank's shard can be reserved: it is not there, or no good and nobody holds its bytes."""
+        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes."""
         chunk = space.chunks.get(key)
         if chunk is None or (shard := chunk.shards.get(rank)) is None:
             return True
-        return (shard.spoilt or (chunk.doomed and shard.sealed)) and _only_reserved(chunk)
+        return shard.spoilt and _only_reserved(chunk)
 
     def reserve(
         self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
@@ -299,7 +299,6 @@ class Index:
             )
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
-            self.condemn(chunk, rank)  # what was to go and is stored anew
             assert spoilt.spoilt and _only_reserved(chunk), (rank, key.hex())
             spoilt.spoilt = False  # its extents are written anew
             spoilt.checksum = spoilt.tiers = 0
@@ -337,6 +336,18 @@ class Index:
     def _requeue(self, chunk: Chunk | None) -> None:
         if chunk is not None and chunk.shards and _evictable(chunk):
             self._policy.add(chunk)
+
+    def renew(self, space: Namespace, rank: int, key: bytes, born: int) -> None:
+        """A chunk that is there was computed again: were it too old, it is new.
+
+        Its bytes stay where they are: who pinned what is behind it holds only that, and may still read them.
+        """
+        chunk = self.sealed_shard(space, rank, key)
+        if chunk is not None and chunk.doomed:
+            chunk.doomed = False
+            chunk.born = born
+            self._watch_age(chunk)
+            self._chain(chunk)
 
     def _make_room(self, size: int) -> Extents | None:
         space = self.space
@@ -383,12 +394,16 @@ class Index:
         chunk.sealed += 1
         self._serial += 1
         self._record(chunk, rank, shard)
+        self._chain(chunk)
+        self.release([chunk])
+
+    def _chain(self, chunk: Chunk) -> None:
+        """Give it its depth, if it is there on all ranks and chained to the start."""
         if chunk.sealed == chunk.namespace.world_size and chunk.position:
             before = chunk.parent
             if chunk.position == 1 or (before is not None and before.depth == chunk.position - 1):
                 chunk.depth = chunk.position
                 self._mend(chunk)
-        self.release([chunk])
 
     def _mend(self, chunk: Chunk) -> None:
         self._broken -= chunk.broken
