@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.evict import Lru
+from kvdepot.evict import POLICIES, Lru
 from kvdepot.index import Chunk, Index, Namespace
 from kvdepot.space import PAGE, Space
 
@@ -92,9 +92,9 @@ WORLDS = [1, 2, 1]
 
 
 class IndexMachine(RuleBasedStateMachine):
-    @initialize(pages=st.integers(8, 50))
-    def begin(self, pages: int) -> None:
-        self.index = Index(Space(0, pages * PAGE), Lru())
+    @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, pages: int, policy: str) -> None:
+        self.index = Index(Space(0, pages * PAGE), POLICIES[policy]())
         self.model = Model(pages * PAGE, WORLDS)
         self.spaces: list[Namespace] = []
         for place, world in enumerate(WORLDS):
@@ -267,8 +267,8 @@ def keys(name: str, count: int) -> list[bytes]:
 class Shelf:
     """An index of `pages` pages with one namespace, whose chunks take one page a shard."""
 
-    def __init__(self, pages: int, world_size: int = 1) -> None:
-        self.policy = Lru()
+    def __init__(self, pages: int, world_size: int = 1, policy: str = "lru") -> None:
+        self.policy = POLICIES[policy]()
         self.index = Index(Space(0, pages * PAGE), self.policy)
         self.world_size = world_size
         for rank in range(world_size):
@@ -299,8 +299,13 @@ class Shelf:
         return [key in self.space.chunks for key in chain]
 
 
+@pytest.fixture(params=sorted(POLICIES))
+def shelf(request: pytest.FixtureRequest) -> Shelf:
+    return Shelf(6, policy=request.param)
+
+
 @pytest.fixture
-def shelf() -> Shelf:
+def lru_shelf() -> Shelf:
     return Shelf(6)
 
 
@@ -315,57 +320,57 @@ def test_a_chain_loses_its_tail_first(shelf: Shelf) -> None:
         assert shelf.matched(old) == left == 6 - lost
 
 
-def test_of_two_chains_the_one_used_longer_ago_loses_its_tail(shelf: Shelf) -> None:
+def test_of_two_chains_the_one_used_longer_ago_loses_its_tail(lru_shelf: Shelf) -> None:
     one, two, three = keys("one", 3), keys("two", 3), keys("three", 3)
-    shelf.store(one)
-    shelf.store(two)
-    shelf.index.release(shelf.pin(one))
-    shelf.store(three)
-    assert (shelf.matched(one), shelf.matched(two), shelf.matched(three)) == (3, 0, 3)
+    lru_shelf.store(one)
+    lru_shelf.store(two)
+    lru_shelf.index.release(lru_shelf.pin(one))
+    lru_shelf.store(three)
+    assert (lru_shelf.matched(one), lru_shelf.matched(two), lru_shelf.matched(three)) == (3, 0, 3)
 
 
-def test_chunks_without_a_chain_go_in_the_order_in_which_they_were_last_used(shelf: Shelf) -> None:
+def test_chunks_without_a_chain_go_in_the_order_in_which_they_were_last_used(lru_shelf: Shelf) -> None:
     each = [[key] for key in keys("k", 6)]
     for single in each:
-        shelf.store(single, loose=True)
+        lru_shelf.store(single, loose=True)
     for number in (3, 0, 5):
-        shelf.index.release(shelf.pin(each[number]))
+        lru_shelf.index.release(lru_shelf.pin(each[number]))
     order = []
     for number in range(6):
-        shelf.store(keys(f"new{number}", 1), loose=True)
-        order += [i for i in range(6) if not shelf.there(each[i])[0] and i not in order]
+        lru_shelf.store(keys(f"new{number}", 1), loose=True)
+        order += [i for i in range(6) if not lru_shelf.there(each[i])[0] and i not in order]
     assert order == [1, 2, 4, 3, 0, 5]
 
 
-def test_a_prompt_without_a_chain_loses_its_tail_first_once_it_was_used(shelf: Shelf) -> None:
+def test_a_prompt_without_a_chain_loses_its_tail_first_once_it_was_used(lru_shelf: Shelf) -> None:
     prompt_ = keys("loose", 6)
-    shelf.store(prompt_, loose=True)
-    shelf.index.release(shelf.pin(prompt_))
+    lru_shelf.store(prompt_, loose=True)
+    lru_shelf.index.release(lru_shelf.pin(prompt_))
     for left in range(5, -1, -1):
-        shelf.store(keys(f"new{left}", 1))
-        assert shelf.there(prompt_) == [True] * left + [False] * (6 - left)
+        lru_shelf.store(keys(f"new{left}", 1))
+        assert lru_shelf.there(prompt_) == [True] * left + [False] * (6 - left)
 
 
-def test_a_stored_chunk_counts_as_used_when_it_was_stored(shelf: Shelf) -> None:
+def test_a_stored_chunk_counts_as_used_when_it_was_stored(lru_shelf: Shelf) -> None:
     first, later = keys("first", 1), keys("later", 1)
-    shelf.store(first, loose=True)
-    shelf.store(later, loose=True)
-    shelf.store(keys("rest", 5))
-    assert (shelf.there(first), shelf.there(later)) == ([False], [True])
+    lru_shelf.store(first, loose=True)
+    lru_shelf.store(later, loose=True)
+    lru_shelf.store(keys("rest", 5))
+    assert (lru_shelf.there(first), lru_shelf.there(later)) == ([False], [True])
 
 
-def test_once_its_tail_has_gone_the_head_of_a_chain_goes_before_what_was_used_later(shelf: Shelf) -> None:
+def test_once_its_tail_has_gone_the_head_of_a_chain_goes_before_what_was_used_later(lru_shelf: Shelf) -> None:
     chain, other, rest = keys("chain", 2), keys("other", 1), keys("rest", 3)
-    shelf.store(chain)
-    shelf.store(other)
-    shelf.index.release(shelf.pin(chain))
-    shelf.store(rest)
+    lru_shelf.store(chain)
+    lru_shelf.store(other)
+    lru_shelf.index.release(lru_shelf.pin(chain))
+    lru_shelf.store(rest)
     left = []
     for number in range(3):
-        shelf.store(keys(f"new{number}", 1))
-        left.append((shelf.matched(chain), shelf.matched(other)))
+        lru_shelf.store(keys(f"new{number}", 1))
+        left.append((lru_shelf.matched(chain), lru_shelf.matched(other)))
     assert left == [(2, 0), (1, 0), (0, 0)]
-    assert shelf.matched(rest) == 3
+    assert lru_shelf.matched(rest) == 3
 
 
 def test_pinning_the_end_of_a_chain_keeps_all_of_it(shelf: Shelf) -> None:

@@ -12,12 +12,16 @@ from then on. A tier without chains leaves `parent` None.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
+from zlib import crc32
 
 import msgspec
 
-__all__ = ["POLICIES", "Lru", "Policy", "Victim"]
+from kvdepot.adaptive import Adaptive
+
+__all__ = ["POLICIES", "Ageing", "Lru", "Policy", "S3Fifo", "Victim", "WTinyLfu"]
 
 
 class Victim(msgspec.Struct, gc=False):
@@ -26,14 +30,18 @@ class Victim(msgspec.Struct, gc=False):
     key: bytes = b""
     parent: Any = None
     """The chunk before it in its chain, where known. It is there at least as long as this one."""
-    used: int = 0
-    """Its date, by the policy's clock."""
+    order: float = 0
+    """Its date, as the policy counts: of one queue, the lowest goes first."""
     uses: int = 0
     """How often it was used, as the policy counts."""
     place: int = 0
-    """Which of the policy's queues it belongs to."""
-    queued: bool = False
-    """Whether a queue of the policy holds it."""
+    """Where in the policy it belongs."""
+    follows: bool = False
+    """Whether it was stored behind a chunk that a request had found, or behind one of which that is so."""
+    hit: bool = False
+    """Whether it was used since it was stored."""
+    queued: int = 0
+    """Which of the policy's queues holds it, counted from 1; 0 = none."""
     gone: bool = False
 
 
@@ -66,17 +74,18 @@ class Policy(Protocol):
 
 
 class Queue:
-    """Chunks in the order of `used`, each at most once.
+    """Chunks by `order`, each at most once.
 
     A heap that is corrected when a chunk comes up: using a chunk only writes its date, so a hit costs O(1), and every
     use is paid for by at most one later correction, O(log n). What is not evictable when it comes up is dropped and
     comes back through `push`; what is gone is swept out once it is more than half.
     """
 
-    __slots__ = ("_gone", "_heap", "_serial")
+    __slots__ = ("_gone", "_heap", "_number", "_serial")
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Victim]] = []
+    def __init__(self, number: int = 1) -> None:
+        self._number = number
+        self._heap: list[tuple[float, int, Victim]] = []
         self._serial = 0  # equal dates go in the order in which they came
         self._gone = 0
 
@@ -84,23 +93,23 @@ class Queue:
         return len(self._heap)
 
     def push(self, chunk: Victim) -> None:
-        chunk.queued = True
+        chunk.queued = self._number
         self._serial += 1
-        heapq.heappush(self._heap, (chunk.used, self._serial, chunk))
+        heapq.heappush(self._heap, (chunk.order, self._serial, chunk))
 
     def pop(self, evictable: Callable[[Victim], bool]) -> Victim | None:
         """The one with the lowest date."""
         heap = self._heap
         while heap:
-            used, _, chunk = heap[0]
+            order, _, chunk = heap[0]
             if chunk.gone:
-                self._gone -= 1
-            elif chunk.used > used and evictable(chunk):
+                self._gone = max(0, self._gone - 1)
+            elif chunk.order > order and evictable(chunk):
                 self._serial += 1
-                heapq.heapreplace(heap, (chunk.used, self._serial, chunk))
+                heapq.heapreplace(heap, (chunk.order, self._serial, chunk))
                 continue
             heapq.heappop(heap)
-            chunk.queued = False
+            chunk.queued = 0
             if not chunk.gone and evictable(chunk):
                 return chunk
         return None
@@ -126,15 +135,15 @@ class Lru:
 
     def insert(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def use(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def touch(self, chunk: Victim) -> None:
         self._clock += 1
-        chunk.used = self._clock
+        chunk.order = self._clock
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:
@@ -147,8 +156,284 @@ class Lru:
         if chunk.queued:
             self._queue.sweep()
         before: Victim | None = chunk.parent
-        if before is not None and before.used < chunk.used:
-            before.used = chunk.used
+        if before is not None and before.order < chunk.order:
+            before.order = chunk.order
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru}
+_SMALL, _MAIN = 1, 2
+
+
+class S3Fifo:
+    """Two FIFO queues (Yang et al., SOSP 2023): what is new passes through the small one, a tenth of the chunks, and
+    only what is used there, or comes back soon after, gets into the main one."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._small = Queue(_SMALL)
+        self._main = Queue(_MAIN)
+        self._chunks = 0
+        self._in_small = 0  # chunks that belong there, whether or not they can be evicted now
+        self._ghosts: dict[
+            bytes, None
+        ] = {}  # what left the small queue lately, oldest first; at most as many as chunks
+
+    def __repr__(self) -> str:
+        return f"<S3Fifo {len(self._small) + len(self._main)} queued, {self._in_small} of {self._chunks} chunks small>"
+
+    def insert(self, chunk: Victim) -> None:
+        self._clock += 1
+        self._chunks += 1
+        chunk.order = self._clock
+        chunk.uses = 0
+        if chunk.key in self._ghosts:
+            del self._ghosts[chunk.key]
+            chunk.place = _MAIN
+        else:
+            chunk.place = _SMALL
+            self._in_small += 1
+
+    def use(self, chunk: Victim) -> None:
+        if chunk.uses < 3:
+            chunk.uses += 1
+
+    def touch(self, chunk: Victim) -> None:
+        self._clock += 1
+        chunk.order = self._clock
+
+    def add(self, chunk: Victim) -> None:
+        if not chunk.queued:
+            (self._small if chunk.place == _SMALL else self._main).push(chunk)
+
+    def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
+        while True:
+            chunk = self._small.pop(evictable) if self._in_small * 10 >= self._chunks else None
+            chunk = chunk or self._main.pop(evictable) or self._small.pop(evictable)
+            if chunk is None or not chunk.uses:
+                return chunk
+            if chunk.place == _SMALL:
+                self._in_small -= 1
+                chunk.place = _MAIN
+                chunk.uses = 0
+            else:
+                chunk.uses -= 1
+            self._clock += 1
+            chunk.order = self._clock
+            self._main.push(chunk)
+
+    def remove(self, chunk: Victim, evicted: bool) -> None:
+        if chunk.queued:
+            (self._small if chunk.queued == _SMALL else self._main).sweep()
+        self._chunks -= 1
+        if chunk.place == _SMALL:
+            self._in_small -= 1
+            if evicted:
+                self._ghosts[chunk.key] = None
+        while len(self._ghosts) > self._chunks:
+            del self._ghosts[next(iter(self._ghosts))]
+        before: Victim | None = chunk.parent
+        if before is not None and not before.gone:
+            before.order = max(before.order, chunk.order)
+            before.uses = min(3, before.uses + chunk.uses)
+            if before.place < chunk.place:
+                before.place = _MAIN
+                self._in_small -= 1
+
+
+class Ageing:
+    """Least frequently used first, where a use counts for less with time: half after 0.3 turnovers of the cache
+    (LRFU, Lee et al., 2001).
+
+    `order` is the logarithm of the sum of all uses so weighted, seen from the beginning of time: it changes with
+    uses only, and the frequency of a parent is exactly its own and its descendants'.
+    """
+
+    _HALF_LIFE = 0.3
+    """Turnovers. Longer favours what was popular long ago, which finished chats are; by far shorter is LRU."""
+
+    def __init__(self) -> None:
+        self._clock = 0.0  # half-lives
+        self._queue = Queue()
+        self._chunks = 0
+
+    def __repr__(self) -> str:
+        return f"<Ageing {len(self._queue)} queued>"
+
+    def insert(self, chunk: Victim) -> None:
+        self._chunks += 1
+        self._clock += 1 / (self._HALF_LIFE * self._chunks)
+        chunk.order = self._clock
+
+    def use(self, chunk: Victim) -> None:
+        self._clock += _TICK
+        chunk.order = _sum(chunk.order, self._clock)
+
+    def touch(self, chunk: Victim) -> None:
+        self._clock += _TICK
+        chunk.order = max(chunk.order, self._clock)
+
+    def add(self, chunk: Victim) -> None:
+        if not chunk.queued:
+            self._queue.push(chunk)
+
+    def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
+        return self._queue.pop(evictable)
+
+    def remove(self, chunk: Victim, evicted: bool) -> None:
+        if chunk.queued:
+            self._queue.sweep()
+        self._chunks -= 1
+        before: Victim | None = chunk.parent
+        if before is not None:
+            before.order = _sum(before.order, chunk.order)
+
+
+_TICK = 1e-9
+"""Half-lives: nothing but an order among what happens between two insertions."""
+
+
+def _sum(one: float, other: float) -> float:
+    """log2(2 ** one + 2 ** other)."""
+    if one < other:
+        one, other = other, one
+    return one + math.log2(1 + 2.0 ** max(other - one, -60))
+
+
+_WINDOW, _PROBATION, _PROTECTED = 1, 2, 3
+
+
+class WTinyLfu:
+    """New chunks wait in a window, a hundredth of the chunks; what leaves it must be used more often than what the main
+    part would lose for it (Einziger et al., ACM ToS 2017). The main part is a segmented LRU; a sketch counts uses."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._queues = {place: Queue(place) for place in (_WINDOW, _PROBATION, _PROTECTED)}
+        self._counts = {_WINDOW: 0, _PROBATION: 0, _PROTECTED: 0}  # chunks that belong there, evictable or not
+        self._sketch = Sketch()
+        self._room_made = False  # since the last insertion
+
+    def __repr__(self) -> str:
+        return f"<WTinyLfu {sum(map(len, self._queues.values()))} queued, {self._counts} chunks>"
+
+    def insert(self, chunk: Victim) -> None:
+        chunk.place = _WINDOW if self._room_made else _PROBATION  # where there is room nothing is lost for it
+        self._room_made = False
+        self._counts[chunk.place] += 1
+        chunk.uses = 0
+        self._sketch.resize(sum(self._counts.values()))
+        self._sketch.count(chunk.key)
+        self.touch(chunk)
+
+    def use(self, chunk: Victim) -> None:
+        self._sketch.count(chunk.key)
+        if chunk.place == _PROBATION:
+            self._move(chunk, _PROTECTED)
+        self.touch(chunk)
+
+    def touch(self, chunk: Victim) -> None:
+        self._clock += 1
+        chunk.order = self._clock
+
+    def _move(self, chunk: Victim, place: int) -> None:
+        self._counts[chunk.place] -= 1
+        self._counts[place] += 1
+        chunk.place = place
+
+    def add(self, chunk: Victim) -> None:
+        if not chunk.queued:
+            self._queues[chunk.place].push(chunk)
+
+    def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
+        chunks = sum(self._counts.values())
+        new = self._pop(_WINDOW, evictable) if self._counts[_WINDOW] * 100 > chunks else None
+        while self._counts[_PROTECTED] * 5 > 4 * chunks:
+            chunk = self._pop(_PROTECTED, evictable)
+            if chunk is None:
+                break
+            self._move(chunk, _PROBATION)
+            self.add(chunk)
+        old = self._pop(_PROBATION, evictable) or self._pop(_PROTECTED, evictable)
+        if new is None:
+            return old or self._pop(_WINDOW, evictable)
+        if old is None:
+            return new
+        if self._frequency(new) > self._frequency(old):
+            self._move(new, _PROBATION)
+            self.add(new)
+            return old
+        self.add(old)
+        return new
+
+    def _pop(self, place: int, evictable: Callable[[Victim], bool]) -> Victim | None:
+        while True:
+            chunk = self._queues[place].pop(evictable)
+            if chunk is None or chunk.place == place:
+                return chunk
+            self.add(chunk)  # a use, or a child that went, has moved it
+
+    def _frequency(self, chunk: Victim) -> int:
+        return self._sketch.estimate(chunk.key) + chunk.uses
+
+    def remove(self, chunk: Victim, evicted: bool) -> None:
+        if chunk.queued:
+            self._queues[chunk.queued].sweep()
+        self._counts[chunk.place] -= 1
+        self._room_made |= evicted
+        before: Victim | None = chunk.parent
+        if before is not None and not before.gone:
+            before.order = max(before.order, chunk.order)
+            before.uses = min(15, before.uses + self._frequency(chunk) - 1)  # insertion was no use of what is before it
+            if before.place < chunk.place:
+                self._move(before, chunk.place)
+
+
+class Sketch:
+    """How often each of many keys was counted, up to 15 and roughly (count-min); all halves now and then."""
+
+    __slots__ = ("_additions", "_rows", "_width")
+
+    _HALVED = bytes(value >> 1 for value in range(256))
+
+    def __init__(self) -> None:
+        self._width = 64
+        self._rows = [bytearray(self._width) for _ in range(4)]
+        self._additions = 0
+
+    def resize(self, keys: int) -> None:
+        """Make it wide enough for so many keys; what was counted stays."""
+        while self._width < keys:
+            self._width *= 2
+            self._rows = [row + row for row in self._rows]
+
+    def _cells(self, key: bytes) -> tuple[int, int, int, int]:
+        mask = self._width - 1
+        bits = crc32(key)  # hash() would differ from run to run
+        return (
+            bits * 0x9E3779B97F4A7C15 >> 32 & mask,
+            bits * 0xC2B2AE3D27D4EB4F >> 32 & mask,
+            bits * 0x165667B19E3779F9 >> 32 & mask,
+            bits * 0x27D4EB2F165667C5 >> 32 & mask,
+        )
+
+    def count(self, key: bytes) -> None:
+        for row, cell in zip(self._rows, self._cells(key), strict=True):
+            if row[cell] < 15:
+                row[cell] += 1
+        self._additions += 1
+        if self._additions >= 10 * self._width:
+            self._additions //= 2
+            self._rows = [row.translate(self._HALVED) for row in self._rows]
+
+    def estimate(self, key: bytes) -> int:
+        one, two, three, four = self._cells(key)
+        rows = self._rows
+        return min(rows[0][one], rows[1][two], rows[2][three], rows[3][four])
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "adaptive": Adaptive,
+    "ageing": Ageing,
+    "lru": Lru,
+    "s3fifo": S3Fifo,
+    "wtinylfu": WTinyLfu,
+}

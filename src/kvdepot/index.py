@@ -61,6 +61,8 @@ class Chunk(Victim, gc=False):
     born: int = 0
     """When it was computed, seconds since 1970."""
     namespace: Any = None
+    used: int = 0
+    """When it was last used, as a running number; of one from before a restart, when it was stored."""
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
     sealed: int = 0
     """Shards that are sealed."""
@@ -126,6 +128,7 @@ class Index:
         self._namespaces: dict[tuple[str, str, int], list[Namespace]] = {}  # by tenant, model, ranks
         self._numbers = itertools.count(1)  # of namespaces
         self._serial = 0  # shards sealed so far
+        self._uses = 0  # of chunks
         self.chunks = 0
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
@@ -238,6 +241,8 @@ class Index:
         self.held += len(chunks)
         if use:
             for chunk in reversed(chunks):
+                self._uses += 1
+                chunk.used = self._uses
                 self._policy.use(chunk)
 
     def release(self, chunks: list[Chunk]) -> None:
@@ -503,14 +508,15 @@ class Index:
         """
         assert not self._namespaces
         self._numbers = itertools.count(max((space.number for space in spaces), default=0) + 1)
-        self._serial = serial
+        self._serial = self._uses = serial
         found: list[Chunk] = []
         for space in spaces:
             self._namespaces.setdefault((space.tenant, space.model, space.world_size), []).append(space)
             found += space.chunks.values()
         self.chunks = len(found)
-        found.sort(key=lambda chunk: int(chunk.used))  # as they were stored; the policy dates them by its own clock
+        found.sort(key=lambda chunk: chunk.used)  # as they were stored; the policy dates them by its own clock
         for chunk in found:
+            self._watch_age(chunk)
             self._policy.insert(chunk)
             self._watch_age(chunk)
         for chunk in found:
