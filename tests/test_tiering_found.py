@@ -6,7 +6,7 @@ from kvdepot import wire
 from kvdepot.keys import salt_tag
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.carrier import Errand, Find, Load
-from tests.test_depot import PER_CHUNK, prompt, retrieve, store
+from tests.test_depot import PER_CHUNK, layout, prompt, retrieve, store
 from tests.test_tiering import Host, look, new_host
 
 
@@ -158,3 +158,31 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
     host.take(host.depot.tick(122.0, 1122.0))
     host.assert_quiet()
     assert host.index.chunks == 0
+
+
+def test_a_lookup_whose_engine_leaves_meanwhile_loads_nothing_that_nobody_could_find() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.ask(b"one", wire.Unregister(1))  # the namespace goes: it has no chunks, and nobody uses it
+    there.rest()
+    assert there.answers[asked] == 0
+    there.assert_quiet()
+    assert there.index.space.free_bytes == there.index.space.capacity
+
+
+def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(("disk:///d?write=off", tier), pages=2)
+    chain = prompt("b", 1)
+    here.find(b"one", store(chain))
+    there.ask(b"one", wire.Register(2, layout(), "n", 1, 0, PER_CHUNK))
+    there.find(b"one", store(prompt("a", 1)))
+    there.find(b"one", store(prompt("c", 1), instance=2, model="n"))
+    there.ask(b"one", wire.Unregister(1))
+    assert there.find(b"one", look(chain)) == 1
+    there.index.validate()
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()

@@ -86,8 +86,8 @@ class Namespace:
     clients are bound to tenants, of one tenant, so that no other can tell whether they are there."""
 
     __slots__ = (
-        "blocks_in_chunk", "bytes", "chunks", "facts", "layouts", "live", "model", "number", "recorded", "sizes",
-        "slot", "tenant", "world_size",
+        "blocks_in_chunk", "bytes", "chunks", "facts", "gone", "layouts", "live", "model", "number", "recorded",
+        "sizes", "slot", "tenant", "world_size",
     )  # fmt: skip
 
     def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
@@ -101,6 +101,7 @@ class Namespace:
         self.facts: dict[int, Facts] = {}  # rank -> what tiers call it, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
+        self.gone = False  # the index has dropped it
         self.bytes = 0
         self.slot = -1  # where it is recorded
         self.recorded = 0  # layouts that the record names
@@ -186,6 +187,7 @@ class Index:
             spaces = self._namespaces.get((space.tenant, space.model, space.world_size), [])
             if space in spaces:
                 spaces.remove(space)
+                space.gone = True
                 if not spaces:
                     del self._namespaces[space.tenant, space.model, space.world_size]
                 self.records.erase(space.slot)
@@ -311,13 +313,16 @@ class Index:
         chunk.holds += 1  # neither it nor its ancestors may make room for it
         if before is not None:
             before.holds += 1
+        space.live += 1  # nor may it go with the last of its chunks
         extents = self._make_room(size)
+        space.live -= 1
         if before is not None:
             before.holds -= 1
         if extents is None:
             chunk.holds -= 1
             self._requeue(before)
             self._requeue(chunk)
+            self.forget_namespace(space)
             return None
         self.held += 1
         self.reserved += 1

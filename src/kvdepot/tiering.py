@@ -281,7 +281,7 @@ class Tiering:
         search.loading = True
         by_tier: dict[int, list[tuple[_Arrival, Part]]] = {}
         for i in range(search.first, len(search.hashes) // HASH_BYTES):
-            chunk = self._reserve(search, i, by_tier)
+            chunk = self._reserve(search, i, by_tier) if not search.space.gone else None
             if chunk is None:
                 break
             if chunk.key not in search.held:
