@@ -137,6 +137,7 @@ class Index:
         self.evicting: Callable[[Chunk], None] | None = None
         """Told of each chunk that goes to make room, before it does."""
         self._broken = 0  # chunks without a depth in the middle of a chain
+        self._detached_bytes = 0  # of shards that were replaced
         self._ttl_s = ttl_s
         self._ages: list[tuple[int, int, Chunk]] = []  # when chunks expire, where they do
         self._aged = itertools.count()
@@ -147,18 +148,31 @@ class Index:
     # -- namespaces
 
     def namespace(
-        self, model: str, world_size: int, rank: int, fingerprint: bytes, blocks_in_chunk: int, tenant: str = ""
+        self,
+        model: str,
+        world_size: int,
+        rank: int,
+        fingerprint: bytes,
+        blocks_in_chunk: int,
+        tenant: str = "",
+        size: int = 0,
     ) -> Namespace:
-        """The namespace of one rank's layout; a new one unless all that is known of an old one agrees."""
+        """The namespace of one rank's layout; a new one unless all that is known of an old one agrees.
+
+        size: bytes of this rank's shards; 0: not known. A fingerprint is a client's word, a size is what is copied.
+        """
         spaces = self._namespaces.setdefault((tenant, model, world_size), [])
         for space in reversed(spaces):
-            if space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint:
+            same = space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint
+            if same and (not size or space.sizes.get(rank, size) == size):
                 break
         else:
             space = Namespace(next(self._numbers), tenant, model, world_size, blocks_in_chunk)
             spaces.append(space)
         if rank not in space.layouts:
             space.layouts[rank] = fingerprint
+        if size:
+            space.sizes[rank] = size
         return space
 
     def _record_namespace(self, space: Namespace) -> None:
@@ -222,6 +236,7 @@ class Index:
             low += 1
             if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
                 chunk.depth = low  # it was sealed before its parent was: now it is chained
+                self._mend(chunk)
                 deepest = chunk
             else:
                 loose.append(chunk)
@@ -302,6 +317,8 @@ class Index:
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
             assert spoilt.spoilt and _only_reserved(chunk), (rank, key.hex())
+            if spoilt.size != size:
+                return None  # its place is not this one's
             spoilt.spoilt = False  # its extents are written anew
             spoilt.checksum = spoilt.tiers = 0
             chunk.doomed = False
@@ -337,6 +354,26 @@ class Index:
         chunk.bytes += bytes_taken
         space.bytes += bytes_taken
         return chunk
+
+    def replace(self, chunk: Chunk, rank: int) -> Shard | None:
+        """Reserve a shard anew that is reserved, and still being written; the old one, for `give_back` after that.
+
+        None where there is no room for another. Its hold is the new one's.
+        """
+        old = chunk.shards[rank]
+        assert not old.sealed and not old.spoilt
+        extents = self._make_room(old.size)
+        if extents is None:
+            return None
+        chunk.shards[rank] = Shard(extents, old.size)
+        chunk.doomed = False
+        self._detached_bytes += self.space.rounded(old.size)
+        return old
+
+    def give_back(self, shard: Shard) -> None:
+        """Nothing writes any more to a shard that was replaced."""
+        self._detached_bytes -= self.space.rounded(shard.size)
+        self.space.free(shard.extents)
 
     def _requeue(self, chunk: Chunk | None) -> None:
         if chunk is not None and chunk.shards and _evictable(chunk):
@@ -404,7 +441,7 @@ class Index:
 
     def _chain(self, chunk: Chunk) -> None:
         """Give it its depth, if it is there on all ranks and chained to the start."""
-        if chunk.sealed == chunk.namespace.world_size and chunk.position:
+        if chunk.sealed == chunk.namespace.world_size and chunk.position and not chunk.doomed:
             before = chunk.parent
             if chunk.position == 1 or (before is not None and before.depth == chunk.position - 1):
                 chunk.depth = chunk.position
@@ -456,11 +493,12 @@ class Index:
     def doom(self, chunk: Chunk, at_once: bool = True) -> None:
         """Remove a chunk, or, while it is held or others are behind it, hide it and them and remove it after that.
 
-        at_once: those who hold it get it no more, either. A reservation (its key is stored anew) saves it.
+        at_once: those who hold it get it no more, either. A reservation after that (its key is stored anew) saves it;
+        one that is under way should be discarded.
         """
         if _evictable(chunk):
             self._remove(chunk)
-        elif chunk.sealed:
+        else:
             chunk.doomed = True
             self._unchain(chunk)
             if at_once:
@@ -521,7 +559,6 @@ class Index:
         self.chunks = len(found)
         found.sort(key=lambda chunk: chunk.used)  # as they were stored; the policy dates them by its own clock
         for chunk in found:
-            self._watch_age(chunk)
             self._policy.insert(chunk)
             self._watch_age(chunk)
         for chunk in found:
@@ -532,6 +569,9 @@ class Index:
 
     def _watch_age(self, chunk: Chunk) -> None:
         if self._ttl_s:
+            if len(self._ages) > 2 * self.chunks + 64:  # most of them are gone
+                self._ages = [entry for entry in self._ages if not entry[2].gone]
+                heapq.heapify(self._ages)
             heapq.heappush(self._ages, (chunk.born + self._ttl_s, next(self._aged), chunk))
 
     def expire(self, wall: int) -> int:
@@ -586,6 +626,8 @@ class Index:
         doomed = None
         if before is not None:
             before.children -= 1
+            if before.gone and not before.children:
+                self._mend(before)
             if _evictable(before):
                 if before.doomed:
                     doomed = before
@@ -631,7 +673,7 @@ class Index:
         for space in self.namespaces():
             for chunk in space.chunks.values():
                 assert chunk.children == children.get(id(chunk), 0)
-        assert used == self.space.capacity - self.space.free_bytes, (used, self.space)
+        assert used + self._detached_bytes == self.space.capacity - self.space.free_bytes, (used, self.space)
         assert (chunks, reserved, held) == (self.chunks, self.reserved, self.held)
 
 

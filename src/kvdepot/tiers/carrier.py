@@ -54,11 +54,19 @@ class Part:
 
 @dataclass(slots=True)
 class Find:
-    """Which of these are there. Outcome: list of bool."""
+    """Which of these are there. Outcome: list of bool; None where nobody wants to know any more."""
 
     token: Any
     tier: int
-    names: list[str]
+    objects: list[tuple[Facts, bytes]]
+    """(facts, key)"""
+    salt: bytes
+    is_wanted: Callable[[], bool] = lambda: True
+
+    @property
+    def names(self) -> list[str]:
+        salt = self.salt or NO_SALT
+        return [facts.name(salt, key) for facts, key in self.objects]
 
 
 @dataclass(slots=True)
@@ -226,7 +234,7 @@ def run(errand: Errand, tier: Tier, arena: Memory, heads: Any, codec: Codec, old
     """Do one errand; its outcome. Blocks. heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely."""
     match errand:
         case Find():
-            return _whole(errand.names, tier.find(errand.names))
+            return _whole(errand.objects, tier.find(errand.names)) if errand.is_wanted() else None
         case Load():
             return _load(errand.parts, tier, arena, heads, codec, oldest)
         case Save():
