@@ -90,7 +90,6 @@ class _Arrival:
     tier: int
     searches: list[Search]
     shard: Shard
-    forgotten: bool = False
     replaced: bool = False  # somebody else fills the chunk
 
 
@@ -394,7 +393,14 @@ class Tiering:
             return False
         del self._arrivals[space.number, key, rank]
         arrival.replaced = True
+        self._let_go(arrival)  # it goes, should whoever fills it fail
         return True
+
+    def _let_go(self, arrival: _Arrival) -> None:
+        """Searches do not hold it any more."""
+        for search in arrival.searches:
+            if search.held.pop(arrival.chunk.key, None) is not None:
+                self._index.release([arrival.chunk])
 
     def _arrived(self, tier: _Tier, arrivals: list[_Arrival], outcome: Any, now: float) -> Errands:
         errands: Errands = []
@@ -411,14 +417,12 @@ class Tiering:
                 self._index.give_back(arrival.shard)
                 continue
             del self._arrivals[space.number, chunk.key, rank]
-            if isinstance(header, Header) and not arrival.forgotten:
+            if isinstance(header, Header) and not chunk.doomed:
                 chunk.shards[rank].tiers |= tier.bit
                 self._index.seal(chunk, rank, header.checksum, header.born)
                 sealed.append((chunk, rank))
             else:
-                for search in arrival.searches:
-                    if search.held.pop(chunk.key, None) is not None:
-                        self._index.release([chunk])
+                self._let_go(arrival)
                 self._index.discard(chunk, rank)
         tier.counters["loaded_chunks"] += len(sealed)
         tier.counters["missed_chunks"] += sum(header is None for header in outcomes)
@@ -588,8 +592,6 @@ class Tiering:
         """
         said: dict[str, Any] = {tier.config.name: 0 for tier in self._tiers}
         forgetting = _Forgetting(tenant, model, salt, {tier.number for tier in self._tiers}, said, done)
-        for arrival in self._arrivals.values():
-            arrival.forgotten |= forgetting.covers(arrival.chunk.namespace, arrival.chunk.salt)
         if not self._tiers:
             return done(said)
         self._forgettings.add(forgetting)

@@ -192,7 +192,11 @@ class Engine:
 
         def hear(answer: tuple[bytes, int]) -> None:
             boot, matched = answer
-            if matched and self._pins[name] == number:
+            server = self.host.server
+            forgotten = (
+                server is not None and server.boot == boot and ("", name) not in server.depot.sessions._kept
+            )  # while the answer was on its way
+            if matched and self._pins[name] == number and not forgotten:
                 world.counters["pinned_by_name"] += 1
                 ends = asked + ttl_s if ttl_s else float("inf")
                 self.host.named[name] = Pinned(boot, model, keys[:matched], asked, ends)

@@ -322,6 +322,11 @@ class Server(Checks):
                 self.world.counters[f"forgotten_during_tier_{errand.__name__.lower()}"] += 1
         self.doing = request
         self._act(self.depot.handle(identity, number, request, self.world.now))
+        if isinstance(request, wire.Forget):
+            named = self.host.named
+            for name in [name for name in named if ("", name) not in self.depot.sessions._kept]:
+                self.world.counters["pin_forgotten"] += 1
+                del named[name]
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
 
     def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
@@ -541,7 +546,7 @@ class Server(Checks):
             counters["late_load_sealed"] += bool(keys)
             self._late_keys |= keys
         elif isinstance(errand, Save):
-            for chunk, _, demotion in errand.token.then.args[1]:
+            for chunk, _, demotion in errand.token.then.args[2]:
                 if demotion is not None and not demotion.saves:
                     counters["demoted" if chunk.gone else "demotion_overtaken"] += 1
         counters["tier_tripped"] += usable and not tier.breaker.usable

@@ -330,7 +330,7 @@ def takes_in_what_was_forgotten_on_its_way(patch: Patch) -> None:
 
     def welcoming(self: Any, tier: Any, arrivals: Any, *rest: Any) -> Any:
         for arrival in arrivals:
-            arrival.forgotten = False
+            arrival.chunk.doomed = False
         return arrived(self, tier, arrivals, *rest)
 
     patch.setattr(Tiering, "_arrived", welcoming)
@@ -362,13 +362,13 @@ def saves_what_nobody_holds(patch: Patch) -> None:
         errands = dispatch(self, tier)
         for errand in errands:
             if isinstance(errand, carrier.Save):
-                self._index.release([chunk for chunk, _, _ in errand.token.then.args[1]])
+                self._index.release([chunk for chunk, _, _ in errand.token.then.args[2]])
         return errands
 
-    def end(self: Any, tier: Any, batch: Any, outcome: Any, now: float) -> Any:
+    def end(self: Any, tier: Any, number: int, batch: Any, outcome: Any, now: float) -> Any:
         batch = [item for item in batch if not item[0].gone]
         self._index.hold([chunk for chunk, _, _ in batch], use=False)
-        return saved(self, tier, batch, [True] * len(batch), now)
+        return saved(self, tier, number, batch, [True] * len(batch), now)
 
     patch.setattr(Tiering, "_dispatch", loose)
     patch.setattr(Tiering, "_saved", end)
