@@ -43,13 +43,13 @@ _CLASS = tuple(2 * min(4, uses.bit_length()) for uses in range(_MOST_USES + 1))
 _ENDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Ages in epochs are measured in these ranges, each from the end of the one before."""
 _AGES = len(_ENDS)
+_MIDDLES = tuple(end * 0.75 for end in _ENDS)
 _WIDTHS = tuple(end - start for start, end in zip((0, *_ENDS), _ENDS, strict=False))
-_AGE = tuple(min(age.bit_length(), _AGES - 1) for age in range(_ENDS[-1]))
-_OLDEST = len(_AGE) - 1
-_PRIOR = tuple(0.5 / (end - width / 2 + _EPOCHS / 4) for end, width in zip(_ENDS, _WIDTHS, strict=True))
+_OLDEST = _ENDS[-1] - 1
+_AGE = tuple(age.bit_length() for age in range(_OLDEST + 1))
+"""The range of each age; what is older is counted as `_OLDEST`."""
+_PRIOR = tuple(0.5 / (middle + _EPOCHS / 4) for middle in _MIDDLES)
 """Uses an epoch that are expected at an age of which nothing is known."""
-_LIKELIER = (0.6, 0.6, 1.0, 1.0, 1.2, 1.2, 1.4, 1.4, 1.6, 1.6)
-"""The same, of each class."""
 _TRUST_AGE, _TRUST_CLASS, _TRUST = 2.0, 10.0, 20.0
 """How many uses must be seen until what was measured counts as much as what was expected: for an age, a class, both."""
 _ENOUGH = 500.0
@@ -84,7 +84,7 @@ class Adaptive:
         self._ghosts: dict[bytes, int] = {}  # key -> place * 16 + uses, the one evicted first first
         self._uses = [[0.0] * _AGES for _ in range(_CLASSES)]  # chunks that came back
         self._risk = [[0.0] * _AGES for _ in range(_CLASSES)]  # epochs that chunks could have
-        self._factor = list(_LIKELIER)  # a class's hazard over the one that all have at that age
+        self._factor = [1.0] * _CLASSES  # a class's hazard over the one that all have at that age
         self._rank = [[0.0] * _AGES for _ in range(_CLASSES)]
         self._learn()
 
@@ -194,13 +194,18 @@ class Adaptive:
 
     def _came_back(self, cohort: _Cohort, leaves: int = 1) -> None:
         cohort.at_risk -= leaves
-        age = self._epoch - cohort.epoch
-        self._uses[cohort.kind][_AGE[age] if age < _OLDEST else _AGES - 1] += 1
+        self._uses[cohort.kind][_AGE[min(self._epoch - cohort.epoch, _OLDEST)]] += 1
 
     def _list(self, cohort: _Cohort) -> None:
-        age = self._epoch - cohort.epoch
-        cohort.rank = self._rank[cohort.kind][_AGE[age] if age < _OLDEST else _AGES - 1]
+        """Give it the rank of its age, between those measured: or a whole range of ages would go at once."""
         cohort.listed = True
+        age = min(self._epoch - cohort.epoch, _OLDEST) + 0.5
+        at = _AGE[int(age)]
+        at -= age < _MIDDLES[at] and at > 0
+        at = min(at, _AGES - 2)
+        ranks = self._rank[cohort.kind]
+        part = (age - _MIDDLES[at]) / (_MIDDLES[at + 1] - _MIDDLES[at])
+        cohort.rank = ranks[at] + (ranks[at + 1] - ranks[at]) * min(1.0, max(0.0, part))
 
     def _next_epoch(self) -> None:
         """Count who was at risk in the epoch that ends, learn, and put the cohorts in their new order. O(cohorts)."""
@@ -210,8 +215,7 @@ class Adaptive:
         empty = []
         for place, cohort in self._cohorts.items():
             if cohort.at_risk:
-                age = now - cohort.epoch
-                risk[cohort.kind][_AGE[age] if age < _OLDEST else _AGES - 1] += cohort.at_risk
+                risk[cohort.kind][_AGE[min(now - cohort.epoch, _OLDEST)]] += cohort.at_risk
             else:
                 empty.append(place)
         for place in empty:
@@ -239,7 +243,7 @@ class Adaptive:
         for kind in range(_CLASSES):
             uses, risk = self._uses[kind], self._risk[kind]
             expected = sum(map(float.__mul__, risk, hazard))
-            factor[kind] = (sum(uses) + _TRUST_CLASS * _LIKELIER[kind]) / (expected + _TRUST_CLASS)
+            factor[kind] = (sum(uses) + _TRUST_CLASS) / (expected + _TRUST_CLASS)
             self._rank[kind] = _gittins(
                 [
                     (uses[age] + _TRUST) / (risk[age] + _TRUST / (hazard[age] * factor[kind]))
