@@ -121,7 +121,7 @@ def depot(host: Host, folder: Path, pool: str) -> Iterator[str]:
     """A depot on that host, with an arena of its own and 1 GiB for the pool; its URL."""
     url = f"ipc://{folder}/{host.name}.sock"
     server = start_server(
-        url, "--arena-name", f"kvdepot-demo-{os.getpid()}-{host.name}", "--lookup-s", "20",
+        url, "--arena-name", f"kvdepot-demo-{os.getpid()}-{host.name}", "--lookup-s", "8",
         "--tiers", f"mooncake://{pool}/?local_host={host.address}&segment_gib=1", inside=host.inside,
     )  # fmt: skip
     try:

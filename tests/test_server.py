@@ -438,6 +438,12 @@ def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: St
     engine.close()
 
 
+def test_a_server_that_stops_says_so_last(start_depot: StartDepot) -> None:
+    depot = start_depot()
+    assert depot.stop() == 0
+    assert depot.logged().splitlines()[-1].endswith("stopped")  # nor do libraries complain at the end
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDepot, number: int) -> None:
     first = start_depot("--on-stop", "keep", arena_mib=8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvdepot import wire
 from kvdepot.keys import salt_tag
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
-from kvdepot.tiers.carrier import Errand, Find, Load
-from tests.test_depot import PER_CHUNK, prompt, retrieve, store
+from kvdepot.tiers.carrier import Find, Load
+from tests.test_depot import PER_CHUNK, layout, prompt, retrieve, store
 from tests.test_tiering import Host, look, new_host
 
 
@@ -23,7 +23,7 @@ def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_noth
     asked = host.send(b"one", store(chain, instance=2, world_size=2, rank=1))
     host.send(b"one", wire.Forget())
     host.rest()
-    assert host.answers[asked] is True
+    assert host.answers[asked] is False
     host.assert_quiet()
 
 
@@ -111,33 +111,63 @@ def test_a_pin_that_runs_out_while_its_name_is_pinned_anew_leaves_the_new_one() 
     host.assert_quiet()
 
 
-def forget_while_saving(tier: FaultyTier) -> tuple[Host, Errand]:
-    """A host whose tier has forgotten everything, and then gets a chunk whose save was under way."""
-    host = new_host(tier)
-    host.ask(b"one", store(prompt("a", 1)))
-    (save,) = host.errands
-    forgotten = host.send(b"one", wire.Forget())
-    host.work(host.errands[1])
-    assert host.answers[forgotten]["disk:///d"] == 0
-    return host, save
-
-
-def test_what_was_being_saved_when_it_was_forgotten_is_not_loaded_before_it_is_erased() -> None:
-    host, save = forget_while_saving(FaultyTier(MemoryTier()))
-    host.work(save)
-    asked = host.send(b"one", look(prompt("a", 1)))
-    urgent_first(host)
-    assert host.answers[asked] == 0
-    assert host.find(b"one", look(prompt("a", 1))) == 0
-    host.assert_quiet()
-
-
-def test_a_save_of_what_was_forgotten_that_fails_late_is_erased() -> None:
+def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() -> None:
     tier = FaultyTier(MemoryTier())
-    host, save = forget_while_saving(tier)
-    tier.inject(late=1)
-    host.work(save)
-    tier.inject()
-    host.rest()
-    assert host.find(b"one", look(prompt("a", 1))) == 0
+    for late in (0, 1):  # whether the save fails after it has happened
+        host = new_host(tier)
+        host.ask(b"one", store(prompt("a", 1)))
+        forgotten = host.send(b"one", wire.Forget())
+        tier.inject(late=late)
+        host.work()
+        tier.inject()
+        asked = host.send(b"one", look(prompt("a", 1)))
+        urgent_first(host)
+        assert host.answers[asked] == 0
+        assert host.answers[forgotten] == {"memory": 1, "disk:///d": 1}
+        assert host.find(b"one", look(prompt("a", 1))) == 0
+        host.assert_quiet()
+
+
+def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -> None:
+    host = new_host(ttl_s=60)
+    chain = prompt("a", 3)
+    host.find(b"one", store(chain))
+    assert host.find(b"one", look(chain, "holds")) == 3
+    host.take(host.depot.tick(61.0, 1061.0))
+    host.send(b"one", store(chain, end=2))
+    for task in host.copies():
+        host.finish(task, outcome=False)  # its blocks were needed for something else
+    assert host.find(b"one", retrieve(chain, request="holds")) == [True] * 3
+    assert host.find(b"one", look(chain, "later")) == 2, "what was computed again is new"
+    host.ask(b"one", wire.EndSession("later"))
+    host.take(host.depot.tick(122.0, 1122.0))
     host.assert_quiet()
+    assert host.index.chunks == 0
+
+
+def test_a_lookup_whose_engine_leaves_meanwhile_loads_nothing_that_nobody_could_find() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.ask(b"one", wire.Unregister(1))  # the namespace goes: it has no chunks, and nobody uses it
+    there.rest()
+    assert there.answers[asked] == 0
+    there.assert_quiet()
+    assert there.index.space.free_bytes == there.index.space.capacity
+
+
+def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(("disk:///d?write=off", tier), pages=2)
+    chain = prompt("b", 1)
+    here.find(b"one", store(chain))
+    there.ask(b"one", wire.Register(2, layout(), "n", 1, 0, PER_CHUNK))
+    there.find(b"one", store(prompt("a", 1)))
+    there.find(b"one", store(prompt("c", 1), instance=2, model="n"))
+    there.ask(b"one", wire.Unregister(1))
+    assert there.find(b"one", look(chain)) == 1
+    there.index.validate()
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import signal
 import sys
 from typing import Any, get_args, get_type_hints
 
@@ -157,6 +158,8 @@ def _serve(file: str | None, flags: dict[str, Any]) -> int:
     server = Server(config)
     server.catch_signals()
     server.run()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # it has stopped; and the handlers keep it from being collected
     return 0
 
 

@@ -106,8 +106,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
-        for tier in self.tiers:
-            parse(tier)
+        names = [parse(tier).name for tier in self.tiers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tiers: one of {', '.join(names)} stands there twice")
         if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
 

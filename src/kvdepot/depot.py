@@ -29,7 +29,7 @@ from kvdepot.layout import Layout
 from kvdepot.mover import Copy, CopyPiece, Mapped
 from kvdepot.registrations import Mapping, Registrations
 from kvdepot.sessions import Sessions
-from kvdepot.tiering import Tiering, Token
+from kvdepot.tiering import MOST_FORGETTINGS, Tiering, Token
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Action", "Depot", "Reply"]
@@ -191,8 +191,8 @@ class Depot:
         return self.tiering.tick(now)
 
     def stop_searching(self) -> list[Action]:
-        """Answer every lookup that awaits tiers with what memory has: the server is about to end."""
-        return self.sessions.stop(list(self._clients.values()))
+        """Answer every request that awaits tiers: the server is about to end."""
+        return [*self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
 
     def died(self, identity: bytes) -> list[Action]:
         """A client is gone: give up all it holds. What is being copied for it ends first, by itself."""
@@ -210,19 +210,22 @@ class Depot:
         check_names("", request.model)
         check_salt(request.salt)
         salt = tenant_salt(client.tenant, request.salt) if request.salt else None
-        chunks = self.index.select(request.model, client.tenant, salt)
-        for chunk in chunks:
+        if self.tiering.forgettings >= MOST_FORGETTINGS:
+            raise Busy(f"{self.tiering.forgettings} models or salts are being forgotten: wait until they are")
+        forgotten = 0
+        for chunk in self.index.select(request.model, client.tenant, salt):
             if not chunk.gone:
+                forgotten += chunk.sealed > 0
                 self.index.doom(chunk)
-        self.counters["forgotten_chunks"] += len(chunks)
+        self.sessions.forget()
+        self.counters["forgotten_chunks"] += forgotten
 
         def done(said: dict[str, Any]) -> list[Action]:
-            return [] if client.dead else [Reply(client.identity, number, {"memory": len(chunks), **said})]
+            return [] if client.dead else [Reply(client.identity, number, {"memory": forgotten, **said})]
 
-        models = [request.model]
-        if not request.model and self._config.keys:  # a client may forget its own tenant's alone
-            models = sorted({space.model for space in self.index.namespaces() if space.tenant == client.tenant})
-        return self.tiering.forget(client.tenant, models, salt, self._now, done)
+        # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
+        tenant = client.tenant if self._config.keys or request.model else None
+        return self.tiering.forget(tenant, request.model, salt, self._now, done)
 
     # -- store and retrieve
 
@@ -243,9 +246,14 @@ class Depot:
             salt = tenant_salt(client.tenant, part.salt)
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-                if self.index.missing(space, part.rank, key):
+                chunk: Chunk | None
+                is_missing = self.index.missing(space, part.rank, key)
+                if is_missing or self.tiering.replace(space, part.rank, key):
                     position = part.depth + i + 1 if parent else 0
-                    chunk = self.index.reserve(space, part.rank, key, parent, position, size, salt)
+                    if is_missing:
+                        chunk = self.index.reserve(space, part.rank, key, parent, position, size, salt)
+                    else:
+                        chunk = space.chunks[key]
                     if chunk is None:
                         # Without this chunk those behind it are useless: drop them too.
                         self.counters["dropped_chunks"] += count - i
@@ -256,6 +264,7 @@ class Depot:
                     pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], 0, self._sums(key)))
                 else:
                     self.counters["known_chunks"] += 1
+                    self.index.renew(space, part.rank, key, self._wall)
                 parent = key if part.parent else b""
         operation.results = [complete]
         if not pieces:
@@ -274,11 +283,12 @@ class Depot:
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
             space = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
+            size = instance.layout.block_bytes * blocks
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                 chunk = self.index.sealed_shard(space, part.rank, key)
                 operation.results.append(False)
-                if chunk is None:
+                if chunk is None or chunk.shards[part.rank].size != size:
                     self.counters["retrieve_misses"] += 1
                     continue
                 operation.places.append(len(operation.results) - 1)
@@ -377,7 +387,7 @@ class Depot:
         arrived = {} if operation.client.dead else operation.sums
         sealed = []
         for i, (chunk, rank) in enumerate(operation.chunks):
-            if i in arrived:
+            if i in arrived and not chunk.doomed:
                 self.index.seal(chunk, rank, arrived[i], self._wall)
                 self.counters["stored_chunks"] += 1
                 sealed.append((chunk, rank))
@@ -393,8 +403,6 @@ class Depot:
         self.counters["retrieved_chunks"] += sum(operation.results)
         for request, model, keys in operation.requests:
             self.sessions.count_retrieved(operation.client.tenant, request, model, keys)
-
-    # -- registrations
 
     # -- what people see
 

@@ -86,8 +86,8 @@ class Namespace:
     clients are bound to tenants, of one tenant, so that no other can tell whether they are there."""
 
     __slots__ = (
-        "blocks_in_chunk", "bytes", "chunks", "facts", "layouts", "live", "model", "number", "recorded", "sizes",
-        "slot", "tenant", "world_size",
+        "blocks_in_chunk", "bytes", "chunks", "facts", "gone", "layouts", "live", "model", "number", "recorded",
+        "sizes", "slot", "tenant", "world_size",
     )  # fmt: skip
 
     def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
@@ -101,6 +101,7 @@ class Namespace:
         self.facts: dict[int, Facts] = {}  # rank -> what tiers call it, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
+        self.gone = False  # the index has dropped it
         self.bytes = 0
         self.slot = -1  # where it is recorded
         self.recorded = 0  # layouts that the record names
@@ -136,6 +137,7 @@ class Index:
         self.evicting: Callable[[Chunk], None] | None = None
         """Told of each chunk that goes to make room, before it does."""
         self._broken = 0  # chunks without a depth in the middle of a chain
+        self._detached_bytes = 0  # of shards that were replaced
         self._ttl_s = ttl_s
         self._ages: list[tuple[int, int, Chunk]] = []  # when chunks expire, where they do
         self._aged = itertools.count()
@@ -146,18 +148,31 @@ class Index:
     # -- namespaces
 
     def namespace(
-        self, model: str, world_size: int, rank: int, fingerprint: bytes, blocks_in_chunk: int, tenant: str = ""
+        self,
+        model: str,
+        world_size: int,
+        rank: int,
+        fingerprint: bytes,
+        blocks_in_chunk: int,
+        tenant: str = "",
+        size: int = 0,
     ) -> Namespace:
-        """The namespace of one rank's layout; a new one unless all that is known of an old one agrees."""
+        """The namespace of one rank's layout; a new one unless all that is known of an old one agrees.
+
+        size: bytes of this rank's shards; 0: not known. A fingerprint is a client's word, a size is what is copied.
+        """
         spaces = self._namespaces.setdefault((tenant, model, world_size), [])
         for space in reversed(spaces):
-            if space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint:
+            same = space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint
+            if same and (not size or space.sizes.get(rank, size) == size):
                 break
         else:
             space = Namespace(next(self._numbers), tenant, model, world_size, blocks_in_chunk)
             spaces.append(space)
         if rank not in space.layouts:
             space.layouts[rank] = fingerprint
+        if size:
+            space.sizes[rank] = size
         return space
 
     def _record_namespace(self, space: Namespace) -> None:
@@ -186,6 +201,7 @@ class Index:
             spaces = self._namespaces.get((space.tenant, space.model, space.world_size), [])
             if space in spaces:
                 spaces.remove(space)
+                space.gone = True
                 if not spaces:
                     del self._namespaces[space.tenant, space.model, space.world_size]
                 self.records.erase(space.slot)
@@ -220,6 +236,7 @@ class Index:
             low += 1
             if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
                 chunk.depth = low  # it was sealed before its parent was: now it is chained
+                self._mend(chunk)
                 deepest = chunk
             else:
                 loose.append(chunk)
@@ -272,11 +289,11 @@ class Index:
     # -- storing
 
     def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
-        """Whether this rank's shard can be reserved: it is not there, or no good and nobody holds its bytes."""
+        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes."""
         chunk = space.chunks.get(key)
         if chunk is None or (shard := chunk.shards.get(rank)) is None:
             return True
-        return (shard.spoilt or (chunk.doomed and shard.sealed)) and _only_reserved(chunk)
+        return shard.spoilt and _only_reserved(chunk)
 
     def reserve(
         self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
@@ -299,8 +316,9 @@ class Index:
             )
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
-            self.condemn(chunk, rank)  # what was to go and is stored anew
             assert spoilt.spoilt and _only_reserved(chunk), (rank, key.hex())
+            if spoilt.size != size:
+                return None  # its place is not this one's
             spoilt.spoilt = False  # its extents are written anew
             spoilt.checksum = spoilt.tiers = 0
             chunk.doomed = False
@@ -312,13 +330,16 @@ class Index:
         chunk.holds += 1  # neither it nor its ancestors may make room for it
         if before is not None:
             before.holds += 1
+        space.live += 1  # nor may it go with the last of its chunks
         extents = self._make_room(size)
+        space.live -= 1
         if before is not None:
             before.holds -= 1
         if extents is None:
             chunk.holds -= 1
             self._requeue(before)
             self._requeue(chunk)
+            self.forget_namespace(space)
             return None
         self.held += 1
         self.reserved += 1
@@ -334,9 +355,41 @@ class Index:
         space.bytes += bytes_taken
         return chunk
 
+    def replace(self, chunk: Chunk, rank: int) -> Shard | None:
+        """Reserve a shard anew that is reserved, and still being written; the old one, for `give_back` after that.
+
+        None where there is no room for another. Its hold is the new one's.
+        """
+        old = chunk.shards[rank]
+        assert not old.sealed and not old.spoilt
+        extents = self._make_room(old.size)
+        if extents is None:
+            return None
+        chunk.shards[rank] = Shard(extents, old.size)
+        chunk.doomed = False
+        self._detached_bytes += self.space.rounded(old.size)
+        return old
+
+    def give_back(self, shard: Shard) -> None:
+        """Nothing writes any more to a shard that was replaced."""
+        self._detached_bytes -= self.space.rounded(shard.size)
+        self.space.free(shard.extents)
+
     def _requeue(self, chunk: Chunk | None) -> None:
         if chunk is not None and chunk.shards and _evictable(chunk):
             self._policy.add(chunk)
+
+    def renew(self, space: Namespace, rank: int, key: bytes, born: int) -> None:
+        """A chunk that is there was computed again: were it too old, it is new.
+
+        Its bytes stay where they are: who pinned what is behind it holds only that, and may still read them.
+        """
+        chunk = self.sealed_shard(space, rank, key)
+        if chunk is not None and chunk.doomed:
+            chunk.doomed = False
+            chunk.born = born
+            self._watch_age(chunk)
+            self._chain(chunk)
 
     def _make_room(self, size: int) -> Extents | None:
         space = self.space
@@ -383,12 +436,16 @@ class Index:
         chunk.sealed += 1
         self._serial += 1
         self._record(chunk, rank, shard)
-        if chunk.sealed == chunk.namespace.world_size and chunk.position:
+        self._chain(chunk)
+        self.release([chunk])
+
+    def _chain(self, chunk: Chunk) -> None:
+        """Give it its depth, if it is there on all ranks and chained to the start."""
+        if chunk.sealed == chunk.namespace.world_size and chunk.position and not chunk.doomed:
             before = chunk.parent
             if chunk.position == 1 or (before is not None and before.depth == chunk.position - 1):
                 chunk.depth = chunk.position
                 self._mend(chunk)
-        self.release([chunk])
 
     def _mend(self, chunk: Chunk) -> None:
         self._broken -= chunk.broken
@@ -436,11 +493,12 @@ class Index:
     def doom(self, chunk: Chunk, at_once: bool = True) -> None:
         """Remove a chunk, or, while it is held or others are behind it, hide it and them and remove it after that.
 
-        at_once: those who hold it get it no more, either. A reservation (its key is stored anew) saves it.
+        at_once: those who hold it get it no more, either. A reservation after that (its key is stored anew) saves it;
+        one that is under way should be discarded.
         """
         if _evictable(chunk):
             self._remove(chunk)
-        elif chunk.sealed:
+        else:
             chunk.doomed = True
             self._unchain(chunk)
             if at_once:
@@ -501,7 +559,6 @@ class Index:
         self.chunks = len(found)
         found.sort(key=lambda chunk: chunk.used)  # as they were stored; the policy dates them by its own clock
         for chunk in found:
-            self._watch_age(chunk)
             self._policy.insert(chunk)
             self._watch_age(chunk)
         for chunk in found:
@@ -512,6 +569,9 @@ class Index:
 
     def _watch_age(self, chunk: Chunk) -> None:
         if self._ttl_s:
+            if len(self._ages) > 2 * self.chunks + 64:  # most of them are gone
+                self._ages = [entry for entry in self._ages if not entry[2].gone]
+                heapq.heapify(self._ages)
             heapq.heappush(self._ages, (chunk.born + self._ttl_s, next(self._aged), chunk))
 
     def expire(self, wall: int) -> int:
@@ -566,6 +626,8 @@ class Index:
         doomed = None
         if before is not None:
             before.children -= 1
+            if before.gone and not before.children:
+                self._mend(before)
             if _evictable(before):
                 if before.doomed:
                     doomed = before
@@ -611,7 +673,7 @@ class Index:
         for space in self.namespaces():
             for chunk in space.chunks.values():
                 assert chunk.children == children.get(id(chunk), 0)
-        assert used == self.space.capacity - self.space.free_bytes, (used, self.space)
+        assert used + self._detached_bytes == self.space.capacity - self.space.free_bytes, (used, self.space)
         assert (chunks, reserved, held) == (self.chunks, self.reserved, self.held)
 
 

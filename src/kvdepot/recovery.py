@@ -157,6 +157,7 @@ def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
     if chunk is None:
         chunk = Chunk(key=record.key, salt=record.salt, namespace=space, position=record.position, parent=record.parent)
         space.chunks[record.key] = chunk
+    space.sizes.setdefault(record.rank, record.size)
     chunk.shards[record.rank] = Shard(record.extents, record.size, True, False, record.checksum, slot=slot)
     chunk.born = min(chunk.born, record.born) if chunk.sealed else record.born
     chunk.sealed += 1

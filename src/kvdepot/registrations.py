@@ -56,8 +56,9 @@ class Registrations:
         """Where an instance's chunks of this shape belong. Raises Busy when there are too many such places."""
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
         if known is None:
+            size = instance.layout.block_bytes * blocks_in_chunk
             known = self._index.namespace(
-                model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk, instance.tenant
+                model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk, instance.tenant, size
             )
             is_new = not known.live and not known.chunks
             most = self._config.max_namespaces
@@ -66,7 +67,6 @@ class Registrations:
                 self._counters["namespaces_refused"] += 1
                 raise Busy(f"{most} models, shapes and layouts are known, the most that max_namespaces allows")
             known.live += 1
-            known.sizes[rank] = instance.layout.block_bytes * blocks_in_chunk
             instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
         return known
 

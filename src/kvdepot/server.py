@@ -355,6 +355,8 @@ class Server:
             self.arena.path.unlink(missing_ok=True)
         self._guard.close()
         os.close(self._wake)
+        gc.unfreeze()
+        gc.enable()  # libraries complain of what is still there when the interpreter ends
         log.info("stopped")
 
 

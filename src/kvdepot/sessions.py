@@ -207,6 +207,13 @@ class Sessions:
             self.end(self._keepers[tenant], name)
         return there
 
+    def forget(self) -> None:
+        """End pins by name of what was forgotten: nobody gets it, and their hold would keep its successor out."""
+        for tenant, keeper in self._keepers.items():
+            for name, session in list(keeper.sessions.items()):
+                if any(chunk.doomed for chunk in session.chunks):
+                    self._unpin(tenant, name)
+
     def tick(self, now: float) -> None:
         """End pins by name whose time is over."""
         for name, (_, ends) in list(self._kept.items()):

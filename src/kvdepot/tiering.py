@@ -21,12 +21,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from kvdepot.errors import KVDepotError
-from kvdepot.index import Chunk, Index, Namespace
+from kvdepot.index import Chunk, Index, Namespace, Shard
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.carrier import MOST_PARTS, Erase, Find, Forget, Load, Part, Probe, Save
-from kvdepot.tiers.format import Facts, Header, model_prefix
+from kvdepot.tiers.format import Facts, Header, model_prefix, tenant_prefix
 
 __all__ = ["Errands", "Search", "Tiering", "Token"]
 
@@ -35,6 +35,13 @@ log = logging.getLogger(__name__)
 _ERRAND_BYTES = 8 << 20
 """A load or save is about this long, so that several threads share what one lookup needs."""
 _MOST_SEARCHES = 1024
+_MOST_WANTED = 1 << 16
+"""Shards that one search asks tiers for; the prefix ends there."""
+_MOST_WANTED_IN_ALL = 1 << 20
+_MOST_FINDS = 64
+"""Finds under way in one tier; above that it is not asked."""
+MOST_FORGETTINGS = 16
+"""Forgettings under way."""
 _FORGET_S = 25.0
 """So long tiers have for forgetting before the answer says that they have not; less than clients wait."""
 _PROBE_EVERY_S = 10.0
@@ -48,11 +55,12 @@ Done: TypeAlias = Callable[[], list[Any]]
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """One lookup's look behind memory, for chunks `[first, ...)` of `hashes`."""
+    """One lookup's look behind memory, for chunks `[first, end)` of `hashes`."""
 
     space: Namespace
     hashes: bytes
     first: int
+    end: int
     chained: bool
     salt: bytes
     begun: float
@@ -64,6 +72,10 @@ class Search:
     waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards on their way
     loading: bool = False
     ended: bool = False
+
+    def is_awaited(self) -> bool:
+        """Whether anybody wants to know what tiers have. Any thread."""
+        return not (self.ended or self.loading)
 
     def key(self, chunk: int) -> bytes:
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
@@ -77,7 +89,8 @@ class _Arrival:
     rank: int
     tier: int
     searches: list[Search]
-    forgotten: bool = False
+    shard: Shard
+    replaced: bool = False  # somebody else fills the chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +112,10 @@ class _Tier:
     breaker: Breaker = field(default_factory=Breaker)
     queue: deque[tuple[Chunk, int, _Demotion | None]] = field(default_factory=deque)  # to be saved
     queued_bytes: int = 0
-    saving: int = 0  # errands
-    probing: float = 0.0  # since when; 0: not
+    finding: int = 0  # errands
+    saving: set[int] = field(default_factory=set)  # errands, by number
+    forgets: list[tuple[set[int], _Forgetting]] = field(default_factory=list)  # and the saves that must end before
+    probing: float | None = None  # since when
     probe_after: float = 0.0
     usage: Usage | None = None
     counters: Counter[str] = field(default_factory=Counter)
@@ -122,17 +137,22 @@ class Token:
 class _Forgetting:
     """What is to be forgotten, while not every tier has done so: nothing of it is loaded meanwhile."""
 
-    tenant: str
-    models: list[str]  # empty string: all there is, of every tenant
+    tenant: str | None  # None: of all
+    model: str  # empty: any
     salt: bytes | None  # None: any
-    owing: set[int]
+    owing: set[int]  # tiers
     said: dict[str, Any]
     done: Callable[[dict[str, Any]], list[Any]]
-    ended: bool = False
+    answered: bool = False
 
     def covers(self, space: Namespace, salt: bytes) -> bool:
-        named = "" in self.models or (space.tenant == self.tenant and space.model in self.models)
-        return named and self.salt in (None, salt)
+        return self.tenant in (None, space.tenant) and self.model in ("", space.model) and self.salt in (None, salt)
+
+    def errand(self, tier: _Tier, then: Callable[[Any, float], Errands]) -> Forget:
+        prefix = "" if self.tenant is None else tenant_prefix(self.tenant)
+        if self.model:
+            prefix = model_prefix(self.tenant or "", self.model)
+        return Forget(Token(tier, then), tier.number, "" if self.salt is None else self.salt.hex(), prefix)
 
 
 class Tiering:
@@ -147,11 +167,11 @@ class Tiering:
         self._arriving_bytes = 0
         self._demoting_bytes = 0
         self._low_bytes = index.space.capacity >> 3  # so much is kept free where chunks are saved as they leave
-        self._times: list[tuple[float, int, Callable[[float], Errands]]] = []
+        self._times: list[tuple[float, int, Callable[[float], Errands], Search | None]] = []
         self._numbers = itertools.count()
         self._forgettings: set[_Forgetting] = set()
-        self._erasing: Counter[str] = Counter()  # objects that were saved while they were forgotten
         self.searches = 0
+        self._wanted = 0  # shards that all searches asked for
         if any(tier.config.options.write == "on_evict" for tier in self._tiers):
             index.evicting = self._leaves
 
@@ -174,24 +194,26 @@ class Tiering:
             errands += heapq.heappop(self._times)[2](now)
         return errands
 
-    def _at(self, when: float, act: Callable[[float], Errands]) -> None:
-        heapq.heappush(self._times, (when, next(self._numbers), act))
+    def _at(self, when: float, act: Callable[[float], Errands], search: Search | None = None) -> None:
+        while self._times and self._times[0][3] is not None and self._times[0][3].ended:
+            heapq.heappop(self._times)
+        heapq.heappush(self._times, (when, next(self._numbers), act, search))
 
     def tick(self, now: float) -> Errands:
         """Once a second: look after tiers that are quiet, and those that were left alone."""
         errands: Errands = []
         for tier in self._tiers:
             due = now >= (tier.probe_after if tier.breaker.usable else tier.breaker.probe_at)
-            if due and not tier.probing:
+            if due and tier.probing is None:
                 tier.probing, tier.probe_after = now, now + _PROBE_EVERY_S
                 errands.append(Probe(Token(tier, partial(self._probed, tier)), tier.number))
-            elif tier.probing and now - tier.probing > _PROBE_S:
+            elif tier.probing is not None and now - tier.probing > _PROBE_S:
                 tier.probing = now
                 errands += self._failed(tier, now, "does not answer")
         return errands
 
     def _probed(self, tier: _Tier, outcome: Any, now: float) -> Errands:
-        tier.probing = 0.0
+        tier.probing = None
         if isinstance(outcome, Usage):
             tier.usage = outcome
         return []
@@ -217,37 +239,49 @@ class Tiering:
         usable = [tier for tier in self._tiers if tier.breaker.usable]
         if not usable or len(space.sizes) < space.world_size or self._is_being_forgotten(space, salt):
             return None
-        if self.searches >= _MOST_SEARCHES:
-            for tier in usable:
-                tier.counters["searches_refused"] += 1
+        asked = [tier for tier in usable if tier.finding < _MOST_FINDS]
+        end = min(len(hashes) // HASH_BYTES, first + _MOST_WANTED // space.world_size)
+        room = self._wanted + (end - first) * space.world_size <= _MOST_WANTED_IN_ALL
+        for tier in usable:
+            tier.counters["searches_refused"] += not room or tier not in asked
+        if self.searches >= _MOST_SEARCHES or not room or not asked:
             return None
-        search = Search(space, hashes, first, chained, salt, now, done, {chunk.key: chunk for chunk in held})
+        search = Search(space, hashes, first, end, chained, salt, now, done, {chunk.key: chunk for chunk in held})
         search.wanted = [
             (i, rank)
-            for i in range(first, len(hashes) // HASH_BYTES)
+            for i in range(first, end)
             for rank in range(space.world_size)
             if not self._is_near(search, i, rank)
         ]
-        if not search.wanted and not self._is_near(search, first, 0):
-            return None
-        self._index.hold(held, use=False)
+        self._index.hold(list(search.held.values()), use=False)
         self.searches += 1
-        search.owing = {tier.number for tier in usable} if search.wanted else set()
-        self._at(now + self._lookup_s / 2, partial(self._half_time, search))
-        self._at(now + self._lookup_s, partial(self._overdue, search))
+        self._wanted += len(search.wanted)
+        search.owing = {tier.number for tier in asked} if search.wanted else set()
+        self._at(now + self._lookup_s / 2, partial(self._half_time, search), search)
+        self._at(now + self._lookup_s, partial(self._overdue, search), search)
         if not search.wanted:
             return search, self._load(search)
-        names = [self._facts(space, rank).name(salt or bytes(16), search.key(i)) for i, rank in search.wanted]
+        facts = [self._facts(space, rank) for rank in range(space.world_size)]
+        objects = [(facts[rank], search.key(i)) for i, rank in search.wanted]
+        for tier in asked:
+            tier.finding += 1
         return search, [
-            Find(Token(tier, partial(self._found, search, tier)), tier.number, names) for tier in usable
-        ]  # fmt: skip
+            Find(Token(tier, partial(self._found, search, tier)), tier.number, objects, salt, search.is_awaited)
+            for tier in asked
+        ]
 
     def _is_near(self, search: Search, chunk: int, rank: int) -> bool:
         """Whether a shard is in memory, or on its way there."""
         key = search.key(chunk)
         return (
-            search.space.number, key, rank
-        ) in self._arrivals or self._index.sealed_shard(search.space, rank, key) is not None  # fmt: skip
+            self._arrival(search.space, rank, key) is not None
+            or self._index.sealed_shard(search.space, rank, key) is not None
+        )
+
+    def _arrival(self, space: Namespace, rank: int, key: bytes) -> _Arrival | None:
+        """A shard's way into memory, if it is worth waiting for."""
+        arrival = self._arrivals.get((space.number, key, rank))
+        return arrival if arrival is not None and self._tiers[arrival.tier].breaker.usable else None
 
     def _is_being_forgotten(self, space: Namespace, salt: bytes) -> bool:
         return any(forgetting.covers(space, salt) for forgetting in self._forgettings)
@@ -262,26 +296,33 @@ class Tiering:
         return known
 
     def _found(self, search: Search, tier: _Tier, outcome: Any, now: float) -> Errands:
+        tier.finding -= 1
         search.owing.discard(tier.number)
-        if isinstance(outcome, list):
-            for place, there in zip(search.wanted, outcome, strict=True):
-                if there:
-                    search.found.setdefault(place, tier.number)
         if search.ended or search.loading:
             return []
+        if isinstance(outcome, list):
+            for place, there in zip(search.wanted, outcome, strict=True):
+                if there:  # the nearest that has it
+                    search.found[place] = min(tier.number, search.found.get(place, tier.number))
         if not search.owing or len(search.found) == len(search.wanted):
             return self._load(search)
         return []
 
     def _half_time(self, search: Search, now: float) -> Errands:
         """Some tiers have not said what they have: load what the others have, while there is time."""
-        return self._load(search) if search.found and not search.loading and not search.ended else []
+        if search.ended or search.loading:
+            return []
+        begins = all(
+            (search.first, rank) in search.found or self._is_near(search, search.first, rank)
+            for rank in range(search.space.world_size)
+        )
+        return self._load(search) if begins else []
 
     def _load(self, search: Search) -> Errands:
         search.loading = True
         by_tier: dict[int, list[tuple[_Arrival, Part]]] = {}
-        for i in range(search.first, len(search.hashes) // HASH_BYTES):
-            chunk = self._reserve(search, i, by_tier)
+        for i in range(search.first, search.end):
+            chunk = self._reserve(search, i, by_tier) if not search.space.gone else None
             if chunk is None:
                 break
             if chunk.key not in search.held:
@@ -302,14 +343,13 @@ class Tiering:
         near: list[_Arrival] = []
         far: list[tuple[int, int]] = []  # rank, tier
         for rank in range(space.world_size):
-            arrival = self._arrivals.get((space.number, key, rank))
+            arrival = self._arrival(space, rank, key)
             if arrival is not None:
                 near.append(arrival)
             elif self._index.sealed_shard(space, rank, key) is None:
                 tier = search.found.get((i, rank))
-                if tier is None or not self._index.missing(space, rank, key):
-                    return None
-                if self._erasing and self._facts(space, rank).name(search.salt or bytes(16), key) in self._erasing:
+                late = (space.number, key, rank) in self._arrivals  # of a tier that is left alone
+                if tier is None or not (late or self._index.missing(space, rank, key)):
                     return None
                 far.append((rank, tier))
         if self._arriving_bytes + sum(space.sizes[rank] for rank, _ in far) > self._index.space.capacity // 2:
@@ -321,12 +361,15 @@ class Tiering:
         for rank, tier in far:
             parent = b"" if not search.chained else search.key(i - 1) if i else ROOT
             position = i + 1 if search.chained else 0
-            chunk = self._index.reserve(space, rank, key, parent, position, space.sizes[rank], search.salt)
+            if (space.number, key, rank) in self._arrivals:
+                chunk = space.chunks[key] if self.replace(space, rank, key) else None
+            else:
+                chunk = self._index.reserve(space, rank, key, parent, position, space.sizes[rank], search.salt)
             if chunk is None:  # no room: those of its other ranks are no use
                 for arrival in fresh:
                     self._index.discard(arrival.chunk, arrival.rank)
                 return None
-            fresh.append(_Arrival(chunk, rank, tier, []))
+            fresh.append(_Arrival(chunk, rank, tier, [], chunk.shards[rank]))
         for arrival in fresh:
             chunk, rank = arrival.chunk, arrival.rank
             self._arrivals[space.number, key, rank] = arrival
@@ -339,6 +382,26 @@ class Tiering:
             search.waiting[arrival.tier] += 1
         return space.chunks[key]
 
+    def replace(self, space: Namespace, rank: int, key: bytes) -> bool:
+        """Reserve a shard anew that is on its way: whoever asks fills it now.
+
+        A load that is late or hangs must not keep out what is computed meanwhile, nor what another tier has. False
+        where none is on its way, or there is no room beside it.
+        """
+        arrival = self._arrivals.get((space.number, key, rank))
+        if arrival is None or self._index.replace(arrival.chunk, rank) is None:
+            return False
+        del self._arrivals[space.number, key, rank]
+        arrival.replaced = True
+        self._let_go(arrival)  # it goes, should whoever fills it fail
+        return True
+
+    def _let_go(self, arrival: _Arrival) -> None:
+        """Searches do not hold it any more."""
+        for search in arrival.searches:
+            if search.held.pop(arrival.chunk.key, None) is not None:
+                self._index.release([arrival.chunk])
+
     def _arrived(self, tier: _Tier, arrivals: list[_Arrival], outcome: Any, now: float) -> Errands:
         errands: Errands = []
         spoilt: list[str] = []
@@ -347,18 +410,19 @@ class Tiering:
         for arrival, header in zip(arrivals, outcomes, strict=True):
             chunk, rank = arrival.chunk, arrival.rank
             space: Namespace = chunk.namespace
-            del self._arrivals[space.number, chunk.key, rank]
-            self._arriving_bytes -= chunk.shards[rank].size
+            self._arriving_bytes -= arrival.shard.size
             if header is False:
                 spoilt.append(self._facts(space, rank).name(chunk.salt or bytes(16), chunk.key))
-            if isinstance(header, Header) and not arrival.forgotten:
+            if arrival.replaced:
+                self._index.give_back(arrival.shard)
+                continue
+            del self._arrivals[space.number, chunk.key, rank]
+            if isinstance(header, Header) and not chunk.doomed:
                 chunk.shards[rank].tiers |= tier.bit
                 self._index.seal(chunk, rank, header.checksum, header.born)
                 sealed.append((chunk, rank))
             else:
-                for search in arrival.searches:
-                    if search.held.pop(chunk.key, None) is not None:
-                        self._index.release([chunk])
+                self._let_go(arrival)
                 self._index.discard(chunk, rank)
         tier.counters["loaded_chunks"] += len(sealed)
         tier.counters["missed_chunks"] += sum(header is None for header in outcomes)
@@ -390,9 +454,11 @@ class Tiering:
         assert not search.ended
         search.ended = True
         self.searches -= 1
+        self._wanted -= len(search.wanted)
         errands = search.done()
         self._index.release(list(search.held.values()))
         search.held.clear()
+        search.wanted, search.found, search.hashes = [], {}, b""  # it may be remembered until its deadline
         return errands
 
     # -- writing
@@ -411,7 +477,7 @@ class Tiering:
                 shard = chunk.shards.get(rank)
                 if shard is None:
                     tier.counters["overtaken_chunks"] += 1  # forgotten while it was on its way
-                elif not tier.breaker.usable or tier.queued_bytes + shard.size > room:
+                elif not tier.breaker.usable or (tier.queued_bytes and tier.queued_bytes + shard.size > room):
                     tier.counters["dropped_chunks"] += 1
                 else:
                     tier.queue.append((chunk, rank, None))
@@ -421,7 +487,7 @@ class Tiering:
 
     def _dispatch(self, tier: _Tier) -> Errands:
         errands: Errands = []
-        while tier.queue and tier.saving < tier.config.options.threads:
+        while tier.queue and len(tier.saving) < tier.config.options.threads:
             batch: list[tuple[Chunk, int, _Demotion | None]] = []
             parts: list[Part] = []
             taken = 0
@@ -431,7 +497,7 @@ class Tiering:
                 tier.queued_bytes -= chunk.namespace.sizes.get(rank, 0) if shard is None else shard.size
                 if chunk.gone or chunk.doomed or shard is None or not shard.sealed or shard.tiers & tier.bit:
                     tier.counters["overtaken_chunks"] += 1  # evicted or forgotten meanwhile, or there already
-                    errands += self._part_demoted(demotion)
+                    self._part_demoted(demotion)
                     continue
                 part = Part(
                     self._facts(chunk.namespace, rank), chunk.salt, chunk.key, shard.extents, shard.size,
@@ -442,34 +508,23 @@ class Tiering:
                 taken += part.size
             if parts:
                 self._index.hold([chunk for chunk, _, _ in batch], use=False)
-                tier.saving += 1
-                errands.append(Save(Token(tier, partial(self._saved, tier, batch)), tier.number, parts))
+                number = next(self._numbers)
+                tier.saving.add(number)
+                errands.append(Save(Token(tier, partial(self._saved, tier, number, batch)), tier.number, parts))
         return errands
 
     def _saved(
-        self, tier: _Tier, batch: list[tuple[Chunk, int, _Demotion | None]], outcome: Any, now: float
+        self, tier: _Tier, number: int, batch: list[tuple[Chunk, int, _Demotion | None]], outcome: Any, now: float
     ) -> Errands:
-        tier.saving -= 1
-        errands: Errands = []
+        tier.saving.discard(number)
         outcomes = outcome if isinstance(outcome, list) else [False] * len(batch)
-        forgotten = []
         for (chunk, rank, demotion), kept in zip(batch, outcomes, strict=True):
             if kept:
                 chunk.shards[rank].tiers |= tier.bit
-            if chunk.doomed:  # kept or not: a write that failed may have happened
-                forgotten.append(self._facts(chunk.namespace, rank).name(chunk.salt or bytes(16), chunk.key))
             tier.counters["saved_chunks" if kept else "refused_chunks"] += 1
             self._index.release([chunk])
-            errands += self._part_demoted(demotion)
-        if forgotten:
-            self._erasing.update(forgotten)
-            errands.append(Erase(Token(tier, partial(self._erased, forgotten)), tier.number, forgotten))
-        return [*errands, *self._dispatch(tier)]
-
-    def _erased(self, names: list[str], outcome: Any, now: float) -> Errands:
-        self._erasing.subtract(names)
-        self._erasing += Counter()  # those that are at 0 go
-        return []
+            self._part_demoted(demotion)
+        return [*self._forget_after(tier, number), *self._dispatch(tier)]
 
     # -- on the way out of memory
 
@@ -497,9 +552,9 @@ class Tiering:
                 errands += self._dispatch(tier)
         return errands
 
-    def _part_demoted(self, demotion: _Demotion | None) -> Errands:
+    def _part_demoted(self, demotion: _Demotion | None) -> None:
         if demotion is None:
-            return []
+            return
         demotion.saves -= 1
         if not demotion.saves:
             chunk = demotion.chunk
@@ -508,7 +563,6 @@ class Tiering:
             short = self._index.space.free_bytes < self._low_bytes
             if short and chunk.used == demotion.used and self._index.is_evictable(chunk):
                 self._index.evict(chunk)
-        return []
 
     def _leaves(self, chunk: Chunk) -> None:
         """A chunk is evicted."""
@@ -518,55 +572,65 @@ class Tiering:
 
     # -- forgetting
 
+    @property
+    def forgettings(self) -> int:
+        """How many are under way."""
+        return len(self._forgettings)
+
     def forget(
         self,
-        tenant: str,
-        models: Iterable[str],
+        tenant: str | None,
+        model: str,
         salt: bytes | None,
         now: float,
         done: Callable[[dict[str, Any]], Errands],
     ) -> Errands:
         """Remove what is in the tiers; `done` is told once what each said: how many, or its error.
 
-        models: empty string: all there is, of every tenant. What is on its way into memory is dropped when it arrives,
-        what is being saved is removed after that.
+        tenant, model, salt: None, empty, None: all. What is on its way into memory is dropped when it arrives; a tier
+        is told once what it was saving is saved.
         """
-        models = list(models)
         said: dict[str, Any] = {tier.config.name: 0 for tier in self._tiers}
-        forgetting = _Forgetting(tenant, models, salt, set(), said, done)
-        for arrival in self._arrivals.values():
-            arrival.forgotten |= forgetting.covers(arrival.chunk.namespace, arrival.chunk.salt)
-        prefixes = [model_prefix(tenant, model) if model else "" for model in models]
-        errands: Errands = []
-        for tier in self._tiers:
-            for prefix in prefixes:
-                number = next(self._numbers)
-                forgetting.owing.add(number)
-                token = Token(tier, partial(self._forgotten, forgetting, number, tier))
-                errands.append(Forget(token, tier.number, "" if salt is None else salt.hex(), prefix))
-        if not errands:
-            return done(forgetting.said)
+        forgetting = _Forgetting(tenant, model, salt, {tier.number for tier in self._tiers}, said, done)
+        if not self._tiers:
+            return done(said)
         self._forgettings.add(forgetting)
-        self._at(now + _FORGET_S, partial(self._forgot, forgetting))
+        self._at(now + _FORGET_S, partial(self._answer_forget, forgetting))
+        for tier in self._tiers:
+            tier.forgets.append((set(tier.saving), forgetting))
+        return [errand for tier in self._tiers for errand in self._forget_after(tier, -1)]
+
+    def _forget_after(self, tier: _Tier, number: int) -> Errands:
+        """A save has ended: tell the tier to forget what had to wait for it."""
+        errands: Errands = []
+        for saves, forgetting in tier.forgets:
+            saves.discard(number)
+            if not saves:
+                errands.append(forgetting.errand(tier, partial(self._forgotten, forgetting, tier)))
+        tier.forgets = [item for item in tier.forgets if item[0]]
         return errands
 
-    def _forgotten(self, forgetting: _Forgetting, number: int, tier: _Tier, outcome: Any, now: float) -> Errands:
-        forgetting.owing.discard(number)
-        name = tier.config.name
-        if isinstance(outcome, int) and isinstance(forgetting.said[name], int):
-            forgetting.said[name] += outcome
-        elif isinstance(outcome, KVDepotError):
-            forgetting.said[name] = f"not forgotten: {outcome}"
-        return self._forgot(forgetting, now) if not forgetting.owing else []
-
-    def _forgot(self, forgetting: _Forgetting, now: float) -> Errands:
-        if forgetting.ended:
+    def _forgotten(self, forgetting: _Forgetting, tier: _Tier, outcome: Any, now: float) -> Errands:
+        forgetting.owing.discard(tier.number)
+        failed = isinstance(outcome, KVDepotError)
+        forgetting.said[tier.config.name] = f"not forgotten: {outcome}" if failed else outcome
+        if forgetting.owing:
             return []
-        forgetting.ended = True
         self._forgettings.discard(forgetting)
+        return self._answer_forget(forgetting, now)
+
+    def _answer_forget(self, forgetting: _Forgetting, now: float) -> Errands:
+        """Say how it went; where a tier has not answered, it goes on being forgotten."""
+        if forgetting.answered:
+            return []
+        forgetting.answered = True
         if forgetting.owing:
             forgetting.said["error"] = f"not every tier has answered within {_FORGET_S:g} s"
-        return forgetting.done(forgetting.said)
+        return forgetting.done(dict(forgetting.said))
+
+    def stop(self) -> Errands:
+        """Answer what waits to be forgotten."""
+        return [errand for each in list(self._forgettings) for errand in self._answer_forget(each, 0.0)]
 
     # -- outcomes
 
@@ -577,7 +641,7 @@ class Tiering:
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
             errands += self._failed(tier, now, str(outcome))
-        elif tier.breaker.succeeded(now):
+        elif outcome is not None and tier.breaker.succeeded(now):
             log.info("tier %s is back", tier.config.name)
         return [*errands, *token.then(outcome, now)]
 
@@ -588,12 +652,14 @@ class Tiering:
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
         tier.counters["dropped_chunks"] += len(queue)
-        return [errand for _, _, demotion in queue for errand in self._part_demoted(demotion)]
+        for _, _, demotion in queue:
+            self._part_demoted(demotion)
+        return []
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being saved, loaded or erased."""
-        return bool(self._arrivals or self._erasing or any(tier.saving or tier.queue for tier in self._tiers))
+        """Whether anything is being saved, loaded or forgotten."""
+        return bool(self._arriving_bytes or self._forgettings or any(t.saving or t.queue for t in self._tiers))
 
     def status(self) -> list[dict[str, Any]]:
         """What people see of each tier. Sizes in bytes."""
@@ -606,7 +672,7 @@ class Tiering:
                 "bytes": tier.usage.bytes if tier.usage is not None else None,
                 "capacity_bytes": tier.usage.capacity_bytes if tier.usage is not None else None,
                 "queued_bytes": tier.queued_bytes,
-                "saves": tier.saving,
+                "saves": len(tier.saving),
                 "counters": {
                     **(tier.usage.counters if tier.usage is not None else {}),
                     **tier.counters,

@@ -167,7 +167,7 @@ class Engine:
 
     def forget(self) -> None:
         """Some of all that was ever stored, without waiting."""
-        what = self.world.random.choice(["model", "salt", "salt", "all"])
+        what = self.world.random.choice(["model", "model", "salt", "all", "all"])
         model, salt = self.model.name if what == "model" else "", salt_tag("tenant") if what == "salt" else b""
         self.world.note(f"{self.name} forgets {what}")
         self.scheduler.mq_client.ask(wire.Forget(model, salt))
@@ -192,7 +192,11 @@ class Engine:
 
         def hear(answer: tuple[bytes, int]) -> None:
             boot, matched = answer
-            if matched and self._pins[name] == number:
+            server = self.host.server
+            forgotten = (
+                server is not None and server.boot == boot and ("", name) not in server.depot.sessions._kept
+            )  # while the answer was on its way
+            if matched and self._pins[name] == number and not forgotten:
                 world.counters["pinned_by_name"] += 1
                 ends = asked + ttl_s if ttl_s else float("inf")
                 self.host.named[name] = Pinned(boot, model, keys[:matched], asked, ends)

@@ -17,7 +17,8 @@ from kvdepot.records import SLOT_BYTES
 from kvdepot.testing.simulation import Link, Network, Process, World
 from kvdepot.tiers.carrier import Errand
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
-from tests.sim.server import ArenaFile, Server
+from tests.sim.server import Server
+from tests.sim.shared import ArenaFile
 from tests.sim.tiers import Forgettings, Store
 
 ARENA = "arena"

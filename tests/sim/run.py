@@ -41,6 +41,7 @@ class Run(Host):
         config = new_config(
             copy_threads=random.randint(1, 3),
             max_queued=random.choice([2, 1024, 1024, 1024]),
+            drain_s=random.choice([0.2, 5.0]),
             on_stop=random.choice(["remove", "keep"]),
             verify=random.choice(["off", "sampled", "always"]),
             lookup_s=random.choice([0.02, 0.1, 1.0]),
@@ -407,6 +408,13 @@ EXPECTED = frozenset(
     server_killed_during_retrieve server_killed_during_store server_left_with_copies server_restarted_at_once
     server_shut_down server_stopped server_stopped_during_copy server_stopped_long shards_lost_to_flips
     shards_recovered shm_full_during_store store_fenced store_of_reused_blocks stores_given_up table_flipped
+    arena_lost demoted demotion_overtaken errand_hung expired_chunks forgotten forgotten_during_tier_find
+    forgotten_during_tier_load forgotten_during_tier_save forgotten_with_errors late_load_sealed late_load_used
+    load_for_several load_without_room lookup_at_its_deadline lookup_cut_short objects_mixed_up pinned_by_name
+    queue_full server_killed_during_tier_load server_killed_during_tier_save server_left_hung_tier spoilt_erased
+    stopped_with_searches stored_elsewhere tier_back tier_down tier_evicted tier_hit_chunks tier_hung tier_late
+    tier_loaded_chunks tier_missed_chunks tier_overtaken_chunks tier_refused_chunks tier_saved_chunks tier_slow
+    tier_spoilt_chunks tier_tripped tier_undemoted_chunks unpinned
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )
 """What must have happened somewhere in a thousand seeds, or they prove less than they seem to."""

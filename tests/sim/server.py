@@ -6,116 +6,33 @@ down between any two events, in the middle of a copy too: a copy is made of piec
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvdepot import wire
 from kvdepot.depot import Action, Depot, Reply
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError, VersionMismatch
 from kvdepot.evict import POLICIES
-from kvdepot.index import Chunk, Index
 from kvdepot.layout import Layout
-from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, _rows, checksum, copy
+from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, checksum, copy
 from kvdepot.records import Records, ShardRecord
 from kvdepot.recovery import restore
-from kvdepot.space import PAGE, Extents, Space
+from kvdepot.space import Space
 from kvdepot.testing.simulation import Link
-from kvdepot.tiers.carrier import Erase, Errand, Load, Part, Save
-from tests.sim.content import Memory, chunk_image
+from kvdepot.tiers.carrier import Erase, Errand, Load, Save
+from tests.sim.checks import LATE_S, Checks
+from tests.sim.shared import ArenaFile, CardView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Carrier, Forgot, Store
 
 if TYPE_CHECKING:
-    from tests.sim.host import Card, Host
+    from tests.sim.host import Host
 
 TICK_S = 1.0
-DRAIN_S = 5.0
 TIER_STOP_S = 2.0
-LATE_S = 0.002
-"""So much later than its deadline a lookup may be answered."""
-ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
-
-
-@dataclass(eq=False)
-class ArenaFile:
-    """The arena in shared memory: it outlives its server unless that removes it."""
-
-    name: str
-    bytes: npt.NDArray[np.uint8]
-    table_bytes: int
-    boot: bytes = b""  # what its header says
-    owner: Server | None = None  # who holds its lock
-    left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
-    flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
-    table_flipped: bool = False  # since the last server began
-
-    @property
-    def start(self) -> int:
-        """Where chunks begin."""
-        return self.table_bytes + 64
-
-
-class SimMapped(Mapped):
-    """A worker's tensors as the server sees them."""
-
-    def __init__(self, layout: Layout, memory: Memory) -> None:
-        super().__init__(layout)
-        self.memory = memory
-        self.closed = False
-        self.rows = [_rows(memory.bytes, segment, layout.num_blocks) for segment in layout.segments]
-
-    def close(self) -> None:
-        assert not self.closed, "unmapped twice"
-        self.closed = True
-        super().close()
-
-
-class CardView:
-    """The server's side of a card."""
-
-    def __init__(self, card: Card) -> None:
-        self.card = card
-        self._closed = False
-
-    @property
-    def fence(self) -> int:
-        return 2**64 - 1 if self._closed else self.card.fence
-
-    def is_alive(self) -> bool:
-        return self.card.locked
-
-    def close(self) -> None:
-        self._closed = True
-
-
-class SealedIndex(Index):
-    """The index, with every seal checked against what the chunk must contain."""
-
-    server: Server
-
-    def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
-        for start, size in chunk.shards[rank].extents:
-            self.server.file.flips.difference_update(range(start, start + size))
-        self.server.check_bytes(chunk, rank, "sealed")
-        loads = isinstance(self.server.doing, Load)
-        self.server.host.forgettings.arrived((chunk.namespace.layouts[rank], chunk.key, rank), loads)
-        super().seal(chunk, rank, checksum, born)
-
-    def condemn(self, chunk: Chunk, rank: int) -> None:
-        self.server.condemned[chunk.key] = self.server.world.now
-        self.server.world.counters["flip_found"] += not chunk.doomed
-        super().condemn(chunk, rank)
-
-    def reserve(self, *args: Any, **kwargs: Any) -> Chunk | None:
-        chunk = super().reserve(*args, **kwargs)
-        if chunk is None and not isinstance(self.server.doing, wire.Store):
-            self.server.world.counters["load_without_room"] += 1
-        return chunk
 
 
 @dataclass(eq=False)
@@ -130,7 +47,7 @@ class _Running:
     sums: list[int] = field(default_factory=list)
 
 
-class Server:
+class Server(Checks):
     """One run of a server, from its start to its end."""
 
     def __init__(self, host: Host, file: ArenaFile) -> None:
@@ -175,7 +92,7 @@ class Server:
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.mappings: list[SimMapped] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
-        self._lookups: dict[tuple[bytes, bytes], tuple[float, list[bytes]]] = {}
+        self._lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]] = {}
         """Those that wait for an answer: since when, and what of their prefix memory had then."""
         self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
         self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
@@ -293,10 +210,10 @@ class Server:
             self.world.counters["record_torn"] += 1
 
     def stop(self) -> None:
-        """SIGTERM: end what is under way, for `DRAIN_S` at most, then go and take the arena along."""
+        """SIGTERM: end what is under way, for `drain_s` at most, then go and take the arena along."""
         self.world.note(f"{self!r} shuts down")
         self.draining = True
-        self.world.after(DRAIN_S, self._event, self._leave)
+        self.world.after(self.host.config.drain_s, self._event, self._leave)
         self._event(self._drain)
 
     def _drain(self) -> None:
@@ -394,28 +311,23 @@ class Server:
         at_once = False
         if isinstance(request, wire.Lookup):
             near = self._prefix(request)
-            self._lookups[asked] = self.world.now, near
+            self._lookups[asked] = self.world.now, request, near
             at_once = 32 * len(near) == len(request.hashes)
+        elif isinstance(request, wire.Retrieve):
+            keys = {part.hashes[i : i + 32] for part in request.shards for i in range(0, len(part.hashes), 32)}
+            self.world.counters["late_load_used"] += not keys.isdisjoint(self._late_keys)
         elif isinstance(request, wire.Forget) and self.depot.knows(identity):
             self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             for errand in {type(running.errand) for carrier in self.carriers for running in carrier.running}:
                 self.world.counters[f"forgotten_during_tier_{errand.__name__.lower()}"] += 1
         self.doing = request
         self._act(self.depot.handle(identity, number, request, self.world.now))
+        if isinstance(request, wire.Forget):
+            named = self.host.named
+            for name in [name for name in named if ("", name) not in self.depot.sessions._kept]:
+                self.world.counters["pin_forgotten"] += 1
+                del named[name]
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
-
-    def _prefix(self, request: wire.Lookup) -> list[bytes]:
-        """What memory has of what a lookup asks for, up to the first chunk that it has not."""
-        keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
-        spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
-
-        def is_there(key: bytes) -> bool:
-            chunks = [space.chunks.get(key) for space in spaces]
-            return bool(chunks) and all(
-                c is not None and c.sealed == request.world_size and not c.doomed for c in chunks
-            )
-
-        return list(itertools.takewhile(is_there, keys))
 
     def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
         if hello.version != wire.VERSION:
@@ -472,13 +384,8 @@ class Server:
             self.world.counters["replies_without_connection"] += 1
 
     def _hear_answer(self, asked: tuple[bytes, bytes], value: Any) -> None:
-        since, near = self._lookups.pop(asked, (self.world.now, []))
-        if self.world.now - since >= self.host.config.lookup_s:
-            self.world.counters["lookup_at_its_deadline"] += 1
-        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
-        if near and isinstance(value, int) and not (value == 0 and given_up):
-            lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
-            assert value >= len(near) or lost, f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
+        if asked in self._lookups:
+            self._check_answer(*self._lookups.pop(asked), value)
         forgot = self._forgetting.pop(asked, None)
         if forgot is not None and isinstance(value, dict):
             forgot.clean = all(isinstance(said, int) for said in value.values())
@@ -597,30 +504,14 @@ class Server:
             running.sums.append(checksum(self.bytes, piece.extents, size) if piece.summed else 0)
         return True
 
-    def _check_blocks(self, running: _Running, task: Copy, piece: CopyPiece, memory: Memory, chunk: Chunk) -> None:
-        """A living engine's blocks are touched only while they are lent for it."""
-        if memory.dead:
-            return
-        if task.is_store:
-            truth = self.host.truth.get((chunk.namespace.layouts[memory.rank], chunk.key))
-            assert truth is not None, f"a store of a chunk that nobody named: {chunk.key.hex()}"
-            if any(memory.tags[block] != seed for block, seed in zip(piece.block_ids.tolist(), truth[1], strict=True)):
-                self.world.note(f"a store reads blocks of {memory.name} that were given back")
-                running.voided = True
-            return
-        truth = self.host.truth[chunk.namespace.layouts[memory.rank], chunk.key]
-        for i, block in enumerate(piece.block_ids.tolist()):
-            if i >= piece.skip:
-                assert memory.lent.get(block) == truth[1][i], (
-                    f"{memory.name}: block {block} is written by a retrieve of {chunk.key.hex()[:8]} "
-                    "after it was given back"
-                )
-
     def _report(self, token: Any, outcome: Any) -> None:
         if self.closing:
             return
         self.doing = None
+        usable = [tier for tier in self.depot.tiering._tiers if tier.breaker.usable]
+        before = sum(tier.counters["dropped_chunks"] for tier in usable)
         self._act(self.depot.finished(token, outcome, self.world.now))
+        self.world.counters["queue_full"] += sum(tier.counters["dropped_chunks"] for tier in usable) > before
         self._check()
 
     # -- tiers
@@ -655,101 +546,12 @@ class Server:
             counters["late_load_sealed"] += bool(keys)
             self._late_keys |= keys
         elif isinstance(errand, Save):
-            for chunk, _, demotion in errand.token.then.args[1]:
+            for chunk, _, demotion in errand.token.then.args[2]:
                 if demotion is not None and not demotion.saves:
                     counters["demoted" if chunk.gone else "demotion_overtaken"] += 1
         counters["tier_tripped"] += usable and not tier.breaker.usable
         counters["tier_back"] += not usable and tier.breaker.usable
         self._check()
-
-    def check_reserved(self, parts: list[Part]) -> None:
-        """A load writes only where room is reserved for it."""
-        for part in parts:
-            chunks = [
-                space.chunks[part.key]
-                for space in self.index.namespaces()
-                if space.facts.get(part.facts.rank) == part.facts and part.key in space.chunks
-            ]
-            shards = [chunk.shards.get(part.facts.rank) for chunk in chunks]
-            assert any(shard is not None and not shard.sealed and shard.extents == part.extents for shard in shards), (
-                f"a load of {part.key.hex()[:8]} writes where nothing is reserved for it"
-            )
-
-    def check_saved(self, parts: list[Part]) -> None:
-        """What is written to a tier is what its key says."""
-        for part in parts:
-            self.host.forgettings.saved(part)
-            model, seeds = self.host.truth[part.facts.layout, part.key]
-            if not self._is_flipped(part.extents):
-                data = b"".join(self.bytes[start : start + size].tobytes() for start, size in part.extents)
-                assert data[: part.size] == chunk_image(model, part.facts.rank, seeds), (
-                    f"wrong bytes are saved under {part.key.hex()[:8]} of rank {part.facts.rank}"
-                )
-
-    def _is_flipped(self, extents: Extents) -> bool:
-        return any(start <= at < start + size for start, size in extents for at in self.file.flips)
-
-    def _check_ages(self) -> None:
-        """What is too old and not in use is gone."""
-        ttl_s, wall = self.host.config.ttl_s, int(WALL + self.world.now)
-        for space in self.index.namespaces() if ttl_s else ():
-            for chunk in space.chunks.values():
-                fresh = chunk.born + ttl_s > wall or chunk.sealed < space.world_size or chunk.doomed
-                assert fresh or not self.index.is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
-
-    # -- what must always hold
-
-    def _check(self) -> None:
-        if not self.alive:
-            return
-        index = self.index
-        space = index.space
-        assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
-        self.host.check_pins(self)
-        for since, _ in self._lookups.values():  # the first has waited longest
-            late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
-            assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
-            break
-        self._since_validated += 1
-        if self._since_validated >= self.host.validate_every:
-            self.validate()
-
-    def validate(self) -> None:
-        self._since_validated = 0
-        self.index.validate()
-        assert (self.index.space.capacity - self.index.space.free_bytes) % PAGE == 0
-        tiering = self.depot.tiering
-        arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._arrivals.values())
-        assert tiering._arriving_bytes == arriving, (tiering._arriving_bytes, arriving)
-        assert tiering._demoting_bytes >= 0 and tiering.searches >= 0
-        if self.host.forgettings.all:
-            for space in self.index.namespaces():
-                for chunk in space.chunks.values():
-                    for rank, shard in chunk.shards.items():
-                        if shard.sealed:
-                            self.host.forgettings.check_chunk(chunk, rank)
-
-    def check_bytes(self, chunk: Chunk, rank: int, when: str) -> None:
-        """A shard contains what its key says."""
-        truth = self.host.truth.get((chunk.namespace.layouts[rank], chunk.key))
-        assert truth is not None, f"{when}: a chunk that nobody named: {chunk.key.hex()}"
-        model, seeds = truth
-        if self._is_flipped(chunk.shards[rank].extents):
-            return  # whoever asks for it finds out
-        data = b"".join(self.bytes[start : start + size].tobytes() for start, size in chunk.shards[rank].extents)
-        image = chunk_image(model, rank, seeds)
-        assert data[: len(image)] == image, f"{when}: wrong bytes under {chunk.key.hex()[:8]} of rank {rank}"
-
-    def check_sealed(self) -> int:
-        """Every sealed shard contains what its key says; how many there are."""
-        found = 0
-        for space in self.index.namespaces():
-            for chunk in space.chunks.values():
-                for rank, shard in chunk.shards.items():
-                    if shard.sealed and not shard.spoilt:
-                        self.check_bytes(chunk, rank, "kept")
-                        found += 1
-        return found
 
     def flip_chunk(self) -> bool:
         """Flip a bit of a sealed shard whose checksum is looked at."""
@@ -771,46 +573,6 @@ class Server:
                 break
             at -= size
         return True
-
-    def check_idle(self) -> None:
-        """All requests have ended, and the clients are still there: everything was answered, and nothing is pinned."""
-        living = {client.link.identity for client in self.host.clients if client.process.alive}
-        for asked, count in self.asked.items():
-            identity = asked[0]
-            if identity in living and self.depot.knows(identity):
-                number = int.from_bytes(asked[1], "little")
-                name = self._links[identity].name
-                assert self.answered[asked] == count, f"request {number} of {name} was not answered"
-        sessions = [
-            f"{self._links[identity].name} {request}"
-            for identity, client in self.depot._clients.items()
-            if identity in living
-            for request in client.sessions
-        ]
-        assert not sessions, f"requests have ended, and their pins have not: {', '.join(sessions)}"
-
-    def check_quiet(self) -> None:
-        """All clients are gone: nothing is held for anybody."""
-        self.host.check_pins(self)
-        for pin in self.depot.status()["pinned"]:
-            assert self.depot.sessions._unpin("", pin["name"]), pin
-        status = self.depot.status()
-        for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
-            assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"
-        assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
-        left = self.met.intersection(self.host.cards)
-        assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
-        assert not self.depot.sessions._by_request
-        tiering = self.depot.tiering
-        assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
-        assert not tiering._erasing
-        assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"
-        for tier in tiering._tiers:
-            assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
-        self.validate()
-        self.check_sealed()
-        for carrier in self.carriers:
-            self.host.forgettings.check_store(carrier.store)
 
 
 def _short(number: bytes, request: wire.Request) -> str:

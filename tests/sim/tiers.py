@@ -193,7 +193,7 @@ class Carrier:
             self._finish(running)
             return
         if isinstance(errand, Load):
-            self._server.check_reserved(errand.parts)
+            self._server.check_reserved(errand)
         elif isinstance(errand, Save) and not running.ended:
             self._server.check_saved(errand.parts)
         if isinstance(errand, Load) and not running.begun and self._world.chance(0.5):

@@ -38,11 +38,13 @@ def installed() -> None:
 @pytest.fixture(scope="module")
 def pool(installed: None) -> Iterator[Master]:
     """A master, and a host with memory that outlives every tier of a test."""
-    master = Master().wait_ready()
-    host = Host(master.url).wait_ready()
-    yield master
-    host.close()
-    master.close()
+    with started(Master()) as master:
+        host = Host(master.url)
+        try:
+            host.wait_ready()
+            yield master
+        finally:
+            host.close()
 
 
 class TestMooncake(TierConformance):

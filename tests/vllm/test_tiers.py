@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,18 +40,20 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     patch.setenv("AWS_ACCESS_KEY_ID", "test")
     patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     folder = tmp_path_factory.mktemp("stores")
-    redis = RedisServer(folder)
-    bucket = S3Server(folder)
-    master = Master().wait_ready()
-    yield {
-        "redis": f"redis://127.0.0.1:{redis.port}",
-        "object": f"s3://{BUCKET}/vllm?endpoint={bucket.endpoint}&region=us-east-1",
-        "mooncake": f"{master.url}?local_host=127.0.0.1&segment_gib=0.125",
-    }
-    redis.kill()
-    bucket.kill()
-    master.close()
-    patch.undo()
+    with ExitStack() as stack:
+        stack.callback(patch.undo)
+        redis = RedisServer(folder)
+        stack.callback(redis.kill)
+        bucket = S3Server(folder)
+        stack.callback(bucket.kill)
+        master = Master()
+        stack.callback(master.close)
+        master.wait_ready()
+        yield {
+            "redis": f"redis://127.0.0.1:{redis.port}",
+            "object": f"s3://{BUCKET}/vllm?endpoint={bucket.endpoint}&region=us-east-1",
+            "mooncake": f"{master.url}?local_host=127.0.0.1&segment_gib=0.125",
+        }
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def test_an_engine_elsewhere_gets_the_same_tokens_through(
     kind: str, stored: Stored, place: tuple[str, str], request: pytest.FixtureRequest
 ) -> None:
     depot = Depot(
-        "--tiers", stored.urls[kind], "--lookup-s", "10", arena_mib=128, url=place[0], name=place[1]
+        "--tiers", stored.urls[kind], "--lookup-s", "8", arena_mib=128, url=place[0], name=place[1]
     ).wait_ready()
     try:
         assert depot.status()["chunks"] == 0, "its memory begins empty"

@@ -39,6 +39,8 @@ class Breaker:
 
     def failed(self, now: float) -> bool:
         """It failed, or did not answer in time; True when it is to be left alone from now on."""
+        if not self.usable and now < self.probe_at:
+            return False  # asked before it was left alone
         self.failures += 1
         if self.usable and self.failures < FAILURES:
             return False

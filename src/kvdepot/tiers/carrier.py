@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvdepot.errors import InternalError, KVDepotError, TierError
+from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
 from kvdepot.mover import Memory, checksum, views
 from kvdepot.space import Extents
 from kvdepot.tiers import Blob, Tier, TierConfig
@@ -27,6 +27,8 @@ __all__ = ["MOST_PARTS", "Carrier", "Erase", "Errand", "Find", "Forget", "Load",
 
 log = logging.getLogger(__name__)
 
+_OPEN_S = 1.0
+"""A server waits so long for a tier before it begins without it."""
 MOST_PARTS = 16
 """Shards that one Load or Save may carry."""
 
@@ -52,11 +54,19 @@ class Part:
 
 @dataclass(slots=True)
 class Find:
-    """Which of these are there. Outcome: list of bool."""
+    """Which of these are there. Outcome: list of bool; None where nobody wants to know any more."""
 
     token: Any
     tier: int
-    names: list[str]
+    objects: list[tuple[Facts, bytes]]
+    """(facts, key)"""
+    salt: bytes
+    is_wanted: Callable[[], bool] = lambda: True
+
+    @property
+    def names(self) -> list[str]:
+        salt = self.salt or NO_SALT
+        return [facts.name(salt, key) for facts, key in self.objects]
 
 
 @dataclass(slots=True)
@@ -120,7 +130,10 @@ class Carrier:
         codec: Codec,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Opens the tier; one that cannot be had is tried again with each errand. Raises ConfigError."""
+        """Opens the tier, in the background if that takes long; one that cannot be had is tried again with each errand.
+
+        Raises ConfigError.
+        """
         self._tier: Tier | None = None
         self._opening = threading.Lock()
         self._config = config
@@ -136,10 +149,12 @@ class Carrier:
         count = config.options.threads + 1
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
-        try:
-            self._open()
-        except TierError as exc:
-            log.warning("tier %s cannot be had yet: %s", config.name, exc)
+        self._refused: KVDepotError | None = None
+        opening = threading.Thread(target=self._open_first, name=f"kvdepot-{config.kind}-open", daemon=True)
+        opening.start()
+        opening.join(_OPEN_S)
+        if isinstance(self._refused, ConfigError):
+            raise self._refused
         self._threads = [
             threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
             for i in range(count)
@@ -172,6 +187,13 @@ class Carrier:
     def is_busy(self) -> bool:
         """Whether a thread is still at work, after `stop`: it may yet touch the arena."""
         return any(thread.is_alive() for thread in self._threads)
+
+    def _open_first(self) -> None:
+        try:
+            self._open()
+        except KVDepotError as exc:
+            self._refused = exc
+            log.warning("tier %s cannot be had yet: %s", self._config.name, exc)
 
     def _open(self) -> Tier:
         with self._opening:
@@ -212,7 +234,7 @@ def run(errand: Errand, tier: Tier, arena: Memory, heads: Any, codec: Codec, old
     """Do one errand; its outcome. Blocks. heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely."""
     match errand:
         case Find():
-            return _whole(errand.names, tier.find(errand.names))
+            return _whole(errand.objects, tier.find(errand.names)) if errand.is_wanted() else None
         case Load():
             return _load(errand.parts, tier, arena, heads, codec, oldest)
         case Save():

@@ -58,7 +58,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def space(self) -> str:
-        """The second part of names: 16 characters that all shards of this tenant's model share, 16 of all the facts."""
+        """The second part of names: 8 characters that all of a tenant share, 8 of the model, 16 of all the facts."""
         return model_prefix(self.tenant, self.model) + self.digest.hex()[:16]
 
     def name(self, salt: bytes, key: bytes) -> str:
@@ -66,9 +66,14 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return f"{salt.hex()}/{self.space}/{key.hex()}.{self.rank:x}"
 
 
+def tenant_prefix(tenant: str) -> str:
+    """What the second part of every name of a tenant begins with."""
+    return str(blake3(b"kvdepot tenant" + _encode(tenant)).hexdigest()[:8])
+
+
 def model_prefix(tenant: str, model: str) -> str:
     """What the second part of every name of a tenant's model begins with."""
-    return str(blake3(b"kvdepot model" + _encode([tenant, model])).hexdigest()[:16])
+    return tenant_prefix(tenant) + str(blake3(b"kvdepot model" + _encode([tenant, model])).hexdigest()[:8])
 
 
 class Header(msgspec.Struct, frozen=True):

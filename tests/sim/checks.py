@@ -1,0 +1,233 @@
+"""What must hold of a simulated server at every moment, when all requests have ended, and when everyone has left."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from kvdepot import wire
+from kvdepot.depot import Depot
+from kvdepot.index import Chunk, Index
+from kvdepot.mover import Copy, CopyPiece
+from kvdepot.space import PAGE, Extents
+from kvdepot.testing.simulation import Link, World
+from kvdepot.tiers.carrier import Load, Part
+from tests.sim.content import Memory, chunk_image
+from tests.sim.shared import ArenaFile, CardView, SimMapped
+from tests.sim.tiers import WALL, Carrier
+
+if TYPE_CHECKING:
+    from tests.sim.host import Host
+
+LATE_S = 0.002
+"""So much later than its deadline a lookup may be answered."""
+
+
+class Checks:
+    """The part of server.Server that looks on."""
+
+    host: Host
+    world: World
+    file: ArenaFile
+    bytes: Any
+    index: Index
+    depot: Depot
+    carriers: list[Carrier]
+    mappings: list[SimMapped]
+    alive: bool
+    met: set[str]
+    condemned: dict[bytes, float]
+    asked: Counter[tuple[bytes, bytes]]
+    answered: Counter[tuple[bytes, bytes]]
+    _cards: dict[bytes, CardView]
+    _links: dict[bytes, Link]
+    _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
+    doing: Any
+    _well_since: float
+    _since_validated: int
+
+    # -- always
+
+    def _check(self) -> None:
+        if not self.alive:
+            return
+        index = self.index
+        space = index.space
+        assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
+        self.host.check_pins(self)
+        for since, _, _ in self._lookups.values():  # the first has waited longest
+            late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
+            assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
+            break
+        self._since_validated += 1
+        if self._since_validated >= self.host.validate_every:
+            self.validate()
+
+    def validate(self) -> None:
+        self._since_validated = 0
+        self.index.validate()
+        assert (self.index.space.capacity - self.index.space.free_bytes) % PAGE == 0
+        tiering = self.depot.tiering
+        arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._arrivals.values())
+        replaced = tiering._arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
+        assert replaced == self.index._detached_bytes or (replaced > 0) == (self.index._detached_bytes > 0)
+        assert tiering._demoting_bytes >= 0 and tiering.searches >= 0
+        if self.host.forgettings.all:
+            for space in self.index.namespaces():
+                for chunk in space.chunks.values():
+                    for rank, shard in chunk.shards.items():
+                        if shard.sealed:
+                            self.host.forgettings.check_chunk(chunk, rank)
+
+    def check_bytes(self, chunk: Chunk, rank: int, when: str) -> None:
+        """A shard contains what its key says."""
+        truth = self.host.truth.get((chunk.namespace.layouts[rank], chunk.key))
+        assert truth is not None, f"{when}: a chunk that nobody named: {chunk.key.hex()}"
+        model, seeds = truth
+        if self._is_flipped(chunk.shards[rank].extents):
+            return  # whoever asks for it finds out
+        data = b"".join(self.bytes[start : start + size].tobytes() for start, size in chunk.shards[rank].extents)
+        image = chunk_image(model, rank, seeds)
+        assert data[: len(image)] == image, f"{when}: wrong bytes under {chunk.key.hex()[:8]} of rank {rank}"
+
+    def check_sealed(self) -> int:
+        """Every sealed shard contains what its key says; how many there are."""
+        found = 0
+        for space in self.index.namespaces():
+            for chunk in space.chunks.values():
+                for rank, shard in chunk.shards.items():
+                    if shard.sealed and not shard.spoilt:
+                        self.check_bytes(chunk, rank, "kept")
+                        found += 1
+        return found
+
+    def _prefix(self, request: wire.Lookup) -> list[bytes]:
+        """What memory has of what a lookup asks for, up to the first chunk that it has not."""
+        keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
+        spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
+
+        def is_there(key: bytes) -> bool:
+            chunks = [space.chunks.get(key) for space in spaces]
+            return bool(chunks) and all(
+                c is not None and c.sealed == request.world_size and not c.doomed for c in chunks
+            )
+
+        return list(itertools.takewhile(is_there, keys))
+
+    def _check_answer(self, since: float, request: wire.Lookup, near: list[bytes], value: Any) -> None:
+        """Looking behind memory has not made a hit shorter."""
+        if not isinstance(value, int):
+            return
+        counters = self.world.counters
+        late = self.world.now - since >= self.host.config.lookup_s
+        counters["lookup_at_its_deadline"] += late
+        counters["lookup_cut_short"] += late and len(near) < value < len(request.hashes) // 32
+        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
+        lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
+        # An engine of the same name and another layout may have come meanwhile: then both must have it.
+        alone = len(self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)) == 1
+        assert value >= len(near) or lost or not alone or (given_up and not value), (
+            f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
+        )
+
+    def check_reserved(self, errand: Load) -> None:
+        """A load writes only where room is reserved for it, or was until somebody else was to fill its chunk."""
+        arrivals = errand.token.then.args[1]
+        for part, arrival in zip(errand.parts, arrivals, strict=True):
+            if arrival.replaced:
+                assert arrival.shard.extents == part.extents
+                self.world.counters["load_replaced"] += 1
+                continue
+            chunks = [
+                space.chunks[part.key]
+                for space in self.index.namespaces()
+                if space.facts.get(part.facts.rank) == part.facts and part.key in space.chunks
+            ]
+            shards = [chunk.shards.get(part.facts.rank) for chunk in chunks]
+            assert any(shard is not None and not shard.sealed and shard.extents == part.extents for shard in shards), (
+                f"a load of {part.key.hex()[:8]} writes where nothing is reserved for it"
+            )
+
+    def check_saved(self, parts: list[Part]) -> None:
+        """What is written to a tier is what its key says."""
+        for part in parts:
+            self.host.forgettings.saved(part)
+            model, seeds = self.host.truth[part.facts.layout, part.key]
+            if not self._is_flipped(part.extents):
+                data = b"".join(self.bytes[start : start + size].tobytes() for start, size in part.extents)
+                assert data[: part.size] == chunk_image(model, part.facts.rank, seeds), (
+                    f"wrong bytes are saved under {part.key.hex()[:8]} of rank {part.facts.rank}"
+                )
+
+    def _is_flipped(self, extents: Extents) -> bool:
+        return any(start <= at < start + size for start, size in extents for at in self.file.flips)
+
+    def _check_ages(self) -> None:
+        """What is too old and not in use is gone."""
+        ttl_s, wall = self.host.config.ttl_s, int(WALL + self.world.now)
+        for space in self.index.namespaces() if ttl_s else ():
+            for chunk in space.chunks.values():
+                fresh = chunk.born + ttl_s > wall or chunk.sealed < space.world_size or chunk.doomed
+                assert fresh or not self.index.is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
+
+    def _check_blocks(self, running: Any, task: Copy, piece: CopyPiece, memory: Memory, chunk: Chunk) -> None:
+        """A living engine's blocks are touched only while they are lent for it."""
+        if memory.dead:
+            return
+        if task.is_store:
+            truth = self.host.truth.get((chunk.namespace.layouts[memory.rank], chunk.key))
+            assert truth is not None, f"a store of a chunk that nobody named: {chunk.key.hex()}"
+            if any(memory.tags[block] != seed for block, seed in zip(piece.block_ids.tolist(), truth[1], strict=True)):
+                self.world.note(f"a store reads blocks of {memory.name} that were given back")
+                running.voided = True
+            return
+        truth = self.host.truth[chunk.namespace.layouts[memory.rank], chunk.key]
+        for i, block in enumerate(piece.block_ids.tolist()):
+            if i >= piece.skip:
+                assert memory.lent.get(block) == truth[1][i], (
+                    f"{memory.name}: block {block} is written by a retrieve of {chunk.key.hex()[:8]} "
+                    "after it was given back"
+                )
+
+    # -- at the end
+
+    def check_idle(self) -> None:
+        """All requests have ended, and the clients are still there: everything was answered, and nothing is pinned."""
+        living = {client.link.identity for client in self.host.clients if client.process.alive}
+        for asked, count in self.asked.items():
+            identity = asked[0]
+            if identity in living and self.depot.knows(identity):
+                number = int.from_bytes(asked[1], "little")
+                name = self._links[identity].name
+                assert self.answered[asked] == count, f"request {number} of {name} was not answered"
+        sessions = [
+            f"{self._links[identity].name} {request}"
+            for identity, client in self.depot._clients.items()
+            if identity in living
+            for request in client.sessions
+        ]
+        assert not sessions, f"requests have ended, and their pins have not: {', '.join(sessions)}"
+
+    def check_quiet(self) -> None:
+        """All clients are gone: nothing is held for anybody."""
+        self.host.check_pins(self)
+        for pin in self.depot.status()["pinned"]:
+            assert self.depot.sessions._unpin("", pin["name"]), pin
+        status = self.depot.status()
+        for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
+            assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"
+        assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
+        left = self.met.intersection(self.host.cards)
+        assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
+        assert not self.depot.sessions._by_request
+        tiering = self.depot.tiering
+        assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
+        assert not tiering._arriving_bytes
+        assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"
+        for tier in tiering._tiers:
+            assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
+        self.validate()
+        self.check_sealed()
+        for carrier in self.carriers:
+            self.host.forgettings.check_store(carrier.store)

@@ -1,0 +1,99 @@
+"""What a simulated server has in shared memory: the arena's file, engines' tensors and cards; and its index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot import wire
+from kvdepot.index import Chunk, Index
+from kvdepot.layout import Layout
+from kvdepot.mover import Mapped, _rows
+from kvdepot.tiers.carrier import Load
+from tests.sim.content import Memory
+
+if TYPE_CHECKING:
+    from tests.sim.host import Card
+    from tests.sim.server import Server
+
+ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
+
+
+@dataclass(eq=False)
+class ArenaFile:
+    """The arena in shared memory: it outlives its server unless that removes it."""
+
+    name: str
+    bytes: npt.NDArray[np.uint8]
+    table_bytes: int
+    boot: bytes = b""  # what its header says
+    owner: Server | None = None  # who holds its lock
+    left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
+    flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
+    table_flipped: bool = False  # since the last server began
+
+    @property
+    def start(self) -> int:
+        """Where chunks begin."""
+        return self.table_bytes + 64
+
+
+class SimMapped(Mapped):
+    """A worker's tensors as the server sees them."""
+
+    def __init__(self, layout: Layout, memory: Memory) -> None:
+        super().__init__(layout)
+        self.memory = memory
+        self.closed = False
+        self.rows = [_rows(memory.bytes, segment, layout.num_blocks) for segment in layout.segments]
+
+    def close(self) -> None:
+        assert not self.closed, "unmapped twice"
+        self.closed = True
+        super().close()
+
+
+class CardView:
+    """The server's side of a card."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self._closed = False
+
+    @property
+    def fence(self) -> int:
+        return 2**64 - 1 if self._closed else self.card.fence
+
+    def is_alive(self) -> bool:
+        return self.card.locked
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class SealedIndex(Index):
+    """The index, with every seal checked against what the chunk must contain."""
+
+    server: Server
+
+    def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
+        for start, size in chunk.shards[rank].extents:
+            self.server.file.flips.difference_update(range(start, start + size))
+        self.server.check_bytes(chunk, rank, "sealed")
+        loads = isinstance(self.server.doing, Load)
+        self.server.host.forgettings.arrived((chunk.namespace.layouts[rank], chunk.key, rank), loads)
+        super().seal(chunk, rank, checksum, born)
+
+    def condemn(self, chunk: Chunk, rank: int) -> None:
+        self.server.condemned[chunk.key] = self.server.world.now
+        self.server.world.counters["flip_found"] += not chunk.doomed
+        super().condemn(chunk, rank)
+
+    def reserve(self, *args: Any, **kwargs: Any) -> Chunk | None:
+        chunk = super().reserve(*args, **kwargs)
+        if chunk is None and not isinstance(self.server.doing, wire.Store):
+            self.server.world.counters["load_without_room"] += 1
+        return chunk
