@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from kvdepot.index import Index, Namespace
 from kvdepot.simulate import replay
 from kvdepot.space import PAGE, Space
 from kvdepot.testing import traces
-from kvdepot.traces import Trace
+from kvdepot.traces import Trace, load
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -364,6 +365,7 @@ TestPolicyMachine.settings = settings(max_examples=40, stateful_step_count=50, d
 # -- the bar
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("make", "capacity"),
     [
@@ -383,6 +385,19 @@ def test_adaptive_is_not_much_below_the_best_of_the_others(make: Callable[[], tr
     assert rates["adaptive"] >= max(rates.values()) - 0.003, rates
 
 
+@pytest.mark.faults
+@pytest.mark.skipif("KVDEPOT_TRACE" not in os.environ, reason="KVDEPOT_TRACE names no trace of requests")
+def test_adaptive_holds_its_bar_on_a_trace_of_real_requests() -> None:
+    trace = load(os.environ["KVDEPOT_TRACE"])
+    gains = []
+    for capacity in (1000, 5000, 10_000, 20_000, 30_000):
+        rates = {name: replay(trace, name, capacity).hit_rate for name in ("lru", "s3fifo", "ageing", "adaptive")}
+        assert rates["adaptive"] >= max(rates.values()) - 0.003, (capacity, rates)
+        gains.append(rates["adaptive"] - rates["lru"])
+    assert sum(gains) / len(gains) >= 0.01, gains
+
+
+@pytest.mark.faults
 def test_adaptive_is_better_than_lru_on_average() -> None:
     gains = []
     for make in (traces.rag, traces.scan_heavy, traces.shifting, traces.system_prompts):
