@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -431,7 +432,14 @@ def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
     path = tmp_path / "trace.fifo"
     os.mkfifo(path)
     command = [sys.executable, "-m", "kvdepot.cli", "simulate", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What a shell starts in the background ignores interrupts, and hands that on.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         with path.open("w"):  # opens once the command reads
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)

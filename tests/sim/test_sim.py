@@ -404,6 +404,7 @@ def serves_what_is_too_old(patch: Patch) -> None:
     patch.setattr(Index, "expire", lambda self, wall: 0)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("bug", BREAKS)
 def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, first_seed = BREAKS[bug]
