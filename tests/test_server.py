@@ -484,6 +484,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.faults
 def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot: StartDepot) -> None:
     server = start_depot()
     child = subprocess.Popen(
@@ -514,6 +515,7 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
     assert works(server)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("when", ["while no server ran", "before the server met it"])
 def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
     server = start_depot(arena_mib=4) if when == "before the server met it" else None
@@ -564,6 +566,7 @@ def connect(server: Depot) -> MessageQueueClient | None:
     return client
 
 
+@pytest.mark.faults
 def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_left(start_depot: StartDepot) -> None:
     server = start_depot("--max-clients", "2", arena_mib=4)
     first, second = eventually(lambda: connect(server)), eventually(lambda: connect(server))
