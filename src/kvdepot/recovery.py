@@ -135,10 +135,14 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
         return "its namespace is not recorded"
     if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
         return "no key, or a rank that is not known"
-    numbers = record.checksum, record.serial, record.born
-    if record.position < 0 or record.size < 1 or not all(0 <= number < 1 << 64 for number in numbers):
-        return "a number is out of its range"
-    if record.serial >= _MOST or len(record.salt) not in (0, SALT_BYTES):
+    if (
+        record.position < 0
+        or record.size < 1
+        or not 0 <= record.checksum < 1 << 64
+        or not 0 <= record.serial < _MOST
+        or not 0 <= record.born < 1 << 64
+        or (record.salt and len(record.salt) != SALT_BYTES)
+    ):
         return "a number is out of its range"
     total = 0
     for offset, length in record.extents:
