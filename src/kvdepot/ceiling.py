@@ -32,6 +32,10 @@ _DAY_S = 86400.0
 _LOG_REGISTERS = 18
 _STEPS = 12
 """Marks in a window: it begins at one of them."""
+_ALL = 1 << 16
+"""So many chunks are all told to the sketches, of those that follow one in _SAMPLED: a prompt of 128k tokens has 512
+chunks, and a lookup of it must not wait for a thousand updates."""
+_SAMPLED = 8
 _BATCH = 1024
 """Chunks that are told to the sketches together."""
 
@@ -70,15 +74,19 @@ class Ceiling:
             return
         # Hashes are evenly spread: any eight of their bytes say as much as a sketch can take in. Signed: what lies
         # above 2**63 would be taken for a floating-point number.
-        words = np.frombuffer(b"".join(self._waiting), np.int64)[:: HASH_BYTES // 8].tolist()
+        words = np.frombuffer(b"".join(self._waiting), np.int64)[:: HASH_BYTES // 8]
         self._waiting.clear()
         self._waiting_chunks = 0
+        # Once there are many, one hash in so many stands for all: always the same ones.
+        told = words if self._chunks < _ALL else words[words % _SAMPLED == 0]
+        some = told.tolist()
         for update in (self._sketch.update, self._next.update):
-            for word in words:
+            for word in some:
                 update(word)
         self._chunks += len(words)
         seen = self._sketch.get_estimate()
-        self._new += seen - self._seen
+        if some:
+            self._new += (seen - self._seen) * len(words) / len(some)
         self._seen = seen
 
     def tick(self, now: float, hits: int = 0) -> None:
