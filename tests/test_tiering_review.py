@@ -298,3 +298,15 @@ def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: Mem
     host.ask(b"one", wire.EndSession("uses it"))
     host.rest()
     assert host.answers[host.send(b"one", look(victim, "again"))] == 1
+
+
+def test_ages_take_no_more_room_than_chunks_however_many_ranks_they_have() -> None:
+    ranks = 4
+    host = new_host(world_size=ranks, ttl_s=60, pages=512)
+    for number in range(60):
+        for rank in range(ranks):
+            host.ask(b"one", store(prompt(f"p{number}", 1), instance=rank + 1, world_size=ranks, rank=rank))
+    assert host.index.chunks == 60
+    assert len(host.index._ages) == 60, "each seal would look through all of them for those that are gone"
+    host.take(host.depot.tick(61.0, 1061.0))
+    assert host.index.chunks == 0

@@ -97,7 +97,7 @@ class Namespace:
         self.world_size = world_size
         self.blocks_in_chunk = blocks_in_chunk
         self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks show up
-        self.sizes: dict[int, int] = {}  # rank -> bytes of a shard, once an engine has registered
+        self.sizes: dict[int, int] = {}  # rank -> bytes of a shard
         self.facts: dict[int, Facts] = {}  # rank -> what tiers call it, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
@@ -430,8 +430,9 @@ class Index:
         assert not shard.sealed
         shard.sealed = True
         shard.checksum = checksum
-        chunk.born = min(chunk.born, born) if chunk.sealed else born
-        self._watch_age(chunk)
+        if not chunk.sealed or born < chunk.born:
+            chunk.born = born
+            self._watch_age(chunk)
         self.reserved -= 1
         chunk.sealed += 1
         self._serial += 1
@@ -569,8 +570,10 @@ class Index:
 
     def _watch_age(self, chunk: Chunk) -> None:
         if self._ttl_s:
-            if len(self._ages) > 2 * self.chunks + 64:  # most of them are gone
-                self._ages = [entry for entry in self._ages if not entry[2].gone]
+            if len(self._ages) > 2 * self.chunks + 64:  # most are of chunks that are gone, or have another age now
+                self._ages = [
+                    entry for entry in self._ages if not entry[2].gone and entry[0] == entry[2].born + self._ttl_s
+                ]
                 heapq.heapify(self._ages)
             heapq.heappush(self._ages, (chunk.born + self._ttl_s, next(self._aged), chunk))
 
