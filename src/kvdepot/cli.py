@@ -29,6 +29,35 @@ _TUNABLES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000:glibc.cpu.x86_non_temp
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    parsed = _parser(words).parse_args(words)
+    args = vars(parsed)
+    command = args.pop("command")
+    try:
+        if command == "simulate":
+            return _simulate(parsed)
+        if command == "serve":
+            return _serve(args.pop("config"), args)
+        if command == "check":
+            return _check(args.pop("fix"), args)
+        if command == "keygen":
+            return _keygen(**args)
+        if command == "status":
+            return _status(args["url"], args["key"] or "")
+        return _upkeep(command, args)
+    except ConfigError as exc:
+        print(f"kvdepot: {exc}", file=sys.stderr)
+        return 2
+    except KVDepotError as exc:
+        print(f"kvdepot: {exc}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    """What can be said on the command line. words: what was said."""
     parser = argparse.ArgumentParser(prog="kvdepot", description="A KV-cache server beside LLM engines.")
     parser.add_argument("--version", action="version", version=f"kvdepot {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -87,34 +116,11 @@ def main(argv: list[str] | None = None) -> int:
         description="Replay traces of requests through the server's own index and eviction policies, at several sizes "
         "of the cache, and print which share of the blocks hit.",
     )  # fmt: skip
-    if (sys.argv[1:] if argv is None else argv)[:1] == ["simulate"]:  # it imports what no other command needs
+    if words[:1] == ["simulate"]:  # it imports what no other command needs
         from kvdepot.simulate import add_arguments
 
         add_arguments(simulate)
-    parsed = parser.parse_args(argv)
-    args = vars(parsed)
-    command = args.pop("command")
-    try:
-        if command == "simulate":
-            return _simulate(parsed)
-        if command == "serve":
-            return _serve(args.pop("config"), args)
-        if command == "check":
-            return _check(args.pop("fix"), args)
-        if command == "keygen":
-            return _keygen(**args)
-        if command == "status":
-            return _status(args["url"], args["key"] or "")
-        return _upkeep(command, args)
-    except ConfigError as exc:
-        print(f"kvdepot: {exc}", file=sys.stderr)
-        return 2
-    except KVDepotError as exc:
-        print(f"kvdepot: {exc}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # whoever read our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return parser
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:

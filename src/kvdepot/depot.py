@@ -27,7 +27,7 @@ from kvdepot.index import Chunk, Index
 from kvdepot.keys import HASH_BYTES
 from kvdepot.layout import Layout
 from kvdepot.mover import Copy, CopyPiece, Mapped
-from kvdepot.registrations import Mapping, Registrations
+from kvdepot.registrations import Registrations, Remapping
 from kvdepot.sessions import Sessions
 from kvdepot.tiering import MOST_FORGETTINGS, Tiering, Token
 from kvdepot.tiers import TierConfig
@@ -170,7 +170,7 @@ class Depot:
             return [*self.tiering.finished(token, outcome, now), *self.tiering.make_room()]
         if isinstance(token, _Part):
             return self._copied(token, outcome)
-        assert isinstance(token, Mapping), token
+        assert isinstance(token, Remapping), token
         return self.registrations.mapped(token, outcome)
 
     def next_deadline(self) -> float:

@@ -21,14 +21,14 @@ from kvdepot.index import Index, Namespace
 from kvdepot.layout import Layout
 from kvdepot.mover import Call, Mapped
 
-__all__ = ["Mapping", "Registrations"]
+__all__ = ["Registrations", "Remapping"]
 
 _FILES_A_MAPPING = 2
 """A mapping keeps its file open, and Python's mmap once more."""
 
 
 @dataclass(slots=True, eq=False)
-class Mapping:
+class Remapping:
     """The token of mapping (or unmapping) an instance's tensors."""
 
     client: Client
@@ -71,6 +71,7 @@ class Registrations:
         return known
 
     def register(self, client: Client, number: bytes, request: wire.Register) -> list[Action]:
+        """Map tensors; answered when they are. Raises LayoutError, BadRequest or Busy with nothing done."""
         request.layout.check()
         check_names("", request.model)
         if request.model:
@@ -84,7 +85,7 @@ class Registrations:
         actions = self.unregister(client, request.instance, []) if request.instance in client.instances else []
         client.instances[request.instance] = instance
         self._files += _files(instance)
-        token = Mapping(client, instance, number)
+        token = Remapping(client, instance, number)
         return [*actions, Call(token, partial(self._map_layout, request.layout))]
 
     def _check_registrations(self, client: Client, request: wire.Register) -> None:
@@ -121,11 +122,13 @@ class Registrations:
         instance.namespaces.clear()
 
     def unmap(self, client: Client, instance: Instance) -> Call:
+        """Nothing touches these tensors any more."""
         assert instance.mapped is not None and instance.closing
         mapped, instance.mapped = instance.mapped, None
-        return Call(Mapping(client, instance), mapped.close)
+        return Call(Remapping(client, instance), mapped.close)
 
-    def mapped(self, token: Mapping, outcome: Any) -> list[Action]:
+    def mapped(self, token: Remapping, outcome: Any) -> list[Action]:
+        """Mapping or unmapping has ended; `outcome` as in mover.Mover."""
         client, instance = token.client, token.instance
         if token.register is None:
             return self._closed(client, instance)

@@ -44,10 +44,6 @@ class Sessions:
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
 
-    def __len__(self) -> int:
-        """Sessions of clients' requests."""
-        return sum(map(len, self._by_request.values()))
-
     def lookup(self, asking: Asking, now: float) -> list[Action]:
         """Answer from memory, or once tiers have had their say on what memory misses."""
         client, request = asking.owner, asking.lookup
@@ -139,6 +135,7 @@ class Sessions:
         return matched
 
     def end(self, client: Client, request: str) -> None:
+        """A request is over: its pins go. One that has none is fine."""
         session = client.sessions.pop(request, None)
         if session is None:
             return
@@ -171,6 +168,7 @@ class Sessions:
     # -- by name
 
     def pin(self, client: Client, number: bytes, request: wire.Pin, now: float) -> list[Action]:
+        """A lookup whose session is the depot's own."""
         keeper = self._keepers.setdefault(client.tenant, Client(b"", NoCard(), client.tenant))
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, _NEVER, request.hashes, True,
@@ -197,8 +195,9 @@ class Sessions:
             self._kept[name] = size, asking.ends
 
     def unpin(self, client: Client, number: bytes, name: str) -> list[Action]:
+        """End a pin by name, and one of that name that still awaits tiers; whether there was one."""
         keeper = self._keepers.get(client.tenant)
-        actions = self.give_up(keeper, name) if keeper is not None else []  # a pin of that name that awaits tiers
+        actions = self.give_up(keeper, name) if keeper is not None else []
         return [*actions, Reply(client.identity, number, self._unpin(client.tenant, name))]
 
     def _unpin(self, tenant: str, name: str) -> bool:

@@ -209,7 +209,7 @@ class Tiering:
                 errands.append(Probe(Token(tier, partial(self._probed, tier)), tier.number))
             elif tier.probing is not None and now - tier.probing > _PROBE_S:
                 tier.probing = now
-                errands += self._failed(tier, now, "does not answer")
+                self._failed(tier, now, "does not answer")
         return errands
 
     def _probed(self, tier: _Tier, outcome: Any, now: float) -> Errands:
@@ -412,7 +412,7 @@ class Tiering:
             space: Namespace = chunk.namespace
             self._arriving_bytes -= arrival.shard.size
             if header is False:
-                spoilt.append(self._facts(space, rank).name(chunk.salt or bytes(16), chunk.key))
+                spoilt.append(self._facts(space, rank).name(chunk.salt, chunk.key))
             if arrival.replaced:
                 self._index.give_back(arrival.shard)
                 continue
@@ -441,13 +441,12 @@ class Tiering:
     def _overdue(self, search: Search, now: float) -> Errands:
         if search.ended:
             return []
-        errands: Errands = []
         for number in search.owing | {number for number, count in search.waiting.items() if count}:
             tier = self._tiers[number]
             tier.counters["late"] += 1
             if tier.breaker.last_success < search.begun:
-                errands += self._failed(tier, now, "does not answer")
-        return [*errands, *self.end(search)]
+                self._failed(tier, now, "does not answer")
+        return self.end(search)
 
     def end(self, search: Search) -> Errands:
         """Answer with what is in memory by now."""
@@ -636,25 +635,23 @@ class Tiering:
 
     def finished(self, token: Token, outcome: Any, now: float) -> Errands:
         """An errand has ended."""
-        errands: Errands = []
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
-            errands += self._failed(tier, now, str(outcome))
+            self._failed(tier, now, str(outcome))
         elif outcome is not None and tier.breaker.succeeded(now):
             log.info("tier %s is back", tier.config.name)
-        return [*errands, *token.then(outcome, now)]
+        return token.then(outcome, now)
 
-    def _failed(self, tier: _Tier, now: float, why: str) -> Errands:
+    def _failed(self, tier: _Tier, now: float, why: str) -> None:
         if not tier.breaker.failed(now):
-            return []
+            return
         log.warning("tier %s is left alone for a while: %s", tier.config.name, why[:300])
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
         tier.counters["dropped_chunks"] += len(queue)
         for _, _, demotion in queue:
             self._part_demoted(demotion)
-        return []
 
     @property
     def busy(self) -> bool:

@@ -49,7 +49,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        return self.facts.name(self.salt or NO_SALT, self.key)
+        return self.facts.name(self.salt, self.key)
 
 
 @dataclass(slots=True)
@@ -65,8 +65,7 @@ class Find:
 
     @property
     def names(self) -> list[str]:
-        salt = self.salt or NO_SALT
-        return [facts.name(salt, key) for facts, key in self.objects]
+        return [facts.name(self.salt, key) for facts, key in self.objects]
 
 
 @dataclass(slots=True)
@@ -169,7 +168,7 @@ class Carrier:
         """Queue an errand; the deciding thread bounds how many there are."""
         with self._ready:
             (self._urgent if isinstance(errand, Find | Load) else self._later).append(errand)
-            self._ready.notify_all()
+            self._ready.notify_all()  # one of them takes no saves: it must not be the only one that wakes
 
     def stop(self, timeout_s: float) -> None:
         """End the threads once what is under way is done; what waits is dropped. Blocks for `timeout_s` at most."""

@@ -62,8 +62,8 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return model_prefix(self.tenant, self.model) + self.digest.hex()[:16]
 
     def name(self, salt: bytes, key: bytes) -> str:
-        """The name of one shard's object."""
-        return f"{salt.hex()}/{self.space}/{key.hex()}.{self.rank:x}"
+        """The name of one shard's object. salt: empty: none."""
+        return f"{(salt or NO_SALT).hex()}/{self.space}/{key.hex()}.{self.rank:x}"
 
 
 def tenant_prefix(tenant: str) -> str:
