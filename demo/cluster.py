@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
-import random
 import signal
 import socket
 import subprocess
@@ -28,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from demo import CONFIG, cpu_name, report, run_engine, start_server, write_model
+from demo import prepare, report, run_engine, start_server
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
@@ -160,17 +157,7 @@ def main() -> int:
     args = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdepot-cluster-")))
-        generator = random.Random(2026)
-        prompts = {
-            f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
-            for i, length in enumerate(args.lengths)
-        }
-        (folder / "prompts.json").write_text(json.dumps(prompts))
-        print(f"machine: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
-        write_model(folder / "model")
-        print(
-            f"model: a random-weight Llama, {CONFIG['num_hidden_layers']} layers, 8 KV heads of 128, bf16", flush=True
-        )
+        prompts = prepare(folder, args.lengths)
         one, two = stack.enter_context(two_hosts())
         print(f"host A is {one.address}, host B is {two.address}: mooncake_master on A, a depot on each", flush=True)
         pool = stack.enter_context(master(one, folder))

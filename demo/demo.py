@@ -136,6 +136,20 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
     return f"logprobs by {max(gaps, default=0.0):.4f}{where}"
 
 
+def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
+    """Write model and prompts into `folder` and say what this runs on; the prompts by the names they are shown under."""
+    generator = random.Random(2026)
+    prompts = {
+        f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
+        for i, length in enumerate(lengths)
+    }
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    print(f"machine: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
+    write_model(folder / "model")
+    print(f"model: a random-weight Llama, {CONFIG['num_hidden_layers']} layers, 8 KV heads of 128, bf16", flush=True)
+    return prompts
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
@@ -143,17 +157,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:
         folder = Path(name)
         url = f"ipc://{folder}/depot.sock"
-        generator = random.Random(2026)
-        prompts = {
-            f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
-            for i, length in enumerate(args.lengths)
-        }
-        (folder / "prompts.json").write_text(json.dumps(prompts))
-        print(f"machine: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
-        write_model(folder / "model")
-        print(
-            f"model: a random-weight Llama, {CONFIG['num_hidden_layers']} layers, 8 KV heads of 128, bf16", flush=True
-        )
+        prompts = prepare(folder, args.lengths)
         print("starting kvdepot serve", flush=True)
         server = start_server(url)
         try:

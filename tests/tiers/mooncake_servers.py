@@ -11,8 +11,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
+
+from tests.tiers.servers import free_port
 
 __all__ = ["Host", "Master", "needed"]
 
@@ -37,13 +40,34 @@ def needed() -> None:
         pytest.skip(reason)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+class _Process:
+    """What a test does to one of either kind."""
+
+    process: subprocess.Popen[Any]
+    log: IO[str]
+
+    def logged(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def stop(self) -> None:
+        """SIGSTOP: it hangs, and its connections stay open."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9. Safe twice."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self.log.close()
 
 
-class Master:
+class Master(_Process):
     """A `mooncake_master` process."""
 
     def __init__(
@@ -84,28 +108,8 @@ class Master:
             assert time.monotonic() < deadline, f"mooncake_master does not listen:\n{self.logged()}"
             time.sleep(0.02)
 
-    def logged(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
 
-    def stop(self) -> None:
-        """SIGSTOP: it hangs, and its connections stay open."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """kill -9. Safe twice."""
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self.kill()
-        self.log.close()
-
-
-class Host:
+class Host(_Process):
     """Another host of the pool, as a process of its own: a tier that does what lines on its stdin say.
 
     `write NUMBER SIZE` and `read NUMBER SIZE` of the objects of kvdepot.testing.tiers; `begin NUMBER SIZE` writes one
@@ -132,29 +136,12 @@ class Host:
         assert self.ask("hello") == "hello"
         return self
 
-    def logged(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
-    def stop(self) -> None:
-        """SIGSTOP: it hangs, and its connections stay open."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
     def kill(self) -> None:
-        """kill -9. Safe twice."""
-        self.process.kill()
-        self.process.wait()
+        super().kill()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             if not pipe.closed:
                 pipe.close()
-
-    def close(self) -> None:
-        self.kill()
-        self.log.close()
 
 
 def serve(url: str, options: dict[str, str]) -> None:
