@@ -137,7 +137,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Write model and prompts into `folder` and say what this runs on; the prompts by the names they are shown under."""
+    """Write model and prompts into `folder`, say what this runs on; the prompts by the names that are shown."""
     generator = random.Random(2026)
     prompts = {
         f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
