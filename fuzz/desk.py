@@ -28,6 +28,7 @@ from fuzz.choices import Choices, Script
 from kvdepot import mover, wire
 from kvdepot.config import Config
 from kvdepot.depot import Action, Depot, Reply
+from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import InternalError, KVDepotError, LayoutError, ProtocolError
 from kvdepot.evict import Lru
 from kvdepot.index import Index
@@ -173,13 +174,13 @@ class Desk:
         self.corrupt = 0
 
     def map(self, layout: Layout) -> Mapped:
-        """Mapped.open, on the files of this story only."""
+        """HostTensors.open, on the files of this story only."""
         mappings = []
         for mapping in layout.mappings:
             if mapping.name not in self.files:
                 raise LayoutError(f"{mapping.name!r} is no file of this story")
             mappings.append(Mapping(self.files[mapping.name], mapping.size))
-        mapped = Mapped.open(msgspec.structs.replace(layout, mappings=mappings))
+        mapped = HostTensors.open(msgspec.structs.replace(layout, mappings=mappings))
         self.opened.append(mapped)
         return mapped
 

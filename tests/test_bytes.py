@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.arena import HEADER_BYTES, Arena
+from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import LayoutError
 from kvdepot.keys import ChunkChain
 from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover
+from kvdepot.mover import Call, Copy, CopyPiece, Mover
 from kvdepot.space import PAGE, Space
 
 if TYPE_CHECKING:
@@ -438,7 +439,7 @@ def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Be
         assert len(extents) > 1
 
     generator = np.random.default_rng(draw.randrange(1 << 30))
-    mapped = bench.run(Call("map", lambda: Mapped.open(layout)))
+    mapped = bench.run(Call("map", lambda: HostTensors.open(layout)))
     try:
         file = np.memmap(Path("/dev/shm") / bench.name, np.uint8, "r+")
         file[:] = generator.integers(0, 256, len(file), np.uint8)
@@ -467,11 +468,13 @@ def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Be
         assert bench.run(Call("unmap", mapped.close)) is None
 
 
-def small(bench: Bench) -> Mapped:
+def small(bench: Bench) -> HostTensors:
     mapped = bench.run(
-        Call("map", lambda: Mapped.open(Layout([Mapping(bench.name, 4096)], [Segment(0, 0, 64, 64)], 8, bytes(32))))
+        Call(
+            "map", lambda: HostTensors.open(Layout([Mapping(bench.name, 4096)], [Segment(0, 0, 64, 64)], 8, bytes(32)))
+        )
     )
-    assert isinstance(mapped, Mapped)
+    assert isinstance(mapped, HostTensors)
     return mapped
 
 
@@ -503,7 +506,7 @@ def test_the_fence_is_read_after_the_last_byte(bench: Bench) -> None:
 def test_tensors_that_are_not_there_or_too_small_are_an_outcome(bench: Bench) -> None:
     for mapping in (Mapping(f"{bench.name}-gone", 64), Mapping(bench.name, TENSOR_BYTES * 2), Mapping("../shadow", 64)):
         layout = Layout([mapping], [Segment(0, 0, 64, 64)], 1, bytes(32))
-        outcome = bench.run(Call("map", lambda layout=layout: Mapped.open(layout)))
+        outcome = bench.run(Call("map", lambda layout=layout: HostTensors.open(layout)))
         assert isinstance(outcome, LayoutError) and mapping.name in str(outcome)
 
 

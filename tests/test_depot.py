@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdepot import wire
 from kvdepot.config import Config
 from kvdepot.depot import Depot, Reply
+from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, LayoutError, UnknownClient, UnknownInstance
 from kvdepot.evict import Lru
 from kvdepot.index import Index
@@ -48,7 +49,7 @@ class Page:
 
 
 @dataclass
-class Tensors(Mapped):
+class Tensors(HostTensors):
     """Mapped tensors of a client without any memory behind them, which know when they are unmapped."""
 
     closed: bool = False

@@ -113,14 +113,15 @@ class IPCCacheEngineKey:
 class KVCacheHandle:
     """What another process needs to map one layer's paged KV tensor.
 
-    A CPU tensor's storage moves into POSIX shared memory, in place: every view of it stays valid.
-    Blocks while it copies the storage. Raises LayoutError for tensors on other devices.
+    A CPU tensor's storage moves into POSIX shared memory, in place: every view of it stays valid. Blocks while it
+    copies the storage. A CUDA tensor's allocation is exported as it is. Raises LayoutError or DeviceError for
+    tensors that cannot be shared; the message says what to set.
     """
 
     __slots__ = ("view",)
 
     def __init__(self, tensor: torch.Tensor, name: str = "") -> None:
-        from kvdepot.devices.cpu import share
+        from kvdepot.devices import share
 
         self.view: TensorView = share(tensor, name)
 

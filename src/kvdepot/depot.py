@@ -22,6 +22,7 @@ from kvdepot.admission import check_names, check_salt, check_shards, check_targe
 from kvdepot.ceiling import Ceiling
 from kvdepot.clients import Action, Asking, Card, Client, Instance, Reply
 from kvdepot.config import Config
+from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
 from kvdepot.index import Chunk, Index
 from kvdepot.keys import HASH_BYTES
@@ -34,8 +35,6 @@ from kvdepot.tiers import TierConfig
 
 __all__ = ["Action", "Depot", "Reply"]
 
-_TASK_BYTES = 4 << 20
-"""A copy task is at least this long, so that handing it over costs little of it."""
 _QUEUED_CHUNKS = 1 << 18
 """A client with so many chunks in flight waits until some have been copied."""
 _STATUS_NAMESPACES = 100
@@ -76,7 +75,7 @@ class Depot:
         self,
         config: Config,
         index: Index,
-        map_layout: Callable[[Layout], Mapped] = Mapped.open,
+        map_layout: Callable[[Layout], Mapped] = HostTensors.open,
         tiers: Sequence[TierConfig] = (),
     ) -> None:
         self.index = index
@@ -324,7 +323,7 @@ class Depot:
         instance.copies += 1
         self.operations += 1
         size = len(pieces[0].block_ids) * instance.layout.block_bytes
-        step = max(1, -(-_TASK_BYTES // size))
+        step = max(1, -(-instance.mapped.task_bytes // size))
         tasks: list[Action] = []
         whole = cache(instance.mapped.whole)
         for first in range(0, len(pieces), step):

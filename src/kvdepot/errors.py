@@ -13,6 +13,7 @@
     |- Unavailable          unavailable     no server answers at this address, or it is gone
     |- DeadlineExceeded     deadline        no answer in time; also a TimeoutError
     |- ArenaError           arena           the shared memory cannot be had: in use, too large, not ours
+    |- DeviceError          device          a GPU or its driver refuses: not there, too old, out of memory, failed
     |- TierError            tier            a tier as a whole cannot be had: not reachable, or it refuses us
     `- InternalError        internal        a bug of ours, told to the caller instead of to nobody
 
@@ -30,6 +31,7 @@ __all__ = [
     "Busy",
     "ConfigError",
     "DeadlineExceeded",
+    "DeviceError",
     "InternalError",
     "KVDepotError",
     "LayoutError",
@@ -120,6 +122,12 @@ class ArenaError(KVDepotError):
     """The shared memory cannot be had: in use, too large, not ours."""
 
     code = "arena"
+
+
+class DeviceError(KVDepotError):
+    """A GPU or its driver refuses: not there, too old, out of memory, or failed."""
+
+    code = "device"
 
 
 class TierError(KVDepotError):

@@ -1,4 +1,4 @@
-"""What a block is: segments of bytes in shared memory.
+"""What a block is: segments of bytes in memory that the server can map.
 
 Used by the client to describe its paged KV tensors, and by the server to check the description. No torch,
 no I/O. The one law: a block is bytes. Nothing here knows formats by name (NHD, HND, MLA, fp8); strides
@@ -29,10 +29,15 @@ __all__ = ["Layout", "Mapping", "Segment", "TensorView", "build_layout", "find_b
 
 MAX_SEGMENTS = 1 << 16
 """Segments in one layout; more means tensors so scattered that copying them piece by piece is hopeless."""
+MAX_HANDLE = 4096
+"""Bytes of what a device's driver needs to map an allocation."""
 
 
 class TensorView(NamedTuple):
-    """One layer's paged KV as strided bytes in a shared mapping. Strides and offset in bytes."""
+    """One layer's paged KV as strided bytes in a shared mapping. Strides and offset in bytes.
+
+    mapping, device, handle: as in Mapping.
+    """
 
     name: str
     mapping: str
@@ -42,13 +47,20 @@ class TensorView(NamedTuple):
     strides: tuple[int, ...]
     item_bytes: int
     dtype: str
+    device: str = ""
+    handle: bytes = b""
 
 
 class Mapping(msgspec.Struct, frozen=True, array_like=True):
-    """A shared-memory file that holds KV tensors: its name in /dev/shm and its bytes."""
+    """Memory that holds KV tensors, and its bytes: a file in /dev/shm by its name, or an allocation of a device.
+
+    device: empty for the processor's memory, else the GPU's UUID. handle: what the device's driver needs to map it.
+    """
 
     name: str
     size: int
+    device: str = ""
+    handle: bytes = b""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -77,12 +89,21 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         """Bytes of one block over all layers."""
         return sum(segment.size for segment in self.segments)
 
+    @property
+    def device(self) -> str:
+        """Where the tensors are: empty for the processor's memory, else a GPU's UUID."""
+        return self.mappings[0].device if self.mappings else ""
+
     def check(self) -> None:
         """Raise LayoutError unless every byte of every block lies inside its mapping."""
         if len(self.fingerprint) != 32:
             raise LayoutError(f"layout fingerprint has {len(self.fingerprint)} bytes, not 32")
         if self.num_blocks < 1 or not self.segments or not self.mappings:
             raise LayoutError("layout has no blocks")
+        if len({mapping.device for mapping in self.mappings}) > 1:
+            raise LayoutError("KV tensors of one worker lie on several devices")
+        if any(len(mapping.handle) > MAX_HANDLE for mapping in self.mappings):
+            raise LayoutError(f"a mapping's handle is longer than {MAX_HANDLE} bytes")
         if len(self.segments) > MAX_SEGMENTS:
             raise LayoutError(f"layout has {len(self.segments)} segments, more than {MAX_SEGMENTS}")
         for number, segment in enumerate(self.segments):
@@ -153,13 +174,13 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
     if len(counts) != 1:
         raise LayoutError(f"layers disagree on the number of blocks: {sorted(counts)}")
     (num_blocks,) = counts
-    mappings: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    mappings: dict[str, Mapping] = {}
+    numbers: dict[str, int] = {}
     segments: list[Segment] = []
     identity = blake3(b"kvdepot layout 1")
     for view, axis in zip(views, block_axes, strict=True):
-        number = mappings.setdefault(view.mapping, len(mappings))
-        sizes[view.mapping] = view.mapping_bytes
+        number = numbers.setdefault(view.mapping, len(numbers))
+        mappings[view.mapping] = Mapping(view.mapping, view.mapping_bytes, view.device, view.handle)
         runs, run_bytes = _runs(view, axis)
         stride = view.strides[axis]
         if num_blocks == 1:
@@ -172,7 +193,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
     # What merged decides the order of a chunk's bytes, so it is part of their meaning.
     identity.update(msgspec.msgpack.encode([segment.size for segment in segments]))
     layout = Layout(
-        mappings=[Mapping(name, sizes[name]) for name in mappings],
+        mappings=list(mappings.values()),
         segments=segments,
         num_blocks=num_blocks,
         fingerprint=identity.digest(),

@@ -1,7 +1,8 @@
-"""The one place where KV bytes move: between the mapped tensors of workers and the arena.
+"""Copy threads: they move KV bytes between the mapped tensors of workers and the arena, and report back.
 
-The server gives it tasks; a few threads run them with the GIL released, loads before stores, and report back.
-The one law: it decides nothing. It copies what a task says, and says whether every byte arrived.
+The server gives tasks; how bytes move is the device's (`Mapped`, one subclass a kind of device, in `devices/`). Each
+device has lanes of its own, so that no copy waits for another's bus. The one law: it decides nothing. It copies what
+a task says, and says whether every byte arrived.
 
 A chunk lies in the arena segment by segment, and its extents are filled in order (layout.py, space.py):
 
@@ -12,15 +13,12 @@ A chunk lies in the arena segment by segment, and its extents are filled in orde
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
-import mmap
-import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +27,7 @@ import xxhash
 
 from kvdepot import shm
 from kvdepot.errors import KVDepotError
-from kvdepot.layout import Layout, Segment
+from kvdepot.layout import Layout
 from kvdepot.space import Extents
 
 __all__ = ["Call", "Copy", "CopyPiece", "Mapped", "Memory", "Mover", "checksum", "copy", "views"]
@@ -38,9 +36,6 @@ log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.intp]
-
-_MIN_UNIT = 512
-"""Smallest unit to gather by index when segments are not dense; below it, one copy a block is faster."""
 
 
 class Memory(Protocol):
@@ -60,6 +55,33 @@ class CopyPiece:
     skip: int = 0
     summed: bool = False
     """Whether its checksum is wanted."""
+
+
+class Mapped(ABC):
+    """A worker's paged KV tensors as this process reaches them: what every device must give.
+
+    Used by copy threads, several at a time; `close` alone when no copy is under way.
+    """
+
+    layout: Layout
+    task_bytes: int
+    """A copy task is about this long: enough that handing it over costs little of it."""
+
+    def lane(self, is_store: bool) -> str:
+        """Whose turn a copy must await; copies of the empty lane go loads first."""
+        return ""
+
+    def whole(self) -> bool:
+        """Whether the tensors can still be touched."""
+        return True
+
+    @abstractmethod
+    def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        """Copy blocks into the arena, or back. Blocks until every byte has arrived. Raises DeviceError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give them up, and all that was taken for their sake. Safe twice."""
 
 
 @dataclass(slots=True)
@@ -88,80 +110,6 @@ class Call:
     run: Callable[[], Any]
 
 
-@dataclass
-class _Rows:
-    """One segment of all blocks, ready to be indexed by block id."""
-
-    size: int
-    strided: Bytes  # uint8[num_blocks, size]
-    dense: bool  # blocks follow each other without a gap
-    units: Bytes | None = None  # uint8[any, unit]: the same memory in pieces for np.take
-    unit_ids: Ids | None = None  # units of a block, relative to block * unit_stride
-    unit_stride: int = 1
-
-
-@dataclass
-class Mapped:
-    """A worker's paged KV tensors as this process sees them."""
-
-    layout: Layout
-    rows: list[_Rows] = field(default_factory=list)
-    _maps: list[mmap.mmap] = field(default_factory=list)
-    _files: list[int] = field(default_factory=list)
-
-    @classmethod
-    def open(cls, layout: Layout) -> Mapped:
-        """Map every file of a layout. Raises LayoutError when one is missing, too small or not ours."""
-        mapped = cls(layout)
-        views = []
-        try:
-            for mapping in layout.mappings:
-                area, fd = shm.map_shared(mapping.name, mapping.size)
-                mapped._maps.append(area)
-                mapped._files.append(fd)
-                views.append(np.frombuffer(area, np.uint8))
-        except KVDepotError:
-            views.clear()
-            mapped.close()
-            raise
-        mapped.populate()
-        mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
-        return mapped
-
-    def populate(self) -> None:
-        """Enter the pages into this process's page table now rather than during copies."""
-        for area in self._maps:
-            shm.populate(np.frombuffer(area, np.uint8).ctypes.data, len(area))
-
-    def whole(self) -> bool:
-        """Whether the files are as long as they were: touching what a client cut off would kill this process."""
-        sizes = zip(self._files, self.layout.mappings, strict=False)
-        return all(os.fstat(fd).st_size >= mapping.size for fd, mapping in sizes)
-
-    def close(self) -> None:
-        """Unmap. No copy may be under way."""
-        self.rows.clear()
-        for fd in self._files:
-            os.close(fd)
-        self._files.clear()
-        for area in self._maps:
-            area.close()
-        self._maps.clear()
-
-
-def _rows(memory: Bytes, segment: Segment, num_blocks: int) -> _Rows:
-    size, stride = segment.size, segment.stride
-    span = memory[segment.offset : segment.offset + (num_blocks - 1) * stride + size]
-    strided = np.lib.stride_tricks.as_strided(span, (num_blocks, size), (stride, 1))
-    if stride == size:
-        return _Rows(size, strided, True, span.reshape(num_blocks, size))
-    unit = math.gcd(stride, size)
-    if unit < _MIN_UNIT:
-        return _Rows(size, strided, False)
-    per_block = np.arange(size // unit, dtype=np.intp)
-    return _Rows(size, strided, False, span.reshape(-1, unit), per_block, stride // unit)
-
-
 class Mover:
     """Copy threads. Outcomes are handed to `report(token, outcome)` on a copy thread.
 
@@ -171,75 +119,102 @@ class Mover:
     def __init__(self, arena: Memory, threads: int, report: Callable[[Any, Any], None]) -> None:
         self._arena = arena
         self._report = report
-        self._ready = threading.Condition()
-        self._loads: deque[Copy | Call] = deque()
-        self._stores: deque[Copy | Call] = deque()
-        self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvdepot-copy-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.lanes = {"": Lane("cpu", threads, self._run)}
 
     @property
     def threads(self) -> int:
-        return len(self._threads)
+        """Those that copy from and to the processor's own memory."""
+        return len(self.lanes[""].threads)
 
     def submit(self, task: Copy | Call) -> None:
-        """Queue a task; the deciding thread bounds how many there are."""
-        with self._ready:
-            behind = isinstance(task, Copy) and task.is_store
-            (self._stores if behind else self._loads).append(task)
-            self._ready.notify()
+        """Queue a task; the deciding thread, which alone calls this, bounds how many there are."""
+        name = task.mapped.lane(task.is_store) if isinstance(task, Copy) else ""
+        lane = self.lanes.get(name)
+        if lane is None:
+            # Two: while one waits for the bus, the other says what it is to do next.
+            lane = self.lanes[name] = Lane(name, 2, self._run)
+        lane.put(task)
 
     def stop(self) -> None:
         """Finish what is queued, then end the threads. Blocks until they have."""
+        for lane in self.lanes.values():
+            lane.stop()
+
+    def _run(self, task: Copy | Call) -> None:
+        outcome: Any
+        try:
+            outcome = copy(self._arena, task) if isinstance(task, Copy) else task.run()
+        except KVDepotError as exc:
+            outcome = exc
+            if isinstance(task, Copy):
+                log.error("a copy failed: %s", exc)
+                outcome = None
+        except Exception:
+            log.exception("a copy task failed")
+            outcome = None
+        token = task.token
+        del task  # its mapping must be free to close once the outcome is known
+        self._report(token, outcome)
+
+
+class Lane:
+    """A queue of tasks and the threads that run them, loads before stores."""
+
+    def __init__(self, name: str, threads: int, run: Callable[[Copy | Call], None]) -> None:
+        self._run_task = run
+        self._ready = threading.Condition()
+        self.loads: deque[Copy | Call] = deque()
+        self.stores: deque[Copy | Call] = deque()
+        self._stopping = False
+        self.threads = [
+            threading.Thread(target=self._run, name=f"kvdepot-copy-{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def put(self, task: Copy | Call) -> None:
+        with self._ready:
+            behind = isinstance(task, Copy) and task.is_store
+            (self.stores if behind else self.loads).append(task)
+            self._ready.notify()
+
+    def stop(self) -> None:
+        """Run what is queued, then end."""
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
 
-    def _next(self) -> Copy | Call | None:
+    def take(self) -> Copy | Call | None:
+        """The next task; waits for one. None: there are no more."""
         with self._ready:
-            while not (self._loads or self._stores or self._stopping):
+            while not (self.loads or self.stores or self._stopping):
                 self._ready.wait()
-            if self._loads:
-                return self._loads.popleft()
-            return self._stores.popleft() if self._stores else None
+            if self.loads:
+                return self.loads.popleft()
+            return self.stores.popleft() if self.stores else None
 
     def _run(self) -> None:
-        while (task := self._next()) is not None:
-            outcome: Any
-            try:
-                outcome = copy(self._arena, task) if isinstance(task, Copy) else task.run()
-            except KVDepotError as exc:
-                outcome = exc
-            except Exception:
-                log.exception("a copy task failed")
-                outcome = None
-            token = task.token
-            del task  # its mapping must be free to close once the outcome is known
-            self._report(token, outcome)
+        while (task := self.take()) is not None:
+            self._run_task(task)
+            task = None  # its mapping must be free to close while we wait for the next
 
 
 def copy(arena: Memory, task: Copy) -> list[int] | None:
-    """Run one task; its outcome. Blocks while the bytes move."""
+    """Run one task; its outcome. Blocks while the bytes move. Raises DeviceError."""
     if not (task.whole or task.mapped.whole)():
         log.warning("a client has cut off its shared memory: not copied")
         return None
-    rows = task.mapped.rows
-    size = sum(row.size for row in rows)
-    sums = []
-    for piece in task.pieces:
-        if task.is_store:
-            if not all(arena.ensure(*extent) for extent in piece.extents):
-                log.warning("no memory behind the arena: %s is full", shm.SHM)
-                return None
-            _gather(arena.bytes, rows, piece)
-        else:
-            _scatter(arena.bytes, rows, piece)
-        sums.append(checksum(arena.bytes, piece.extents, size * len(piece.block_ids)) if piece.summed else 0)
+    if task.is_store and not all(arena.ensure(*extent) for piece in task.pieces for extent in piece.extents):
+        log.warning("no memory behind the arena: %s is full", shm.SHM)
+        return None
+    task.mapped.move(arena, task.pieces, task.is_store)
+    block_bytes = task.mapped.layout.block_bytes
+    sums = [
+        checksum(arena.bytes, piece.extents, block_bytes * len(piece.block_ids)) if piece.summed else 0
+        for piece in task.pieces
+    ]
     # Read after the last byte: whoever raised the fence before that may have reused the blocks.
     return sums if task.fence is None or task.fence() < task.ticket else None
 
@@ -250,37 +225,6 @@ def checksum(memory: Bytes, extents: Extents, size: int) -> int:
     for part in views(memory, extents, 0, size):
         digest.update(part.data)
     return digest.intdigest() or 1
-
-
-def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
-    ids, count = piece.block_ids, len(piece.block_ids)
-    runs = _runs(ids)
-    start = 0
-    for row in rows:
-        size = row.size * count
-        where = views(memory, piece.extents, start, size)
-        out = where[0] if len(where) == 1 else np.empty(size, np.uint8)
-        _gather_rows(row, ids, runs, out.reshape(count, row.size))
-        if len(where) > 1:
-            done = 0
-            for part in where:
-                part[:] = out[done : done + len(part)]
-                done += len(part)
-        start += size
-
-
-def _scatter(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
-    ids, count = piece.block_ids, len(piece.block_ids)
-    skip = piece.skip
-    ids = ids[skip:]
-    runs = _runs(ids)
-    start = 0
-    for row in rows:
-        size = row.size * count
-        where = views(memory, piece.extents, start, size)
-        source = where[0] if len(where) == 1 else np.concatenate(where)
-        _scatter_rows(row, ids, runs, source.reshape(count, row.size)[skip:])
-        start += size
 
 
 def views(memory: Bytes, extents: Extents, start: int, size: int) -> list[Bytes]:
@@ -298,40 +242,3 @@ def views(memory: Bytes, extents: Extents, start: int, size: int) -> list[Bytes]
         else:
             start -= length
     return found
-
-
-def _runs(ids: Ids) -> list[tuple[int, int]] | None:
-    """`[first, end)` runs of adjacent block ids, or None where they are so short that an index is faster."""
-    if len(ids) < 2:
-        return [(0, 1)] if len(ids) else []
-    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
-    if len(cuts) * 2 >= len(ids) > 2:
-        return None
-    edges = [0, *cuts.tolist(), len(ids)]
-    return list(itertools.pairwise(edges))
-
-
-def _gather_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, out: Bytes) -> None:
-    """out[i] = block ids[i] of this segment. np.take and slice copies release the GIL."""
-    if runs is not None and (row.dense or len(runs) == len(ids)):
-        for first, end in runs:
-            block = ids[first]
-            out[first:end] = row.strided[block : block + end - first]
-    elif row.units is None:
-        for i, block in enumerate(ids):
-            out[i] = row.strided[block]
-    elif row.unit_ids is None:
-        np.take(row.units, ids, axis=0, out=out, mode="clip")  # ids were checked; "raise" would buffer
-    else:
-        units = (ids[:, None] * row.unit_stride + row.unit_ids).reshape(-1)
-        np.take(row.units, units, axis=0, out=out.reshape(len(units), -1), mode="clip")
-
-
-def _scatter_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, source: Bytes) -> None:
-    """Block ids[i] of this segment = source[i]. Index assignment releases the GIL too."""
-    if runs is not None:
-        for first, end in runs:
-            block = ids[first]
-            row.strided[block : block + end - first] = source[first:end]
-    else:
-        row.strided[ids] = source

@@ -434,8 +434,9 @@ class Server(Checks):
         return mapped
 
     def _start_threads(self) -> None:
-        while self._idle and (self._mover._loads or self._mover._stores):
-            task = self._mover._next()
+        lane = self._mover.lanes[""]
+        while self._idle and (lane.loads or lane.stores):
+            task = lane.take()
             assert task is not None
             self._idle -= 1
             running = _Running(task, slow=isinstance(task, Copy) and self.world.chance(0.1))

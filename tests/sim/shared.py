@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot import wire
+from kvdepot.devices.cpu import HostTensors, _rows
 from kvdepot.index import Chunk, Index
 from kvdepot.layout import Layout
-from kvdepot.mover import Mapped, _rows
 from kvdepot.tiers.carrier import Load
 from tests.sim.content import Memory
 
@@ -41,7 +41,7 @@ class ArenaFile:
         return self.table_bytes + 64
 
 
-class SimMapped(Mapped):
+class SimMapped(HostTensors):
     """A worker's tensors as the server sees them."""
 
     def __init__(self, layout: Layout, memory: Memory) -> None:

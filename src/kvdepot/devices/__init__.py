@@ -1,1 +1,70 @@
-"""How an engine's KV memory becomes visible to the server, one module a kind of device."""
+"""How an engine's KV memory becomes visible to the server, and its bytes move: one module a kind of device.
+
+`share` is the client's end, `Devices` the server's. The one law: nothing above knows which device it is, and what a
+device needs (a driver, a context, pinned memory) is taken when the first worker registers from it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.devices.cpu import HostTensors
+from kvdepot.errors import LayoutError
+from kvdepot.layout import Layout, TensorView
+from kvdepot.mover import Mapped, Memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvdepot.devices.cuda import Gpus
+
+__all__ = ["Devices", "share"]
+
+
+def share(tensor: torch.Tensor, name: str) -> TensorView:
+    """Make one layer's tensor visible to another process of this host, and say where its elements lie.
+
+    The process must keep the tensor's storage alive. Blocks. Raises LayoutError for devices that cannot be shared,
+    DeviceError where the device's driver refuses.
+    """
+    if tensor.device.type == "cpu":
+        from kvdepot.devices import cpu
+
+        return cpu.share(tensor, name)
+    if tensor.device.type == "cuda":
+        from kvdepot.devices.cuda import sharing
+
+        return sharing.share(tensor, name)
+    raise LayoutError(f"{name or 'tensor'} is on {tensor.device}: only CPU and CUDA tensors can be shared")
+
+
+class Devices:
+    """The server's end: maps registered tensors, whatever memory they are in. Any thread."""
+
+    def __init__(self, memory: Memory, staging_bytes: int) -> None:
+        """memory: the arena. staging_bytes: device memory that a GPU's copies may take for themselves."""
+        self._memory = memory
+        self._staging_bytes = staging_bytes
+        self._lock = threading.Lock()
+        self._gpus: Gpus | None = None
+
+    def map(self, layout: Layout) -> Mapped:
+        """Blocks while memory is mapped. Raises LayoutError or DeviceError with nothing kept."""
+        if not layout.device:
+            return HostTensors.open(layout)
+        with self._lock:
+            if self._gpus is None:
+                from kvdepot.devices.cuda import Gpus
+
+                self._gpus = Gpus(self._memory, self._staging_bytes)
+        return self._gpus.map(layout)
+
+    def status(self) -> list[dict[str, Any]]:
+        """One dict a GPU that is in use. Never blocks."""
+        return self._gpus.status() if self._gpus is not None else []
+
+    def close(self) -> None:
+        """Give back what is left; no copy may be under way. Safe twice."""
+        if self._gpus is not None:
+            self._gpus.close()

@@ -1,24 +1,41 @@
-"""CPU tensors: their storage moves into POSIX shared memory, in place. Called by the client; needs torch."""
+"""CPU tensors: their storage moves into POSIX shared memory, in place; the server maps it, and numpy moves the bytes.
+
+`share` is the client's (it is given torch tensors), `HostTensors` the server's.
+"""
 
 from __future__ import annotations
 
-import torch
+import itertools
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvdepot.errors import LayoutError
-from kvdepot.layout import TensorView
+import numpy as np
+
+from kvdepot import shm
+from kvdepot.errors import KVDepotError, LayoutError
+from kvdepot.layout import Layout, Segment, TensorView
+from kvdepot.mover import Bytes, CopyPiece, Ids, Mapped, Memory, views
 from kvdepot.shm import SHM
 
-__all__ = ["share"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HostTensors", "share"]
+
+_MIN_UNIT = 512
+"""Smallest unit to gather by index when segments are not dense; below it, one copy a block is faster."""
 
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
     """Put a tensor's storage into shared memory (once) and say where its elements lie.
 
     All tensors on the same storage move with it and stay valid. Blocks while the bytes are copied, about 3 s a GiB.
-    torch removes the file when the process ends, `kill -9` included. Raises LayoutError for other devices.
+    torch removes the file when the process ends, `kill -9` included. Raises LayoutError.
     """
-    if tensor.device.type != "cpu":
-        raise LayoutError(f"{name or 'tensor'} is on {tensor.device}: only CPU tensors can be shared so far")
     storage = tensor.untyped_storage()
     try:
         _, file, size = storage._share_filename_cpu_()
@@ -40,3 +57,149 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
         item_bytes=item,
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
+
+
+@dataclass
+class _Rows:
+    """One segment of all blocks, ready to be indexed by block id."""
+
+    size: int
+    strided: Bytes  # uint8[num_blocks, size]
+    dense: bool  # blocks follow each other without a gap
+    units: Bytes | None = None  # uint8[any, unit]: the same memory in pieces for np.take
+    unit_ids: Ids | None = None  # units of a block, relative to block * unit_stride
+    unit_stride: int = 1
+
+
+@dataclass
+class HostTensors(Mapped):
+    """A worker's paged KV tensors in shared memory, mapped into this process. numpy moves the bytes."""
+
+    layout: Layout
+    task_bytes: int = 4 << 20
+    rows: list[_Rows] = field(default_factory=list)
+    _maps: list[mmap.mmap] = field(default_factory=list)
+    _files: list[int] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, layout: Layout) -> HostTensors:
+        """Map every file of a layout. Raises LayoutError when one is missing, too small or not ours."""
+        mapped = cls(layout)
+        views = []
+        try:
+            for mapping in layout.mappings:
+                area, fd = shm.map_shared(mapping.name, mapping.size)
+                mapped._maps.append(area)
+                mapped._files.append(fd)
+                views.append(np.frombuffer(area, np.uint8))
+        except KVDepotError:
+            views.clear()
+            mapped.close()
+            raise
+        mapped.populate()
+        mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
+        return mapped
+
+    def populate(self) -> None:
+        """Enter the pages into this process's page table now rather than during copies."""
+        for area in self._maps:
+            shm.populate(np.frombuffer(area, np.uint8).ctypes.data, len(area))
+
+    def whole(self) -> bool:
+        """Whether the files are as long as they were: touching what a client cut off would kill this process."""
+        sizes = zip(self._files, self.layout.mappings, strict=False)
+        return all(os.fstat(fd).st_size >= mapping.size for fd, mapping in sizes)
+
+    def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        for piece in pieces:
+            (_gather if is_store else _scatter)(memory.bytes, self.rows, piece)
+
+    def close(self) -> None:
+        self.rows.clear()
+        for fd in self._files:
+            os.close(fd)
+        self._files.clear()
+        for area in self._maps:
+            area.close()
+        self._maps.clear()
+
+
+def _rows(memory: Bytes, segment: Segment, num_blocks: int) -> _Rows:
+    size, stride = segment.size, segment.stride
+    span = memory[segment.offset : segment.offset + (num_blocks - 1) * stride + size]
+    strided = np.lib.stride_tricks.as_strided(span, (num_blocks, size), (stride, 1))
+    if stride == size:
+        return _Rows(size, strided, True, span.reshape(num_blocks, size))
+    unit = math.gcd(stride, size)
+    if unit < _MIN_UNIT:
+        return _Rows(size, strided, False)
+    per_block = np.arange(size // unit, dtype=np.intp)
+    return _Rows(size, strided, False, span.reshape(-1, unit), per_block, stride // unit)
+
+
+def _gather(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
+    ids, count = piece.block_ids, len(piece.block_ids)
+    runs = _runs(ids)
+    start = 0
+    for row in rows:
+        size = row.size * count
+        where = views(memory, piece.extents, start, size)
+        out = where[0] if len(where) == 1 else np.empty(size, np.uint8)
+        _gather_rows(row, ids, runs, out.reshape(count, row.size))
+        if len(where) > 1:
+            done = 0
+            for part in where:
+                part[:] = out[done : done + len(part)]
+                done += len(part)
+        start += size
+
+
+def _scatter(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
+    ids, count = piece.block_ids, len(piece.block_ids)
+    skip = piece.skip
+    ids = ids[skip:]
+    runs = _runs(ids)
+    start = 0
+    for row in rows:
+        size = row.size * count
+        where = views(memory, piece.extents, start, size)
+        source = where[0] if len(where) == 1 else np.concatenate(where)
+        _scatter_rows(row, ids, runs, source.reshape(count, row.size)[skip:])
+        start += size
+
+
+def _runs(ids: Ids) -> list[tuple[int, int]] | None:
+    """`[first, end)` runs of adjacent block ids, or None where they are so short that an index is faster."""
+    if len(ids) < 2:
+        return [(0, 1)] if len(ids) else []
+    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+    if len(cuts) * 2 >= len(ids) > 2:
+        return None
+    edges = [0, *cuts.tolist(), len(ids)]
+    return list(itertools.pairwise(edges))
+
+
+def _gather_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, out: Bytes) -> None:
+    """out[i] = block ids[i] of this segment. np.take and slice copies release the GIL."""
+    if runs is not None and (row.dense or len(runs) == len(ids)):
+        for first, end in runs:
+            block = ids[first]
+            out[first:end] = row.strided[block : block + end - first]
+    elif row.units is None:
+        for i, block in enumerate(ids):
+            out[i] = row.strided[block]
+    elif row.unit_ids is None:
+        np.take(row.units, ids, axis=0, out=out, mode="clip")  # ids were checked; "raise" would buffer
+    else:
+        units = (ids[:, None] * row.unit_stride + row.unit_ids).reshape(-1)
+        np.take(row.units, units, axis=0, out=out.reshape(len(units), -1), mode="clip")
+
+
+def _scatter_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, source: Bytes) -> None:
+    """Block ids[i] of this segment = source[i]. Index assignment releases the GIL too."""
+    if runs is not None:
+        for first, end in runs:
+            block = ids[first]
+            row.strided[block : block + end - first] = source[first:end]
+    else:
+        row.strided[ids] = source

@@ -46,7 +46,7 @@ from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, MessageQueueClient
 from kvdepot.config import default_url
 from kvdepot.contract import pack_block_ids
-from kvdepot.devices.cpu import share
+from kvdepot.devices import share
 from kvdepot.errors import ConfigError
 from kvdepot.keys import ChunkChain, derive_root, salt_tag
 from kvdepot.layout import build_layout
