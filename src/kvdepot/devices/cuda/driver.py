@@ -69,7 +69,7 @@ class Driver:
         self.cu: Any = driver
         try:
             (result,) = driver.cuInit(0)
-        except Exception as exc:  # noqa: BLE001 - the bindings have no common error for a library that is not there
+        except Exception as exc:
             raise DeviceError(f"no CUDA driver here: {exc}") from exc
         if result != driver.CUresult.CUDA_SUCCESS:
             raise self._error("cuInit", result)
@@ -151,7 +151,16 @@ class Driver:
         pointer = ctypes.c_void_p
         # dsts, srcs, sizes, count, attributes, their first copies, how many of them, which copy failed, stream
         kind = ctypes.CFUNCTYPE(
-            ctypes.c_int, pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer, pointer
+            ctypes.c_int,
+            pointer,
+            pointer,
+            pointer,
+            ctypes.c_size_t,
+            pointer,
+            pointer,
+            ctypes.c_size_t,
+            pointer,
+            pointer,
         )
         return kind(int(address))
 

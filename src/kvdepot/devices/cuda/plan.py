@@ -20,7 +20,7 @@ from kvdepot.devices.cuda.driver import Addresses
 from kvdepot.layout import Layout
 from kvdepot.mover import CopyPiece
 
-__all__ = ["Plan", "Planner", "split"]
+__all__ = ["Plan", "Planner", "merge"]
 
 
 @dataclass(slots=True)
@@ -69,14 +69,14 @@ class Planner:
         device = (self._bases + ids * self._strides).reshape(-1)
         logical = (self._before * np.uint64(count) + index * self._sizes).reshape(-1)
         sizes = np.broadcast_to(self._sizes, (len(self._sizes), count - piece.skip)).reshape(-1)
-        device, logical, sizes = _merge(device, logical, sizes)
+        device, logical, sizes = merge(device, logical, sizes)
         if len(piece.extents) == 1:
             places = logical + np.uint64(piece.extents[0][0])
         else:
             lengths = np.array([length for _, length in piece.extents], np.uint64)
             starts = np.array([start for start, _ in piece.extents], np.uint64)
             ends = np.cumsum(lengths)
-            device, logical, sizes = split(device, logical, sizes, ends)
+            device, logical, sizes = _split(device, logical, sizes, ends)
             extent = np.searchsorted(ends, logical, "right")
             places = starts[extent] + (logical - (ends[extent] - lengths[extent]))
         last = int((places + sizes).max())
@@ -84,11 +84,11 @@ class Planner:
         if first * cut < last:
             order = np.argsort(places, kind="stable")
             edges = np.arange(first * cut, last + cut, cut, dtype=np.uint64)
-            device, places, sizes = split(device[order], places[order], sizes[order], edges)
+            device, places, sizes = _split(device[order], places[order], sizes[order], edges)
         return Plan(device, places + np.uint64(host), sizes)
 
 
-def _merge(device: Addresses, places: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+def merge(device: Addresses, places: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
     """Join copies that follow each other on both sides."""
     joined = (device[:-1] + sizes[:-1] == device[1:]) & (places[:-1] + sizes[:-1] == places[1:])
     if not joined.any():
@@ -97,7 +97,7 @@ def _merge(device: Addresses, places: Addresses, sizes: Addresses) -> tuple[Addr
     return device[first], places[first], np.add.reduceat(sizes, np.flatnonzero(first))
 
 
-def split(
+def _split(
     device: Addresses, places: Addresses, sizes: Addresses, edges: Addresses
 ) -> tuple[Addresses, Addresses, Addresses]:
     """Cut copies, given by rising places, wherever they cross one of the rising `edges`."""
