@@ -1,10 +1,10 @@
-"""Calls of the CUDA driver, through NVIDIA's own bindings (cuda-python), and the one place where its errors become ours.
+"""Calls of the CUDA driver through NVIDIA's own bindings (cuda-python); here, and only here, its errors become ours.
 
 Used by the rest of this folder, on copy threads and in workers. The one law: what the driver refuses raises, here.
 
 Addresses, streams and devices are plain ints outside this file. `copy_batch` alone goes past the bindings, to the
-address of the driver's function that they give: as arrays of numpy its arguments need no conversion, which for thousands
-of copies would take longer than the copies (source: CUDA Driver API reference, "Memory Management").
+function's address that they give: as arrays of numpy its arguments need no conversion, which for thousands of copies
+would take longer than the copies (source: CUDA Driver API reference, "Memory Management").
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Driver:
         there = self.devices()
         if wanted not in there:
             raise DeviceError(
-                f"{wanted} cannot be seen from here, only {', '.join(there) or 'no GPU'}: give this process the GPUs of "
-                "its workers (CUDA_VISIBLE_DEVICES, or the container's devices)"
+                f"{wanted} cannot be seen from here, only {', '.join(there) or 'no GPU'}: give this process the GPUs "
+                "of its workers (CUDA_VISIBLE_DEVICES, or the container's devices)"
             )
         return there[wanted]
 

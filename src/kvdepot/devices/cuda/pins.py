@@ -1,8 +1,8 @@
 """The arena's memory, registered with the driver, so that GPUs reach it at the speed of the bus.
 
-Used by the copy threads of all GPUs. Memory is registered piece by piece: ahead of its use on a thread of its own, or by
-the copy that needs it first. The one law: no copy crosses from one piece into the next (plan.py cuts), and no piece is
-given up while a copy uses any.
+Used by the copy threads of all GPUs. Memory is registered piece by piece: ahead of its use on a thread of its own, or
+by the copy that needs it first. The one law: no copy crosses from one piece into the next (plan.py cuts), and no piece
+is given up while a copy uses any.
 
 A registration belongs to the context in which it was made, but all contexts may use it. When the GPU of that context is
 left by its last worker while others are in use, all pieces are given up and registered anew through another.
@@ -111,7 +111,7 @@ class Pins:
             self._users += 1
             missing = [piece for piece in pieces if piece not in self._pinned]
         try:
-            yield all([self._pin(piece) for piece in missing])
+            yield all(self._pin(piece) for piece in missing)
         finally:
             with self._change:
                 self._users -= 1
@@ -141,7 +141,7 @@ class Pins:
             return False
         try:
             with self._driver.current(context):
-                flags = self._driver.cu.CU_MEMHOSTREGISTER_PORTABLE
+                flags = self._driver.cu.CU_MEMHOSTREGISTER_PORTABLE | self._driver.cu.CU_MEMHOSTREGISTER_DEVICEMAP
                 self._driver.call("cuMemHostRegister", self._place(piece), self._length(piece), flags)
         except DeviceError as exc:
             log.warning("not registered with the driver, and slow to copy: %s at %r", exc, self)

@@ -52,7 +52,7 @@ class Planner:
         self._before = np.concatenate(([0], np.cumsum(self._sizes[:-1, 0]))).astype(np.uint64)[:, None]
 
     def plan(self, pieces: Sequence[CopyPiece], host: int, cut: int) -> Plan:
-        """The copies of these pieces. host: address of the arena; cut: no copy crosses a multiple of it (in the arena)."""
+        """The copies of these pieces. host: address of the arena; cut: no copy crosses a multiple of it in there."""
         parts = [self._piece(piece, host, cut) for piece in pieces if len(piece.block_ids) > piece.skip]
         if len(parts) == 1:
             return parts[0]

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvdepot.devices.cuda.driver import Addresses, Driver
 from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
@@ -50,6 +49,7 @@ class Slot:
         self.stream = 0
         self.staging = self.table = self.host_table = 0
         self.staging_bytes = staging_bytes
+        self.rows = 0  # of the table that copies under way use
         try:
             self.stream = int(driver.call("cuStreamCreate", int(driver.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
             if staging_bytes:
@@ -146,7 +146,7 @@ class Ways:
                     assert other == "staged", other
                     self._staged(plan, is_store, slot)
         finally:
-            self._driver.call("cuStreamSynchronize", slot.stream)
+            self._wait(slot)
 
     def run_unpinned(self, plan: Plan, is_store: bool, slot: Slot) -> None:
         """As `run`, where the host's memory is not registered: copy by copy, through the driver's own buffers."""
@@ -157,7 +157,7 @@ class Ways:
                 else:
                     self._driver.call("cuMemcpyHtoDAsync", device, host, size, slot.stream)
         finally:
-            self._driver.call("cuStreamSynchronize", slot.stream)
+            self._wait(slot)
 
     def _best(self, plan: Plan, is_store: bool) -> str:
         mean = plan.total // len(plan)
@@ -168,8 +168,6 @@ class Ways:
         dst, src = (host, device) if is_store else (device, host)
         for first in range(0, len(sizes), _TABLE_ROWS):
             part = slice(first, first + _TABLE_ROWS)
-            if first:
-                self._driver.call("cuStreamSynchronize", slot.stream)  # the table is about to be written again
             self._launch(dst[part], src[part], sizes[part], slot)
 
     def _staged(self, plan: Plan, is_store: bool, slot: Slot) -> None:
@@ -185,8 +183,6 @@ class Ways:
             part = slice(first, end)
             buffer = np.uint64(slot.staging) + (ends[part] - sizes[part] - done)
             there, here, lengths = merge(buffer, host[part], sizes[part])
-            if first:
-                self._driver.call("cuStreamSynchronize", slot.stream)
             if is_store:
                 self._launch(buffer, device[part], sizes[part], slot)
                 self._driver.copy_batch(here, there, lengths, slot.stream, is_store)
@@ -197,10 +193,19 @@ class Ways:
 
     def _launch(self, dst: Addresses, src: Addresses, sizes: Addresses, slot: Slot) -> None:
         assert self._kernel is not None and 0 < len(sizes) <= _TABLE_ROWS, len(sizes)
-        table = _view(slot.host_table, len(sizes))
+        if slot.rows + len(sizes) > _TABLE_ROWS:
+            self._wait(slot)
+        begin, slot.rows = slot.rows * _ROW_BYTES, slot.rows + len(sizes)
+        memory: Any = (ctypes.c_uint64 * (3 * len(sizes))).from_address(slot.host_table + begin)
+        table = np.frombuffer(memory, np.uint64).reshape(-1, 3)
         table[:, 0], table[:, 1], table[:, 2] = dst, src, sizes
-        self._driver.call("cuMemcpyHtoDAsync", slot.table, slot.host_table, len(sizes) * _ROW_BYTES, slot.stream)
-        self._kernel.launch(slot.table, len(sizes), slot.stream, _PROGRAMS)
+        there, size = slot.table + begin, len(sizes) * _ROW_BYTES
+        self._driver.call("cuMemcpyHtoDAsync", there, slot.host_table + begin, size, slot.stream)
+        self._kernel.launch(there, len(sizes), slot.stream, _PROGRAMS)
+
+    def _wait(self, slot: Slot) -> None:
+        self._driver.call("cuStreamSynchronize", slot.stream)
+        slot.rows = 0
 
     def close(self) -> None:
         """Give everything back; no copy may be under way. Safe twice."""
@@ -211,12 +216,6 @@ class Ways:
         if self._kernel is not None:
             self._kernel.close()
             self._kernel = None
-
-
-def _view(address: int, rows: int) -> npt.NDArray[np.uint64]:
-    """uint64[rows, 3] at an address of the host."""
-    memory: Any = (ctypes.c_uint64 * (rows * 3)).from_address(address)
-    return np.frombuffer(memory, np.uint64).reshape(rows, 3)
 
 
 def _tiles(first: Addresses, second: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
