@@ -1,0 +1,117 @@
+"""Which bytes go where: chunks' pieces as arrays of addresses. Pure arithmetic; called on copy threads.
+
+    plan        device[i], host[i], sizes[i]: the copies of one task, in the order of the chunks' bytes in the arena
+    one piece   segment s, block i of n:  device  base of s + ids[i] * stride of s
+                                          logical n * before(s) + i * size(s)      before = sizes of earlier segments
+                                          host    the extent that holds the logical byte
+
+Blocks that follow each other on both sides become one copy; a copy that lies in two extents, or in two pieces of
+pinned memory, becomes two: the driver refuses what crosses from one registration into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvdepot.devices.cuda.driver import Addresses
+from kvdepot.layout import Layout
+from kvdepot.mover import CopyPiece
+
+__all__ = ["Plan", "Planner", "merge"]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Copies between device and host memory: uint64[n] each."""
+
+    device: Addresses
+    host: Addresses
+    sizes: Addresses
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all copies."""
+        return int(self.sizes.sum())
+
+
+class Planner:
+    """Plans for the tensors of one registration."""
+
+    def __init__(self, layout: Layout, bases: Sequence[int]) -> None:
+        """bases: where each of the layout's mappings begins on the device."""
+        segments = layout.segments
+        self._bases = np.array([bases[s.mapping] + s.offset for s in segments], np.uint64)[:, None]
+        self._strides = np.array([s.stride for s in segments], np.uint64)[:, None]
+        self._sizes = np.array([s.size for s in segments], np.uint64)[:, None]
+        self._before = np.concatenate(([0], np.cumsum(self._sizes[:-1, 0]))).astype(np.uint64)[:, None]
+
+    def plan(self, pieces: Sequence[CopyPiece], host: int, cut: int) -> Plan:
+        """The copies of these pieces. host: address of the arena; cut: no copy crosses a multiple of it in there."""
+        parts = [self._piece(piece, host, cut) for piece in pieces if len(piece.block_ids) > piece.skip]
+        if len(parts) == 1:
+            return parts[0]
+        return Plan(
+            np.concatenate([part.device for part in parts] or [np.empty(0, np.uint64)]),
+            np.concatenate([part.host for part in parts] or [np.empty(0, np.uint64)]),
+            np.concatenate([part.sizes for part in parts] or [np.empty(0, np.uint64)]),
+        )
+
+    def _piece(self, piece: CopyPiece, host: int, cut: int) -> Plan:
+        count = len(piece.block_ids)
+        ids = piece.block_ids[piece.skip :].astype(np.uint64)[None, :]
+        index = np.arange(piece.skip, count, dtype=np.uint64)[None, :]
+        device = (self._bases + ids * self._strides).reshape(-1)
+        logical = (self._before * np.uint64(count) + index * self._sizes).reshape(-1)
+        sizes = np.broadcast_to(self._sizes, (len(self._sizes), count - piece.skip)).reshape(-1)
+        device, logical, sizes = merge(device, logical, sizes)
+        if len(piece.extents) == 1:
+            places = logical + np.uint64(piece.extents[0][0])
+        else:
+            lengths = np.array([length for _, length in piece.extents], np.uint64)
+            starts = np.array([start for start, _ in piece.extents], np.uint64)
+            ends = np.cumsum(lengths)
+            device, logical, sizes = _split(device, logical, sizes, ends)
+            extent = np.searchsorted(ends, logical, "right")
+            places = starts[extent] + (logical - (ends[extent] - lengths[extent]))
+        last = int((places + sizes).max())
+        first = int(places.min()) // cut + 1
+        if first * cut < last:
+            order = np.argsort(places, kind="stable")
+            edges = np.arange(first * cut, last + cut, cut, dtype=np.uint64)
+            device, places, sizes = _split(device[order], places[order], sizes[order], edges)
+        return Plan(device, places + np.uint64(host), sizes)
+
+
+def merge(device: Addresses, places: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+    """Join copies that follow each other on both sides."""
+    joined = (device[:-1] + sizes[:-1] == device[1:]) & (places[:-1] + sizes[:-1] == places[1:])
+    if not joined.any():
+        return device, places, sizes
+    first = np.concatenate(([True], ~joined))
+    return device[first], places[first], np.add.reduceat(sizes, np.flatnonzero(first))
+
+
+def _split(
+    device: Addresses, places: Addresses, sizes: Addresses, edges: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Cut copies, given by rising places, wherever they cross one of the rising `edges`."""
+    low = np.searchsorted(edges, places, "right")
+    high = np.searchsorted(edges, places + sizes, "left")
+    if (low == high).all():
+        return device, places, sizes
+    parts = (high - low + 1).astype(np.int64)
+    source = np.repeat(np.arange(len(sizes)), parts)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)  # which part of its copy
+    begins = places[source].copy()
+    later = number > 0
+    begins[later] = edges[(low[source] + number - 1)[later]]
+    ends = (places + sizes)[source].copy()
+    inner = number < parts[source] - 1
+    ends[inner] = edges[(low[source] + number)[inner]]
+    return device[source] + (begins - places[source]), begins, ends - begins

@@ -1,0 +1,230 @@
+"""The ways to run a plan of copies between a GPU and pinned memory, and the choice among them.
+
+    dma      the copy engines, one call for all copies; takes no processor of the GPU, slow for small copies
+    kernel   a few programs of the GPU read or write the pinned memory themselves
+    staged   programs gather into (or scatter from) a buffer on the GPU, the copy engines move that in large pieces
+
+Used by copy threads, several at a time, the GPU's context current. Each copy has a slot to itself: a stream, a staging
+buffer and a table of copies for the kernel. The one law: when `run` returns, or raises, no byte is under way any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvdepot.devices.cuda.driver import Addresses, Driver
+from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
+from kvdepot.devices.cuda.plan import Plan, merge
+from kvdepot.errors import DeviceError
+
+__all__ = ["WAYS", "Choice", "Slot", "Ways"]
+
+WAYS = ("dma", "kernel", "staged")
+Choice: TypeAlias = dict[bool, list[tuple[int, str]]]
+"""By direction (is_store): rising `(bytes, way)`: which way serves copies of so many bytes and more."""
+
+SLOTS = 4
+"""Two threads a direction copy at a time (mover.py)."""
+_PROGRAMS = 16
+"""Enough to fill the bus; the rest of the GPU's processors stay the engine's."""
+_TABLE_ROWS = 1 << 15
+_ROW_BYTES = 24
+_ALIGNED = 16
+
+UNMEASURED: Choice = {True: [(0, "dma")], False: [(0, "staged"), (28 << 10, "dma")]}
+"""Where nothing was measured: copies to the host are fast from small sizes on, those to the device are not."""
+
+
+class Slot:
+    """What one copy at a time has to itself."""
+
+    def __init__(self, driver: Driver, staging_bytes: int) -> None:
+        self._driver = driver
+        self.stream = 0
+        self.staging = self.table = self.host_table = 0
+        self.staging_bytes = staging_bytes
+        self.rows = 0  # of the table that copies under way use
+        try:
+            self.stream = int(driver.call("cuStreamCreate", int(driver.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+            if staging_bytes:
+                self.staging = int(driver.call("cuMemAlloc", staging_bytes))
+                self.table = int(driver.call("cuMemAlloc", _TABLE_ROWS * _ROW_BYTES))
+                self.host_table = int(driver.call("cuMemHostAlloc", _TABLE_ROWS * _ROW_BYTES, 0))
+        except DeviceError:
+            self.close()
+            raise
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of the GPU's memory."""
+        return self.staging_bytes + _TABLE_ROWS * _ROW_BYTES if self.table else 0
+
+    def close(self) -> None:
+        """Safe twice."""
+        for name, function in (("staging", "cuMemFree"), ("table", "cuMemFree"), ("host_table", "cuMemFreeHost")):
+            if getattr(self, name):
+                self._driver.call(function, getattr(self, name))
+                setattr(self, name, 0)
+        if self.stream:
+            self._driver.call("cuStreamDestroy", self.stream)
+            self.stream = 0
+
+
+class Ways:
+    """All copies of one GPU. The kernel, and with it two of the ways, may be missing; `without` says why."""
+
+    def __init__(self, driver: Driver, device: int, staging_bytes: int) -> None:
+        """staging_bytes: what all slots together may take of the GPU's memory for buffers and tables."""
+        self.choice = UNMEASURED
+        self.without = ""
+        self._driver = driver
+        self._kernel: CopyKernel | None = None
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
+        self._lock = threading.Lock()
+        self._staging_bytes = (staging_bytes // SLOTS - _TABLE_ROWS * _ROW_BYTES) // TILE_BYTES * TILE_BYTES
+        try:
+            self._kernel = self._make_kernel(device)
+        except DeviceError as exc:
+            self.without = str(exc)
+
+    def _make_kernel(self, device: int) -> CopyKernel:
+        if self._staging_bytes <= 0:
+            raise DeviceError("too little staging memory is allowed")
+        same = self._driver.cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        if not self._driver.call("cuDeviceGetAttribute", same, device):
+            raise DeviceError("this GPU sees registered memory at other addresses than the processor")
+        return CopyKernel(self._driver, device)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the slots take of the GPU's memory."""
+        return sum(slot.device_bytes for slot in self._slots)
+
+    @property
+    def there(self) -> tuple[str, ...]:
+        """The ways that can be gone here."""
+        return WAYS if self._kernel is not None else WAYS[:1]
+
+    @contextmanager
+    def slot(self) -> Iterator[Slot]:
+        """A slot for a while; made when there is no free one. Raises DeviceError."""
+        with self._lock:
+            slot = self._free.pop() if self._free else None
+        if slot is None:
+            slot = Slot(self._driver, self._staging_bytes if self._kernel is not None else 0)
+            self._slots.append(slot)
+        try:
+            yield slot
+        finally:
+            with self._lock:
+                self._free.append(slot)
+
+    def run(self, plan: Plan, is_store: bool, slot: Slot, way: str = "") -> None:
+        """Move the bytes of a plan between pinned memory and the GPU, the best way or this one. Blocks until they have.
+
+        Raises DeviceError; some bytes may have moved then.
+        """
+        if not len(plan):
+            return
+        if self._kernel is None or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1)):
+            way = "dma"
+        try:
+            match way or self._best(plan, is_store):
+                case "dma":
+                    dst, src = (plan.host, plan.device) if is_store else (plan.device, plan.host)
+                    self._driver.copy_batch(dst, src, plan.sizes, slot.stream, is_store)
+                case "kernel":
+                    self._by_kernel(plan, is_store, slot)
+                case other:
+                    assert other == "staged", other
+                    self._staged(plan, is_store, slot)
+        finally:
+            self._wait(slot)
+
+    def run_unpinned(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+        """As `run`, where the host's memory is not registered: copy by copy, through the driver's own buffers."""
+        try:
+            for device, host, size in zip(plan.device.tolist(), plan.host.tolist(), plan.sizes.tolist(), strict=True):
+                if is_store:
+                    self._driver.call("cuMemcpyDtoHAsync", host, device, size, slot.stream)
+                else:
+                    self._driver.call("cuMemcpyHtoDAsync", device, host, size, slot.stream)
+        finally:
+            self._wait(slot)
+
+    def _best(self, plan: Plan, is_store: bool) -> str:
+        mean = plan.total // len(plan)
+        return next(way for size, way in reversed(self.choice[is_store]) if mean >= size)
+
+    def _by_kernel(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+        host, device, sizes = _tiles(plan.host, plan.device, plan.sizes)
+        dst, src = (host, device) if is_store else (device, host)
+        for first in range(0, len(sizes), _TABLE_ROWS):
+            part = slice(first, first + _TABLE_ROWS)
+            self._launch(dst[part], src[part], sizes[part], slot)
+
+    def _staged(self, plan: Plan, is_store: bool, slot: Slot) -> None:
+        """In rounds that fill the buffer, host addresses rising in each, so that what the engines move is long."""
+        order = np.argsort(plan.host, kind="stable")
+        host, device, sizes = _tiles(plan.host[order], plan.device[order], plan.sizes[order])
+        ends = np.cumsum(sizes)
+        first = 0
+        while first < len(sizes):
+            done = ends[first] - sizes[first]
+            end = int(np.searchsorted(ends, done + np.uint64(slot.staging_bytes), "right"))
+            end = min(end, first + _TABLE_ROWS)
+            part = slice(first, end)
+            buffer = np.uint64(slot.staging) + (ends[part] - sizes[part] - done)
+            there, here, lengths = merge(buffer, host[part], sizes[part])
+            if is_store:
+                self._launch(buffer, device[part], sizes[part], slot)
+                self._driver.copy_batch(here, there, lengths, slot.stream, is_store)
+            else:
+                self._driver.copy_batch(there, here, lengths, slot.stream, is_store)
+                self._launch(device[part], buffer, sizes[part], slot)
+            first = end
+
+    def _launch(self, dst: Addresses, src: Addresses, sizes: Addresses, slot: Slot) -> None:
+        assert self._kernel is not None and 0 < len(sizes) <= _TABLE_ROWS, len(sizes)
+        if slot.rows + len(sizes) > _TABLE_ROWS:
+            self._wait(slot)
+        begin, slot.rows = slot.rows * _ROW_BYTES, slot.rows + len(sizes)
+        memory: Any = (ctypes.c_uint64 * (3 * len(sizes))).from_address(slot.host_table + begin)
+        table = np.frombuffer(memory, np.uint64).reshape(-1, 3)
+        table[:, 0], table[:, 1], table[:, 2] = dst, src, sizes
+        there, size = slot.table + begin, len(sizes) * _ROW_BYTES
+        self._driver.call("cuMemcpyHtoDAsync", there, slot.host_table + begin, size, slot.stream)
+        self._kernel.launch(there, len(sizes), slot.stream, _PROGRAMS)
+
+    def _wait(self, slot: Slot) -> None:
+        self._driver.call("cuStreamSynchronize", slot.stream)
+        slot.rows = 0
+
+    def close(self) -> None:
+        """Give everything back; no copy may be under way. Safe twice."""
+        for slot in self._slots:
+            slot.close()
+        self._slots.clear()
+        self._free.clear()
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+
+
+def _tiles(first: Addresses, second: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+    """Copies cut into rows of the kernel's table: TILE_BYTES at most."""
+    if int(sizes.max()) <= TILE_BYTES:
+        return first, second, sizes
+    counts = -(-sizes.astype(np.int64) // TILE_BYTES)
+    source = np.repeat(np.arange(len(sizes)), counts)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    offset = number.astype(np.uint64) * np.uint64(TILE_BYTES)
+    left = sizes[source] - offset
+    return first[source] + offset, second[source] + offset, np.minimum(left, np.uint64(TILE_BYTES))

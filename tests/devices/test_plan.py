@@ -1,0 +1,97 @@
+"""Every byte of a chunk is planned once, between its place in the arena and its block; by an oracle that counts bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.devices.cuda.plan import Plan, Planner
+from kvdepot.layout import Layout, Mapping, Segment
+from kvdepot.mover import CopyPiece
+
+DEVICE, HOST = 1 << 33, 1 << 34
+ARENA = 20_000
+EXTENT = 50
+
+
+def a_layout(draw: random.Random) -> Layout:
+    segments: list[Segment] = []
+    num_blocks, offset = draw.randrange(1, 9), 0
+    for _ in range(draw.randrange(1, 4)):
+        size, parts, gap = draw.choice([1, 7, 64, 100]), draw.randrange(1, 3), draw.choice([0, 0, 3])
+        stride = size * parts + gap
+        segments += [Segment(0, offset + part * size, stride, size) for part in range(parts)]
+        offset += num_blocks * stride
+    return Layout([Mapping("m", offset)], segments, num_blocks, bytes(32))
+
+
+def some_pieces(draw: random.Random, layout: Layout) -> list[CopyPiece]:
+    free = [(start, EXTENT) for start in range(0, ARENA, 2 * EXTENT)]
+    draw.shuffle(free)
+    pieces = []
+    for _ in range(draw.randrange(4)):
+        count = draw.randrange(1, layout.num_blocks + 1)
+        ids = draw.choice([draw.sample(range(layout.num_blocks), count), list(range(count))])
+        need = count * layout.block_bytes
+        extents = ((draw.randrange(ARENA - need), need),)
+        if draw.random() < 0.5 and -(-need // EXTENT) <= len(free):
+            extents = tuple(free.pop() for _ in range(-(-need // EXTENT)))
+        pieces.append(CopyPiece(extents, np.array(ids, np.intp), draw.randrange(count)))
+    return pieces
+
+
+def wanted(layout: Layout, pieces: list[CopyPiece]) -> dict[int, list[int]]:
+    """By place in the arena: the bytes of the device that belong there (several where pieces lie over each other)."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for piece in pieces:
+        places = [place for start, length in piece.extents for place in range(start, start + length)]
+        done = 0
+        for segment in layout.segments:
+            for position, block in enumerate(piece.block_ids.tolist()):
+                for byte in range(segment.size):
+                    if position >= piece.skip:
+                        found[places[done]].append(segment.offset + block * segment.stride + byte)
+                    done += 1
+    return {place: sorted(sources) for place, sources in found.items()}
+
+
+def planned(plan: Plan) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for device, host, size in zip(plan.device.tolist(), plan.host.tolist(), plan.sizes.tolist(), strict=True):
+        for byte in range(size):
+            found[host - HOST + byte].append(device - DEVICE + byte)
+    return {place: sorted(sources) for place, sources in found.items()}
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from([64, 128, 1000, 1 << 40]))
+@settings(max_examples=150, deadline=None)
+def test_every_byte_of_every_piece_is_planned_once_and_no_copy_crosses_a_cut(seed: int, cut: int) -> None:
+    draw = random.Random(seed)
+    layout = a_layout(draw)
+    layout.check()
+    pieces = some_pieces(draw, layout)
+    plan = Planner(layout, [DEVICE]).plan(pieces, HOST, cut)
+    assert planned(plan) == wanted(layout, pieces)
+    first, last = (
+        (plan.host - np.uint64(HOST)) // np.uint64(cut),
+        (plan.host + plan.sizes - np.uint64(HOST + 1)) // np.uint64(cut),
+    )
+    assert (first == last).all() and (plan.sizes > 0).all()
+
+
+def test_adjacent_blocks_and_segments_become_one_copy() -> None:
+    layout = Layout([Mapping("m", 4096)], [Segment(0, 0, 64, 64), Segment(0, 2048, 64, 64)], 8, bytes(32))
+    adjacent = CopyPiece(((0, 4096),), np.array([2, 3, 4], np.intp))
+    assert len(Planner(layout, [DEVICE]).plan([adjacent], HOST, 1 << 30)) == 2  # a copy a segment
+    apart = CopyPiece(((0, 4096),), np.array([2, 4, 6], np.intp))
+    assert len(Planner(layout, [DEVICE]).plan([apart], HOST, 1 << 30)) == 6
+
+
+def test_nothing_to_copy_is_an_empty_plan() -> None:
+    layout = Layout([Mapping("m", 64)], [Segment(0, 0, 64, 64)], 1, bytes(32))
+    plan = Planner(layout, [DEVICE]).plan([], HOST, 64)
+    assert len(plan) == 0 and plan.total == 0
