@@ -1,4 +1,4 @@
-"""Every byte of a chunk is planned once, between its place in the arena and its block; by an oracle that counts bytes."""
+"""Every byte of a chunk is planned once, between its place in the arena and its block. The oracle counts bytes."""
 
 from __future__ import annotations
 
@@ -76,10 +76,8 @@ def test_every_byte_of_every_piece_is_planned_once_and_no_copy_crosses_a_cut(see
     pieces = some_pieces(draw, layout)
     plan = Planner(layout, [DEVICE]).plan(pieces, HOST, cut)
     assert planned(plan) == wanted(layout, pieces)
-    first, last = (
-        (plan.host - np.uint64(HOST)) // np.uint64(cut),
-        (plan.host + plan.sizes - np.uint64(HOST + 1)) // np.uint64(cut),
-    )
+    places = plan.host - np.uint64(HOST)
+    first, last = places // np.uint64(cut), (places + plan.sizes - np.uint64(1)) // np.uint64(cut)
     assert (first == last).all() and (plan.sizes > 0).all()
 
 
