@@ -23,9 +23,11 @@ SIZE = 1 << 16
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     made = Machine()
-    with made.here():
-        yield made
-    made.close()
+    try:
+        with made.here():
+            yield made
+    finally:
+        made.close()
 
 
 class Cuda:
