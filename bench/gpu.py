@@ -306,7 +306,7 @@ class _Engine:
 
 
 def _register_often(scale: Scale, gpu: _Gpu, context: zmq.Context[Any]) -> list[Figure]:
-    """Register and unregister, the only worker each time: what is in use at the end, beside what was after the first."""
+    """Register and unregister, one worker at a time: what is in use at the end, beside what was after the first."""
     say(f"gpu: registering {scale.registrations} times")
     kind = _kinds(scale)[0]
     device: list[float] = []

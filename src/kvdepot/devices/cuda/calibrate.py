@@ -61,7 +61,7 @@ class Figure:
 
 
 def measure(gpu: Gpu) -> list[Figure]:
-    """Copy each size each way that is there, both directions. A second at most. Raises DeviceError with nothing kept."""
+    """Copy each size each way that is there, both directions; a second at most. Raises DeviceError, nothing kept."""
     begun = time.perf_counter()
     figures: list[Figure] = []
     with gpu.driver.current(gpu.context), _scratch(gpu.driver) as (device, host):
