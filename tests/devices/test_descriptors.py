@@ -103,7 +103,8 @@ def start_worker() -> Iterator[Callable[..., Worker]]:
 
     yield start
     for worker in started:
-        if worker.process.poll() is None:
+        assert worker.process.stdout is not None
+        if not worker.process.stdout.closed:
             worker.kill()
     descriptors.sweep()
 
@@ -500,7 +501,8 @@ def test_whatever_is_asked_a_worker_answers_the_next(worker: Worker, question: b
 
 
 def test_connections_that_say_nothing_do_not_keep_others_out_for_long(start_worker: Callable[..., Worker]) -> None:
-    worker = start_worker(more="descriptors._IDLE_S = 0.3")
+    worker = start_worker(more="descriptors._IDLE_S = 0.3; print(flush=True)")
+    worker.line()
     with contextlib.ExitStack() as stack:
         silent = []
         for _ in range(12):  # more than are let in
@@ -575,7 +577,8 @@ def test_a_worker_killed_between_two_messages_is_an_error(start_worker: Callable
     before = open_files()
     pieces = descriptors.fetch(worker.handle)
     next(pieces)
-    worker.kill()
+    worker.process.kill()
+    worker.process.wait(20)
     with pytest.raises(DeviceError, match="gone"):
         list(pieces)
     assert open_files() == before
