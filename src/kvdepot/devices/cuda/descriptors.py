@@ -43,6 +43,9 @@ _NAME = re.compile(_PREFIX + "[0-9a-f]{16}")
 _SECRET_BYTES = 16
 _BATCH = 64
 """Descriptors in one message: the kernel carries 253, but an engine may not have that many files to open."""
+_FD = struct.Struct("i")
+_ROOM = socket.CMSG_LEN(_BATCH * _FD.size)
+"""For what comes beside a message. (socket.recv_fds forgets its flags, and children would inherit the descriptors.)"""
 _MOST_PIECES = 1 << 16
 _MOST_BYTES = 1 << 16
 """Bytes of one message."""
@@ -82,6 +85,9 @@ class _Offer(NamedTuple):
 _decode_handle = msgspec.msgpack.Decoder(_Handle).decode
 _decode_ask = msgspec.msgpack.Decoder(_Ask).decode
 _decode_answer: Callable[[bytes], list[int] | str] = msgspec.msgpack.Decoder(list[int] | str).decode
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are not what they should be."""
 
 _starting = threading.Lock()
 _listener: _Listener | None = None
@@ -190,7 +196,7 @@ class _Listener:
     def _answer(self, connection: socket.socket) -> bool:
         try:
             ask = _decode_ask(connection.recv(_MOST_BYTES))
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *_UNREADABLE):
             return False
         known = hmac.compare_digest(ask.secret, self._secret) and 0 <= ask.number < len(self._offers)
         if not known or not 0 <= ask.first < len(self._offers[ask.number].sizes):
@@ -248,7 +254,7 @@ def fetch(handle: bytes, patience_s: float = _PATIENCE_S) -> Generator[tuple[int
     """
     try:
         where = _decode_handle(handle)
-    except msgspec.MsgspecError as exc:
+    except _UNREADABLE as exc:
         raise LayoutError("a handle of device memory cannot be read") from exc
     if not _NAME.fullmatch(where.name) or not 0 < where.pieces <= _MOST_PIECES or where.number < 0:
         raise LayoutError(f"{where.name[:64]!r}, {where.pieces} pieces: no handle of device memory")
@@ -316,7 +322,8 @@ def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Pat
     """Ask for this many pieces: their sizes and descriptors, the caller's to close. Raises DeviceError."""
     with patience.spend(connection):
         connection.sendall(asked)
-        data, fds, flags, _ = socket.recv_fds(connection, _MOST_BYTES, _BATCH, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
+    fds = [fd for *_, carried in ancillary for (fd,) in _FD.iter_unpack(carried[: len(carried) // _FD.size * _FD.size])]
     try:
         if flags & socket.MSG_CTRUNC:
             raise DeviceError(f"{count} descriptors of device memory do not fit: may this process open more files?")
@@ -324,7 +331,7 @@ def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Pat
             raise DeviceError(f"the worker at {patience.name} is gone, or refuses")
         try:
             sizes = _decode_answer(data)
-        except msgspec.MsgspecError as exc:
+        except _UNREADABLE as exc:
             raise DeviceError(f"the worker at {patience.name} answers nonsense") from exc
         if isinstance(sizes, str):
             raise DeviceError(f"the worker cannot hand out its device memory: {sizes[:500]}")
