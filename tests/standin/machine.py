@@ -138,7 +138,7 @@ class Machine:
 
 
 def _met_cuda(name: str) -> bool:
-    return name == "cuda" or name.startswith(("cuda.", "kvdepot.devices.cuda"))
+    return name in ("cuda", "pynvml") or name.startswith(("cuda.", "kvdepot.devices.cuda"))
 
 
 def is_alive(ledger: Path) -> bool:
