@@ -142,7 +142,7 @@ _KEPT = "kvdepot.devices.cuda.kernel"
 
 
 def _met_cuda(name: str) -> bool:
-    return name != _KEPT and (name == "cuda" or name.startswith(("cuda.", "kvdepot.devices.cuda")))
+    return name != _KEPT and (name in ("cuda", "pynvml") or name.startswith(("cuda.", "kvdepot.devices.cuda")))
 
 
 def is_alive(ledger: Path) -> bool:
