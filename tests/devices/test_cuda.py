@@ -1,6 +1,7 @@
 """GPUs by the suite of all devices, on the stand-in of NVIDIA's driver: logic, not speed (tests/gpu runs on real ones).
 
-Pieces of pinned memory are made small, so that most chunks lie in several. Each way of copying runs the whole suite.
+Pieces of pinned memory, the kernel's table and staging buffers are made small, so that most chunks need several.
+Each way of copying runs the whole suite.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 
-STAGING = 8 << 20
 SMALL_PIECES = 10 * PAGE
+SMALL_TABLE = 24
+STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
+"""Four slots; in each a table and three tiles of the kernel's."""
 
 
 def prepare(devices: Devices, *ways: str) -> Any:
     """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
-    cuda, pins = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins"))
+    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins", ".ways"))
     cuda.PIECE_BYTES = pins.PIECE_BYTES = SMALL_PIECES
+    how._TABLE_ROWS = SMALL_TABLE
     gpus = cuda.Gpus(devices._memory, STAGING)
     store, retrieve = ways or ("dma", "dma")
     for uuid in gpus._driver.devices():
@@ -283,7 +287,10 @@ def test_memory_of_a_gpu_that_is_not_here_is_an_error_that_names_those_that_are(
     assert machine.contexts(0) == {worker.process.pid}
 
 
-@pytest.mark.parametrize("handle", [b"", b"\1" + bytes(64), b"\1short", b"\3" + bytes(64), b"\2", bytes(4096)])
+@pytest.mark.parametrize(
+    "handle", [b"", b"\1" + bytes(64), b"\1short", b"\3" + bytes(64), b"\2", bytes(4096)],
+    ids=["empty", "no memory's", "short", "of no kind", "no offer", "zeros"],
+)  # fmt: skip
 def test_a_handle_that_is_none_is_an_error_and_keeps_nothing(
     machine: Machine, devices: Devices, worker: WorkerProcess, handle: bytes
 ) -> None:
