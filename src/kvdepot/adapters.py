@@ -318,7 +318,7 @@ class LMCacheMPWorkerAdapter:
         ).result()
 
     def _choose_device(self) -> None:
-        """On the thread that asks events: without it the CUDA runtime would make a context on the first GPU there is."""
+        """On the thread that asks events: else CUDA's runtime would make a context on the first GPU of the host."""
         device = next((tensor.device for tensor in self.kv_caches.values()), None)
         if device is not None and device.type == "cuda":
             import torch
