@@ -2,6 +2,7 @@
 
     peers.py echo URL REPLY_BYTES                    a ROUTER that answers every message
     peers.py bare URL REQUEST_BYTES                  a bare DEALER that counts round trips
+    peers.py matmul                                  products of large bf16 matrices on the first GPU
     peers.py depot URL MODEL BLOCK_SIZE CHUNKS HASHES_HEX    the scheduler adapter, counting lookups that all hit
 
 They say `"ready"`; a counting one then reads seconds, a line each, and answers `[count, seconds]`. They end with stdin.
@@ -73,6 +74,23 @@ def bare(url: str, request_bytes: int) -> None:
     count(once)
 
 
+def matmul() -> None:
+    """Keeps the GPU busy without a gap: some products are always queued behind the one that runs."""
+    import torch
+
+    left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(left)
+    ended = [torch.cuda.Event() for _ in range(8)]
+
+    def once(number: int) -> None:
+        event = ended[number % len(ended)]
+        event.synchronize()
+        torch.mm(left, right, out=out)
+        event.record()
+
+    count(once)
+
+
 def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> None:
     from kvdepot.adapters import LMCacheMPSchedulerAdapter
 
@@ -96,6 +114,8 @@ def main(kind: str, *arguments: str) -> None:
         echo(arguments[0], int(arguments[1]))
     elif kind == "bare":
         bare(arguments[0], int(arguments[1]))
+    elif kind == "matmul":
+        matmul()
     else:
         url, model, block_size, chunks, hashes = arguments
         depot(url, model, int(block_size), int(chunks), bytes.fromhex(hashes))

@@ -28,6 +28,8 @@ WRONG: list[tuple[str, str]] = [
     ("arena_name", "x" * 300),
     ("copy_threads", "0"),
     ("copy_threads", "257"),
+    ("gpu_staging_mib", "-1"),
+    ("gpu_staging_mib", "4097"),
     ("policy", "mru"),
     ("max_message_mib", "0"),
     ("max_clients", "0"),

@@ -237,6 +237,7 @@ def test_status_prints_what_the_server_holds_as_json(depot: Depot, capsys: pytes
     assert printed["chunk_size_tokens"] == CHUNK
     assert printed["chunks"] >= 1
     assert printed["used_bytes"] > 0
+    assert printed["devices"] == []  # no GPU before a worker registers from it
     assert {"clients", "sessions", "instances", "holds", "operations", "namespaces", "counters"} <= set(printed)
 
 

@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
             return _check(args.pop("fix"), args)
         if command == "keygen":
             return _keygen(**args)
+        if command == "calibrate":
+            return _calibrate(args["gpu"], args["json"])
         if command == "status":
             return _status(args["url"], args["key"] or "")
         return _upkeep(command, args)
@@ -111,6 +113,13 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     check.add_argument("--url", metavar="URL", help="the arena of the server at this endpoint")
     check.add_argument("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
     check.add_argument("--fix", action="store_true", help="drop what is wrong; only while no server has the arena")
+    calibrate = commands.add_parser(
+        "calibrate", help="measure which way of copying to and from a GPU is best for which size",
+        description="Measure each way of copying between GPUs and pinned memory, as a server does when the first "
+        "worker registers from one, and print how fast each is and which is taken. No server is needed or changed.",
+    )  # fmt: skip
+    calibrate.add_argument("--gpu", default="", metavar="UUID|N", help="one GPU (default: all)")
+    calibrate.add_argument("--json", action="store_true", help="print JSON")
     simulate = commands.add_parser(
         "simulate", help="replay traces of requests: how much memory buys how much hit rate",
         description="Replay traces of requests through the server's own index and eviction policies, at several sizes "
@@ -201,6 +210,29 @@ def _keygen(folder: str, clients: list[str], tenant: str) -> int:
 
     for path in generate(folder, clients, tenant):
         print(path)
+    return 0
+
+
+def _calibrate(wanted: str, as_json: bool) -> int:
+    staging_bytes = load().gpu_staging_mib << 20
+    from kvdepot.devices.cuda import Gpu, calibrate, driver
+
+    found = []
+    cuda = driver.load()
+    for uuid in calibrate.find(cuda, wanted):
+        gpu = Gpu(cuda, uuid, staging_bytes)
+        try:
+            figures = calibrate.measure(gpu)
+        finally:
+            gpu.close()
+        if as_json:
+            found.append({"uuid": uuid, "name": gpu.name, "figures": figures, "without": gpu.ways.without})
+            continue
+        print(f"{gpu.name} {uuid}", *calibrate.table(figures), sep="\n", flush=True)
+        if gpu.ways.without:
+            print(f"copies by programs of the GPU cannot be had: {gpu.ways.without}", flush=True)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2), flush=True)
     return 0
 
 

@@ -67,6 +67,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="name of the arena in /dev/shm; empty = made from the user and the url")
     ] = ""
     copy_threads: Annotated[int, Meta(ge=1, le=256, description="threads that copy KV")] = 2
+    gpu_staging_mib: Annotated[
+        int, Meta(ge=0, le=4096, description="device memory that copies may take for themselves, in MiB a GPU in use")
+    ] = 64
     policy: Annotated[str, Meta(description="eviction policy: " + ", ".join(sorted(POLICIES)))] = "lru"
     max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message taken, in MiB")] = 4
     max_clients: Annotated[int, Meta(ge=1, description="clients served at once")] = 4096

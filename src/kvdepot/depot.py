@@ -77,6 +77,7 @@ class Depot:
         index: Index,
         map_layout: Callable[[Layout], Mapped] = HostTensors.open,
         tiers: Sequence[TierConfig] = (),
+        device_status: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         self.index = index
         self.counters: Counter[str] = Counter()
@@ -86,6 +87,7 @@ class Depot:
         self.operations = 0
         self.max_clients = config.max_clients  # less where there are not descriptors enough
         self._config = config
+        self._device_status = device_status
         self._verify = config.verify
         self._clients: dict[bytes, Client] = {}
         self._ceiling = Ceiling(0.0)
@@ -444,6 +446,7 @@ class Depot:
                 for window_s, chunks, hits, ceiling in self._ceiling.rates(self.counters["hit_chunks"])
             ],
             "pinned": self.sessions.kept(tenant, self._now),
+            "devices": self._device_status(),
             "tiers": self.tiering.status(),
             "counters": dict(self.counters),
         }

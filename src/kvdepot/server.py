@@ -28,6 +28,7 @@ from kvdepot import shm, wire
 from kvdepot.arena import Arena, smallest_arena
 from kvdepot.config import Config
 from kvdepot.depot import Action, Depot, Reply
+from kvdepot.devices import Devices
 from kvdepot.door import Door
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
@@ -93,9 +94,11 @@ class Server:
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._carriers: list[Carrier] = []
+        self._devices = Devices(self.arena, config.gpu_staging_mib << 20)
         try:
             self._open_tiers()
-            self.depot = Depot(config, self._restore(), tiers=config.tier_configs)
+            devices = self._devices
+            self.depot = Depot(config, self._restore(), devices.map, config.tier_configs, devices.status)
         except BaseException:
             self._door.close()
             self._socket.close()
@@ -342,6 +345,7 @@ class Server:
         """Give everything back: threads, sockets, files. Called by `run`."""
         if not self.depot.operations:
             self._mover.stop()
+            self._devices.close()  # the arena is registered with their drivers: it must still be there
         idle = self._stop_carriers(_TIER_STOP_S)
         self._door.close()
         self._socket.close()

@@ -1,0 +1,366 @@
+"""File descriptors of device memory, from a worker to the server: what a message cannot carry and a unix socket can.
+
+`offer` is the worker's: its process then listens in /dev/shm, on one daemon thread, and makes descriptors when it is
+asked for them. `fetch` is the server's, on a copy thread. What the descriptors stand for is sharing.py's. The one law:
+a descriptor is open only while it is handed on, so memory lives no longer than whoever mapped it wants, and thousands
+of pieces need no more open files than one message carries.
+
+One message asks (secret, number of the offer, first piece), one answers (the sizes of the next pieces, and with them
+as many descriptors; or a text that says why not). Only processes of the same user are answered; the secret, which
+travels with the registration, says that they were told of this memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvdepot.errors import DeviceError, KVDepotError, LayoutError
+from kvdepot.shm import SHM
+
+__all__ = ["fetch", "offer", "sweep"]
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "kvdepot-fds-"
+_NAME = re.compile(_PREFIX + "[0-9a-f]{16}")
+_SECRET_BYTES = 16
+_BATCH = 64
+"""Descriptors in one message: the kernel carries 253, but an engine may not have that many files to open."""
+_FD = struct.Struct("i")
+_ROOM = socket.CMSG_LEN(_BATCH * _FD.size)
+"""For what comes beside a message. (socket.recv_fds forgets its flags, and children would inherit the descriptors.)"""
+_MOST_PIECES = 1 << 16
+_MOST_BYTES = 1 << 16
+"""Bytes of one message."""
+_CONNECTIONS = 8
+_IDLE_S = 10.0
+"""A connection that asks nothing for so long is shut."""
+_PATIENCE_S = 10.0
+"""What the server waits for one worker's descriptors, all in all."""
+_MAKING_S = 60.0
+"""A socket nobody listens at yet may be younger than this."""
+_NO_FILES_S = 0.1
+
+Export = Callable[[int, int], Iterator[int]]
+"""Descriptors of the pieces `[first, end)`, new ones, which the caller closes. Raises KVDepotError."""
+
+
+class _Handle(msgspec.Struct, frozen=True, array_like=True):
+    """Where an offer can be fetched."""
+
+    name: str
+    secret: bytes
+    number: int
+    pieces: int
+
+
+class _Ask(msgspec.Struct, frozen=True, array_like=True):
+    secret: bytes
+    number: int
+    first: int
+
+
+class _Offer(NamedTuple):
+    sizes: Sequence[int]
+    export: Export
+
+
+_decode_handle = msgspec.msgpack.Decoder(_Handle).decode
+_decode_ask = msgspec.msgpack.Decoder(_Ask).decode
+_decode_answer: Callable[[bytes], list[int] | str] = msgspec.msgpack.Decoder(list[int] | str).decode
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are not what they should be."""
+
+_starting = threading.Lock()
+_listener: _Listener | None = None
+
+
+def offer(key: Hashable, sizes: Sequence[int], export: Export) -> bytes:
+    """Let the server fetch descriptors of memory in pieces of these sizes; the handle to fetch them by.
+
+    The same key is the same memory: it is offered once. `export` is called on a thread of its own, whenever asked.
+    Raises DeviceError where this process cannot listen.
+    """
+    global _listener
+    if len(sizes) > _MOST_PIECES:
+        raise LayoutError(f"device memory in {len(sizes)} pieces, more than {_MOST_PIECES}")
+    with _starting:
+        if _listener is None or _listener.pid != os.getpid():  # a child that was forked listens by itself
+            try:
+                _listener = _Listener()
+            except OSError as exc:
+                raise DeviceError(f"cannot listen in {SHM} to hand out device memory: {exc}") from exc
+        return _listener.add(key, _Offer(sizes, export))
+
+
+class _Listener:
+    """The worker's end: one socket and one thread a process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.name = f"{_PREFIX}{secrets.token_hex(8)}"
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._offers: list[_Offer] = []  # appended to by whoever shares, under _starting; read by the thread
+        self._numbers: dict[Hashable, int] = {}
+        self._socket = _listen(SHM / self.name)
+        self._deadlines: dict[socket.socket, float] = {}  # of connections; the thread's
+        os.register_at_fork(after_in_child=self._socket.close)  # or a child would seem to be listening
+        atexit.register(self._remove)
+        threading.Thread(target=self._run, name="kvdepot-descriptors", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<Listener {self.name}: {len(self._offers)} offers, {len(self._deadlines)} connections>"
+
+    def add(self, key: Hashable, what: _Offer) -> bytes:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._offers)
+            self._offers.append(what)
+        return msgspec.msgpack.encode(_Handle(self.name, self._secret, number, len(what.sizes)))
+
+    def _remove(self) -> None:
+        if self.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                (SHM / self.name).unlink()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while True:
+                full = len(self._deadlines) >= _CONNECTIONS  # who comes now waits in the kernel's queue
+                if full == (self._socket in selector.get_map()):
+                    if full:
+                        selector.unregister(self._socket)
+                    else:
+                        selector.register(self._socket, selectors.EVENT_READ)
+                first = min(self._deadlines.values(), default=None)
+                for key, _ in selector.select(None if first is None else max(0.0, first - time.monotonic())):
+                    assert isinstance(key.fileobj, socket.socket)
+                    if key.fileobj is self._socket:
+                        self._accept(selector)
+                    else:
+                        self._turn(selector, key.fileobj)
+                now = time.monotonic()
+                for late in [connection for connection, at in self._deadlines.items() if at <= now]:
+                    self._shut(selector, late)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError as exc:  # no files to open, most likely: it is asked again at once
+            log.warning("nobody can fetch device memory: %s", exc)
+            time.sleep(_NO_FILES_S)
+            return
+        if _peer(connection) != os.geteuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ)
+        self._deadlines[connection] = time.monotonic() + _IDLE_S
+
+    def _shut(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        del self._deadlines[connection]
+        selector.unregister(connection)
+        connection.close()
+
+    def _turn(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        """Answer one message; whoever sends nonsense, or is gone, is shut out."""
+        try:
+            going_on = self._answer(connection)
+        except Exception:
+            log.exception("device memory could not be handed out")
+            going_on = False
+        if going_on:
+            self._deadlines[connection] = time.monotonic() + _IDLE_S
+        else:
+            self._shut(selector, connection)
+
+    def _answer(self, connection: socket.socket) -> bool:
+        try:
+            ask = _decode_ask(connection.recv(_MOST_BYTES))
+        except (OSError, *_UNREADABLE):
+            return False
+        known = hmac.compare_digest(ask.secret, self._secret) and 0 <= ask.number < len(self._offers)
+        if not known or not 0 <= ask.first < len(self._offers[ask.number].sizes):
+            return False
+        sizes, export = self._offers[ask.number]
+        end = min(len(sizes), ask.first + _BATCH)
+        fds: list[int] = []
+        try:
+            fds.extend(export(ask.first, end))
+            socket.send_fds(connection, [msgspec.msgpack.encode(sizes[ask.first : end])], fds)
+        except KVDepotError as exc:
+            with contextlib.suppress(OSError):
+                connection.send(msgspec.msgpack.encode(str(exc)))
+            return False
+        except OSError:
+            return False  # gone, or it asked without reading what it was answered
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+
+def _listen(path: Path) -> socket.socket:
+    """A socket that listens under this name, for this user only. Raises OSError."""
+    hidden = path.with_name(f".{path.name}")  # nobody finds it before it is ready, and takes it for a dead process'
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listening.bind(str(hidden))
+        try:
+            hidden.chmod(0o600)  # before it listens: until then nobody can connect
+            listening.listen(_CONNECTIONS)
+            listening.setblocking(False)  # who connects may have left before he is let in
+            hidden.rename(path)
+        except OSError:
+            hidden.unlink()
+            raise
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _peer(connection: socket.socket) -> int:
+    """The user at the other end."""
+    size = struct.calcsize("iII")
+    _, user, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)
+
+
+def fetch(handle: bytes, patience_s: float = _PATIENCE_S) -> Generator[tuple[int, int], None, None]:
+    """(descriptor, bytes) of each piece of an offer, in order; a descriptor is open until the next one is asked for.
+
+    patience_s: how long to wait for the worker, all in all. Raises LayoutError for what is no handle of a process of
+    ours, DeviceError when the worker refuses or does not answer.
+    """
+    try:
+        where = _decode_handle(handle)
+    except _UNREADABLE as exc:
+        raise LayoutError("a handle of device memory cannot be read") from exc
+    if not _NAME.fullmatch(where.name) or not 0 < where.pieces <= _MOST_PIECES or where.number < 0:
+        raise LayoutError(f"{where.name[:64]!r}, {where.pieces} pieces: no handle of device memory")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        patience = _Patience(where.name, patience_s)
+        _connect(connection, SHM / where.name, patience)
+        done = 0
+        while done < where.pieces:
+            asked = msgspec.msgpack.encode(_Ask(where.secret, where.number, done))
+            sizes, fds = _receive(connection, asked, min(_BATCH, where.pieces - done), patience)
+            done += len(fds)
+            try:
+                for size in sizes:
+                    yield fds[0], size
+                    os.close(fds.pop(0))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+
+class _Patience:
+    """How much longer to wait for a worker; the time that is spent on what it has sent does not count."""
+
+    def __init__(self, name: str, left_s: float) -> None:
+        self.name = name
+        self._left_s = left_s
+
+    @contextlib.contextmanager
+    def spend(self, connection: socket.socket) -> Iterator[float]:
+        """Wait in here. Raises DeviceError when it has taken too long, or the worker is gone."""
+        began = time.monotonic()
+        connection.settimeout(max(0.001, self._left_s))
+        try:
+            yield began + self._left_s
+        except TimeoutError as exc:
+            raise DeviceError(f"the worker at {self.name} does not hand out its device memory in time") from exc
+        except OSError as exc:
+            raise DeviceError(f"the worker at {self.name} is gone: {exc.strerror}") from exc
+        finally:
+            self._left_s -= time.monotonic() - began
+
+
+def _connect(connection: socket.socket, path: Path, patience: _Patience) -> None:
+    """Connect to a process of ours. Raises LayoutError for anything else that lies there, DeviceError."""
+    try:
+        info = path.lstat()
+    except OSError as exc:
+        raise LayoutError(f"{path.name} cannot be reached: {exc.strerror}") from exc
+    if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
+        raise LayoutError(f"{path.name} is not a socket of user {os.geteuid()}")
+    with patience.spend(connection) as deadline:
+        while True:
+            try:
+                connection.connect(str(path))
+                break
+            except BlockingIOError:  # its queue is full; unix sockets do not wait by themselves
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(0.01)
+    if _peer(connection) != os.geteuid():
+        raise LayoutError(f"another user listens at {path.name}")
+
+
+def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Patience) -> tuple[list[int], list[int]]:
+    """Ask for this many pieces: their sizes and descriptors, the caller's to close. Raises DeviceError."""
+    with patience.spend(connection):
+        connection.sendall(asked)
+        data, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
+    fds = [fd for *_, carried in ancillary for (fd,) in _FD.iter_unpack(carried[: len(carried) // _FD.size * _FD.size])]
+    try:
+        if flags & socket.MSG_CTRUNC:
+            raise DeviceError(f"{count} descriptors of device memory do not fit: may this process open more files?")
+        if not data:
+            raise DeviceError(f"the worker at {patience.name} is gone, or refuses")
+        try:
+            sizes = _decode_answer(data)
+        except _UNREADABLE as exc:
+            raise DeviceError(f"the worker at {patience.name} answers nonsense") from exc
+        if isinstance(sizes, str):
+            raise DeviceError(f"the worker cannot hand out its device memory: {sizes[:500]}")
+        if not len(sizes) == len(fds) == count or min(sizes) < 1:
+            raise DeviceError(f"the worker at {patience.name} answers {len(fds)} descriptors, not {count}")
+    except DeviceError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return sizes, fds
+
+
+def sweep() -> int:
+    """Remove sockets of workers that were killed; how many. Those of the living stay."""
+    removed = 0
+    for path in SHM.glob(f"*{_PREFIX}*"):
+        try:
+            info = path.lstat()
+            if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
+                continue
+            if path.name.startswith(".") and time.time() - info.st_mtime < _MAKING_S:
+                continue  # about to listen
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+                probe.setblocking(False)
+                probe.connect(str(path))
+        except ConnectionRefusedError:  # the kernel's word that no process has it open
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed += 1
+        except OSError:
+            continue  # gone by now, or so busy that it lives
+    return removed

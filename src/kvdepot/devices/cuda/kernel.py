@@ -1,0 +1,122 @@
+"""The copy kernel's launcher: a few programs read and write pinned host memory directly, row by row of a table.
+
+A GPU's copy engines need about a microsecond a piece; a kernel has many small pieces under way at once. Constructed
+once a GPU, launched by any lane; the one law: the GPU's context is current in every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvdepot.errors import DeviceError
+
+if TYPE_CHECKING:
+    from kvdepot.devices.cuda.driver import Driver
+
+__all__ = ["TILE_BYTES", "Compiled", "CopyKernel"]
+
+TILE_BYTES = 16 << 10
+"""Largest copy of one row of the table."""
+
+_COMPILER = "kvdepot.devices.cuda.copy_rows"
+_COMPILE_S = 120.0
+_SHARED_BYTES = 48 << 10
+"""Shared memory that a kernel gets without asking the driver for more."""
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """Machine code for one kind of GPU, and how it is to be launched."""
+
+    name: str
+    cubin: bytes
+    threads: int
+    parameters: int  # all of them 8 bytes; those behind ours are scratch memory, newer Tritons have more of them
+    shared_bytes: int
+    scratch_bytes: int
+    blocks_per_cluster: int
+
+
+class CopyKernel:
+    """The kernel, loaded into one GPU's context."""
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        """Compile for this device (once a process and kind of GPU) and load; the context is current. Blocks for a
+        second or two. Raises DeviceError with nothing kept where Triton is not there, cannot, or the driver refuses.
+        """
+        attribute = driver.cu.CUdevice_attribute
+        major = driver.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+        minor = driver.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+        self._driver = driver
+        self._compiled = _compiled(major * 10 + minor)
+        self._module = driver.call("cuModuleLoadData", self._compiled.cubin)
+        try:
+            self._function = driver.call("cuModuleGetFunction", self._module, self._compiled.name.encode())
+        except DeviceError:
+            self.close()
+            raise
+        scratch = self._compiled.parameters - 2
+        self._nulls = (0,) * scratch
+        self._types = (ctypes.c_void_p, ctypes.c_int64) + (ctypes.c_void_p,) * scratch
+
+    def launch(self, table: int, count: int, stream: int, programs: int) -> None:
+        """Copy on a stream, with `programs` blocks of threads at most; returns at once. Raises DeviceError.
+
+        table: the device's address of int64[count, 3] = (destination, source, bytes), which must stay as it is until
+        the stream has come past. Addresses and bytes are multiples of 16, bytes at most TILE_BYTES; no row may write
+        what another reads or writes.
+        """
+        if not count:
+            return
+        grid = min(programs, count)
+        parameters = ((table, count, *self._nulls), self._types)
+        shared = self._compiled.shared_bytes
+        threads = self._compiled.threads
+        self._driver.call(
+            "cuLaunchKernel", self._function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Unload; no launch may be under way. Safe twice."""
+        if self._module is not None:
+            module, self._module = self._module, None
+            self._driver.call("cuModuleUnload", module)
+
+
+@functools.cache
+def _compiled(arch: int) -> Compiled:
+    """Compiled by a process of its own: the server neither stops nor grows."""
+    if importlib.util.find_spec("triton") is None:
+        raise DeviceError("the copy kernel needs Triton, which is not installed: pip install 'kvdepot[cuda]'")
+    command = [sys.executable, "-m", _COMPILER, str(arch)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=True)
+        compiled = msgspec.json.decode(done.stdout.splitlines()[-1], type=Compiled)
+    except subprocess.CalledProcessError as exc:
+        said = exc.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {exc.returncode}"]
+        raise DeviceError(f"Triton cannot compile the copy kernel for sm_{arch}: {said[-1]}") from exc
+    except (OSError, subprocess.TimeoutExpired, IndexError, msgspec.DecodeError) as exc:
+        raise DeviceError(f"Triton cannot compile the copy kernel for sm_{arch}: {exc}") from exc
+    return _launchable(compiled)
+
+
+def _launchable(compiled: Compiled) -> Compiled:
+    """Raises DeviceError for a kernel that wants more than `launch` gives."""
+    wants = []
+    if compiled.scratch_bytes:
+        wants.append(f"{compiled.scratch_bytes} bytes of scratch memory")
+    if compiled.shared_bytes > _SHARED_BYTES:
+        wants.append(f"{compiled.shared_bytes} bytes of shared memory")
+    if compiled.blocks_per_cluster != 1:
+        wants.append(f"clusters of {compiled.blocks_per_cluster} blocks")
+    if compiled.parameters < 2:
+        wants.append(f"{compiled.parameters} parameters")
+    if wants:
+        raise DeviceError(f"this Triton makes a copy kernel that wants {', '.join(wants)}: use version 3.4 to 3.9")
+    return compiled

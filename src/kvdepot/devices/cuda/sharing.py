@@ -1,0 +1,267 @@
+"""GPU memory of a worker in the server: exported once an allocation, found again by the GPU's UUID, mapped, given up.
+
+`share` is the worker's end, on the engine's thread; `open_allocation` the server's, on a copy thread. There are two
+ways, and the first byte of a handle says which:
+
+    1, 64 bytes     memory from cudaMalloc: CUDA's own handle between processes (CUDA IPC)
+    2, an offer     virtual memory (PyTorch's expandable segments, vLLM's cumem allocator): physical pieces, mapped
+                    here one behind the other; each comes as a file descriptor (descriptors.py)
+
+The one law: the server keeps no reference to a worker's memory but what an `Opened` holds. (A reference that outlived
+it would keep the GPU's memory from the engine that wants it back.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.devices.cuda import descriptors
+from kvdepot.devices.cuda.driver import Driver, load
+from kvdepot.errors import DeviceError, LayoutError
+from kvdepot.layout import Mapping, TensorView
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Opened", "open_allocation", "share"]
+
+_IPC, _PIECES = b"\1", b"\2"
+_IPC_BYTES = 64
+"""CU_IPC_HANDLE_SIZE."""
+
+_EXPANDABLE = (
+    "PyTorch's expandable segments: take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+)
+_CUMEM = "vLLM's cumem allocator: start it without --enable-sleep-mode and --enable-cumem-allocator"
+_POOL = (
+    "memory of a CUDA pool or managed memory: take backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF and "
+    "PYTORCH_ALLOC_CONF"
+)
+
+
+# -- the worker's end
+
+
+def share(tensor: torch.Tensor, name: str) -> TensorView:
+    """Export the allocation that a tensor lies in, and say where in it its elements are.
+
+    Tensors of one allocation get the same mapping and handle. Any thread. Raises LayoutError for a tensor without
+    memory, DeviceError for memory that cannot be shared, with what to set.
+    """
+    storage = tensor.untyped_storage()
+    start, size = storage.data_ptr(), storage.nbytes()
+    if not start or size < 1:
+        raise LayoutError(f"{name or 'tensor'} has no memory")
+    driver = load()
+    device = int(driver.call("cuDeviceGet", tensor.device.index))
+    with _primary(driver, device):
+        what = driver.cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        if driver.call("cuPointerGetAttribute", what, start):
+            base, length = _allocation(driver, start)
+            handle = _IPC + _bytes_of(driver.call("cuIpcGetMemHandle", base))
+        else:
+            pieces = _pieces(driver, start, size, name)
+            base, length = pieces[0][0], sum(piece for _, piece in pieces)
+            _check_exportable(driver, pieces, name)
+            export = partial(_export, driver, device, [address for address, _ in pieces])
+            handle = _PIECES + descriptors.offer((device, *pieces), [piece for _, piece in pieces], export)
+    if start + size > base + length:
+        raise DeviceError(f"{name or 'tensor'}: {size} bytes at {start:#x} end behind their allocation")
+    item = tensor.element_size()
+    return TensorView(
+        name=name,
+        mapping=f"cuda-{base:x}-{length:x}",
+        mapping_bytes=length,
+        offset=tensor.data_ptr() - base,
+        shape=tuple(tensor.shape),
+        strides=tuple(stride * item for stride in tensor.stride()),
+        item_bytes=item,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=driver.uuid(device),
+        handle=handle,
+    )
+
+
+@contextlib.contextmanager
+def _primary(driver: Driver, device: int) -> Iterator[None]:
+    """The engine's context, whichever thread this is; its flags are the engine's, so not `driver.retain`."""
+    context = driver.call("cuDevicePrimaryCtxRetain", device)
+    try:
+        with driver.current(context):
+            yield
+    finally:
+        driver.call("cuDevicePrimaryCtxRelease", device)
+
+
+def _allocation(driver: Driver, address: int) -> tuple[int, int]:
+    """Base and bytes of the allocation, or of the mapped piece of virtual memory, that holds an address."""
+    base, length = driver.call("cuMemGetAddressRange", address)
+    return int(base), int(length)
+
+
+def _bytes_of(handle: Any) -> bytes:
+    """The bytes of a CUipcMemHandle; newer bindings show nothing of it but where it is."""
+    return ctypes.string_at(int(handle.getPtr()), _IPC_BYTES)
+
+
+def _pieces(driver: Driver, start: int, size: int, name: str) -> list[tuple[int, int]]:
+    """Address and bytes of each piece of virtual memory under `[start, start + size)`, in order."""
+    pieces: list[tuple[int, int]] = []
+    address = start
+    while address < start + size:
+        base, length = _allocation(driver, address)
+        if not base <= address < base + length or (pieces and base != address):
+            raise DeviceError(f"{name or 'tensor'}: the memory behind {address:#x} is not what the driver says")
+        pieces.append((base, length))
+        address = base + length
+    return pieces
+
+
+def _check_exportable(driver: Driver, pieces: list[tuple[int, int]], name: str) -> None:
+    """Raise DeviceError, with what to set, unless memory can be exported: its allocator had to ask for that."""
+    address = pieces[0][0]
+    try:
+        memory = driver.call("cuMemRetainAllocationHandle", address)
+    except DeviceError as exc:
+        raise DeviceError(f"{name or 'tensor'} cannot be shared ({exc}). It is {_POOL}") from exc
+    try:
+        os.close(_descriptor(driver, memory))
+    except DeviceError as exc:
+        # An expandable segment reserves addresses for more than the whole GPU, the cumem allocator just what it maps.
+        what = driver.cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+        reserved = driver.call("cuPointerGetAttribute", what, address)
+        whose = _EXPANDABLE if reserved > sum(piece for _, piece in pieces) else _CUMEM
+        raise DeviceError(f"{name or 'tensor'} cannot be shared ({exc}). It is memory of {whose}") from exc
+    finally:
+        driver.call("cuMemRelease", memory)
+
+
+def _descriptor(driver: Driver, memory: Any) -> int:
+    kind = driver.cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return int(driver.call("cuMemExportToShareableHandle", memory, kind, 0))
+
+
+def _export(driver: Driver, device: int, addresses: list[int], first: int, end: int) -> Iterator[int]:
+    """Descriptors of what lies at these addresses now; nothing is kept from the engine, which may free it meanwhile."""
+    with _primary(driver, device):
+        for address in addresses[first:end]:
+            memory = driver.call("cuMemRetainAllocationHandle", address)
+            try:
+                fd = _descriptor(driver, memory)
+            finally:
+                driver.call("cuMemRelease", memory)
+            yield fd
+
+
+# -- the server's end
+
+
+class Opened:
+    """An allocation of a worker, mapped into this process: `[address, address + size)` of its GPU."""
+
+    def __init__(self, address: int, size: int, close: Callable[[], None]) -> None:
+        self.address = address
+        self.size = size
+        self._close = close
+        self._is_open = True
+
+    def __repr__(self) -> str:
+        return f"<Opened {self.size} bytes at {self.address:#x}{'' if self._is_open else ', closed'}>"
+
+    def close(self) -> None:
+        """Give it up; nothing may touch it any more. The context must be current. Safe twice. Raises DeviceError."""
+        if self._is_open:
+            self._is_open = False
+            self._close()
+
+
+def open_allocation(driver: Driver, mapping: Mapping) -> Opened:
+    """Map a worker's allocation. The context must be current. Blocks while the worker hands it out.
+
+    Raises LayoutError for a handle that is none or stands for less memory, DeviceError where the driver or the worker
+    refuses; then nothing is kept.
+    """
+    kind, handle = mapping.handle[:1], mapping.handle[1:]
+    if mapping.size > 0 and kind == _IPC and len(handle) == _IPC_BYTES:
+        return _open_ipc(driver, mapping, handle)
+    if mapping.size > 0 and kind == _PIECES:
+        return _open_pieces(driver, mapping, handle)
+    raise LayoutError(f"{mapping.name[:64]!r} of {mapping.size} bytes has no handle of device memory")
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A CUDA IPC handle that is open: a process may have it open once a context."""
+
+    address: int
+    users: int = 0
+
+
+_opening = threading.Lock()
+_shared: dict[tuple[int, bytes], _Shared] = {}  # by context and handle; under _opening
+
+
+def _open_ipc(driver: Driver, mapping: Mapping, handle: bytes) -> Opened:
+    key = (int(driver.call("cuCtxGetCurrent")), handle)
+    with _opening:
+        shared = _shared.get(key)
+        if shared is None:
+            theirs = driver.cu.CUipcMemHandle()
+            ctypes.memmove(int(theirs.getPtr()), handle, _IPC_BYTES)
+            flag = int(driver.cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+            shared = _shared[key] = _Shared(int(driver.call("cuIpcOpenMemHandle", theirs, flag)))
+        shared.users += 1
+    opened = Opened(shared.address, mapping.size, partial(_close_ipc, driver, key))
+    try:
+        base, length = _allocation(driver, shared.address)
+        if base + length - shared.address < mapping.size:
+            raise LayoutError(f"{mapping.name[:64]!r} has {length} bytes, not {mapping.size}")
+    except (LayoutError, DeviceError):
+        opened.close()
+        raise
+    return opened
+
+
+def _close_ipc(driver: Driver, key: tuple[int, bytes]) -> None:
+    with _opening:
+        shared = _shared[key]
+        shared.users -= 1
+        if not shared.users:
+            del _shared[key]
+            driver.call("cuIpcCloseMemHandle", shared.address)
+
+
+def _open_pieces(driver: Driver, mapping: Mapping, handle: bytes) -> Opened:
+    cu = driver.cu
+    kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    access = cu.CUmemAccessDesc()
+    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = driver.device(mapping.device)
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    with contextlib.ExitStack() as undo, contextlib.closing(descriptors.fetch(handle)) as pieces:
+        undo.callback(descriptors.sweep)  # whose worker has died leaves its socket behind
+        start = int(driver.call("cuMemAddressReserve", mapping.size, 0, 0, 0))
+        undo.callback(driver.call, "cuMemAddressFree", start, mapping.size)
+        done = 0
+        for fd, size in pieces:
+            if done + size > mapping.size:
+                raise LayoutError(f"{mapping.name[:64]!r} has more than its {mapping.size} bytes")
+            memory = driver.call("cuMemImportFromShareableHandle", fd, kind)
+            try:
+                driver.call("cuMemMap", start + done, size, 0, memory, 0)
+            finally:
+                driver.call("cuMemRelease", memory)  # the mapping alone keeps it
+            undo.callback(driver.call, "cuMemUnmap", start + done, size)
+            done += size
+        if done < mapping.size:
+            raise LayoutError(f"{mapping.name[:64]!r} has {done} bytes, not {mapping.size}")
+        driver.call("cuMemSetAccess", start, mapping.size, [access], 1)
+        kept = undo.pop_all()
+    return Opened(start, mapping.size, kept.close)

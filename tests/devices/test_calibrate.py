@@ -1,0 +1,230 @@
+"""Which way copies go is chosen from what was measured, on GPUs of the stand-in; and what a context takes is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.standin.machine import Machine
+
+GIB = 1 << 30
+MIB = 1 << 20
+KIB = 1 << 10
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    """Two GPUs, for this process and those it starts."""
+    made = Machine()
+    with made.here():
+        yield made
+    assert made.failures() == []
+    made.close()
+
+
+# -- the choice
+
+
+def figures(speeds: dict[str, dict[int, float]], is_store: bool) -> list[Any]:
+    from kvdepot.devices.cuda.calibrate import Figure
+
+    return [Figure(way, is_store, size, gbps) for way, sizes in speeds.items() for size, gbps in sizes.items()]
+
+
+def test_small_copies_go_one_way_and_large_ones_another(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import choose
+
+    found = figures({"dma": {4 * KIB: 5.0, 64 * KIB: 51.0}, "kernel": {4 * KIB: 45.0, 64 * KIB: 54.0}}, False)
+    found += figures({"dma": {4 * KIB: 50.0, 64 * KIB: 54.0}, "kernel": {4 * KIB: 52.0, 64 * KIB: 55.0}}, True)
+    assert choose(found) == {False: [(0, "kernel"), (64 * KIB, "dma")], True: [(0, "dma")]}
+
+
+def test_of_ways_about_as_fast_the_one_is_taken_that_keeps_least_of_the_gpu_busy(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import choose
+
+    found = figures({"kernel": {KIB: 50.0}, "staged": {KIB: 46.0}, "dma": {KIB: 44.0}}, False)
+    found += figures({"kernel": {KIB: 50.0}, "staged": {KIB: 44.0}, "dma": {KIB: 44.0}}, True)
+    assert choose(found) == {False: [(0, "staged")], True: [(0, "kernel")]}
+
+
+def test_the_bus_itself_is_no_way_to_choose(machine: Machine) -> None:
+    from kvdepot.devices.cuda.calibrate import PEAK, choose
+
+    found = [one for is_store in (True, False) for one in figures({PEAK: {MIB: 60.0}, "dma": {KIB: 1.0}}, is_store)]
+    assert choose(found) == {False: [(0, "dma")], True: [(0, "dma")]}
+
+
+SPEEDS = st.floats(0.01, 1000.0)
+
+
+@given(
+    st.lists(st.integers(1, 1 << 24), min_size=1, max_size=7, unique=True).flatmap(
+        lambda sizes: st.fixed_dictionaries(
+            {way: st.fixed_dictionaries(dict.fromkeys(sizes, SPEEDS)) for way in ("dma", "kernel", "staged")}
+        )
+    )
+)
+def test_at_every_size_that_was_measured_the_way_taken_is_nearly_the_best(speeds: dict[str, dict[int, float]]) -> None:
+    from kvdepot.devices.cuda.calibrate import choose
+
+    steps = choose(figures(speeds, True) + figures(speeds, False))
+    for direction in (True, False):
+        assert steps[direction][0][0] == 0
+        assert [size for size, _ in steps[direction]] == sorted({size for size, _ in steps[direction]})
+        for size in speeds["dma"]:
+            taken = next(way for least, way in reversed(steps[direction]) if size >= least)
+            assert speeds[taken][size] >= 0.9 * max(of[size] for of in speeds.values())
+
+
+# -- measuring
+
+
+def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine: Machine) -> None:
+    from kvdepot.devices.cuda import Gpu, calibrate, driver
+
+    cuda = driver.load()
+    (first, _) = cuda.devices()
+    assert machine.used_bytes(0) == 0
+    gpu = Gpu(cuda, first, 64 * MIB)
+    before = machine.used_bytes(0)
+    try:
+        found = calibrate.measure(gpu)
+        took = gpu.ways.device_bytes
+        assert machine.used_bytes(0) - before == took <= 64 * MIB  # the slot that it copied with, for the next to use
+        ways = gpu.ways.there
+    finally:
+        gpu.close()
+    assert set(ways) == {"dma", "kernel", "staged"}
+    measured = {(one.way, one.is_store, one.size) for one in found if one.way != calibrate.PEAK}
+    sizes = {size for _, _, size in measured}
+    assert sizes == set(calibrate.SIZES[: len(sizes)]) and sizes
+    assert measured == {(way, is_store, size) for way in ways for is_store in (True, False) for size in sizes}
+    assert [one.is_store for one in found if one.way == calibrate.PEAK] == [True, False]
+    assert all(one.gbps > 0 for one in found)
+    assert machine.used_bytes(0) == 0
+
+
+@pytest.mark.parametrize("function", ["cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate", "cuStreamSynchronize"])
+def test_a_driver_that_refuses_while_it_is_measured_is_an_error_and_nothing_stays_behind(
+    machine: Machine, function: str
+) -> None:
+    from kvdepot.devices.cuda import Gpu, calibrate, driver
+    from kvdepot.errors import DeviceError
+
+    cuda = driver.load()
+    gpu = Gpu(cuda, list(cuda.devices())[1], 64 * MIB)
+    try:
+        machine.fail(function, "CUDA_ERROR_OUT_OF_MEMORY", pid=os.getpid())
+        with pytest.raises(DeviceError, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY"):
+            calibrate.measure(gpu)
+        machine.heal()
+    finally:
+        machine.heal()
+        gpu.close()
+    assert machine.used_bytes(1) == 0
+
+
+# -- accounting
+
+
+def test_what_a_context_takes_is_what_is_in_use_more_than_before_it_was_made(machine: Machine) -> None:
+    from kvdepot.devices.cuda import calibrate, driver
+
+    cuda = driver.load()
+    uuid, device = next(iter(cuda.devices().items()))
+    took, context = calibrate.cost_of(uuid, lambda: cuda.retain(device))
+    try:
+        assert took == machine.used_bytes(0) > 0
+        assert cuda.current(context)
+    finally:
+        cuda.release(device)
+
+
+def test_what_a_context_takes_is_unknown_where_memory_was_given_back_meanwhile(machine: Machine) -> None:
+    from kvdepot.devices.cuda import calibrate, driver
+
+    cuda = driver.load()
+    uuid, device = next(iter(cuda.devices().items()))
+    cuda.retain(device)
+    assert calibrate.cost_of(uuid, lambda: cuda.release(device)) == (None, None)
+
+
+@pytest.mark.parametrize("uuid", ["GPU-00000000-0000-0000-0000-000000000000", ""])
+def test_what_a_context_takes_is_unknown_where_nvml_does_not_know_the_gpu(machine: Machine, uuid: str) -> None:
+    from kvdepot.devices.cuda import calibrate
+
+    assert calibrate.cost_of(uuid, lambda: "made") == (None, "made")
+
+
+def test_what_a_context_takes_is_unknown_without_nvidia_ml_py(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvdepot.devices.cuda import calibrate, driver
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert calibrate.cost_of(next(iter(driver.load().devices())), lambda: "made") == (None, "made")
+
+
+# -- the command
+
+
+def calibrated(machine: Machine, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", "calibrate", *flags],
+        env={**machine.environment(), **more}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_calibrate_prints_each_gpu_with_both_directions_and_the_way_taken_for_each_size(machine: Machine) -> None:
+    done = calibrated(machine)
+    assert done.returncode == 0 and done.stderr == ""
+    assert len(re.findall(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", done.stdout)) == 2
+    assert done.stdout.count("stores (GPU to host)") == done.stdout.count("retrieves (host to GPU)") == 2
+    rows = re.findall(r"^ +4 KiB +[\d.]+ +[\d.]+ +[\d.]+  (\w+)$", done.stdout, re.MULTILINE)
+    assert len(rows) == 4 and set(rows) <= {"dma", "staged", "kernel"}
+    assert machine.used_bytes(0) == machine.used_bytes(1) == 0
+
+
+def test_calibrate_measures_the_gpu_that_is_named_by_number_or_uuid(machine: Machine) -> None:
+    (one,) = json.loads(calibrated(machine, "--gpu", "1", "--json").stdout)
+    (same,) = json.loads(calibrated(machine, "--gpu", one["uuid"], "--json").stdout)
+    assert same["uuid"] == one["uuid"] and same["name"] == one["name"]
+    assert {"way", "is_store", "size", "gbps"} == set(one["figures"][0])
+    (other,) = json.loads(calibrated(machine, "--gpu", "0", "--json").stdout)
+    assert other["uuid"] != one["uuid"]
+
+
+def test_calibrate_without_staging_memory_says_that_only_the_copy_engines_are_left(machine: Machine) -> None:
+    done = calibrated(machine, "--gpu", "0", KVDEPOT_GPU_STAGING_MIB="0")
+    assert done.returncode == 0
+    assert "copies by programs of the GPU cannot be had: too little staging memory" in done.stdout
+    assert "kernel" not in done.stdout and "staged" not in done.stdout
+
+
+@pytest.mark.parametrize("wanted", ["2", "GPU-00000000-0000-0000-0000-000000000000"])
+def test_calibrate_names_the_gpus_there_are_when_another_is_meant(machine: Machine, wanted: str) -> None:
+    done = calibrated(machine, "--gpu", wanted)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"kvdepot: there is no GPU {wanted}, only 0 = GPU-\S+, 1 = GPU-\S+\n", done.stderr)
+
+
+def test_calibrate_without_cuda_python_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "cuda.py").write_text("raise ImportError('not installed')")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", "calibrate"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(r"kvdepot: .*pip install 'kvdepot\[cuda\]'\n", done.stderr)
+    assert done.stdout == ""

@@ -1,0 +1,1 @@
+"""Stands for NVIDIA's cuda-python; see tests/standin/__init__.py."""
