@@ -18,7 +18,7 @@ from kvdepot.shm import is_locked
 
 from .conftest import SHM
 
-# An arena's owner that afterwards opens files by the thousand, as drivers open theirs; the first and the last have locks.
+# The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
 OWNER = """
 import os, resource, sys
 from kvdepot import shm

@@ -430,15 +430,15 @@ def _layout(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: str) 
     """
     views, seen = [], set()
     for name, cache in kv_caches.items():
-        place = (cache.data_ptr(), tuple(cache.shape), cache.stride())
-        if place in seen:
-            continue  # a layer that shares another's KV
-        seen.add(place)
         if cache.shape[0] % num_blocks:
             raise ConfigError(f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide")
         if cache.shape[0] != num_blocks:
             cache = cache.unflatten(0, (num_blocks, -1))
-        view = share(cache, name)
+        view = share(cache, name)  # which may move its bytes: where they lie is known afterwards
+        place = (view.mapping, view.offset, view.shape, view.strides)
+        if place in seen:
+            continue  # a layer that shares another's KV
+        seen.add(place)
         views.append(view._replace(dtype=f"{view.dtype} {backends}"))
     return build_layout(views, [0] * len(views))
 
