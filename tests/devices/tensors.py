@@ -1,0 +1,129 @@
+"""KV tensors as engines make them, described without torch: where their elements lie in storages of plain bytes.
+
+Also the oracle: what a store or a retrieve must leave behind, by numpy alone, element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.layout import TensorView
+
+Bytes = npt.NDArray[np.uint8]
+
+DTYPES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes an element; of each type every pattern of bits is somebody's KV."""
+
+KINDS = [
+    "blocks first", "keys and values apart", "keys and values together", "mla", "rows padded", "every second block",
+    "behind others", "heads before rows", "heads outside", "blocks last", "layers side by side",
+    "layers behind each other",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in one of several storages; offset and strides in bytes."""
+
+    name: str
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    def of(self, storage: Bytes) -> npt.NDArray[Any]:
+        """Its elements as numpy sees them in these bytes."""
+        kind = np.dtype(f"V{DTYPES[self.dtype]}")
+        return np.ndarray(self.shape, kind, storage.data, self.offset, self.strides)
+
+
+@dataclass
+class Model:
+    """The layers of one worker, and their block axes."""
+
+    sizes: list[int] = field(default_factory=list)  # bytes of each storage
+    layers: list[Placed] = field(default_factory=list)
+    axes: list[int] = field(default_factory=list)
+
+    def add(self, kind: str, nb: int, rows: int, heads: int, dim: int, dtype: str) -> Model:
+        """Layers of a kind, in a storage of their own."""
+        base, views, axis = _paged(kind, nb, rows, heads, dim, np.dtype(f"V{DTYPES[dtype]}"))
+        start = base.__array_interface__["data"][0]
+        for view in views:
+            offset = view.__array_interface__["data"][0] - start
+            name = f"layer {len(self.layers)}"
+            self.layers.append(Placed(name, len(self.sizes), offset, view.shape, view.strides, dtype))
+            self.axes.append(axis)
+        self.sizes.append(base.nbytes)
+        return self
+
+    def move(self, source: Sequence[Bytes], target: Sequence[Bytes], blocks: Mapping[int, int]) -> None:
+        """Blocks in `source`'s storages go to the blocks of `target`'s that they are mapped to."""
+        for layer, axis in zip(self.layers, self.axes, strict=True):
+            old, new = (np.moveaxis(layer.of(memory[layer.storage]), axis, 0) for memory in (source, target))
+            for one, other in blocks.items():
+                new[other] = old[one]
+
+
+def _paged(
+    kind: str, nb: int, rows: int, heads: int, dim: int, item: np.dtype[Any]
+) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]], int]:
+    """The whole storage, the layers in it, and their block axis."""
+
+    def make(*shape: int) -> npt.NDArray[Any]:
+        return np.zeros(shape, item)
+
+    match kind:
+        case "blocks first":
+            base = make(nb, rows, heads, dim)
+            return base, [base], 0
+        case "keys and values apart":
+            base = make(2, nb, rows, heads, dim)
+            return base, [base], 1
+        case "keys and values together":
+            base = make(nb, 2, rows, heads, dim)
+            return base, [base], 0
+        case "mla":
+            base = make(nb, rows, dim)
+            return base, [base], 0
+        case "rows padded":
+            base = make(nb, rows, dim + 3)
+            return base, [base[..., :dim]], 0
+        case "every second block":
+            base = make(2 * nb, rows, dim)
+            return base, [base[1::2]], 0
+        case "behind others":
+            base = make(nb + 1, rows, dim)
+            return base, [base[1:]], 0
+        case "heads before rows":
+            base = make(nb, heads, rows, dim)
+            return base, [base.transpose(0, 2, 1, 3)], 0
+        case "heads outside":
+            base = make(heads, nb, rows, dim)
+            return base, [base.transpose(1, 2, 0, 3)], 0
+        case "blocks last":
+            base = make(rows, min(dim, 4), nb)
+            return base, [base], 2
+        case "layers side by side":
+            base = make(nb, heads, rows, dim)
+            return base, [base[:, i] for i in range(heads)], 0
+    assert kind == "layers behind each other", kind
+    base = make(heads, nb, rows, dim)
+    return base, [base[i] for i in range(heads)], 0
+
+
+class Worker(Protocol):
+    """Whoever owns the tensors: memory of a device, and its bytes."""
+
+    def make(self, model: Model) -> list[TensorView]:
+        """Give the model memory and share it. What was made before is gone."""
+
+    def write(self, storages: Sequence[Bytes]) -> None: ...
+
+    def read(self) -> list[Bytes]: ...
