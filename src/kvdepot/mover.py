@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -135,10 +136,12 @@ class Mover:
             lane = self.lanes[name] = Lane(name, 2, self._run)
         lane.put(task)
 
-    def stop(self) -> None:
-        """Finish what is queued, then end the threads. Blocks until they have."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Finish what is queued, then end the threads. Blocks until they have; False where some hang."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for lane in self.lanes.values():
             lane.stop()
+        return all(lane.join(deadline) for lane in self.lanes.values())
 
     def _run(self, task: Copy | Call) -> None:
         outcome: Any
@@ -179,12 +182,16 @@ class Lane:
             self._ready.notify()
 
     def stop(self) -> None:
-        """Run what is queued, then end."""
+        """Run what is queued, then end; `join` waits for that."""
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
+
+    def join(self, deadline: float | None) -> bool:
+        """Whether all threads have ended. Blocks until they have, or until the deadline (of time.monotonic)."""
         for thread in self.threads:
-            thread.join()
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.threads)
 
     def take(self) -> Copy | Call | None:
         """The next task; waits for one. None: there are no more."""
