@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -16,11 +17,13 @@ import pytest
 
 from kvdepot.arena import Arena
 from kvdepot.devices import Devices
+from kvdepot.devices.cuda.plan import Plan
 from kvdepot.errors import DeviceError, KVDepotError, LayoutError
 from kvdepot.layout import build_layout
 from kvdepot.mover import CopyPiece
 from kvdepot.space import PAGE
-from tests.devices.conformance import DeviceConformance, arena_of
+from tests.conftest import eventually
+from tests.devices.conformance import TIMEOUT_S, DeviceConformance, arena_of
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
@@ -345,6 +348,66 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
     assert me not in machine.contexts(0) | machine.contexts(1)
     other.close()
     assert machine.counts(me)["pageable_copies"] == 0
+
+
+@pytest.mark.parametrize("function", ["cuMemHostUnregister", "cuCtxPushCurrent"])
+def test_a_gpu_that_is_lost_is_left_and_does_not_stop_the_copies_of_others(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena, function: str
+) -> None:
+    extents = ((arena.header.chunks_start, 20 * PAGE),)
+    other = WorkerProcess(machine.environment(), gpu=1)
+    with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
+        second.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
+        machine.fail(function, "CUDA_ERROR_UNKNOWN", times=10**6, pid=os.getpid())
+        second.mapped.close()
+        machine.heal()
+        assert [gpu["registrations"] for gpu in devices.status()] == [1]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(first.there_and_back, [[1, 4, 2]], [[5, 0, 3]], [extents], 0).result(TIMEOUT_S)
+    other.close()
+
+
+def test_a_copy_goes_on_while_other_pieces_of_the_arena_pass_from_gpu_to_gpu(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    """The first piece cannot be given up as long as a copy touches it; those behind it can be used all the same."""
+    other = WorkerProcess(machine.environment(), gpu=1)
+    start = arena.header.chunks_start
+    with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
+        pins = devices._gpus.pins  # type: ignore[union-attr]
+        eventually(lambda: pins.pinned_bytes == len(arena.bytes))
+        address = np.array([pins.address], np.uint64)
+        with ThreadPoolExecutor(2) as pool:
+            with pins.used(Plan(address, address, address)):
+                leaving = pool.submit(second.mapped.close)
+                eventually(lambda: len(devices.status()) == 1)
+                behind = ((start + SMALL_PIECES, 2 * PAGE), (start + 2 * SMALL_PIECES - 4 * PAGE, 2 * PAGE))
+                pool.submit(first.there_and_back, [[1, 4, 2]], [[5, 0, 3]], [behind], 0).result(TIMEOUT_S)
+                assert not leaving.done()
+            leaving.result(TIMEOUT_S)
+        assert pins.pinned_bytes == len(arena.bytes)
+        assert set(pins._pinned.values()) == {devices._gpus._gpus[first.layout.device].context}  # type: ignore[union-attr]
+    other.close()
+
+
+def test_a_gpu_is_entered_while_another_one_is(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    """One hangs: its engine waits, the other GPU's does not."""
+    other = WorkerProcess(machine.environment(), gpu=1)
+    model = small()
+    layout = build_layout(other.make(model), model.axes)
+    hung = devices._gpus  # type: ignore[assignment]
+    hung._turning.add(layout.device)  # as the thread would have it that does not come back from the driver
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(devices.map, layout)
+        with suite.case(worker, devices, arena, small()) as case:
+            assert len(devices.status()) == 1
+            case.there_and_back([[1]], [[5]], [((arena.header.chunks_start, 4 * PAGE),)], 0)
+        assert not waits.done()
+        hung._turned(layout.device)
+        waits.result(TIMEOUT_S).close()
+    other.close()
 
 
 def test_nothing_is_taken_of_a_gpu_before_a_worker_registers_from_it(

@@ -60,7 +60,10 @@ class Gpu:
                 self.ways.close()
         except DeviceError as exc:
             log.error("%r could not be left in order: %s", self, exc)
-        self.driver.release(self.device)
+        try:
+            self.driver.release(self.device)
+        except DeviceError as exc:
+            log.error("%r keeps its context: %s", self, exc)
 
 
 class DeviceTensors(Mapped):
@@ -104,12 +107,12 @@ class DeviceTensors(Mapped):
             self._gpus.leave(gpu)
 
     def _unmap(self, gpu: Gpu) -> None:
-        with gpu.driver.current(gpu.context):
-            for opened in self._opened:
-                try:
+        for opened in self._opened:
+            try:
+                with gpu.driver.current(gpu.context):
                     opened.close()
-                except DeviceError as exc:
-                    log.error("an allocation on %r stays mapped: %s", gpu, exc)
+            except DeviceError as exc:
+                log.error("an allocation on %r stays mapped: %s", gpu, exc)
         self._opened.clear()
 
 
@@ -121,23 +124,46 @@ class Gpus:
         self._driver = load()
         self._staging_bytes = staging_bytes
         self.pins = Pins(self._driver, memory)
-        self._lock = threading.Lock()  # guards the next two; held while a context is made or left
+        self._change = threading.Condition()  # guards the next two
         self._gpus: dict[str, Gpu] = {}
+        self._turning: set[str] = set()  # being entered or left by some thread, which takes seconds
         self._choices: dict[str, Choice] = {}  # measured once a GPU
+        self._measuring = threading.Lock()  # one at a time: the host's memory is theirs together
 
     def __repr__(self) -> str:
         return f"<Gpus {list(self._gpus.values())}>"
 
     def map(self, layout: Layout) -> DeviceTensors:
         """Map registered tensors. Blocks; with a GPU's first, for its context and to measure it."""
-        with self._lock:
-            gpu = self._gpus.get(layout.device) or self._enter(layout.device)
-            gpu.registrations += 1
+        gpu = self._join(layout.device)
         try:
             return DeviceTensors(self, gpu, layout)
         except BaseException:
             self.leave(gpu)
             raise
+
+    def _join(self, uuid: str) -> Gpu:
+        """One registration more. Others' GPUs can be entered and left meanwhile, by other threads."""
+        with self._change:
+            self._change.wait_for(lambda: uuid not in self._turning)
+            if uuid in self._gpus:
+                self._gpus[uuid].registrations += 1
+                return self._gpus[uuid]
+            self._turning.add(uuid)
+        try:
+            gpu = self._enter(uuid)
+            with self._change:
+                gpu.registrations = 1
+                self.pins.attach(gpu.context)
+                self._gpus[uuid] = gpu
+        finally:
+            self._turned(uuid)
+        return gpu
+
+    def _turned(self, uuid: str) -> None:
+        with self._change:
+            self._turning.discard(uuid)
+            self._change.notify_all()
 
     def _enter(self, uuid: str) -> Gpu:
         gpu = Gpu(self._driver, uuid, self._staging_bytes)
@@ -146,25 +172,32 @@ class Gpus:
             log.warning("small copies to %s will be slow: %s", uuid, gpu.ways.without)
         try:
             if uuid not in self._choices:
-                self._choices[uuid] = calibrate.choose(calibrate.measure(gpu))
+                with self._measuring:
+                    self._choices[uuid] = calibrate.choose(calibrate.measure(gpu))
             gpu.ways.choice = self._choices[uuid]
         except DeviceError as exc:
             log.warning("how best to copy from and to %s could not be measured: %s", uuid, exc)
-        self.pins.attach(gpu.context)
-        self._gpus[uuid] = gpu
+        except BaseException:
+            gpu.close()
+            raise
         return gpu
 
     def leave(self, gpu: Gpu) -> None:
         """One registration less; with the last, everything that was taken of the GPU is given back."""
-        with self._lock:
+        with self._change:
             gpu.registrations -= 1
             if gpu.registrations:
                 return
             del self._gpus[gpu.uuid]
+            self._turning.add(gpu.uuid)
             other = next(iter(self._gpus.values()), None)
-            self.pins.detach(gpu.context, other.context if other is not None else None)
+            self.pins.pass_on(gpu.context, other.context if other is not None else None)
+        try:
+            self.pins.give_up(gpu.context)
             gpu.close()
             log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
+        finally:
+            self._turned(gpu.uuid)
 
     def status(self) -> list[dict[str, Any]]:
         """One dict a GPU in use. Never blocks."""
@@ -186,8 +219,8 @@ class Gpus:
 
     def close(self) -> None:
         """Give back what is left. No copy may be under way. Safe twice."""
-        with self._lock:
-            for gpu in tuple(self._gpus.values()):
+        with self._change:
+            for gpu in self._gpus.values():
                 gpu.registrations = 1
         for gpu in tuple(self._gpus.values()):
             self.leave(gpu)
