@@ -101,7 +101,9 @@ class Driver:
 
     def uuid(self, device: int) -> str:
         """A GPU's UUID as nvidia-smi writes it."""
-        return f"GPU-{uuid.UUID(bytes=bytes(self.call('cuDeviceGetUuid', device).bytes))}"
+        # Of a GPU in parts (MIG) the first version, which bindings before 13 have too, gives the whole one's.
+        name = "cuDeviceGetUuid_v2" if hasattr(self.cu, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        return f"GPU-{uuid.UUID(bytes=bytes(self.call(name, device).bytes))}"
 
     def device(self, wanted: str) -> int:
         """The GPU of this UUID. Raises DeviceError that names those there are."""
