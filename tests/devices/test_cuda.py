@@ -350,6 +350,33 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
     assert machine.counts(me)["pageable_copies"] == 0
 
 
+def test_a_gpu_whose_engine_took_all_memory_is_copied_without_staging(
+    machine: Machine, worker: WorkerProcess, arena: Arena
+) -> None:
+    devices = Devices(arena, STAGING)
+    prepare(devices, "staged", "kernel")
+    with suite.case(worker, devices, arena, small()) as case:
+        machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
+        case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [((arena.header.chunks_start, 20 * PAGE),)], 0)
+        (told,) = devices.status()
+        assert told["staging_bytes"] == 0
+    devices.close()
+    assert machine.failures() == []
+
+
+def test_the_status_tells_why_copies_of_a_gpu_fail_until_one_succeeds(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    with suite.case(worker, devices, arena, small()) as case:
+        piece = CopyPiece(((arena.header.chunks_start, 4 * PAGE),), np.array([1, 4], np.intp))
+        machine.fail("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN", pid=os.getpid())
+        with pytest.raises(DeviceError):
+            case.move([piece], True)
+        assert "CUDA_ERROR_UNKNOWN" in devices.status()[0]["failure"]
+        case.move([piece], True)
+        assert devices.status()[0]["failure"] == ""
+
+
 @pytest.mark.parametrize("function", ["cuMemHostUnregister", "cuCtxPushCurrent"])
 def test_a_gpu_that_is_lost_is_left_and_does_not_stop_the_copies_of_others(
     machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena, function: str

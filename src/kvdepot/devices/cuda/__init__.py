@@ -42,6 +42,7 @@ class Gpu:
         self.device = driver.device(uuid)
         self.name = driver.name(self.device)
         self.registrations = 0
+        self.failure = ""  # of the last copy, what the driver said
         self.context_bytes, self.context = calibrate.cost_of(uuid, lambda: driver.retain(self.device))
         try:
             with driver.current(self.context):
@@ -94,11 +95,16 @@ class DeviceTensors(Mapped):
         gpu, pins = self._gpu, self._gpus.pins
         assert gpu is not None, "a copy for tensors that were given up"
         plan = self._planner.plan(pieces, pins.address, PIECE_BYTES)
-        with ExitStack() as held:
-            held.enter_context(gpu.driver.current(gpu.context))
-            pinned = held.enter_context(pins.used(plan))
-            slot = held.enter_context(gpu.ways.slot())
-            (gpu.ways.run if pinned else gpu.ways.run_unpinned)(plan, is_store, slot)
+        try:
+            with ExitStack() as held:
+                held.enter_context(gpu.driver.current(gpu.context))
+                pinned = held.enter_context(pins.used(plan))
+                slot = held.enter_context(gpu.ways.slot())
+                (gpu.ways.run if pinned else gpu.ways.run_unpinned)(plan, is_store, slot)
+        except DeviceError as exc:
+            gpu.failure = str(exc)
+            raise
+        gpu.failure = ""
 
     def close(self) -> None:
         gpu, self._gpu = self._gpu, None
@@ -213,6 +219,7 @@ class Gpus:
                     for direction, is_store in (("store", True), ("retrieve", False))
                 },
                 "pinned_bytes": self.pins.pinned_bytes,
+                "failure": gpu.failure,
             }
             for gpu in tuple(self._gpus.values())
         ]
