@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import stat
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -32,7 +34,7 @@ from kvdepot.arena import Watch
 from kvdepot.config import Config
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory
+from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.server import Server
 
 from .conftest import Depot, StartDepot, eventually
@@ -425,6 +427,21 @@ def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says
         server._mover.stop()
         server.arena.close(remove=True)
         watch.close()
+
+
+def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> None:
+    outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    mover = Mover(cast(Any, None), 2, lambda token, outcome: outcomes.put((token, outcome)))
+    hanging = [Hanging() for _ in range(4)]
+    for one in hanging:
+        mover.submit(Call("device", one.hang, "devices"))
+    mover.submit(Call("processor", lambda: 7))
+    assert outcomes.get(timeout=10) == ("processor", 7)
+    assert not mover.stop(0.01)
+    for one in hanging:
+        one.let_go.set()
+    assert mover.stop()
+    assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
 
 
 def kill(depot: Depot) -> None:

@@ -109,6 +109,8 @@ class Call:
 
     token: Any
     run: Callable[[], Any]
+    lane: str = ""
+    """Whose threads it may keep."""
 
 
 class Mover:
@@ -129,7 +131,7 @@ class Mover:
 
     def submit(self, task: Copy | Call) -> None:
         """Queue a task; the deciding thread, which alone calls this, bounds how many there are."""
-        name = task.mapped.lane(task.is_store) if isinstance(task, Copy) else ""
+        name = task.mapped.lane(task.is_store) if isinstance(task, Copy) else task.lane
         lane = self.lanes.get(name)
         if lane is None:
             # Two: while one waits for the bus, the other says what it is to do next.
