@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -272,7 +272,7 @@ def test_a_gpu_without_memory_for_a_context_is_an_error(machine: Machine, arena:
         prepare(devices)
         model = small()
         layout = build_layout(worker.make(model), model.axes)
-        with pytest.raises(DeviceError, match="OUT_OF_MEMORY"):
+        with pytest.raises(DeviceError, match=r"OUT_OF_MEMORY.*--gpu-memory-utilization"):
             devices.map(layout)
         assert tight.contexts(0) == {worker.process.pid}
         worker.close()
@@ -412,8 +412,34 @@ def test_a_copy_goes_on_while_other_pieces_of_the_arena_pass_from_gpu_to_gpu(
                 pool.submit(first.there_and_back, [[1, 4, 2]], [[5, 0, 3]], [behind], 0).result(TIMEOUT_S)
                 assert not leaving.done()
             leaving.result(TIMEOUT_S)
-        assert pins.pinned_bytes == len(arena.bytes)
+        eventually(lambda: pins.pinned_bytes == len(arena.bytes))
         assert set(pins._pinned.values()) == {devices._gpus._gpus[first.layout.device].context}  # type: ignore[union-attr]
+    other.close()
+
+
+def test_two_gpus_are_entered_and_left_again_and_again_while_copies_run(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    """Whoever leaves passes the arena's registrations on to the other, in the midst of its copies."""
+    other = WorkerProcess(machine.environment(), gpu=1)
+    layouts = [build_layout(end.make(model), model.axes) for end, model in ((worker, small()), (other, small()))]
+    start, pages = arena.header.chunks_start, 5
+
+    def come_and_go(number: int) -> None:
+        draw = np.random.default_rng(number)
+        for _ in range(15):
+            mapped = devices.map(layouts[number])
+            for is_store in (True, False) * 2:
+                first = start + (12 * number + int(draw.integers(0, 12 - pages))) * PAGE
+                mapped.move(arena, [CopyPiece(((first, pages * PAGE),), np.array([1, 4, 2], np.intp))], is_store)
+            mapped.close()
+
+    pool = ThreadPoolExecutor(4)
+    for done in [pool.submit(come_and_go, number) for number in (0, 1, 0, 1)]:
+        done.result(4 * TIMEOUT_S)
+    pool.shutdown()
+    pins = devices._gpus.pins  # type: ignore[union-attr]
+    assert devices.status() == [] and pins.pinned_bytes == 0 and not +pins._users and not pins._begun
     other.close()
 
 

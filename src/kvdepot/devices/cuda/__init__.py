@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvdepot.devices.cuda import calibrate
-from kvdepot.devices.cuda.driver import Driver, load
+from kvdepot.devices.cuda.driver import Driver, DriverError, load
 from kvdepot.devices.cuda.pins import PIECE_BYTES, Pins
 from kvdepot.devices.cuda.plan import Planner
 from kvdepot.devices.cuda.sharing import Opened, open_allocation
@@ -172,7 +172,15 @@ class Gpus:
             self._change.notify_all()
 
     def _enter(self, uuid: str) -> Gpu:
-        gpu = Gpu(self._driver, uuid, self._staging_bytes)
+        try:
+            gpu = Gpu(self._driver, uuid, self._staging_bytes)
+        except DriverError as exc:
+            if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            raise DeviceError(
+                f"{exc}: {uuid} has no memory left for the server, which needs about 1 GiB of it; let the engine take "
+                "less (vLLM: --gpu-memory-utilization)"
+            ) from exc
         log.info("%s %s is in use", gpu.name, uuid)
         if gpu.ways.without:
             log.warning("small copies to %s will be slow: %s", uuid, gpu.ways.without)
@@ -199,11 +207,14 @@ class Gpus:
             other = next(iter(self._gpus.values()), None)
             self.pins.pass_on(gpu.context, other.context if other is not None else None)
         try:
-            self.pins.give_up(gpu.context)
-            gpu.close()
-            log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
+            self._give_back(gpu)
         finally:
             self._turned(gpu.uuid)
+
+    def _give_back(self, gpu: Gpu) -> None:
+        self.pins.give_up(gpu.context)
+        gpu.close()
+        log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
 
     def status(self) -> list[dict[str, Any]]:
         """One dict a GPU in use. Never blocks."""
@@ -227,7 +238,9 @@ class Gpus:
     def close(self) -> None:
         """Give back what is left. No copy may be under way. Safe twice."""
         with self._change:
-            for gpu in self._gpus.values():
-                gpu.registrations = 1
-        for gpu in tuple(self._gpus.values()):
-            self.leave(gpu)
+            left = list(self._gpus.values())
+            self._gpus.clear()
+            for gpu in left:  # to none of the others, which are left next
+                self.pins.pass_on(gpu.context, None)
+        for gpu in left:
+            self._give_back(gpu)

@@ -71,11 +71,11 @@ class Pins:
         """A GPU is in use from now on: register through its context unless another's serves. Never blocks."""
         with self._change:
             if self._context is None:
-                self._begin(context)
+                self._context = context
+                self._begin()
 
-    def _begin(self, context: Any) -> None:
-        self._context = context
-        self._refused.clear()
+    def _begin(self) -> None:
+        self._stopping.set()  # who registered ahead so far has gone past what was another's then
         self._stopping = threading.Event()
         threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True).start()
 
@@ -84,16 +84,17 @@ class Pins:
         with self._change:
             if self._context == context:
                 self._stopping.set()
-                self._context = None
-                if other is not None:
-                    self._begin(other)
+                self._context = other
+                self._refused.clear()
 
     def give_up(self, context: Any) -> None:
-        """Give up what is registered in a context that was passed on, or register it in the one that follows.
+        """Give up what is registered in a context that was passed on; after that, the one that follows registers it anew.
 
         Blocks while copies that touch it end. What the driver refuses is logged.
         """
+        given_up = False
         while (piece := self._next_of(context)) is not None:
+            given_up = True
             try:
                 with self._driver.current(context):
                     self._driver.call("cuMemHostUnregister", self._place(piece))
@@ -103,7 +104,9 @@ class Pins:
                 with self._change:
                     del self._begun[piece]
                     self._change.notify_all()
-            self._pin(piece)
+        with self._change:
+            if self._context is not None and (given_up or self._stopping.is_set()):
+                self._begin()
 
     def _next_of(self, context: Any) -> int | None:
         """A piece to give up, which nobody touches any more and nobody can until it is given up; None: no more."""
