@@ -88,7 +88,7 @@ class Pins:
                 self._refused.clear()
 
     def give_up(self, context: Any) -> None:
-        """Give up what is registered in a context that was passed on; after that, the one that follows registers it anew.
+        """Give up what is registered in a context that was passed on; then the one that follows registers it anew.
 
         Blocks while copies that touch it end. What the driver refuses is logged.
         """
