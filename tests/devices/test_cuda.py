@@ -110,9 +110,9 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def devices(machine: Machine, arena: Arena) -> Iterator[Devices]:
+def devices(machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     made = Devices(arena, STAGING)
-    prepare(made, "dma", "dma")
+    prepare(made, monkeypatch)
     yield made
     made.close()
     assert os.getpid() not in machine.contexts(0) | machine.contexts(1)
@@ -207,11 +207,13 @@ def test_the_second_of_two_allocations_that_cannot_be_opened_closes_the_first(
     worker.close()
 
 
-def test_a_gpu_without_memory_for_a_context_is_an_error(machine: Machine, arena: Arena) -> None:
+def test_a_gpu_without_memory_for_a_context_is_an_error(
+    machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tight = Machine(gpus=1, total_mib=100)
     with tight.here():
         devices, worker = Devices(arena, STAGING), WorkerProcess(tight.environment())
-        prepare(devices)
+        prepare(devices, monkeypatch)
         model = small()
         layout = build_layout(worker.make(model), model.axes)
         with pytest.raises(DeviceError, match="OUT_OF_MEMORY"):
