@@ -11,7 +11,6 @@ import pytest
 
 from ..devices.test_sharing import MIB, Peer, Raised
 
-
 with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
