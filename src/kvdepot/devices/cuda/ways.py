@@ -5,7 +5,8 @@
     staged   programs gather into (or scatter from) a buffer on the GPU, the copy engines move that in large pieces
 
 Used by copy threads, several at a time, the GPU's context current. Each copy has a slot to itself: a stream, a staging
-buffer and a table of copies for the kernel. The one law: when `run` returns, or raises, no byte is under way any more.
+buffer and a table of copies for the kernel. The one law: when `run` returns, or raises, no byte is under way any more
+(unless the driver fails to wait for its stream: then the GPU's context is lost, and what is under way with it).
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class Ways:
             end = min(end, first + _TABLE_ROWS)
             part = slice(first, end)
             buffer = np.uint64(slot.staging) + (ends[part] - sizes[part] - done)
-            there, here, lengths = merge(buffer, host[part], sizes[part])
+            there, here, lengths = merge(buffer, host[part], sizes[part], plan.edge, plan.cut)
             if is_store:
                 self._launch(buffer, device[part], sizes[part], slot)
                 self._driver.copy_batch(here, there, lengths, slot.stream, is_store)
