@@ -10,6 +10,7 @@ would take longer than the copies (source: CUDA Driver API reference, "Memory Ma
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import uuid
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ __all__ = ["Addresses", "Driver", "DriverError", "load"]
 
 Addresses = npt.NDArray[np.uint64]
 
+_BINDINGS_SINCE = (12, 9, 1)
+"""Older bindings hold the GIL in all calls: the server would stand still while a copy runs."""
 _BATCH_SINCE = 12080
 """CUDA 12.8 brought cuMemcpyBatchAsync; newer drivers keep it as it was then for who asks for that version."""
 _ORDER_STREAM, _ORDER_ANY = 1, 3
@@ -63,9 +66,14 @@ class Driver:
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import driver
+            from cuda.bindings import __version__, driver
         except ImportError as exc:
             raise DeviceError("KV tensors on a GPU need cuda-python: pip install 'kvdepot[cuda]'") from exc
+        if tuple(int(part) for part in re.findall(r"\d+", __version__)[:3]) < _BINDINGS_SINCE:
+            raise DeviceError(
+                f"cuda-bindings {__version__} stop all threads while a GPU is waited for: pip install "
+                f"'cuda-bindings>={'.'.join(map(str, _BINDINGS_SINCE))}'"
+            )
         self.cu: Any = driver
         try:
             (result,) = driver.cuInit(0)
