@@ -279,7 +279,7 @@ _ATTRIBUTES = {
 @_call(1, context=False)
 def cuDeviceGetAttribute(s: _State, attrib: CUdevice_attribute, dev: Any) -> int:
     s.device(dev)
-    return _ATTRIBUTES[attrib]
+    return int(s.process.config.get("attributes", {}).get(attrib.name, _ATTRIBUTES[attrib]))
 
 
 @_call(1, context=False)
