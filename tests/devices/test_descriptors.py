@@ -507,8 +507,8 @@ def test_connections_that_say_nothing_do_not_keep_others_out_for_long(start_work
         silent = []
         for _ in range(12):  # more than are let in
             silent.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+            silent[-1].connect(str(worker.path))  # waits while as many are waiting already
             silent[-1].settimeout(10)
-            silent[-1].connect(str(worker.path))
         assert len(fetch_all(worker.handle)) == 3
         assert [each.recv(100) for each in silent] == [b""] * 12
 
