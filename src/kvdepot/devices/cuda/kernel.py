@@ -20,13 +20,15 @@ from kvdepot.errors import DeviceError
 if TYPE_CHECKING:
     from kvdepot.devices.cuda.driver import Driver
 
-__all__ = ["TILE_BYTES", "Compiled", "CopyKernel"]
+__all__ = ["TILE_BYTES", "Compiled", "CopyKernel", "compiled"]
 
 TILE_BYTES = 16 << 10
 """Largest copy of one row of the table."""
 
 _COMPILER = "kvdepot.devices.cuda.copy_rows"
 _COMPILE_S = 120.0
+_PARAMETERS = 2
+"""Of the kernel as we wrote it."""
 _SHARED_BYTES = 48 << 10
 """Shared memory that a kernel gets without asking the driver for more."""
 
@@ -42,6 +44,20 @@ class Compiled(msgspec.Struct, frozen=True):
     scratch_bytes: int
     blocks_per_cluster: int
 
+    def refuse(self) -> None:
+        """Raises DeviceError for a kernel that wants more than `launch` gives."""
+        wants = []
+        if self.scratch_bytes:
+            wants.append(f"{self.scratch_bytes} bytes of scratch memory")
+        if self.shared_bytes > _SHARED_BYTES:
+            wants.append(f"{self.shared_bytes} bytes of shared memory")
+        if self.blocks_per_cluster != 1:
+            wants.append(f"clusters of {self.blocks_per_cluster} blocks")
+        if self.parameters < _PARAMETERS:
+            wants.append(f"{self.parameters} parameters")
+        if wants:
+            raise DeviceError(f"this Triton makes a copy kernel that wants {', '.join(wants)}: use Triton 3.4 to 3.9")
+
 
 class CopyKernel:
     """The kernel, loaded into one GPU's context."""
@@ -54,14 +70,14 @@ class CopyKernel:
         major = driver.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
         minor = driver.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
         self._driver = driver
-        self._compiled = _compiled(major * 10 + minor)
+        self._compiled = compiled(major * 10 + minor)
         self._module = driver.call("cuModuleLoadData", self._compiled.cubin)
         try:
             self._function = driver.call("cuModuleGetFunction", self._module, self._compiled.name.encode())
         except DeviceError:
             self.close()
             raise
-        scratch = self._compiled.parameters - 2
+        scratch = self._compiled.parameters - _PARAMETERS
         self._nulls = (0,) * scratch
         self._types = (ctypes.c_void_p, ctypes.c_int64) + (ctypes.c_void_p,) * scratch
 
@@ -90,33 +106,21 @@ class CopyKernel:
 
 
 @functools.cache
-def _compiled(arch: int) -> Compiled:
-    """Compiled by a process of its own: the server neither stops nor grows."""
+def compiled(arch: int) -> Compiled:
+    """The kernel for GPUs of compute capability `arch` (90 is 9.0). Blocks; the first time, for a second or two.
+
+    Compiled by a process of its own: the server neither stops nor grows. Raises DeviceError, and tries again next time.
+    """
     if importlib.util.find_spec("triton") is None:
         raise DeviceError("the copy kernel needs Triton, which is not installed: pip install 'kvdepot[cuda]'")
     command = [sys.executable, "-m", _COMPILER, str(arch)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=True)
-        compiled = msgspec.json.decode(done.stdout.splitlines()[-1], type=Compiled)
+        made = msgspec.json.decode(b"".join(done.stdout.splitlines()[-1:]), type=Compiled)
     except subprocess.CalledProcessError as exc:
         said = exc.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {exc.returncode}"]
         raise DeviceError(f"Triton cannot compile the copy kernel for sm_{arch}: {said[-1]}") from exc
-    except (OSError, subprocess.TimeoutExpired, IndexError, msgspec.DecodeError) as exc:
+    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as exc:
         raise DeviceError(f"Triton cannot compile the copy kernel for sm_{arch}: {exc}") from exc
-    return _launchable(compiled)
-
-
-def _launchable(compiled: Compiled) -> Compiled:
-    """Raises DeviceError for a kernel that wants more than `launch` gives."""
-    wants = []
-    if compiled.scratch_bytes:
-        wants.append(f"{compiled.scratch_bytes} bytes of scratch memory")
-    if compiled.shared_bytes > _SHARED_BYTES:
-        wants.append(f"{compiled.shared_bytes} bytes of shared memory")
-    if compiled.blocks_per_cluster != 1:
-        wants.append(f"clusters of {compiled.blocks_per_cluster} blocks")
-    if compiled.parameters < 2:
-        wants.append(f"{compiled.parameters} parameters")
-    if wants:
-        raise DeviceError(f"this Triton makes a copy kernel that wants {', '.join(wants)}: use version 3.4 to 3.9")
-    return compiled
+    made.refuse()
+    return made
