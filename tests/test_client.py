@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import zmq
 
-from kvdepot import connection, wire
+from kvdepot import arena, connection, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.connection import Connection, Watch
+from kvdepot.connection import LINGER_S, Connection, Watch
 from kvdepot.errors import Busy, Unavailable
+from kvdepot.layout import Layout, Mapping, Segment
 
-from .conftest import StartDepot, eventually
+from .conftest import SHM, StartDepot, eventually
 
 
 def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
@@ -67,3 +72,165 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
     assert (stored if is_store else loaded) == {"r"}
     worker.shutdown()
     context.term()
+
+
+# The owner of an arena: a server as far as its lock tells.
+OWNER = """
+import sys
+from kvdepot.arena import Arena
+
+arena = Arena(sys.argv[1], 1 << 20, bytes.fromhex(sys.argv[2]))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+class Server:
+    """A process that owns an arena, and the frames that would reach it; the test answers them."""
+
+    def __init__(self, name: str, boot: bytes) -> None:
+        self.name = name
+        self.boot = boot
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, name, boot.hex()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None and self.process.stdout.readline() == "up\n"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Talk:
+    """A connection whose network and clock are the test's; locks and processes are real."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.server: Server | None = None
+        self.replies: list[bytes] = []
+        self.connection = Connection("ipc:///nowhere", "card", self.send, arena.Watch, lambda: self.now)
+
+    def send(self, frame: bytes) -> bool:
+        """Deliver; all but copies are answered at once."""
+        server = self.server
+        if server is None:
+            return False
+        number, request = frame[: wire.ID_BYTES], wire.decode_request(frame)[1]
+        if isinstance(request, wire.Hello):
+            value: Any = wire.Welcome(wire.VERSION, server.name, 256)
+        elif isinstance(request, wire.Store | wire.Retrieve):
+            return True
+        else:
+            value = None
+        self.replies.append(wire.encode_answer(number, server.boot, value))
+        return True
+
+    def ask(self, request: wire.Request, done: Callable[[Any], None]) -> None:
+        self.connection.ask(request, done)
+        self.hear()
+
+    def hear(self) -> None:
+        while self.replies:
+            self.connection.take(self.replies.pop(0))
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass as a client does that looks every 10 ms."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + 0.01, end)
+            self.connection.expire()
+            self.hear()
+
+
+def layout(device: str) -> Layout:
+    return Layout(
+        [Mapping("kv", 1 << 20, device, b"handle" if device else b"")], [Segment(0, 0, 4096, 4096)], 16, b"f" * 32
+    )
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(name: str = "", boot: bytes = b"boot-one") -> Server:
+        started.append(Server(name or f"kvdepot-test-{uuid.uuid4().hex[:12]}", boot))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+        (SHM / server.name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def talk() -> Iterator[Talk]:
+    talk = Talk()
+    yield talk
+    talk.connection.close()
+
+
+@pytest.mark.parametrize("device", ["", "GPU-0"])
+@pytest.mark.parametrize("successor", ["none", "at once"])
+def test_a_killed_servers_copies_end_at_once_on_the_processor_and_a_moment_later_on_a_gpu(
+    device: str, successor: str, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """What was queued with a GPU's driver may run on when the process is gone and its lock is free."""
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Register(1, layout(device)), lambda value: told.update(registered=value))
+    talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
+    talk.ask(wire.Retrieve(1, []), lambda value: told.update(retrieve=value))
+    assert told == {"registered": None}
+    talk.wait(2 * LINGER_S)
+    assert told == {"registered": None}, "it lives"
+    server.kill()
+    talk.server = start_server(server.name, b"boot-two") if successor == "at once" else None
+    began = talk.now
+    while len(told) < 3:
+        assert talk.now < began + 5.0
+        talk.wait(0.01)
+    took = talk.now - began
+    assert isinstance(told["store"], Unavailable) and isinstance(told["retrieve"], Unavailable)
+    assert LINGER_S <= took < LINGER_S + 0.5 if device else took < 0.5
+
+
+def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Register(1, layout("GPU-0")), lambda value: told.update(registered=value))
+    talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
+    server.kill()
+    talk.server = None
+    talk.ask(wire.Noop(), lambda value: told.update(down=value))
+    assert isinstance(told["down"], Unavailable)
+    assert "store" not in told
+    talk.server = start_server(server.name, b"boot-two")
+    talk.ask(wire.Noop(), lambda value: told.update(up=value))
+    talk.wait(0.05)
+    assert told["up"] is None
+    assert "store" not in told, "the old server's copy may still run"
+    talk.wait(LINGER_S)
+    assert isinstance(told["store"], Unavailable)
+    talk.ask(wire.Store(1, 2, []), lambda value: told.update(again=value))
+    talk.wait(2 * LINGER_S)
+    assert "again" not in told, "the new server has it"
+
+
+def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_address(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    stopped = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Register(1, layout("")), lambda value: told.update(registered=value))
+    talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    talk.server = start_server(boot=b"boot-two")
+    talk.wait(20.0)  # long enough for its silence to be suspected, and the other one to be found
+    talk.ask(wire.Noop(), lambda value: told.update(up=value))
+    assert told == {"registered": None, "up": None}
+    assert talk.connection.boot == b"boot-two"
+    stopped.kill()
+    talk.wait(0.1)
+    assert isinstance(told["store"], Unavailable)

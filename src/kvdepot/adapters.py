@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import secrets
-import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -35,7 +33,8 @@ from kvdepot.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, UnknownRequest
+from kvdepot.errors import BadRequest, KVDepotError, UnknownRequest
+from kvdepot.events import EventQueue, happened
 from kvdepot.keys import HASH_BYTES, engine_hash
 from kvdepot.layout import Layout, build_layout, find_block_axes
 
@@ -62,10 +61,7 @@ log = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0
 """A lookup without an answer by then, and the time that the server's tiers have, counts as a miss."""
-EVENT_S = 60.0
-"""A store or retrieve whose event has not happened by then fails."""
 _SHUTDOWN_S = 5.0
-_EVENT_QUEUE = 4096
 _MAX_FINISHED = 65536
 
 
@@ -242,11 +238,12 @@ class _Transfer:
     shards: list[wire.Shards]
     blocks_in_chunk: int
     is_store: bool
-    event: Any
     ticket: int
     future: MessagingFuture[Any] | None = None  # None: it waits for its event
     error: KVDepotError | None = None
-    born: float = field(default_factory=time.monotonic)
+
+    def fail(self, error: KVDepotError) -> None:
+        self.error = error
 
     def done(self) -> bool:
         return self.error is not None or (self.future is not None and self.future.query())
@@ -291,7 +288,7 @@ class LMCacheMPWorkerAdapter:
         self._failed_blocks: set[int] = set()
         self._tickets = itertools.count(1)
         self._last_ticket = 0
-        self._waiter: _EventWaiter | None = None
+        self._events = EventQueue("kvdepot-events", self._choose_device)
 
     # -- registering
 
@@ -320,6 +317,14 @@ class LMCacheMPWorkerAdapter:
             )
         ).result()
 
+    def _choose_device(self) -> None:
+        """On the thread that asks events: else CUDA's runtime would make a context on the first GPU of the host."""
+        device = next((tensor.device for tensor in self.kv_caches.values()), None)
+        if device is not None and device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(device)
+
     # -- moving bytes
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any) -> None:
@@ -344,22 +349,22 @@ class LMCacheMPWorkerAdapter:
 
     def submit_shards(self, request_ids: Sequence[str], shards: list[wire.Shards], event: Any, is_store: bool) -> None:
         """Store or retrieve chunks whose hashes the caller made. Never blocks."""
-        happened = _happened(event)
+        may_go = happened(event)
         self._last_ticket = next(self._tickets)
-        transfer = _Transfer(list(request_ids), shards, self.blocks_in_chunk, is_store, event, self._last_ticket)
+        transfer = _Transfer(list(request_ids), shards, self.blocks_in_chunk, is_store, self._last_ticket)
         futures = self.store_futures if is_store else self.retrieve_futures
         for request_id in request_ids:
             futures.setdefault(request_id, []).append(transfer)
         if not shards:
             transfer.future = MessagingFuture.resolved(True if is_store else [])
-        elif happened:
+        elif may_go:
             self._send(transfer)
         else:
-            if self._waiter is None:
-                self._waiter = _EventWaiter(self._send)
-            self._waiter.put(transfer)
+            self._events.put(event, partial(self._send, transfer), transfer.fail)
 
     def _send(self, transfer: _Transfer) -> None:
+        if transfer.error is not None:
+            return  # given up while it waited for its event
         request: wire.Store | wire.Retrieve
         if transfer.is_store:
             request = wire.Store(self.instance_id, transfer.ticket, transfer.shards)
@@ -424,6 +429,7 @@ class LMCacheMPWorkerAdapter:
         First set: ids that the engine has reported finished (now or earlier) and that have no store in flight; each at
         most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set.
         """
+        self._events.look()
         self.mq_client.pump()
         self._settle(self.store_futures, self._store_ended)
         loaded = self._settle(self.retrieve_futures, self._retrieve_ended)
@@ -507,8 +513,12 @@ class LMCacheMPWorkerAdapter:
         if not transfers:
             return
         if not self.mq_client.wait(lambda: all(t.done() for t in transfers), timeout_s):
-            self.counters["stores_given_up"] += sum(not t.done() for t in transfers)
+            given_up = [t for t in transfers if not t.done()]
+            self.counters["stores_given_up"] += len(given_up)
             self.mq_client.card.raise_fence(self._last_ticket)
+            for transfer in given_up:
+                if transfer.future is None:
+                    transfer.fail(KVDepotError("its blocks were taken away before its event happened"))
 
     def wait_any(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for a retrieve under way to end; for an engine with nothing else to do."""
@@ -522,55 +532,9 @@ class LMCacheMPWorkerAdapter:
 
     def shutdown(self) -> None:
         """Unregister and close. Safe twice and without a server; blocks 5 s at most."""
-        if self._waiter is not None:
-            self._waiter.stop()
-            self._waiter = None
+        self._events.stop()
         try:
             self.mq_client.ask(wire.Unregister(self.instance_id)).result(_SHUTDOWN_S)
         except KVDepotError as exc:
             log.debug("not unregistered: %s", exc)
         self.mq_client.close()
-
-
-def _happened(event: Any) -> bool:
-    try:
-        return event is None or bool(event.query())
-    except AttributeError as exc:
-        raise BadRequest(f"{event!r:.80} is no event: it has no query()") from exc
-    except Exception as exc:
-        raise KVDepotError(f"the event failed: {exc!r}") from exc
-
-
-class _EventWaiter:
-    """Waits for events off the engine's thread, in order, then sends."""
-
-    def __init__(self, send: Any) -> None:
-        self._send = send
-        self._queue: queue.Queue[_Transfer | None] = queue.Queue(_EVENT_QUEUE)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvdepot-events", daemon=True)
-        self._thread.start()
-
-    def put(self, transfer: _Transfer) -> None:
-        try:
-            self._queue.put_nowait(transfer)
-        except queue.Full:
-            transfer.error = DeadlineExceeded(f"{_EVENT_QUEUE} transfers already wait for their events")
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._queue.put(None)
-        self._thread.join(_SHUTDOWN_S)
-
-    def _run(self) -> None:
-        while (transfer := self._queue.get()) is not None:
-            try:
-                while not _happened(transfer.event):
-                    if time.monotonic() - transfer.born > EVENT_S or self._stopping.wait(0.0002):
-                        raise DeadlineExceeded(f"the event did not happen within {EVENT_S:g} s")
-                self._send(transfer)
-            except KVDepotError as exc:
-                transfer.error = exc
-            except Exception as exc:
-                log.exception("an event could not be awaited")
-                transfer.error = KVDepotError(f"the event could not be awaited: {exc!r}")

@@ -119,6 +119,9 @@ class Arena:
         self.taken_over = False
         self.whole = 0
         """Bytes from the start that the last server's file still had when we took it over."""
+        # Linux closes a dead process's descriptors from the lowest number up, and ends their files the other way round.
+        # So the lock is free only when every driver has ended what it did for us, as long as the file is open under no
+        # number higher than a driver's: it is opened at the start, and must not be duplicated later.
         self._fd = self._open()
         try:
             self.header = self._claim(boot)

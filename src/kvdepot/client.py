@@ -13,6 +13,8 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import zmq
@@ -23,6 +25,7 @@ from kvdepot.config import default_key
 from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
 from kvdepot.curve import read_client_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
+from kvdepot.events import EventQueue
 from kvdepot.shm import Card
 
 __all__ = ["MessageQueueClient", "MessagingFuture"]
@@ -106,6 +109,19 @@ class MessagingFuture(Generic[T]):
         self._client = None
 
 
+@dataclass(frozen=True, slots=True)
+class _DeviceWork:
+    """All that this process has asked of a device so far, as an event that is waited for by asking."""
+
+    device: str
+
+    def query(self) -> bool:
+        from kvdepot.devices import finish
+
+        finish(self.device)
+        return True
+
+
 class MessageQueueClient:
     """A connection to one server. Safe to use from several threads; `close` it.
 
@@ -124,6 +140,8 @@ class MessageQueueClient:
         self.chains = contract.Chains()
         self._lock = threading.RLock()
         self._closed = False
+        self._events = EventQueue("kvdepot-device-work")
+        self._device_work: dict[str, _DeviceWork] = {}  # one a device: who waits for it together waits once
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + os.urandom(15))
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -170,7 +188,20 @@ class MessageQueueClient:
         call = contract.translate(request_type, payloads, self.chunk_size, self.chains)
         if call is None:
             return MessagingFuture.resolved(contract.nothing_to_do(request_type, payloads))
-        return self.ask(call.request, lambda value: contract.check_type(call.convert(value), expected))
+        future: MessagingFuture[Any] = MessagingFuture(
+            self, lambda value: contract.check_type(call.convert(value), expected)
+        )
+        request = call.request
+        device = ""
+        if call.after_device and isinstance(request, wire.Store | wire.Retrieve):
+            with self._lock:
+                device = self._connection.device(request.instance)
+        if device:
+            work = self._device_work.setdefault(device, _DeviceWork(device))
+            self._events.put(work, partial(self._ask, request, future, None), future._finish)
+        else:
+            self._ask(request, future, DEADLINE_S)
+        return future
 
     @property
     def chunk_size(self) -> int:
@@ -194,9 +225,12 @@ class MessageQueueClient:
     ) -> MessagingFuture[Any]:
         """Send a message of the wire; never blocks. deadline_s None: until answered or the server is gone."""
         future: MessagingFuture[Any] = MessagingFuture(self, convert)
+        self._ask(request, future, deadline_s)
+        return future
+
+    def _ask(self, request: wire.Request, future: MessagingFuture[Any], deadline_s: float | None) -> None:
         with self._lock:
             self._connection.ask(request, future._finish, deadline_s)
-        return future
 
     # -- hearing
 
@@ -236,7 +270,11 @@ class MessageQueueClient:
             self._connection.take(frame)
 
     def close(self) -> None:
-        """End the connection; what is in flight fails with Unavailable. Safe twice; blocks 0.2 s at most."""
+        """End the connection; what is in flight fails with Unavailable. Safe twice.
+
+        Blocks 0.2 s at most, 5 s more where requests wait for a device that does not get its work done.
+        """
+        self._events.stop()
         with self._lock:
             if self._closed:
                 return

@@ -2,7 +2,8 @@
 
 Driven by client.py, and by the simulation with a network and a clock that it makes up. The one law: every request
 ends once, with a value or an error. Lookups and the like have deadlines; a store or retrieve ends when the server
-answered, or when the server provably touches no memory any more (its lock on the arena is free, see shm.py).
+answered, or when the server provably touches no memory any more (its lock on the arena is free, see shm.py; and where
+tensors are in a GPU's memory, a moment has passed since).
 
 A server that restarted answers `UnknownClient`. The connection then **recovers**: it says hello, takes its
 registrations back and makes them anew, and repeats the refused requests; callers notice nothing. A copy whose
@@ -15,7 +16,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -45,6 +46,9 @@ _GONE_CHECK_S = 0.2
 _STALE_S = 10.0
 """After this long, a copy's answer is suspected lost."""
 _MAX_REPEATS = 3
+LINGER_S = 1.0
+"""So long after a server's death its GPUs may still run copies that were queued with the driver: no lock tells when the
+driver has taken a dead process's queues down."""
 CHECK_S = 0.01
 """How often `expire` looks."""
 
@@ -68,6 +72,16 @@ class _Pending:
     deadline: float
     born: float
     repeats: int = 0
+
+
+@dataclass(slots=True)
+class _Server:
+    """A boot that has welcomed us."""
+
+    boot: bytes
+    watch: Watch
+    gone_at: float | None = None  # when it was first seen to be gone
+    copies: list[int] = field(default_factory=list)  # unanswered when its successor welcomed us
 
 
 class Connection:
@@ -101,7 +115,9 @@ class Connection:
         self._registered: dict[int, wire.Register] = {}
         self._recovering: set[int] = set()  # numbers of our own hello and registrations
         self._lost: list[int] = []  # sent before the connection was made anew, unanswered
-        self._watch: Watch | None = None
+        self._server: _Server | None = None
+        self._former: list[_Server] = []  # predecessors that may still touch blocks
+        self._linger_s = 0.0  # how long after its death a server may; more once tensors are on a device
         self._met = False  # a server has welcomed us at least once
         self._closed = False
         self._patience_s = _PATIENCE_S  # for an answer in recovery; more each time that none comes
@@ -111,6 +127,12 @@ class Connection:
     def __len__(self) -> int:
         """Requests under way."""
         return len(self._pending)
+
+    def device(self, instance: int) -> str:
+        """Where the tensors that were registered under this number are: empty for the processor's memory."""
+        asked = (item.request for item in self._pending.values() if isinstance(item.request, wire.Register))
+        known = [*self._registered.values(), *asked]
+        return next((register.layout.device for register in known if register.instance == instance), "")
 
     # -- asking
 
@@ -125,6 +147,8 @@ class Connection:
                 deadline_s = None
             elif isinstance(request, wire.Lookup) and deadline_s is not None:
                 deadline_s += self.lookup_s
+            if isinstance(request, wire.Register) and request.layout.device:
+                self._linger_s = LINGER_S
             now = self._clock()
             number = next(self._numbers)
             try:
@@ -183,11 +207,14 @@ class Connection:
             self.lose(value)
             return
         welcome = msgspec.convert(value, wire.Welcome)
+        if self._server is not None and self._server.boot != self.boot and not self._is_gone(self._server):
+            self._former.append(self._server)  # a successor has its place, and still it may touch blocks
+            self._server = None
         self._forget_server()
         self.chunk_size = welcome.chunk_size
         self.lookup_s = welcome.lookup_s
         try:
-            self._watch = self._open_watch(welcome.arena, self.boot)
+            self._server = _Server(self.boot, self._open_watch(welcome.arena, self.boot))
         except KVDepotError as exc:
             # Without it nobody could tell whether a server that falls silent still touches blocks.
             self.lose(Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?"))
@@ -211,10 +238,13 @@ class Connection:
             self._patience_s = min(2 * self._patience_s, DEADLINE_S)
         elif not self._recovering:
             for number in self._lost:
-                if number in self._pending and isinstance(self._pending[number].request, wire.EndSession):
+                request = self._pending[number].request if number in self._pending else None
+                if isinstance(request, wire.EndSession):
                     self._parked.append(number)
-                elif number in self._pending:
-                    self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
+                elif isinstance(request, wire.Store | wire.Retrieve) and self._former:
+                    self._former[-1].copies.append(number)
+                elif request is not None:
+                    self._end_lost(number)
             self._lost.clear()
             self._patience_s = _PATIENCE_S
             # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
@@ -225,19 +255,29 @@ class Connection:
                 if number in self._pending and not self._transmit(number):
                     self.lose(self._cut_off())
 
+    def _end_lost(self, number: int) -> None:
+        if number in self._pending:
+            self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
+
+    def _is_gone(self, server: _Server) -> bool:
+        """Whether a server can touch no block any more, through its GPUs either."""
+        if server.gone_at is None and server.watch.is_gone():
+            server.gone_at = self._clock()
+        return server.gone_at is not None and self._clock() - server.gone_at >= self._linger_s
+
     def _forget_server(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._server is not None:
+            self._server.watch.close()
+            self._server = None
 
     def lose(self, error: KVDepotError) -> None:
         """Nothing new reaches the server: it is gone, or only the connection is."""
         self.welcomed = False
-        if self._watch is None or self._watch.is_gone():
+        if (self._server is None or self._is_gone(self._server)) and not self._former:
             self._fail_all(error)
             return
-        # It lives, so it may still touch blocks: only requests that touch none end here. And it holds pins: who ends
-        # a session does so with the next welcome.
+        # It lives, or did a moment ago, so it may still touch blocks: only requests that touch none end here. And it
+        # holds pins: who ends a session does so with the next welcome.
         parked, self._parked = self._parked, deque()
         self._recovering.clear()
         for number, pending in list(self._pending.items()):
@@ -309,9 +349,14 @@ class Connection:
             pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
         if self._parked:
             self._parked = deque(n for n in self._parked if n in self._pending)
-        if self._pending and now - self._last_reply > _GONE_CHECK_S and self._watch is not None:
+        for former in [server for server in self._former if self._is_gone(server)]:
+            self._former.remove(former)
+            former.watch.close()
+            for number in former.copies:
+                self._end_lost(number)
+        if self._pending and now - self._last_reply > _GONE_CHECK_S and self._server is not None:
             self._last_reply = now
-            if self._watch.is_gone():
+            if self._is_gone(self._server):
                 # Whoever is there now does not know us: what was sent to the old one ends with the next welcome.
                 self.welcomed = False
                 self._forget_server()
@@ -323,7 +368,7 @@ class Connection:
             next(iter(self._pending.values())).born = now
         if self._pending and not self.welcomed and not self._recovering:
             reached = self._greet()
-            if not reached and self._met and self._watch is None:
+            if not reached and self._met and self._server is None and not self._former:
                 self._fail_all(self.no_server())
 
     def close(self) -> None:
@@ -332,3 +377,6 @@ class Connection:
             self._closed = True
             self._fail_all(Unavailable("this client is closed"))
             self._forget_server()
+            for former in self._former:
+                former.watch.close()
+            self._former.clear()

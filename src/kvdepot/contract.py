@@ -49,7 +49,9 @@ class RequestType(enum.Enum):
     LOOKUP = "lookup"
     """`[keys]`, one token key or one hash key a chunk -> int: chunks in the longest cached prefix"""
     STORE = "store"
-    """`[keys, instance_id, block_ids: list[int], event_handle: bytes]` -> bool"""
+    """`[keys, instance_id, block_ids: list[int], event_handle: bytes]` -> bool
+
+    event_handle: `ipc_handle()` of the CUDA event to wait for; empty where there is nothing to wait for."""
     RETRIEVE = "retrieve"
     """the same -> list[bool], one a key"""
     END_SESSION = "end_session"
@@ -189,6 +191,8 @@ class Call:
 
     request: wire.Request
     convert: Callable[[Any], Any] = lambda value: value
+    after_device: bool = False
+    """Whether what the tensors' device was asked to do so far must be done before this is sent."""
 
 
 def check_type(value: Any, expected: type[T]) -> T:
@@ -225,9 +229,13 @@ def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, c
             case RequestType.LOOKUP:
                 return _lookup(payloads[0], chunk_size, chains)
             case RequestType.STORE | RequestType.RETRIEVE:
-                keys, instance, block_ids, _event_handle = payloads
-                # On the CPU an event has nothing to wait for: the engine's compute is done when it returns.
-                return _transfer(request_type, keys, instance, block_ids, chunk_size, chains)
+                keys, instance, block_ids, event_handle = payloads
+                call = _transfer(request_type, keys, instance, block_ids, chunk_size, chains)
+                if call is not None:
+                    # The process that made an event cannot open its handle; but what the event stands for was asked
+                    # of the device before, and the device can be waited for.
+                    call.after_device = bool(event_handle)
+                return call
             case RequestType.END_SESSION:
                 chains.drop(payloads[0])
                 return Call(wire.EndSession(payloads[0]))

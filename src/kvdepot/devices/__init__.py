@@ -1,7 +1,7 @@
 """How an engine's KV memory becomes visible to the server, and its bytes move: one module a kind of device.
 
-`share` is the client's end, `Devices` the server's. The one law: nothing above knows which device it is, and what a
-device needs (a driver, a context, pinned memory) is taken when the first worker registers from it.
+`share` and `finish` are the client's end, `Devices` is the server's. The one law: nothing above knows which device it
+is, and what a device needs (a driver, a context, pinned memory) is taken when the first worker registers from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvdepot.devices.cuda import Gpus
 
-__all__ = ["Devices", "share"]
+__all__ = ["Devices", "finish", "share"]
 
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
@@ -37,6 +37,17 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
         return sharing.share(tensor, name)
     raise LayoutError(f"{name or 'tensor'} is on {tensor.device}: only CPU and CUDA tensors can be shared")
+
+
+def finish(device: str) -> None:
+    """Wait until a device (as in layout.Mapping) has done what this process asked of it so far. Raises DeviceError.
+
+    Blocks. The processor has: what computes on it returns when it is done.
+    """
+    if device:
+        from kvdepot.devices.cuda import order
+
+        order.finish(device)
 
 
 class Devices:

@@ -10,6 +10,7 @@ law: vLLM never decodes over a block that is not whole, and neither side ever wa
     step is built         build_connector_meta        loads; stores of chunks this step completes; preempted requests
     worker, before        handle_preemptions          stores of preempted requests end or are made void
     worker, after         start_load_kv, wait_for_save, get_finished
+                          (on a GPU the step may still run: both go behind an event on vLLM's own stream)
     load has ended        update_connector_output     failed blocks: vLLM recomputes, and no second try
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
@@ -21,7 +22,8 @@ one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks too, de
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ import torch
 import vllm
 import zmq
 from blake3 import blake3
+from vllm.device_allocator import alloc_conf
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -39,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -49,7 +53,7 @@ from kvdepot.contract import pack_block_ids
 from kvdepot.devices import share
 from kvdepot.errors import ConfigError
 from kvdepot.keys import ChunkChain, derive_root, salt_tag
-from kvdepot.layout import build_layout
+from kvdepot.layout import Layout, build_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -149,6 +153,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
             self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens, client=client)
         self._context = context
+        self._gpu: torch.device | None = None  # where the KV is, if on one
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[_Transfer] = []
         self._ended: set[str] = set()
@@ -319,26 +324,21 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None, "this connector was made for the scheduler"
         return self._worker
 
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        """Plain memory for the KV: PyTorch's expandable segments are thousands of allocations to share, not one."""
+        conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
+        pooled = self._vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
+        if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
+            return None
+        return _without_expandable_segments(conf)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Share the paged KV with the server. vLLM's views are [blocks, heads, tokens, content]."""
+        """Share the paged KV with the server."""
         backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
-        num_blocks = self._kv_cache_config.num_blocks
-        views, seen = [], set()
-        for name, cache in kv_caches.items():
-            place = (cache.data_ptr(), tuple(cache.shape), cache.stride())
-            if place in seen:
-                continue  # a layer that shares another's KV
-            seen.add(place)
-            if cache.shape[0] % num_blocks:
-                raise ConfigError(
-                    f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide"
-                )
-            if cache.shape[0] != num_blocks:
-                cache = cache.unflatten(0, (num_blocks, -1))  # kernel blocks are parts of a block
-            view = share(cache, name)
-            views.append(view._replace(dtype=f"{view.dtype} {backends}"))
-        self._moves.register_layout(build_layout(views, [0] * len(views)))
+        layout = _layout(kv_caches, self._kv_cache_config.num_blocks, backends)
+        self._moves.register_layout(layout)
         self._moves.kv_caches = kv_caches
+        self._gpu = next(cache.device for cache in kv_caches.values()) if layout.device else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before blocks of preempted requests are overwritten: their stores end, or never become visible."""
@@ -347,15 +347,29 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._moves.give_up_stores(kv_connector_metadata.preempted, _PREEMPTION_S)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Submit this step's loads; they run between steps."""
-        for load in self._orders.loads:
-            self._moves.submit_shards([load.request_id], self._shards([load]), None, is_store=False)
+        """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
+        loads = self._orders.loads
+        event = self._queued() if loads else None
+        for load in loads:
+            self._moves.submit_shards([load.request_id], self._shards([load]), event, is_store=False)
 
     def wait_for_save(self) -> None:
-        """Submit this step's stores; on the CPU the forward pass has written their blocks by now."""
+        """Submit this step's stores: they begin when the forward pass has written their blocks."""
         stores = self._orders.stores
         if stores:
-            self._moves.submit_shards([s.request_id for s in stores], self._shards(stores), None, is_store=True)
+            ids = [store.request_id for store in stores]
+            self._moves.submit_shards(ids, self._shards(stores), self._queued(), is_store=True)
+
+    def _queued(self) -> torch.cuda.Event | None:
+        """An event that happens when all that vLLM has queued on its stream is done; None on the CPU, where it is.
+
+        vLLM calls in the thread and on the stream that it runs models on, and never while it captures a graph.
+        """
+        if self._gpu is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
 
     def _shards(self, transfers: Iterable[_Transfer]) -> list[wire.Shards]:
         # No request id: the scheduler ends pins itself when a load has ended, and two engines may well number
@@ -400,6 +414,35 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._context.term()
 
 
+@contextmanager
+def _without_expandable_segments(conf: str) -> Iterator[None]:
+    """PyTorch takes memory with cudaMalloc meanwhile, from no segment that it has. conf: its settings before."""
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(conf, alloc_conf.EXPANDABLE_SEGMENTS, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(conf)
+
+
+def _layout(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: str) -> Layout:
+    """Share vLLM's paged KV and describe it. Its views are [blocks, heads, tokens, content], whatever lies outermost in
+    memory; where kernels want smaller blocks, several of them stand for one. Raises ConfigError, LayoutError.
+    """
+    views, seen = [], set()
+    for name, cache in kv_caches.items():
+        if cache.shape[0] % num_blocks:
+            raise ConfigError(f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide")
+        if cache.shape[0] != num_blocks:
+            cache = cache.unflatten(0, (num_blocks, -1))
+        view = share(cache, name)  # which may move its bytes: where they lie is known afterwards
+        place = (view.mapping, view.offset, view.shape, view.strides)
+        if place in seen:
+            continue  # a layer that shares another's KV
+        seen.add(place)
+        views.append(view._replace(dtype=f"{view.dtype} {backends}"))
+    return build_layout(views, [0] * len(views))
+
+
 def _settings(extra: dict[str, Any]) -> dict[str, Any]:
     """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types."""
     settings: dict[str, Any] = {"url": default_url(), "key": "", "save_decode": False, "weights_revision": ""}
@@ -432,6 +475,11 @@ def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
             "kvdepot does not serve context parallelism yet: ranks would hold different tokens of a block"
+        )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "kvdepot does not serve sleep mode: a sleeping engine gives its KV's memory away and wakes with other "
+            "memory, while the server still has the old. Start without --enable-sleep-mode"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():

@@ -1,0 +1,140 @@
+"""What a worker has queued on its GPU happens before the server copies: for holders of a CUDA event's handle, too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient, RequestType, send_lmcache_request
+from kvdepot.errors import DeviceError, Unavailable
+from tests.conftest import Depot, StartDepot, eventually
+from tests.standin.machine import VARIABLE, Machine
+
+BLOCKS, BLOCK_BYTES = 16, 1 << 14
+HANDLE = b"\7" * 64
+"""What `ipc_handle()` of an event gives: nothing that its own process could open."""
+
+
+class Worker:
+    """An engine's process as it uses the contract by hand: one tensor on a GPU, and a stream."""
+
+    def __init__(self, depot: Depot) -> None:
+        from cuda.bindings import driver
+
+        self.driver: Any = driver
+        self.call("cuInit", 0)
+        self.context = self.call("cuDevicePrimaryCtxRetain", 0)
+        self.call("cuCtxPushCurrent", self.context)
+        size = BLOCKS * BLOCK_BYTES
+        self.address = int(self.call("cuMemAlloc", size))
+        self.stream = self.call("cuStreamCreate", 1)
+        self.host = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        self.call("cuMemHostRegister", self.host.ctypes.data, size, 1)
+        storage = SimpleNamespace(data_ptr=lambda: self.address, nbytes=lambda: size)
+        self.tensor: Any = SimpleNamespace(
+            device=SimpleNamespace(type="cuda", index=0), dtype="torch.uint8", shape=(BLOCKS, BLOCK_BYTES),
+            data_ptr=lambda: self.address, stride=lambda: (BLOCK_BYTES, 1), element_size=lambda: 1,
+            untyped_storage=lambda: storage,
+        )  # fmt: skip
+        self.client = MessageQueueClient(depot.url, depot.context)
+        self.ask(RequestType.REGISTER_KV_CACHE, 1, [KVCacheHandle(self.tensor, "layer")]).result(20.0)
+
+    def call(self, name: str, *args: Any) -> Any:
+        result, *values = getattr(self.driver, name)(*args)
+        assert result == 0, f"{name}: {result!r}"
+        return values[0] if values else None
+
+    def ask(self, kind: RequestType, *payloads: Any) -> Any:
+        return send_lmcache_request(self.client, kind, list(payloads))
+
+    def compute(self, blocks: list[int]) -> None:
+        """Queue the writing of blocks, as a forward pass does; nobody waits for it."""
+        for block in blocks:
+            at = block * BLOCK_BYTES
+            self.call("cuMemcpyHtoDAsync", self.address + at, self.host.ctypes.data + at, BLOCK_BYTES, self.stream)
+
+    def read(self, block: int) -> bytes:
+        out = np.zeros(BLOCK_BYTES, np.uint8)
+        self.call("cuMemcpyDtoH", out.ctypes.data, self.address + block * BLOCK_BYTES, BLOCK_BYTES)
+        return out.tobytes()
+
+    def close(self) -> None:
+        self.client.close()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    made = Machine()
+    try:
+        with made.here():
+            environment = made.environment()
+            monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+            monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+            yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def worker(machine: Machine, start_depot: StartDepot) -> Iterator[Worker]:
+    made = Worker(start_depot())
+    yield made
+    made.close()
+
+
+def key(first: int) -> IPCCacheEngineKey:
+    return IPCCacheEngineKey("model", 1, 0, tuple(range(first, first + 256)), 0, 256, None, "r")
+
+
+def test_a_store_with_an_events_handle_reads_what_was_queued_before(worker: Worker, machine: Machine) -> None:
+    worker.compute([0, 1, 2, 3])
+    assert worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE).result(20.0) is True
+    assert worker.ask(RequestType.RETRIEVE, [key(0)], 1, [4, 5, 6, 7], b"").result(20.0) == [True]
+    for block in range(4):
+        assert worker.read(block + 4) == worker.host[block * BLOCK_BYTES :][:BLOCK_BYTES].tobytes()
+    assert machine.failures() == []
+
+
+def test_a_retrieve_with_an_events_handle_writes_after_what_was_queued_before(worker: Worker, machine: Machine) -> None:
+    worker.compute([0, 1, 2, 3])
+    worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE).result(20.0)
+    worker.compute([4, 5, 6, 7])  # somebody else's: it must not end up over what is loaded
+    assert worker.ask(RequestType.RETRIEVE, [key(0)], 1, [4, 5, 6, 7], HANDLE).result(20.0) == [True]
+    assert [worker.read(block) for block in range(4, 8)] == [worker.read(block) for block in range(4)]
+
+
+def test_the_caller_waits_for_nothing_and_other_requests_overtake(worker: Worker, machine: Machine) -> None:
+    with machine.gate():
+        worker.compute([0])
+        future = worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE)
+        eventually(lambda: machine.is_held(os.getpid()))
+        assert not future.query()
+        assert future.to_cuda_future() is future
+        assert worker.ask(RequestType.NOOP).result(10.0) == "ok"
+        assert not future.query()
+    assert future.result(20.0) is True
+
+
+def test_a_gpu_that_is_lost_fails_what_waits_for_it(worker: Worker, machine: Machine) -> None:
+    machine.fail("cuCtxSynchronize", "CUDA_ERROR_LAUNCH_FAILED", pid=os.getpid())
+    future = worker.ask(RequestType.RETRIEVE, [key(0)], 1, [0, 1, 2, 3], HANDLE)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        future.result(20.0)
+    assert worker.ask(RequestType.RETRIEVE, [key(0)], 1, [0, 1, 2, 3], HANDLE).result(20.0) == [False]
+
+
+def test_closing_ends_what_waits_for_a_gpu(worker: Worker, machine: Machine) -> None:
+    with machine.gate():
+        worker.compute([0])
+        futures = [worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE)]
+        eventually(lambda: machine.is_held(os.getpid()))
+        futures.append(worker.ask(RequestType.STORE, [key(1)], 1, [0, 1, 2, 3], HANDLE))
+        worker.client.close()
+        for future in futures:
+            with pytest.raises(Unavailable):
+                future.result(0)

@@ -1,0 +1,67 @@
+"""The arena's lock proves that its server touches no memory any more: it is the last thing of a dead server to go."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvdepot.arena import Watch
+from kvdepot.shm import is_locked
+
+from .conftest import SHM
+
+# The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
+OWNER = """
+import os, resource, sys
+from kvdepot import shm
+from kvdepot.arena import Arena
+
+name, first, last, files = *sys.argv[1:4], int(sys.argv[4])
+resource.setrlimit(resource.RLIMIT_NOFILE, (files + 200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+arena = Arena(name, 1 << 20, b"bootboot")
+assert shm.lock(os.open(first, os.O_RDWR))
+for _ in range(files):
+    os.open(first, os.O_RDONLY)
+assert shm.lock(os.open(last, os.O_RDWR))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    yield name
+    (SHM / name).unlink(missing_ok=True)
+
+
+def test_a_killed_servers_lock_is_free_only_after_all_it_opened_later_has_ended(name: str, tmp_path: Path) -> None:
+    """What it opened later is what drivers hold: with it ends what they do for the server."""
+    files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 200, 15_000)
+    later = [tmp_path / "first", tmp_path / "last"]
+    for path in later:
+        path.touch()
+    command = [sys.executable, "-c", OWNER, name, *map(str, later), str(files)]
+    with ExitStack() as stack:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        watch = Watch(name, b"bootboot")
+        stack.callback(watch.close)
+        locks = [os.open(path, os.O_RDONLY) for path in later]
+        for fd in locks:
+            stack.callback(os.close, fd)
+        assert not watch.is_gone() and all(map(is_locked, locks))
+        process.kill()
+        while not watch.is_gone():  # no sleep: it is the first moment that counts
+            pass
+        assert not any(map(is_locked, locks)), "the arena's lock was free while files of drivers were still open"

@@ -1,0 +1,87 @@
+"""What lies where in vLLM's KV: every layout it knows, on the bytes that its own code lays out."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvdepot.devices.cpu import HostTensors
+from kvdepot.mover import CopyPiece
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
+
+BLOCKS, LAYERS, TOKENS = 6, 3, 32
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+ONE_RUN = ("LBHNC", "LBNHC")
+"""Those whose blocks vLLM can split for its kernels: a layer's block is one run of bytes, without a gap to the next."""
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "GQA": ({"num_kv_heads": 2, "head_size": 16}, LAYOUTS, ONE_RUN),
+    "MLA": ({"num_kv_heads": 1, "head_size": 48}, LAYOUTS, (*ONE_RUN, "LHBNC")),
+    "padded": ({"num_kv_heads": 2, "head_size": 16, "page_size_padded": 8192}, (*ONE_RUN, "BLHNC", "BLNHC"), ()),
+}
+"""A spec, the layouts that vLLM makes of it, and those it makes where kernels want smaller blocks."""
+
+
+class Arena:
+    """Memory to copy into."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8)
+
+    def ensure(self, offset: int, size: int) -> bool:
+        return True
+
+
+def laid_out(kind: str, layout: str, kernel_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """vLLM's allocation, of random bytes, and its view of each layer."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheTensor,
+        MLAAttentionSpec,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    assert {known.name for known in KVCacheLayout} == set(LAYOUTS), "vLLM has a layout that nobody has looked at"
+    make = MLAAttentionSpec if kind == "MLA" else FullAttentionSpec
+    spec = make(block_size=TOKENS, dtype=torch.bfloat16, **KINDS[kind][0])
+    order = KVCacheLayout[layout]
+    strides = compute_layout_strides(spec, BLOCKS, LAYERS, order)
+    raw = torch.randint(-128, 128, (spec.page_size_bytes * BLOCKS * LAYERS,), dtype=torch.int8)
+    names = [f"layer.{i}" for i in range(LAYERS)]
+    tensor = KVCacheTensor(len(raw), names, layer_stride=strides[0], block_stride=strides[1])
+    views = create_kv_cache_views(raw, spec, BLOCKS, order, tensor, kernel_block_size=kernel_tokens)
+    return raw, dict(zip(names, views, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kind: str, split: int) -> None:
+    from kvdepot.integrations.vllm import _layout
+
+    for layout in KINDS[kind][split]:
+        raw, caches = laid_out(kind, layout, TOKENS // split)
+        described = _layout({**caches, "shares": caches["layer.0"]}, BLOCKS, "backend")
+        assert described.num_blocks == BLOCKS
+        assert described.block_bytes == LAYERS * split * prod(caches["layer.0"].shape[1:]) * 2, layout
+        # What a retrieve makes of blocks that were stored, as the engine sees them ...
+        arena, extents = Arena(2 * described.block_bytes), [(0, 2 * described.block_bytes)]
+        mapped = HostTensors.open(described)
+        before = raw.clone()
+        mapped.move(arena, [CopyPiece(extents, np.array([4, 1], np.intp))], is_store=True)
+        mapped.move(arena, [CopyPiece(extents, np.array([0, 5], np.intp))], is_store=False)
+        mapped.close()
+        after = raw.clone()
+        # ... is what the engine's own copy of them makes, to the last byte of the allocation.
+        raw.copy_(before)
+        for cache in caches.values():
+            blocks = cache.unflatten(0, (BLOCKS, -1))
+            assert not torch.equal(blocks[0].view(torch.uint8), blocks[4].view(torch.uint8))
+            blocks[0].view(torch.uint8).copy_(blocks[4].view(torch.uint8).clone())
+            blocks[5].view(torch.uint8).copy_(blocks[1].view(torch.uint8).clone())
+        assert torch.equal(raw, after), layout
