@@ -32,7 +32,7 @@ NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 WORKER = """
-import os, sys
+import os, sys, time
 from kvdepot.devices.cuda import descriptors
 
 def export(first, end):
@@ -47,8 +47,10 @@ def export(first, end):
 print(descriptors.offer("one", [100 + n for n in range({pieces})], export).hex(), flush=True)
 {more}
 sys.stdin.read()
+deadline = time.monotonic() + 5
+while len(os.listdir("/proc/self/fd")) >= 20 and time.monotonic() < deadline:
+    time.sleep(0.001)  # the thread may be closing what it has just sent
 print(len(os.listdir("/proc/self/fd")), flush=True)
-sys.stdin.close()
 """
 
 
@@ -132,6 +134,12 @@ def handle_of(path: Path, pieces: int = 3) -> bytes:
 
 def fetch_all(handle: bytes, patience_s: float = 10.0) -> list[tuple[bytes, int]]:
     return [(os.pread(fd, 100, 0), size) for fd, size in descriptors.fetch(handle, patience_s)]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether no thread of a process runs; a signal takes its time to get to each."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 def open_files() -> int:
@@ -587,6 +595,7 @@ def test_a_worker_killed_between_two_messages_is_an_error(start_worker: Callable
 def test_a_stopped_worker_is_waited_for_no_longer_than_patience(start_worker: Callable[..., Worker]) -> None:
     worker = start_worker()
     worker.process.send_signal(signal.SIGSTOP)
+    eventually(lambda: is_stopped(worker.process.pid))
     with pytest.raises(DeviceError, match="in time"):
         fetch_all(worker.handle, patience_s=0.2)
     worker.process.send_signal(signal.SIGCONT)

@@ -137,8 +137,12 @@ class Machine:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+_KEPT = "kvdepot.devices.cuda.kernel"
+"""Knows no driver before it is given one, and what it has compiled is good for the next."""
+
+
 def _met_cuda(name: str) -> bool:
-    return name == "cuda" or name.startswith(("cuda.", "kvdepot.devices.cuda"))
+    return name != _KEPT and (name in ("cuda", "pynvml") or name.startswith(("cuda.", "kvdepot.devices.cuda")))
 
 
 def is_alive(ledger: Path) -> bool:

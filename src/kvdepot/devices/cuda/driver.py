@@ -187,7 +187,8 @@ class Driver:
             for to, start, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
                 self.call("cuMemcpyAsync", to, start, size, stream)
             return
-        assert all(part.dtype == np.uint64 and part.flags.c_contiguous for part in (dst, src, sizes))
+        # The driver reads them as C arrays: a view that repeats one size, say, is none.
+        dst, src, sizes = (np.ascontiguousarray(column) for column in (dst, src, sizes))
         attributes = _Attributes(order=_ORDER_STREAM if is_store else _ORDER_ANY)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code = self._batch(

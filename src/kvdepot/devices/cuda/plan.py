@@ -30,6 +30,9 @@ class Plan:
     device: Addresses
     host: Addresses
     sizes: Addresses
+    edge: int = 0
+    """An address that no copy crosses on the host's side, and each `cut` bytes from there another."""
+    cut: int = 0
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -60,6 +63,8 @@ class Planner:
             np.concatenate([part.device for part in parts] or [np.empty(0, np.uint64)]),
             np.concatenate([part.host for part in parts] or [np.empty(0, np.uint64)]),
             np.concatenate([part.sizes for part in parts] or [np.empty(0, np.uint64)]),
+            host,
+            cut,
         )
 
     def _piece(self, piece: CopyPiece, host: int, cut: int) -> Plan:
@@ -85,12 +90,16 @@ class Planner:
             order = np.argsort(places, kind="stable")
             edges = np.arange(first * cut, last + cut, cut, dtype=np.uint64)
             device, places, sizes = _split(device[order], places[order], sizes[order], edges)
-        return Plan(device, places + np.uint64(host), sizes)
+        return Plan(device, places + np.uint64(host), sizes, host, cut)
 
 
-def merge(device: Addresses, places: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-    """Join copies that follow each other on both sides."""
+def merge(
+    device: Addresses, places: Addresses, sizes: Addresses, edge: int = 0, cut: int = 0
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Join copies that follow each other on both sides, but none across `edge` or a multiple of `cut` from there."""
     joined = (device[:-1] + sizes[:-1] == device[1:]) & (places[:-1] + sizes[:-1] == places[1:])
+    if cut:
+        joined &= (places[1:] - np.uint64(edge)) % np.uint64(cut) != 0
     if not joined.any():
         return device, places, sizes
     first = np.concatenate(([True], ~joined))

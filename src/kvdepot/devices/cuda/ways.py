@@ -186,7 +186,7 @@ class Ways:
             end = min(end, first + _TABLE_ROWS)
             part = slice(first, end)
             buffer = np.uint64(slot.staging) + (ends[part] - sizes[part] - done)
-            there, here, lengths = merge(buffer, host[part], sizes[part])
+            there, here, lengths = merge(buffer, host[part], sizes[part], plan.edge, plan.cut)
             if is_store:
                 self._launch(buffer, device[part], sizes[part], slot)
                 self._driver.copy_batch(here, there, lengths, slot.stream, is_store)

@@ -310,6 +310,13 @@ class Memory:
         _libc.munmap(start - BIAS, size)
         self.process.write()
 
+    def reservation(self, part: Range) -> tuple[int, int]:
+        """The addresses that a range was taken from: of virtual memory all that were reserved with them."""
+        for base, length in self.reserved.items():
+            if part.kind == "virtual" and base <= part.start < base + length:
+                return base, length
+        return part.start, part.size
+
     def map(self, start: int, size: int, offset: int, handle: int) -> None:
         physical = self.of(handle)
         inside = any(base <= start and start + size <= base + length for base, length in self.reserved.items())

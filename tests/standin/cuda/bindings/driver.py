@@ -491,9 +491,9 @@ def cuPointerGetAttribute(s: _State, attribute: CUpointer_attribute, ptr: Any) -
         case kinds.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
             return part.kind == "alloc"
         case kinds.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-            return CUdeviceptr(part.start)
+            return CUdeviceptr(s.memory.reservation(part)[0])
         case kinds.CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-            return part.size
+            return s.memory.reservation(part)[1]
         case kinds.CU_POINTER_ATTRIBUTE_MAPPED:
             return True
         case kinds.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:

@@ -1,0 +1,362 @@
+"""GPUs by the suite of all devices, on the stand-in of NVIDIA's driver: logic, not speed (tests/gpu runs on real ones).
+
+Pieces of pinned memory, the kernel's table and staging buffers are made small, so that most chunks need several.
+Each way of copying runs the whole suite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from kvdepot.arena import Arena
+from kvdepot.devices import Devices
+from kvdepot.errors import DeviceError, KVDepotError, LayoutError
+from kvdepot.layout import build_layout
+from kvdepot.mover import CopyPiece
+from kvdepot.space import PAGE
+from tests.devices.conformance import DeviceConformance, arena_of
+from tests.devices.tensors import Model
+from tests.devices.worker import WorkerProcess
+from tests.standin.machine import Machine
+
+SMALL_PIECES = 10 * PAGE
+SMALL_TABLE = 24
+STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
+"""Four slots; in each a table and three tiles of the kernel's."""
+
+
+def prepare(devices: Devices, *ways: str) -> Any:
+    """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
+    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins", ".ways"))
+    cuda.PIECE_BYTES = pins.PIECE_BYTES = SMALL_PIECES
+    how._TABLE_ROWS = SMALL_TABLE
+    gpus = cuda.Gpus(devices._memory, STAGING)
+    store, retrieve = ways or ("dma", "dma")
+    for uuid in gpus._driver.devices():
+        gpus._choices[uuid] = {True: [(0, store)], False: [(0, retrieve)]}
+    devices._gpus = gpus
+    return gpus
+
+
+class OnStandIn(DeviceConformance):
+    """The suite on GPU 1 of two, with a worker that sees it as its GPU 0."""
+
+    ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
+    how: ClassVar[str] = "one"
+    version: ClassVar[int] = 13000
+    machine: ClassVar[Machine]
+
+    def footprint(self) -> dict[str, Any]:
+        held = self.machine.held_by(os.getpid())
+        del held["counts"]
+        return {**super().footprint(), "held": held, "used": [self.machine.used_bytes(gpu) for gpu in (0, 1)]}
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def standin(cls) -> Iterator[Machine]:
+        cls.machine = Machine(version=cls.version)
+        try:
+            with cls.machine.here():
+                yield cls.machine
+                assert cls.machine.failures() == []
+        finally:
+            cls.machine.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def worker(cls, standin: Machine) -> Iterator[WorkerProcess]:
+        worker = WorkerProcess(standin.environment() | {"CUDA_VISIBLE_DEVICES": "1"}, how=cls.how)
+        yield worker
+        worker.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def devices(cls, arena: Arena, standin: Machine) -> Iterator[Devices]:
+        made = Devices(arena, STAGING)
+        prepare(made, *cls.ways)
+        yield made
+        made.close()
+        assert standin.contexts(0) | standin.contexts(1) <= {0} | {cls.worker_pid(standin)}
+
+    @staticmethod
+    def worker_pid(machine: Machine) -> int:
+        return next((pid for pid in machine.contexts(1) if pid != os.getpid()), 0)
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def busy(cls, devices: Devices, standin: Machine) -> Iterator[None]:
+        """Another worker keeps the GPU in use: the tests need not make its context each time."""
+        other = WorkerProcess(standin.environment(), gpu=1)
+        model = Model().add("mla", 2, 1, 1, 8, "bfloat16")
+        mapped = devices.map(build_layout(other.make(model), model.axes))
+        gpu = next(iter(devices._gpus._gpus.values()))  # type: ignore[union-attr]
+        if not set(cls.ways) <= set(gpu.ways.there):
+            mapped.close()
+            other.close()
+            pytest.skip(gpu.ways.without)
+        yield
+        mapped.close()
+        other.close()
+
+
+class TestDma(OnStandIn):
+    def test_copies_are_batched_in_order_for_stores_only_and_from_pinned_memory(
+        self, worker: WorkerProcess, devices: Devices, arena: Arena
+    ) -> None:
+        before = self.machine.counts(os.getpid())
+        self.footprint()
+        with self.case(worker, devices, arena, Model().add("mla", 4, 2, 1, 8, "bfloat16")) as case:
+            piece = CopyPiece(((arena.header.chunks_start, PAGE),), np.array([3, 1], np.intp))
+            for is_store in (True, False):
+                case.move([piece], is_store)
+        after = self.machine.counts(os.getpid())
+        assert after["batch_order_1"] == before["batch_order_1"] + 1, "STREAM for the store"
+        assert after["batch_order_3"] == before["batch_order_3"] + 1, "ANY for the retrieve"
+        assert after["pageable_copies"] == 0
+
+
+class TestDmaOfAnOldDriver(OnStandIn):
+    """Before 12.8: no batches."""
+
+    version = 12040
+
+
+class TestKernel(OnStandIn):
+    ways = ("kernel", "kernel")
+
+
+class TestStaged(OnStandIn):
+    ways = ("staged", "staged")
+
+
+class TestVirtualMemory(OnStandIn):
+    how = "virtual"
+    ways = ("dma", "staged")
+
+
+class TestAllocationsApart(OnStandIn):
+    how = "each"
+    ways = ("staged", "kernel")
+
+
+# -- what goes wrong
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = Machine()
+    try:
+        with made.here():
+            yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with arena_of(24) as made:
+        yield made
+
+
+@pytest.fixture
+def devices(machine: Machine, arena: Arena) -> Iterator[Devices]:
+    made = Devices(arena, STAGING)
+    prepare(made, "dma", "dma")
+    yield made
+    made.close()
+    assert os.getpid() not in machine.contexts(0) | machine.contexts(1)
+    assert machine.failures() == []
+
+
+@pytest.fixture
+def worker(machine: Machine) -> Iterator[WorkerProcess]:
+    made = WorkerProcess(machine.environment())
+    yield made
+    made.close()
+
+
+suite = DeviceConformance()
+SMALL = [("mla", 6, 2, 1, 512, "bfloat16"), ("keys and values apart", 6, 2, 2, 8, "float16")]
+
+
+def small() -> Model:
+    model = Model()
+    for kind in SMALL:
+        model.add(*kind)
+    return model
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyBatchAsync", "cuStreamCreate", "cuCtxPushCurrent"])
+@pytest.mark.parametrize("is_store", [True, False])
+def test_a_call_that_fails_is_an_error_and_touches_neither_side(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena, function: str, is_store: bool
+) -> None:
+    with suite.case(worker, devices, arena, small()) as case:
+        before = case.fill_arena()
+        extents = ((arena.header.chunks_start, 4 * PAGE),)
+        machine.fail(function, "CUDA_ERROR_OUT_OF_MEMORY", pid=os.getpid())
+        with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            case.move([CopyPiece(extents, np.array([1, 4], np.intp))], is_store)
+        case.assert_tensors_are(case.truth, "the call failed")
+        assert np.array_equal(arena.bytes, before)
+        machine.heal()
+        case.there_and_back([[1, 4]], [[5, 0]], [extents], 0)
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_a_copy_that_fails_under_way_leaves_the_side_that_it_read_untouched(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena, is_store: bool
+) -> None:
+    """Such a failure breaks the context, for good as far as the driver is concerned."""
+    with suite.case(worker, devices, arena, small()) as case:
+        before = case.fill_arena()
+        piece = CopyPiece(((arena.header.chunks_start, 4 * PAGE),), np.array([1, 4], np.intp))
+        machine.fail("copy", "CUDA_ERROR_ECC_UNCORRECTABLE", nth=2, pid=os.getpid())
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="ECC_UNCORRECTABLE"):
+                case.move([piece], is_store)
+        if is_store:
+            case.assert_tensors_are(case.truth, "a store only reads")
+        else:
+            assert np.array_equal(arena.bytes, before)
+    machine.heal()
+    with suite.case(worker, devices, arena, small()) as case:  # the context went with its last registration
+        case.there_and_back([[1, 4]], [[5, 0]], [piece.extents], 0)
+
+
+@pytest.mark.parametrize(
+    "function", ["cuDevicePrimaryCtxRetain", "cuIpcOpenMemHandle", "cuMemGetAddressRange", "cuDeviceGetUuid"]
+)
+def test_a_registration_that_fails_keeps_nothing(
+    machine: Machine, devices: Devices, worker: WorkerProcess, function: str
+) -> None:
+    model = small()
+    layout = build_layout(worker.make(model), model.axes)
+    machine.fail(function, "CUDA_ERROR_UNKNOWN", pid=os.getpid())
+    with pytest.raises(DeviceError, match="CUDA_ERROR_UNKNOWN"):
+        devices.map(layout)
+    assert machine.contexts(0) == {worker.process.pid} and devices.status() == []
+    devices.map(layout).close()
+    assert machine.contexts(0) == {worker.process.pid} and devices.status() == []
+
+
+def test_the_second_of_two_allocations_that_cannot_be_opened_closes_the_first(
+    machine: Machine, devices: Devices
+) -> None:
+    worker = WorkerProcess(machine.environment(), how="each")
+    model = small()
+    layout = build_layout(worker.make(model), model.axes)
+    assert len(layout.mappings) == 2
+    machine.fail("cuIpcOpenMemHandle", "CUDA_ERROR_MAP_FAILED", nth=2, pid=os.getpid())
+    with pytest.raises(DeviceError, match="MAP_FAILED"):
+        devices.map(layout)
+    machine.heal()
+    assert machine.held_by(os.getpid())["memory"] == {}
+    devices.map(layout).close()
+    worker.close()
+
+
+def test_a_gpu_without_memory_for_a_context_is_an_error(machine: Machine, arena: Arena) -> None:
+    tight = Machine(gpus=1, total_mib=100)
+    with tight.here():
+        devices, worker = Devices(arena, STAGING), WorkerProcess(tight.environment())
+        prepare(devices)
+        model = small()
+        layout = build_layout(worker.make(model), model.axes)
+        with pytest.raises(DeviceError, match="OUT_OF_MEMORY"):
+            devices.map(layout)
+        assert tight.contexts(0) == {worker.process.pid}
+        worker.close()
+        devices.close()
+    tight.close()
+
+
+def test_memory_of_a_gpu_that_is_not_here_is_an_error_that_names_those_that_are(
+    machine: Machine, devices: Devices, worker: WorkerProcess
+) -> None:
+    model = small()
+    views = [view._replace(device="GPU-00000000-0000-0000-0000-000000000000") for view in worker.make(model)]
+    with pytest.raises(DeviceError, match=r"GPU-7374616e-.*GPU-7374616e-"):
+        devices.map(build_layout(views, model.axes))
+    assert machine.contexts(0) == {worker.process.pid}
+
+
+@pytest.mark.parametrize(
+    "handle", [b"", b"\1" + bytes(64), b"\1short", b"\3" + bytes(64), b"\2", bytes(4096)],
+    ids=["empty", "no memory's", "short", "of no kind", "no offer", "zeros"],
+)  # fmt: skip
+def test_a_handle_that_is_none_is_an_error_and_keeps_nothing(
+    machine: Machine, devices: Devices, worker: WorkerProcess, handle: bytes
+) -> None:
+    model = small()
+    views = [view._replace(handle=handle) for view in worker.make(model)]
+    with pytest.raises(KVDepotError):
+        devices.map(build_layout(views, model.axes))
+    assert machine.contexts(0) == {worker.process.pid} and devices.status() == []
+
+
+def test_a_mapping_that_is_said_to_be_larger_than_its_allocation_is_an_error(
+    machine: Machine, devices: Devices, worker: WorkerProcess
+) -> None:
+    model = small()
+    views = [view._replace(mapping_bytes=view.mapping_bytes + 1) for view in worker.make(model)]
+    with pytest.raises(LayoutError):
+        devices.map(build_layout(views, model.axes))
+    assert machine.contexts(0) == {worker.process.pid}
+
+
+def test_memory_that_cannot_be_exported_is_refused_in_the_worker_with_what_to_set(machine: Machine) -> None:
+    worker = WorkerProcess(machine.environment(), how="closed")
+    with pytest.raises(DeviceError, match="--enable-sleep-mode"):
+        worker.make(small())
+    worker.close()
+
+
+def test_an_arena_that_cannot_be_pinned_is_copied_all_the_same(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    machine.fail("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
+    with suite.case(worker, devices, arena, small()) as case:
+        extents = ((arena.header.chunks_start, 20 * PAGE),)
+        case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 1)
+        assert devices.status()[0]["pinned_bytes"] <= SMALL_PIECES
+
+
+def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    """Memory is registered through the first GPU's context: when that goes, through the other's."""
+    extents = ((arena.header.chunks_start, 20 * PAGE),)
+    other = WorkerProcess(machine.environment(), gpu=1)
+    me = os.getpid()
+    with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
+        assert me in machine.contexts(0) & machine.contexts(1)
+        first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
+        second.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
+        second.mapped.close()
+        assert me not in machine.contexts(1)
+        first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
+    assert me not in machine.contexts(0) | machine.contexts(1)
+    other.close()
+    assert machine.counts(me)["pageable_copies"] == 0
+
+
+def test_nothing_is_taken_of_a_gpu_before_a_worker_registers_from_it(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    assert os.getpid() not in machine.contexts(0) | machine.contexts(1)
+    with suite.case(worker, devices, arena, small()) as case:
+        assert machine.contexts(0) == {os.getpid(), worker.process.pid} and machine.used_bytes(1) == 0
+        assert [gpu["registrations"] for gpu in devices.status()] == [1]
+        extents = ((arena.header.chunks_start, 20 * PAGE),)
+        case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
+        mine = machine.held_by(os.getpid())["memory"]
+        assert sum(size for _, size in mine.values()) <= STAGING + sum(case.model.sizes) + 4096
+    assert machine.contexts(0) == {worker.process.pid}
+    assert machine.held_by(os.getpid())["memory"] == {}

@@ -1,0 +1,505 @@
+"""A worker's GPU memory in the server, on the stand-in for the driver; exporter and importer are real processes.
+
+It proves what is called in which order, and what is given back; that a real driver agrees is for tests/gpu to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ..conftest import eventually
+from ..standin.machine import Machine
+from .test_descriptors import is_stopped
+
+pytestmark = pytest.mark.faults
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+
+
+class Peer:
+    """A process that does what it is told, line by line: tests/devices/peer.py."""
+
+    def __init__(self, machine: Machine, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(HERE / "peer.py")],
+            env={**machine.environment(), **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ask(self, what: str, *args: Any) -> Any:
+        """What that method of the peer answers; raises what it raised, as `Raised`."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([what, *args]) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            _, log = self.process.communicate(timeout=20)
+            pytest.fail(f"the peer is gone:\n{log}")
+        kind, value = json.loads(line)
+        if kind != "ok":
+            raise Raised(kind, value)
+        return value
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=20)
+
+
+class Raised(Exception):
+    """A peer's exception: its type's name and text."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = Machine(gpus=2)
+    yield machine
+    failures = machine.failures()
+    machine.close()
+    assert not failures
+
+
+@pytest.fixture
+def start_peer(machine: Machine) -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def start(**environment: str) -> Peer:
+        peers.append(Peer(machine, **environment))
+        return peers[-1]
+
+    yield start
+    logs = []
+    for peer in peers:
+        if peer.process.poll() is None:
+            _, log = peer.process.communicate("", timeout=20)
+            logs.append(log)
+    assert not any(logs), "".join(logs)
+
+
+@pytest.fixture
+def worker(start_peer: Callable[..., Peer]) -> Peer:
+    return start_peer()
+
+
+@pytest.fixture
+def server(start_peer: Callable[..., Peer]) -> Peer:
+    return start_peer()
+
+
+def held(machine: Machine, peer: Peer) -> dict[str, int]:
+    """What a process holds of the driver's, contexts and memory included."""
+    ledger = machine.held_by(peer.pid)
+    return {**ledger["held"], "memory": len(ledger["memory"]), "contexts": len(ledger["contexts"])}
+
+
+NOTHING = {"memory": 0, "contexts": 0}
+
+
+# -- plain allocations
+
+
+def test_a_plain_allocation_is_seen_by_the_server_byte_for_byte_both_ways(worker: Peer, server: Peer) -> None:
+    view = worker.ask("tensor", "a", 3 * MIB, 100_000, [2, 300, 7], [3000, 10, 1], 2)
+    worker.ask("fill", "a", 1)
+    assert view["mapping_bytes"] == 3 * MIB and view["offset"] == 100_000
+    assert view["strides"] == [6000, 20, 2] and view["shape"] == [2, 300, 7] and view["item_bytes"] == 2
+    number = server.ask("open", view)
+    assert server.ask("sum", number) == worker.ask("sum", "a")
+    server.ask("write", number, 2)
+    assert server.ask("sum", number) == worker.ask("sum", "a")
+    server.ask("close", number)
+
+
+def test_the_gpu_is_found_by_its_uuid_where_numbers_differ(start_peer: Callable[..., Peer]) -> None:
+    worker, server = start_peer(CUDA_VISIBLE_DEVICES="1"), start_peer(CUDA_VISIBLE_DEVICES="1,0")
+    other = start_peer(CUDA_VISIBLE_DEVICES="0")
+    view = worker.ask("tensor", "a", MIB)
+    assert view["device"].startswith("GPU-") and len(view["device"]) == 40
+    worker.ask("fill", "a", 3)
+    number = server.ask("open", view)
+    assert server.ask("sum", number) == worker.ask("sum", "a")
+    server.ask("close", number)
+    with pytest.raises(Raised, match="cannot be seen from here") as refused:
+        other.ask("open", view)
+    assert refused.value.kind == "DeviceError"
+
+
+def test_tensors_of_one_allocation_are_one_mapping(worker: Peer, server: Peer) -> None:
+    worker.ask("allocate", "a", 4 * MIB)
+    views = [worker.ask("view", "a", layer * MIB) for layer in range(4)]
+    assert {(view["mapping"], view["handle"], view["mapping_bytes"]) for view in views} == {
+        (views[0]["mapping"], views[0]["handle"], 4 * MIB)
+    }
+    assert [view["offset"] for view in views] == [layer * MIB for layer in range(4)]
+
+
+def test_other_allocations_are_other_mappings(worker: Peer) -> None:
+    views = [worker.ask("tensor", name, MIB) for name in "abc"]
+    assert len({view["mapping"] for view in views}) == len({view["handle"] for view in views}) == 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "virtual"])
+def test_memory_registered_again_is_mapped_before_the_old_is_closed(
+    machine: Machine, worker: Peer, server: Peer, kind: str
+) -> None:
+    view = worker.ask("tensor" if kind == "plain" else "virtual", "a", 4 * MIB)
+    worker.ask("fill", "a", 4)
+    first = server.ask("open", view)
+    second = server.ask("open", view)
+    server.ask("close", first)
+    server.ask("close", first)  # twice changes nothing
+    assert server.ask("sum", second) == worker.ask("sum", "a")
+    third = server.ask("open", view)
+    server.ask("close", second)
+    assert server.ask("sum", third) == worker.ask("sum", "a")
+    server.ask("close", third)
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+
+
+def test_a_handle_is_open_once_in_the_driver_however_often_it_is_registered(
+    machine: Machine, worker: Peer, server: Peer
+) -> None:
+    view = worker.ask("tensor", "a", MIB)
+    numbers = [server.ask("open", view) for _ in range(3)]
+    assert machine.counts(server.pid)["cuIpcOpenMemHandle"] == 1
+    for number in numbers:
+        server.ask("close", number)
+    assert machine.counts(server.pid)["cuIpcCloseMemHandle"] == 1
+    number = server.ask("open", view)
+    server.ask("close", number)
+    assert machine.counts(server.pid)["cuIpcOpenMemHandle"] == 2
+
+
+@pytest.mark.parametrize("kind", ["tensor", "virtual"])
+def test_many_threads_open_and_close_the_same_memory(machine: Machine, worker: Peer, server: Peer, kind: str) -> None:
+    view = worker.ask(kind, "a", 2 * MIB)
+    worker.ask("fill", "a", 11)
+    assert server.ask("open_from_threads", view, 8, 20) == [worker.ask("sum", "a")] * 160
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+
+
+def test_a_thread_without_a_context_can_share(machine: Machine, worker: Peer, server: Peer) -> None:
+    worker.ask("allocate", "a", MIB)
+    view = worker.ask("view_from_thread", "a")
+    worker.ask("fill", "a", 5)
+    number = server.ask("open", view)
+    assert server.ask("sum", number) == worker.ask("sum", "a")
+    server.ask("close", number)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "virtual"])
+def test_sharing_takes_no_more_of_the_engines_context_than_it_gives_back(
+    machine: Machine, worker: Peer, kind: str
+) -> None:
+    worker.ask(kind, "a", 2 * MIB)
+    assert not machine.counts(worker.pid)["cuDevicePrimaryCtxSetFlags"]
+    assert machine.contexts(0) == {worker.pid}
+    worker.ask("leave")  # the engine's own hold was the last
+    assert machine.contexts(0) == set()
+
+
+def test_a_worker_cannot_open_its_own_memory(worker: Peer) -> None:
+    view = worker.ask("tensor", "a", MIB)
+    with pytest.raises(Raised, match="CUDA_ERROR_INVALID_CONTEXT"):
+        worker.ask("open", view)
+
+
+def test_more_than_there_is_of_an_allocation_is_refused_and_nothing_kept(
+    machine: Machine, worker: Peer, server: Peer
+) -> None:
+    for kind in ("tensor", "virtual"):
+        view = worker.ask(kind, kind, 4 * MIB)
+        with pytest.raises(Raised) as refused:
+            server.ask("open", {**view, "mapping_bytes": 6 * MIB})
+        assert refused.value.kind == "LayoutError"
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+
+
+# -- virtual memory
+
+
+def test_virtual_memory_in_pieces_is_one_range_for_the_server(machine: Machine, worker: Peer, server: Peer) -> None:
+    view = worker.ask("virtual", "a", 20 * MIB, 2 * MIB)
+    assert view["mapping_bytes"] == 20 * MIB and len(view["handle"]) < 300
+    worker.ask("fill", "a", 6)
+    number = server.ask("open", view)
+    assert server.ask("sum", number) == worker.ask("sum", "a")
+    server.ask("write", number, 7)
+    assert server.ask("sum", number) == worker.ask("sum", "a")
+    server.ask("close", number)
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+
+
+def test_a_tensor_inside_an_expandable_segment_brings_only_the_pieces_under_it(worker: Peer, server: Peer) -> None:
+    worker.ask("reserve", "segment", 40 * MIB, 20 * MIB, 2 * MIB)
+    view = worker.ask("part", "segment", 3 * MIB + 512, 6 * MIB)
+    assert view["mapping_bytes"] == 8 * MIB and view["offset"] == MIB + 512
+    same = worker.ask("part", "segment", 3 * MIB + 512, 6 * MIB)
+    assert (same["mapping"], same["handle"]) == (view["mapping"], view["handle"])
+    number = server.ask("open", view)
+    server.ask("write", number, 8)
+    assert worker.ask("sum", "segment", 2 * MIB, 8 * MIB) == server.ask("sum", number)
+    server.ask("close", number)
+
+
+def test_a_thousand_pieces_are_mapped_and_given_back(machine: Machine, start_peer: Callable[..., Peer]) -> None:
+    machine.close()
+    large = Machine(gpus=1, total_mib=4096)
+    try:
+        worker, server = Peer(large), Peer(large)
+        view = worker.ask("virtual", "a", 2000 * MIB, 2 * MIB)
+        number = server.ask("open", view)
+        worker.ask("poke", "a", 1999 * MIB + 5, 77)
+        assert server.ask("peek", number, 1999 * MIB + 5) == 77
+        files = server.ask("files")
+        server.ask("close", number)
+        assert server.ask("files") <= files
+        server.ask("leave")
+        assert held(large, server) == NOTHING
+        assert not large.failures()
+        for peer in (worker, server):
+            _, log = peer.process.communicate("", timeout=20)
+            assert not log
+    finally:
+        large.close()
+
+
+def test_the_worker_keeps_no_descriptor_and_no_hold_on_its_memory(machine: Machine, worker: Peer, server: Peer) -> None:
+    worker.ask("virtual", "warm", 2 * MIB)
+    before = worker.ask("files"), machine.held_by(worker.pid)["held"].get("generic", 0)
+    view = worker.ask("virtual", "a", 20 * MIB, 2 * MIB)
+    number = server.ask("open", view)
+    after = worker.ask("files"), machine.held_by(worker.pid)["held"].get("generic", 0)
+    server.ask("close", number)
+    assert after[1] - before[1] == 10  # the engine's own ten
+    assert eventually(lambda: worker.ask("files") - before[0] <= 10)  # memory of the stand-in is a file a piece
+
+
+def test_what_the_worker_frees_is_free_when_the_server_has_closed_it(
+    machine: Machine, worker: Peer, server: Peer
+) -> None:
+    view = worker.ask("virtual", "a", 8 * MIB)
+    number = server.ask("open", view)
+    contexts = machine.used_bytes(0) - 8 * MIB
+    worker.ask("free_virtual", "a")
+    assert machine.used_bytes(0) - contexts == 8 * MIB
+    server.ask("close", number)
+    assert machine.used_bytes(0) == contexts
+
+
+def test_memory_that_the_worker_has_freed_cannot_be_opened(worker: Peer, server: Peer) -> None:
+    view = worker.ask("virtual", "a", 8 * MIB)
+    worker.ask("free_virtual", "a")
+    with pytest.raises(Raised, match="cannot hand out its device memory: cuMemRetainAllocationHandle") as refused:
+        server.ask("open", view)
+    assert refused.value.kind == "DeviceError"
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuMemAddressReserve", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"],
+)
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_driver_that_refuses_half_way_leaves_nothing_mapped(
+    machine: Machine, worker: Peer, server: Peer, function: str, nth: int
+) -> None:
+    view = worker.ask("virtual", "a", 8 * MIB, 2 * MIB)
+    server.ask("enter")
+    files = server.ask("files")
+    nth = 1 if function in ("cuMemAddressReserve", "cuMemSetAccess") else nth
+    machine.fail(function, "CUDA_ERROR_OUT_OF_MEMORY", nth=nth, pid=server.pid)
+    with pytest.raises(Raised, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY"):
+        server.ask("open", view)
+    machine.heal()
+    assert server.ask("files") == files
+    assert {kind: count for kind, count in held(machine, server).items() if count} == {"contexts": 1}
+    number = server.ask("open", view)
+    server.ask("close", number)
+
+
+def test_a_driver_that_refuses_to_open_leaves_nothing_open(machine: Machine, worker: Peer, server: Peer) -> None:
+    view = worker.ask("tensor", "a", MIB)
+    server.ask("enter")
+    machine.fail("cuIpcOpenMemHandle", "CUDA_ERROR_MAP_FAILED", pid=server.pid)
+    with pytest.raises(Raised, match="CUDA_ERROR_MAP_FAILED"):
+        server.ask("open", view)
+    machine.heal()
+    machine.fail("cuMemGetAddressRange", "CUDA_ERROR_UNKNOWN", pid=server.pid)
+    with pytest.raises(Raised, match="CUDA_ERROR_UNKNOWN"):
+        server.ask("open", view)
+    machine.heal()
+    assert {kind: count for kind, count in held(machine, server).items() if count} == {"contexts": 1}
+    number = server.ask("open", view)
+    server.ask("close", number)
+
+
+def test_unmapping_goes_on_where_one_piece_cannot_be_unmapped(machine: Machine, worker: Peer, server: Peer) -> None:
+    view = worker.ask("virtual", "a", 8 * MIB, 2 * MIB)
+    number = server.ask("open", view)
+    machine.fail("cuMemUnmap", "CUDA_ERROR_UNKNOWN", pid=server.pid)
+    with pytest.raises(Raised, match="cuMem"):
+        server.ask("close", number)
+    machine.heal()
+    assert machine.held_by(server.pid)["held"]["virtual"] == 1  # the one
+    server.ask("close", number)
+
+
+@pytest.mark.parametrize("lie", ["larger", "other"])
+def test_a_worker_that_lies_about_its_pieces_is_refused_by_the_driver(
+    machine: Machine, worker: Peer, server: Peer, lie: str
+) -> None:
+    view = worker.ask("lie", lie)
+    with pytest.raises(Raised, match="CUDA_ERROR_INVALID_VALUE") as refused:
+        server.ask("open", view)
+    assert refused.value.kind == "DriverError"
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+
+
+# -- what cannot be shared
+
+
+@pytest.mark.parametrize(
+    ("reserved", "advice"),
+    [(8 * MIB, "--enable-sleep-mode"), (64 * MIB, "expandable_segments:True")],
+)
+def test_memory_that_is_not_exportable_is_refused_with_what_to_set(worker: Peer, reserved: int, advice: str) -> None:
+    with pytest.raises(Raised) as refused:
+        worker.ask("reserve", "a", reserved, 8 * MIB, 2 * MIB, 0)
+    assert refused.value.kind == "DeviceError"
+    assert advice in str(refused.value) and "layer 0" in str(refused.value)
+    assert len({"--enable-sleep-mode", "expandable_segments:True"} & set(str(refused.value).split())) == 1
+
+
+def test_memory_of_a_pool_is_refused_with_what_to_set(machine: Machine, worker: Peer) -> None:
+    worker.ask("allocate_virtual", "a", 2 * MIB)
+    machine.fail("cuMemRetainAllocationHandle", "CUDA_ERROR_INVALID_VALUE", pid=worker.pid)
+    with pytest.raises(Raised, match="cudaMallocAsync") as refused:
+        worker.ask("part", "a", 0, 2 * MIB)
+    assert refused.value.kind == "DeviceError"
+    machine.heal()
+
+
+def test_a_tensor_without_memory_is_refused(worker: Peer) -> None:
+    with pytest.raises(Raised) as refused:
+        worker.ask("empty")
+    assert refused.value.kind == "LayoutError"
+
+
+# -- ends
+
+
+def test_memory_of_a_killed_worker_stays_until_the_server_closes_it(
+    machine: Machine, worker: Peer, server: Peer
+) -> None:
+    views = [worker.ask("tensor", "a", 2 * MIB), worker.ask("virtual", "b", 4 * MIB)]
+    for name in "ab":
+        worker.ask("fill", name, 9)
+    numbers = [server.ask("open", view) for view in views]
+    sums = [server.ask("sum", number) for number in numbers]
+    path = Path("/dev/shm") / msgspec.msgpack.decode(bytes.fromhex(views[1]["handle"])[1:])[0]
+    worker.kill()
+    assert [server.ask("sum", number) for number in numbers] == sums
+    assert path.exists()
+    for number in numbers:
+        server.ask("close", number)
+    assert not path.exists()  # the dead worker's socket goes with the last of its memory
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+    assert machine.used_bytes(0) == 0
+
+
+def test_a_server_that_starts_anew_maps_the_same_handles(start_peer: Callable[..., Peer], worker: Peer) -> None:
+    views = [worker.ask("tensor", "a", 2 * MIB), worker.ask("virtual", "b", 4 * MIB, 2 * MIB)]
+    for name in "ab":
+        worker.ask("fill", name, 10)
+    first = start_peer()
+    for view in views:
+        first.ask("open", view)
+    first.kill()
+    second = start_peer()
+    numbers = [second.ask("open", view) for view in views]
+    assert [second.ask("sum", number) for number in numbers] == [worker.ask("sum", name) for name in "ab"]
+    for number in numbers:
+        second.ask("close", number)
+
+
+def test_the_server_waits_for_a_stopped_worker_no_longer_than_its_patience(worker: Peer, server: Peer) -> None:
+    view = worker.ask("virtual", "a", 2 * MIB)
+    server.ask("patience", 0.2)
+    with contextlib.ExitStack() as stack:
+        os.kill(worker.pid, signal.SIGSTOP)
+        stack.callback(os.kill, worker.pid, signal.SIGCONT)
+        eventually(lambda: is_stopped(worker.pid))
+        with pytest.raises(Raised, match="in time") as refused:
+            server.ask("open", view)
+    assert refused.value.kind == "DeviceError"
+    number = server.ask("open", view)
+    server.ask("close", number)
+
+
+# -- handles that are none
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [b"", b"\1", b"\1" + bytes(63), b"\1" + bytes(65), b"\2", b"\2\x94", b"\3" + bytes(64), bytes(65), b"\2" * 4096,
+     b"\2" + msgspec.msgpack.encode(["../../etc/passwd", bytes(16), 0, 1]),
+     b"\2" + msgspec.msgpack.encode(["kvdepot-fds-0123456789abcdef", bytes(16), 0, 1])],
+)  # fmt: skip
+def test_a_handle_that_is_none_is_a_layout_error_and_nothing_is_kept(
+    machine: Machine, worker: Peer, server: Peer, handle: bytes
+) -> None:
+    view = worker.ask("tensor", "a", MIB)
+    with pytest.raises(Raised) as refused:
+        server.ask("open", {**view, "handle": handle.hex(), "mapping_bytes": 2 * MIB})
+    assert refused.value.kind == "LayoutError"
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 62, (4 << 20) - 1, 6 << 20, 2 << 20])
+def test_a_size_that_is_not_that_of_the_pieces_is_refused(
+    machine: Machine, worker: Peer, server: Peer, size: int
+) -> None:
+    view = worker.ask("virtual", "a", 4 * MIB, 2 * MIB)
+    with pytest.raises(Raised) as refused:
+        server.ask("open", {**view, "mapping_bytes": size})
+    assert refused.value.kind in ("LayoutError", "DriverError")
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
+
+
+def test_a_handle_of_64_strange_bytes_is_what_the_driver_refuses(machine: Machine, worker: Peer, server: Peer) -> None:
+    view = worker.ask("tensor", "a", MIB)
+    with pytest.raises(Raised, match="CUDA_ERROR_INVALID_HANDLE") as refused:
+        server.ask("open", {**view, "handle": (b"\1" + os.urandom(64)).hex()})
+    assert refused.value.kind == "DriverError"
+    server.ask("leave")
+    assert held(machine, server) == NOTHING
