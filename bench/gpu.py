@@ -8,23 +8,21 @@ made with the driver alone; torch is needed for the matrix products that stores 
 from __future__ import annotations
 
 import importlib.util
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 from common import Peer, Scale, Serve, say
+from device import Gpu, Kind
 from report import Figure, at_least, at_most
 
 from kvdepot import wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
-from kvdepot.devices.cuda.driver import Driver, load
+from kvdepot.devices.cuda.driver import load
 from kvdepot.errors import DeviceError
 
 __all__ = ["run"]
@@ -33,40 +31,22 @@ Ids = npt.NDArray[np.intp]
 
 _CHUNK_TOKENS = 256
 _DEADLINE_S = 60.0
-_ITEM_BYTES = 2  # bf16
 _SLACK_MB = 8.0
 """Memory comes and goes in pieces; what 100 registrations leave behind must be less than a few of those."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How an engine lays its KV out: `layers` allocations of `[blocks, *block]` bf16."""
-
-    name: str
-    layers: int
-    block: tuple[int, ...]
-    block_tokens: int
-    bar: float
-    both_bar: float = 0.0
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one layer."""
-        return math.prod(self.block) * _ITEM_BYTES
-
-
-def _kinds(scale: Scale) -> list[_Kind]:
+def _kinds(scale: Scale) -> list[Kind]:
     return [
-        _Kind("Llama-8B", scale.layers, (2, 16, 8, 128), 16, 0.85, 0.75),
-        _Kind("cross-layer", 1, (scale.layers, 2, 16, 8, 128), 16, 0.95),
-        _Kind("MLA", scale.mla_layers, (64, 576), 64, 0.85),
+        Kind("Llama-8B", scale.layers, (2, 16, 8, 128), 16, 0.85, 0.75),
+        Kind("cross-layer", 1, (scale.layers, 2, 16, 8, 128), 16, 0.95),
+        Kind("MLA", scale.mla_layers, (64, 576), 64, 0.85),
     ]
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """All figures of the first GPU; none, and a line that says why, where there is no GPU."""
     try:
-        gpu = _Gpu(load(), scale.peak_mib << 20)
+        gpu = Gpu(load(), scale.peak_mib << 20)
     except DeviceError as exc:
         say(f"gpu: left out: {exc}")
         return []
@@ -81,7 +61,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     return figures
 
 
-def _measure(scale: Scale, gpu: _Gpu, kind: _Kind, context: zmq.Context[Any], notes: list[str]) -> list[Figure]:
+def _measure(scale: Scale, gpu: Gpu, kind: Kind, context: zmq.Context[Any], notes: list[str]) -> list[Figure]:
     """Everything of one layout."""
     say(f"gpu: {kind.name}, filling the engine's KV")
     blocks = 2 * max(scale.copy_tokens) // kind.block_tokens
@@ -105,7 +85,7 @@ def _measure(scale: Scale, gpu: _Gpu, kind: _Kind, context: zmq.Context[Any], no
 
 
 @contextmanager
-def _serving(gpu: _Gpu, context: zmq.Context[Any], arena_gib: float) -> Iterator[Serve]:
+def _serving(gpu: Gpu, context: zmq.Context[Any], arena_gib: float) -> Iterator[Serve]:
     server = Serve(arena_gib=arena_gib, chunk_size=_CHUNK_TOKENS)
     try:
         server.wait_first_answer(context)
@@ -120,8 +100,8 @@ class _Engine:
     def __init__(
         self,
         scale: Scale,
-        gpu: _Gpu,
-        kind: _Kind,
+        gpu: Gpu,
+        kind: Kind,
         blocks: int,
         caches: dict[str, Any],
         worker: LMCacheMPWorkerAdapter,
@@ -305,7 +285,7 @@ class _Engine:
                 raise RuntimeError("what was retrieved is not what was stored")
 
 
-def _register_often(scale: Scale, gpu: _Gpu, context: zmq.Context[Any]) -> list[Figure]:
+def _register_often(scale: Scale, gpu: Gpu, context: zmq.Context[Any]) -> list[Figure]:
     """Register and unregister, one worker at a time: what is in use at the end, beside what was after the first."""
     say(f"gpu: registering {scale.registrations} times")
     kind = _kinds(scale)[0]
@@ -329,126 +309,10 @@ def _register_often(scale: Scale, gpu: _Gpu, context: zmq.Context[Any]) -> list[
     ]
 
 
-def _torch_has(gpu: _Gpu) -> bool:
+def _torch_has(gpu: Gpu) -> bool:
     """Whether torch can use this GPU; the driver of a stand-in is none that torch knows."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
 
     return torch.cuda.is_available() and gpu.name == torch.cuda.get_device_name(0)
-
-
-class _Gpu:
-    """The first GPU: memory of it, and how fast one copy is."""
-
-    def __init__(self, driver: Driver, peak_bytes: int) -> None:
-        self._driver = driver
-        there = driver.devices()
-        if not there:
-            raise DeviceError("there is no GPU")
-        self._device = next(iter(there.values()))
-        self._bytes = peak_bytes
-        self.name = driver.name(self._device)
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Its context is this thread's meanwhile."""
-        call = self._driver.call
-        context = self._driver.retain(self._device)
-        with self._driver.current(context):
-            flags = self._driver.cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-            self._streams = [int(call("cuStreamCreate", int(flags))) for _ in range(2)]
-            self._memory = [int(call("cuMemAlloc", self._bytes)) for _ in range(2)]
-            self._pinned = [int(call("cuMemHostAlloc", self._bytes, 0)) for _ in range(2)]
-            try:
-                yield
-            finally:
-                for stream in self._streams:
-                    call("cuStreamDestroy", stream)
-                for address in self._memory:
-                    call("cuMemFree", address)
-                for address in self._pinned:
-                    call("cuMemFreeHost", address)
-        self._driver.release(self._device)
-
-    def peak(self, is_store: bool) -> float:
-        """GB/s of one large copy of pinned memory."""
-        begun = time.perf_counter()
-        self._copy(is_store)
-        self._wait(is_store)
-        return self._bytes / (time.perf_counter() - begun) / 1e9
-
-    def peak_both(self) -> float:
-        """GB/s of two, one each way, at once."""
-        begun = time.perf_counter()
-        for is_store in (True, False):
-            self._copy(is_store)
-        for is_store in (True, False):
-            self._wait(is_store)
-        return 2 * self._bytes / (time.perf_counter() - begun) / 1e9
-
-    def _copy(self, is_store: bool) -> None:
-        device, pinned, stream = self._memory[is_store], self._pinned[is_store], self._streams[is_store]
-        if is_store:
-            self._driver.call("cuMemcpyDtoHAsync", pinned, device, self._bytes, stream)
-        else:
-            self._driver.call("cuMemcpyHtoDAsync", device, pinned, self._bytes, stream)
-
-    def _wait(self, is_store: bool) -> None:
-        self._driver.call("cuStreamSynchronize", self._streams[is_store])
-
-    def used_bytes(self) -> int:
-        """Of all processes together."""
-        free, total = self._driver.call("cuMemGetInfo")
-        return int(total) - int(free)
-
-    @contextmanager
-    def tensors(self, kind: _Kind, blocks: int) -> Iterator[dict[str, Any]]:
-        """Layers full of random bytes, an allocation each, as tensors that the worker can share."""
-        rng = np.random.default_rng(3)
-        size = blocks * kind.block_bytes
-        made: list[int] = []
-        try:
-            for _ in range(kind.layers):
-                made.append(int(self._driver.call("cuMemAlloc", size)))
-                random = rng.integers(0, 256, size, np.uint8)
-                self._driver.call("cuMemcpyHtoD", made[-1], random.ctypes.data, size)
-            yield {f"layers.{i}": _Tensor(address, (blocks, *kind.block)) for i, address in enumerate(made)}
-        finally:
-            for address in made:
-                self._driver.call("cuMemFree", address)
-
-    def read(self, tensor: _Tensor) -> npt.NDArray[np.uint8]:
-        """All bytes of it."""
-        data = np.empty(tensor.nbytes(), np.uint8)
-        self._driver.call("cuMemcpyDtoH", data.ctypes.data, tensor.data_ptr(), tensor.nbytes())
-        return data
-
-
-class _Tensor:
-    """What `kvdepot.devices.share` asks of a contiguous torch tensor of bf16 that fills its storage."""
-
-    dtype = "torch.bfloat16"
-    device = SimpleNamespace(type="cuda", index=0)
-
-    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
-        self._address = address
-        self.shape = shape
-
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def element_size(self) -> int:
-        return _ITEM_BYTES
-
-    def storage_offset(self) -> int:
-        return 0
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-
-    def untyped_storage(self) -> _Tensor:
-        return self

@@ -30,6 +30,7 @@ from kvdepot.adapters import (
     striding_block_hashes,
     wrap_kv_caches,
 )
+from kvdepot.keys import ROOT, ChunkChain
 
 from .conftest import Depot, StartDepot, eventually
 
@@ -92,12 +93,14 @@ class Engine:
         world_size: int = 1,
         caches: list[dict[str, torch.Tensor]] | None = None,
         block_size: int = BLOCK,
+        ranks: list[int] | None = None,
     ) -> None:
+        """ranks: which shard each worker holds; by default one worker a shard."""
         self.model = model or unique("model")
         shape = (depot.url, depot.context, self.model, world_size)
         self.scheduler = LMCacheMPSchedulerAdapter(*shape, 0, block_size)
-        self.workers = [LMCacheMPWorkerAdapter(*shape, rank, block_size) for rank in range(world_size)]
-        self.caches = caches or [make_caches() for _ in range(world_size)]
+        self.workers = [LMCacheMPWorkerAdapter(*shape, rank, block_size) for rank in ranks or range(world_size)]
+        self.caches = caches or [make_caches() for _ in self.workers]
         for worker, tensors in zip(self.workers, self.caches, strict=True):
             worker.register_kv_caches(tensors)
 
@@ -716,6 +719,46 @@ def test_storing_the_same_chunk_again_moves_no_bytes(depot: Depot, engine: Engin
     assert read_blocks(engine.caches[0], [8, 9, 10, 11]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, [0, 0]), (2, [0, 0, 1, 1])], ids=["TP 2", "TP 2 and PP 2"])
+def test_replicas_of_a_shard_store_it_once_between_them_and_each_gets_it(
+    depot: Depot, make_engine: MakeEngine, world_size: int, ranks: list[int]
+) -> None:
+    """As tensor-parallel ranks do that hold the same bytes each: those of MLA, or of fewer KV heads than ranks."""
+    shards = [make_caches() for _ in range(world_size)]
+    caches = [{name: tensor.clone() for name, tensor in shards[rank].items()} for rank in ranks]
+    engine = make_engine(world_size=world_size, ranks=ranks, caches=caches)
+    tokens, ids, targets = prompt(2 * CHUNK), list(range(8)), list(range(8, 16))
+    before = depot.status()["counters"]
+    for worker in engine.workers:  # all at once: the later ones find chunks that are not whole yet
+        worker.submit_store_request("r", LoadStoreOp(ids, token_ids=tokens), None)
+    for worker in engine.workers:
+        assert eventually(lambda worker=worker: worker.get_finished({"r"})[0]) == {"r"}
+        assert worker.counters["stores_dropped"] == 0
+    counters = depot.status()["counters"]
+    assert counters["stored_chunks"] - before.get("stored_chunks", 0) == 2 * world_size, "once a shard"
+    assert counters["known_chunks"] - before.get("known_chunks", 0) == 2 * (len(ranks) - world_size)
+    # Pinned for all who will retrieve it, as the connector asks.
+    chain = ChunkChain(CHUNK, ROOT)
+    chain.extend(tokens)
+    engine.scheduler.submit_lookup("l", bytes(chain.hashes), readers=len(ranks))
+    assert wait_lookup(engine.scheduler, "l") == 2 * CHUNK
+    for number in range(len(ranks)):
+        assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens), number, "l") == set()
+        assert read_blocks(caches[number], targets) == read_blocks(caches[number], ids)
+
+
+def test_a_handle_of_an_event_waits_for_nothing_where_tensors_are_on_the_processor(
+    client: MessageQueueClient,
+) -> None:
+    model, tokens, caches = unique("model"), tuple(prompt(CHUNK)), make_caches()
+    ask(client, RequestType.REGISTER_KV_CACHE, 1, wrap_kv_caches(caches))
+    key = IPCCacheEngineKey(model, 1, 0, tokens, 0, CHUNK)
+    assert ask(client, RequestType.STORE, [key], 1, [0, 1, 2, 3], b"\7" * 64) is True
+    assert ask(client, RequestType.RETRIEVE, [key], 1, [4, 5, 6, 7], b"\7" * 64) == [True]
+    assert read_blocks(caches, [4, 5, 6, 7]) == read_blocks(caches, [0, 1, 2, 3])
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvdepot-device-work"]
+
+
 @pytest.mark.parametrize("mode", ["tokens", "hashes"])
 def test_a_batch_stores_and_retrieves_several_requests_and_reports_them_together(engine: Engine, mode: str) -> None:
     worker, caches = engine.worker, engine.caches[0]
@@ -1019,6 +1062,32 @@ def test_a_retrieve_writes_its_blocks_only_after_its_event(engine: Engine) -> No
     event.happen()
     assert eventually(lambda: worker.get_finished(set())[1]) == {"r"}
     assert read_blocks(caches, [4, 5, 6, 7]) == read_blocks(caches, [0, 1, 2, 3])
+
+
+def test_a_retrieve_does_not_wait_behind_the_event_of_an_earlier_store(engine: Engine) -> None:
+    worker, tokens, step, reader = engine.worker, prompt(CHUNK), Later(), Later()
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+    worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), step)
+    worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), reader)
+    reader.happen()
+    assert eventually(lambda: worker.get_finished(set())[1]) == {"r"}
+    assert worker.get_finished({"s"}) == (None, None)
+    step.happen()
+    assert eventually(lambda: worker.get_finished(set())[0]) == {"s"}
+
+
+def test_stores_that_are_given_up_before_their_event_are_never_sent(depot: Depot, engine: Engine) -> None:
+    """The engine reuses the blocks at once: to copy them would be work for nothing."""
+    worker, tokens, event = engine.worker, prompt(CHUNK), Later()
+    worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=tokens), event)
+    worker.give_up_stores({"r"}, 0.01)
+    assert worker.get_finished({"r"})[0] == {"r"}
+    assert worker.counters["stores_given_up"] == worker.counters["stores_dropped"] == 1
+    before = depot.status()["counters"]
+    event.happen()
+    engine.store(LoadStoreOp([4, 5, 6, 7], token_ids=prompt(CHUNK)))
+    assert depot.status()["counters"]["stored_chunks"] - before.get("stored_chunks", 0) == 1
+    assert engine.lookup(token_ids=tokens) == 0
 
 
 def test_submitting_and_polling_never_wait_for_an_event(engine: Engine) -> None:

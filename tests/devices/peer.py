@@ -59,6 +59,7 @@ class Peer:
         self.memory: dict[str, tuple[int, int]] = {}
         self.handles: dict[str, list[Any]] = {}
         self.opened: list[sharing.Opened] = []
+        self.kept: list[Any] = []
 
     def enter(self, device: int = 0) -> None:
         if self.context is None:
@@ -90,6 +91,18 @@ class Peer:
         self.allocate(name, size)
         tensor = DriverTensor(self.memory[name], offset, shape or [size - offset], stride or [1], item)
         return told(sharing.share(tensor, "layer 0"))  # type: ignore[arg-type]
+
+    def torch_tensor(self, name: str, size: int) -> dict[str, Any]:
+        """A tensor from torch's own allocator, however the environment sets that up."""
+        import torch
+
+        self.enter()
+        tensor = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        self.kept.append(tensor)
+        view = sharing.share(tensor, name)
+        self.memory[name] = tensor.data_ptr() - view.offset, view.mapping_bytes
+        return told(view)
 
     def view(self, name: str, offset: int = 0) -> dict[str, Any]:
         return told(sharing.share(DriverTensor(self.memory[name], offset, [16], [1], 1), f"at {offset}"))  # type: ignore[arg-type]
@@ -233,6 +246,10 @@ class Peer:
         data = np.zeros(1, np.uint8)
         self.driver.call("cuMemcpyDtoH", data.ctypes.data, self.opened[number].address + offset, 1)
         return int(data[0])
+
+    def free_bytes(self) -> int:
+        """Of the GPU, as its driver says."""
+        return int(self.driver.call("cuMemGetInfo")[0])
 
     def files(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths

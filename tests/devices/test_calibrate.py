@@ -29,10 +29,12 @@ KIB = 1 << 10
 def machine() -> Iterator[Machine]:
     """Two GPUs, for this process and those it starts."""
     made = Machine()
-    with made.here():
-        yield made
-    assert made.failures() == []
-    made.close()
+    try:
+        with made.here():
+            yield made
+        assert made.failures() == []
+    finally:
+        made.close()
 
 
 # -- the choice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdepot import events
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient, RequestType, send_lmcache_request
 from kvdepot.errors import DeviceError, Unavailable
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import Depot, eventually
 from tests.standin.machine import VARIABLE, Machine
 
 BLOCKS, BLOCK_BYTES = 16, 1 << 14
@@ -67,51 +69,63 @@ class Worker:
         self.client.close()
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
     made = Machine()
     try:
         with made.here():
-            environment = made.environment()
-            monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-            monkeypatch.setenv(VARIABLE, environment[VARIABLE])
             yield made
     finally:
         made.close()
 
 
+@pytest.fixture(scope="module")
+def depot(machine: Machine) -> Iterator[Depot]:
+    environment = machine.environment()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PYTHONPATH", VARIABLE):
+            patch.setenv(name, environment[name])
+        server = Depot()
+    yield server.wait_ready()
+    server.close()
+
+
 @pytest.fixture
-def worker(machine: Machine, start_depot: StartDepot) -> Iterator[Worker]:
-    made = Worker(start_depot())
+def worker(depot: Depot, machine: Machine) -> Iterator[Worker]:
+    made = Worker(depot)
     yield made
     made.close()
-
-
-def key(first: int) -> IPCCacheEngineKey:
-    return IPCCacheEngineKey("model", 1, 0, tuple(range(first, first + 256)), 0, 256, None, "r")
-
-
-def test_a_store_with_an_events_handle_reads_what_was_queued_before(worker: Worker, machine: Machine) -> None:
-    worker.compute([0, 1, 2, 3])
-    assert worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE).result(20.0) is True
-    assert worker.ask(RequestType.RETRIEVE, [key(0)], 1, [4, 5, 6, 7], b"").result(20.0) == [True]
-    for block in range(4):
-        assert worker.read(block + 4) == worker.host[block * BLOCK_BYTES :][:BLOCK_BYTES].tobytes()
     assert machine.failures() == []
 
 
-def test_a_retrieve_with_an_events_handle_writes_after_what_was_queued_before(worker: Worker, machine: Machine) -> None:
+def key() -> IPCCacheEngineKey:
+    """Of a chunk that no other test has."""
+    return IPCCacheEngineKey(uuid.uuid4().hex, 1, 0, tuple(range(256)), 0, 256, None, "r")
+
+
+def test_a_store_with_an_events_handle_reads_what_was_queued_before(worker: Worker) -> None:
+    chunk = key()
     worker.compute([0, 1, 2, 3])
-    worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE).result(20.0)
+    assert worker.ask(RequestType.STORE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(20.0) is True
+    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [4, 5, 6, 7], b"").result(20.0) == [True]
+    for block in range(4):
+        assert worker.read(block + 4) == worker.host[block * BLOCK_BYTES :][:BLOCK_BYTES].tobytes()
+
+
+def test_a_retrieve_with_an_events_handle_writes_after_what_was_queued_before(worker: Worker, machine: Machine) -> None:
+    chunk = key()
+    worker.compute([0, 1, 2, 3])
+    worker.ask(RequestType.STORE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(20.0)
     worker.compute([4, 5, 6, 7])  # somebody else's: it must not end up over what is loaded
-    assert worker.ask(RequestType.RETRIEVE, [key(0)], 1, [4, 5, 6, 7], HANDLE).result(20.0) == [True]
+    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [4, 5, 6, 7], HANDLE).result(20.0) == [True]
     assert [worker.read(block) for block in range(4, 8)] == [worker.read(block) for block in range(4)]
 
 
 def test_the_caller_waits_for_nothing_and_other_requests_overtake(worker: Worker, machine: Machine) -> None:
+    chunk = key()
     with machine.gate():
         worker.compute([0])
-        future = worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE)
+        future = worker.ask(RequestType.STORE, [chunk], 1, [0, 1, 2, 3], HANDLE)
         eventually(lambda: machine.is_held(os.getpid()))
         assert not future.query()
         assert future.to_cuda_future() is future
@@ -121,19 +135,21 @@ def test_the_caller_waits_for_nothing_and_other_requests_overtake(worker: Worker
 
 
 def test_a_gpu_that_is_lost_fails_what_waits_for_it(worker: Worker, machine: Machine) -> None:
+    chunk = key()
     machine.fail("cuCtxSynchronize", "CUDA_ERROR_LAUNCH_FAILED", pid=os.getpid())
-    future = worker.ask(RequestType.RETRIEVE, [key(0)], 1, [0, 1, 2, 3], HANDLE)
+    future = worker.ask(RequestType.RETRIEVE, [chunk], 1, [0, 1, 2, 3], HANDLE)
     with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
         future.result(20.0)
-    assert worker.ask(RequestType.RETRIEVE, [key(0)], 1, [0, 1, 2, 3], HANDLE).result(20.0) == [False]
+    assert worker.ask(RequestType.RETRIEVE, [chunk], 1, [0, 1, 2, 3], HANDLE).result(20.0) == [False]
 
 
-def test_closing_ends_what_waits_for_a_gpu(worker: Worker, machine: Machine) -> None:
+def test_closing_ends_what_waits_for_a_gpu(worker: Worker, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_STOP_S", 0.1)
     with machine.gate():
         worker.compute([0])
-        futures = [worker.ask(RequestType.STORE, [key(0)], 1, [0, 1, 2, 3], HANDLE)]
+        futures = [worker.ask(RequestType.STORE, [key()], 1, [0, 1, 2, 3], HANDLE)]
         eventually(lambda: machine.is_held(os.getpid()))
-        futures.append(worker.ask(RequestType.STORE, [key(1)], 1, [0, 1, 2, 3], HANDLE))
+        futures.append(worker.ask(RequestType.STORE, [key()], 1, [0, 1, 2, 3], HANDLE))
         worker.client.close()
         for future in futures:
             with pytest.raises(Unavailable):

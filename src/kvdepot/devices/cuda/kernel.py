@@ -112,7 +112,7 @@ def compiled(arch: int) -> Compiled:
     Compiled by a process of its own: the server neither stops nor grows. Raises DeviceError, and tries again next time.
     """
     if importlib.util.find_spec("triton") is None:
-        raise DeviceError("the copy kernel needs Triton, which is not installed: pip install 'kvdepot[cuda]'")
+        raise DeviceError("the copy kernel needs Triton, which is not installed: pip install triton")
     command = [sys.executable, "-m", _COMPILER, str(arch)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=True)

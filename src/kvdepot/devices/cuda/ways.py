@@ -5,7 +5,8 @@
     staged   programs gather into (or scatter from) a buffer on the GPU, the copy engines move that in large pieces
 
 Used by copy threads, several at a time, the GPU's context current. Each copy has a slot to itself: a stream, a staging
-buffer and a table of copies for the kernel. The one law: when `run` returns, or raises, no byte is under way any more.
+buffer and a table of copies for the kernel. The one law: when `run` returns, or raises, no byte is under way any more
+(unless the driver fails to wait for its stream: then the GPU's context is lost, and what is under way with it).
 """
 
 from __future__ import annotations
