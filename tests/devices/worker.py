@@ -10,6 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -109,16 +110,19 @@ class GpuMemory:
         call("cuMemSetAccess", base, size, [access], 1)
         return base
 
+    def tensors(self, model: Model) -> dict[str, Any]:
+        """A model's layers, in memory that is made for them."""
+        self.allocate(model.sizes)
+        return {
+            layer.name: DriverTensor(self.gpu, self.addresses[layer.storage], self.sizes[layer.storage], layer)
+            for layer in model.layers
+        }
+
     def make(self, model: Model) -> list[TensorView]:
         """Memory for a model, shared as the adapters do."""
         from kvdepot.devices import share
 
-        self.allocate(model.sizes)
-        tensors: list[Any] = [
-            DriverTensor(self.gpu, self.addresses[layer.storage], self.sizes[layer.storage], layer)
-            for layer in model.layers
-        ]
-        return [share(tensor, layer.name) for tensor, layer in zip(tensors, model.layers, strict=True)]
+        return [share(tensor, name) for name, tensor in self.tensors(model).items()]
 
     def write(self, storages: Sequence[Bytes]) -> None:
         for address, new in zip(self.addresses, storages, strict=True):
@@ -142,8 +146,58 @@ class GpuMemory:
         return int(free), int(total)
 
 
+class Engine(GpuMemory):
+    """A worker as an engine has it: its tensors are registered with a server through the adapter."""
+
+    def connect(self, url: str, name: str, model: Model, block_tokens: int) -> int:
+        """Register; blocks a chunk."""
+        import zmq
+
+        from kvdepot.adapters import LMCacheMPWorkerAdapter
+
+        self.stores: set[str] = set()
+        self.axes = model.axes
+        self.adapter = LMCacheMPWorkerAdapter(url, zmq.Context.instance(), name, 1, 0, block_tokens)
+        self.adapter.register_kv_caches(self.tensors(model), block_axes=model.axes)
+        return self.adapter.blocks_in_chunk
+
+    def register_again(self, times: int) -> None:
+        """The same tensors under the same number, which replaces the registration."""
+        for _ in range(times):
+            self.adapter.register_kv_caches(self.adapter.kv_caches, block_axes=self.axes)
+
+    def begin(self, request: str, ids: list[int], tokens: list[int], is_store: bool) -> None:
+        from kvdepot.adapters import LoadStoreOp
+
+        if is_store:
+            self.stores.add(request)
+        submit = self.adapter.submit_store_request if is_store else self.adapter.submit_retrieve_request
+        submit(request, LoadStoreOp(ids, tokens), None)
+
+    def end(self, request: str, timeout_s: float) -> tuple[bool, list[int]]:
+        """Wait as an engine does, by asking; whether the request's store arrived, and blocks that a load failed."""
+        dropped = self.adapter.counters["stores_dropped"]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            stored, loaded = self.adapter.get_finished(self.stores & {request})
+            if request in (stored or set()) | (loaded or set()):
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{request} has not ended within {timeout_s} s")
+            time.sleep(0.0005)
+        failed = sorted(self.adapter.get_block_ids_with_load_errors())
+        return self.adapter.counters["stores_dropped"] == dropped, failed
+
+    def run(self, request: str, ids: list[int], tokens: list[int], is_store: bool) -> tuple[bool, list[int]]:
+        self.begin(request, ids, tokens, is_store)
+        return self.end(request, 30.0)
+
+    def disconnect(self) -> None:
+        self.adapter.shutdown()
+
+
 class WorkerProcess:
-    """The other end: calls of GpuMemory in a process of its own."""
+    """The other end: calls of Engine in a process of its own."""
 
     def __init__(self, environment: Mapping[str, str], gpu: int = 0, how: str = "one") -> None:
         self._ours, theirs = Pipe()
@@ -156,11 +210,8 @@ class WorkerProcess:
         self.call("open", gpu, how)
 
     def call(self, name: str, *args: Any) -> Any:
-        self._ours.send((name, args))
-        kind, value = self._ours.recv()
-        if kind == "error":
-            raise value
-        return value
+        self.send(name, *args)
+        return self.answer()
 
     def make(self, model: Model) -> list[TensorView]:
         views: list[TensorView] = self.call("make", model)
@@ -173,7 +224,24 @@ class WorkerProcess:
         storages: list[Bytes] = self.call("read")
         return storages
 
+    def send(self, name: str, *args: Any) -> None:
+        """Call without waiting; `answer` is due."""
+        self._ours.send((name, args))
+
+    def answer(self) -> Any:
+        kind, value = self._ours.recv()
+        if kind == "error":
+            raise value
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self.process.kill()
+        self.process.wait(20)
+        self._ours.close()
+
     def close(self) -> None:
+        """Let it end, which it does without tidying up: so do engines. Safe twice."""
         self._ours.close()
         try:
             self.process.wait(20)
@@ -184,7 +252,7 @@ class WorkerProcess:
 
 def main() -> None:
     channel = Connection(int(sys.argv[1]))
-    memory: GpuMemory | None = None
+    memory: Engine | None = None
     while True:
         try:
             name, args = channel.recv()
@@ -192,7 +260,7 @@ def main() -> None:
             return
         try:
             if name == "open":
-                memory = GpuMemory(*args)
+                memory = Engine(*args)
                 channel.send(("ok", os.getpid()))
             else:
                 channel.send(("ok", getattr(memory, name)(*args)))
