@@ -108,8 +108,10 @@ class Driver:
         return {self.uuid(device): device for device in found}
 
     def uuid(self, device: int) -> str:
-        """A GPU's UUID as nvidia-smi writes it."""
-        return f"GPU-{uuid.UUID(bytes=bytes(self.call('cuDeviceGetUuid', device).bytes))}"
+        """A GPU's UUID as nvidia-smi writes it; of a part of a GPU (MIG), the part's."""
+        # Bindings for CUDA 12 have two of it, the older one of which tells the parts of a GPU not apart.
+        name = "cuDeviceGetUuid_v2" if hasattr(self.cu, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        return f"GPU-{uuid.UUID(bytes=bytes(self.call(name, device).bytes))}"
 
     def device(self, wanted: str) -> int:
         """The GPU of this UUID. Raises DeviceError that names those there are."""
