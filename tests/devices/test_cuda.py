@@ -1,14 +1,9 @@
-"""GPUs by the suite of all devices, on the stand-in of NVIDIA's driver: logic, not speed (tests/gpu runs on real ones).
-
-Pieces of pinned memory, the kernel's table and staging buffers are made small, so that most chunks need several.
-Each way of copying runs the whole suite.
-"""
+"""GPUs by the suite of all devices, on the stand-in of NVIDIA's driver: logic, not speed (that is tests/gpu)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,33 +17,14 @@ from kvdepot.mover import CopyPiece
 from kvdepot.space import PAGE
 from tests.devices.conformance import DeviceConformance, arena_of
 from tests.devices.tensors import Model
+from tests.devices.ways import SMALL_PIECES, STAGING, WaysConformance, prepare
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 
-SMALL_PIECES = 10 * PAGE
-SMALL_TABLE = 24
-STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
-"""Four slots; in each a table and three tiles of the kernel's."""
 
-
-def prepare(devices: Devices, *ways: str) -> Any:
-    """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
-    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins", ".ways"))
-    cuda.PIECE_BYTES = pins.PIECE_BYTES = SMALL_PIECES
-    how._TABLE_ROWS = SMALL_TABLE
-    gpus = cuda.Gpus(devices._memory, STAGING)
-    store, retrieve = ways or ("dma", "dma")
-    for uuid in gpus._driver.devices():
-        gpus._choices[uuid] = {True: [(0, store)], False: [(0, retrieve)]}
-    devices._gpus = gpus
-    return gpus
-
-
-class OnStandIn(DeviceConformance):
+class OnStandIn(WaysConformance):
     """The suite on GPU 1 of two, with a worker that sees it as its GPU 0."""
 
-    ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
-    how: ClassVar[str] = "one"
     version: ClassVar[int] = 13000
     machine: ClassVar[Machine]
 
@@ -57,9 +33,9 @@ class OnStandIn(DeviceConformance):
         del held["counts"]
         return {**super().footprint(), "held": held, "used": [self.machine.used_bytes(gpu) for gpu in (0, 1)]}
 
-    @pytest.fixture(scope="class", autouse=True)
+    @pytest.fixture(scope="class")
     @classmethod
-    def standin(cls) -> Iterator[Machine]:
+    def gpus(cls) -> Iterator[Machine]:
         cls.machine = Machine(version=cls.version)
         try:
             with cls.machine.here():
@@ -68,41 +44,10 @@ class OnStandIn(DeviceConformance):
         finally:
             cls.machine.close()
 
-    @pytest.fixture(scope="class")
     @classmethod
-    def worker(cls, standin: Machine) -> Iterator[WorkerProcess]:
-        worker = WorkerProcess(standin.environment() | {"CUDA_VISIBLE_DEVICES": "1"}, how=cls.how)
-        yield worker
-        worker.close()
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def devices(cls, arena: Arena, standin: Machine) -> Iterator[Devices]:
-        made = Devices(arena, STAGING)
-        prepare(made, *cls.ways)
-        yield made
-        made.close()
-        assert standin.contexts(0) | standin.contexts(1) <= {0} | {cls.worker_pid(standin)}
-
-    @staticmethod
-    def worker_pid(machine: Machine) -> int:
-        return next((pid for pid in machine.contexts(1) if pid != os.getpid()), 0)
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def busy(cls, devices: Devices, standin: Machine) -> Iterator[None]:
-        """Another worker keeps the GPU in use: the tests need not make its context each time."""
-        other = WorkerProcess(standin.environment(), gpu=1)
-        model = Model().add("mla", 2, 1, 1, 8, "bfloat16")
-        mapped = devices.map(build_layout(other.make(model), model.axes))
-        gpu = next(iter(devices._gpus._gpus.values()))  # type: ignore[union-attr]
-        if not set(cls.ways) <= set(gpu.ways.there):
-            mapped.close()
-            other.close()
-            pytest.skip(gpu.ways.without)
-        yield
-        mapped.close()
-        other.close()
+    def start_worker(cls, how: str, first: bool) -> WorkerProcess:
+        seen = {"CUDA_VISIBLE_DEVICES": "1"} if first else {}
+        return WorkerProcess(cls.machine.environment() | seen, gpu=0 if first else 1, how=how)
 
 
 class TestDma(OnStandIn):

@@ -12,22 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from tests.conftest import Depot, StartDepot, eventually
-from tests.devices.tensors import Bytes, Model
-from tests.devices.worker import WorkerProcess
+from tests.devices.engines import BLOCK, BLOCKS, Engine, settled, tokens_of
 from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults
 
-BLOCK = 64
-"""Tokens a block: four blocks a chunk."""
-CHUNK = 256
-BLOCKS = 24
 LEAN = ("--gpu-staging-mib", "0")
 """No kernel need be compiled: batched copies alone."""
 
@@ -44,59 +38,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     assert failures == []
 
 
-class Engine:
-    """A worker process whose tensors are registered with a server, and the truth about their bytes."""
-
-    def __init__(self, url: str, gpu: int, how: str, name: str, seed: int) -> None:
-        self.model = Model().add("keys and values apart", BLOCKS, 4, 2, 64, "bfloat16")
-        self.model.add("mla", BLOCKS, 4, 1, 100, "float8_e4m3fn")
-        self.process = WorkerProcess(os.environ, gpu, how)
-        self.draw = np.random.default_rng(seed)
-        self.truth: list[Bytes] = []
-        self.number = 0
-        assert self.process.call("connect", url, name, self.model, BLOCK) == CHUNK // BLOCK
-        self.fill()
-
-    @property
-    def pid(self) -> int:
-        return self.process.process.pid
-
-    def fill(self) -> None:
-        self.truth = [self.draw.integers(0, 256, size, np.uint8) for size in self.model.sizes]
-        self.process.write(self.truth)
-
-    def begin(self, ids: list[int], tokens: list[int], is_store: bool) -> str:
-        self.number += 1
-        self.process.call("begin", f"r{self.number}", ids, tokens, is_store)
-        return f"r{self.number}"
-
-    def end(self, request: str) -> tuple[bool, list[int]]:
-        ended: tuple[bool, list[int]] = self.process.call("end", request, 30.0)
-        return ended
-
-    def store(self, ids: list[int], tokens: list[int]) -> bool:
-        return self.end(self.begin(ids, tokens, True))[0]
-
-    def retrieve(self, ids: list[int], tokens: list[int]) -> list[int]:
-        """Blocks that failed."""
-        return self.end(self.begin(ids, tokens, False))[1]
-
-    def wrong(self, expected: list[Bytes]) -> list[int]:
-        """Bytes of each storage that are not as expected."""
-        return [int((a != b).sum()) for a, b in zip(self.process.read(), expected, strict=True)]
-
-    def round_trip(self, source: list[int], target: list[int], tokens: list[int]) -> None:
-        """Store blocks, fill all memory anew, and get them back elsewhere, with nothing else touched."""
-        assert self.store(source, tokens)
-        self.comes_back(self.truth, source, target, tokens)
-
-    def comes_back(self, stored: list[Bytes], source: list[int], target: list[int], tokens: list[int]) -> None:
-        self.fill()
-        assert self.retrieve(target, tokens) == []
-        self.model.move(stored, self.truth, dict(zip(source, target, strict=True)))
-        assert self.wrong(self.truth) == [0, 0]
-
-
 StartEngine = Callable[..., Engine]
 
 
@@ -105,22 +46,12 @@ def start_engine(machine: Machine) -> Iterator[StartEngine]:
     started: list[Engine] = []
 
     def start(depot: Depot, gpu: int = 0, how: str = "one", name: str = "model") -> Engine:
-        started.append(Engine(depot.url, gpu, how, name, len(started)))
+        started.append(Engine(depot.url, os.environ, gpu, how, name, len(started)))
         return started[-1]
 
     yield start
     for engine in started:
         engine.process.close()
-
-
-def tokens_of(seed: int, chunks: int) -> list[int]:
-    return [seed] * (chunks * CHUNK)
-
-
-def settled(depot: Depot, **expected: int) -> None:
-    """The server holds nothing for anyone; or for as many as expected."""
-    nothing = {"instances": 0, "sessions": 0, "operations": 0, "reserved_shards": 0, "holds": 0} | expected
-    eventually(lambda: nothing.items() <= depot.status().items())
 
 
 @pytest.mark.parametrize("how", ["one", "each", "virtual"])
