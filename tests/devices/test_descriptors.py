@@ -375,7 +375,7 @@ def test_a_socket_of_another_kind_is_refused(socket_file: Path) -> None:
 
 
 def test_a_worker_that_cannot_export_says_why_and_goes_on(start_worker: Callable[..., Worker]) -> None:
-    worker = start_worker(pieces=70, broken=66)
+    worker = start_worker(pieces=70, broken=60)
     before = open_files()
     with pytest.raises(DeviceError, match="the memory is asleep"):
         fetch_all(worker.handle)
