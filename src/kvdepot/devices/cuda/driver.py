@@ -37,7 +37,7 @@ _ORDER_STREAM, _ORDER_ANY = 1, 3
 class DriverError(DeviceError):
     """A call of the driver failed; `result` is the name that CUDA gives to why."""
 
-    def __init__(self, message: str, result: str) -> None:
+    def __init__(self, message: str, result: str = "") -> None:  # a default, or pickle could not make it again
         super().__init__(message)
         self.result = result
 
