@@ -93,14 +93,30 @@ class TestAllocationsApart(OnStandIn):
 # -- what goes wrong
 
 
-@pytest.fixture
-def machine() -> Iterator[Machine]:
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Machine]:
     made = Machine()
     try:
         with made.here():
             yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def worker(gpus: Machine) -> Iterator[WorkerProcess]:
+    made = WorkerProcess(gpus.environment())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def machine(gpus: Machine) -> Iterator[Machine]:
+    """Two GPUs of which the server must have left both at the end."""
+    yield gpus
+    gpus.heal()
+    assert os.getpid() not in gpus.contexts(0) | gpus.contexts(1)
+    assert gpus.failures() == []
 
 
 @pytest.fixture
@@ -110,18 +126,9 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def devices(machine: Machine, arena: Arena) -> Iterator[Devices]:
+def devices(machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     made = Devices(arena, STAGING)
-    prepare(made, "dma", "dma")
-    yield made
-    made.close()
-    assert os.getpid() not in machine.contexts(0) | machine.contexts(1)
-    assert machine.failures() == []
-
-
-@pytest.fixture
-def worker(machine: Machine) -> Iterator[WorkerProcess]:
-    made = WorkerProcess(machine.environment())
+    prepare(made, monkeypatch)
     yield made
     made.close()
 
@@ -207,11 +214,13 @@ def test_the_second_of_two_allocations_that_cannot_be_opened_closes_the_first(
     worker.close()
 
 
-def test_a_gpu_without_memory_for_a_context_is_an_error(machine: Machine, arena: Arena) -> None:
+def test_a_gpu_without_memory_for_a_context_is_an_error(
+    machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tight = Machine(gpus=1, total_mib=100)
     with tight.here():
         devices, worker = Devices(arena, STAGING), WorkerProcess(tight.environment())
-        prepare(devices)
+        prepare(devices, monkeypatch)
         model = small()
         layout = build_layout(worker.make(model), model.axes)
         with pytest.raises(DeviceError, match="OUT_OF_MEMORY"):
@@ -280,6 +289,7 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
     extents = ((arena.header.chunks_start, 20 * PAGE),)
     other = WorkerProcess(machine.environment(), gpu=1)
     me = os.getpid()
+    before = machine.counts(me)
     with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
         assert me in machine.contexts(0) & machine.contexts(1)
         first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
@@ -289,7 +299,7 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
         first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
     assert me not in machine.contexts(0) | machine.contexts(1)
     other.close()
-    assert machine.counts(me)["pageable_copies"] == 0
+    assert machine.counts(me)["pageable_copies"] == before["pageable_copies"]
 
 
 def test_nothing_is_taken_of_a_gpu_before_a_worker_registers_from_it(

@@ -22,11 +22,12 @@ STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
 """Four slots; in each a table and three tiles of the kernel's."""
 
 
-def prepare(devices: Devices, *ways: str) -> Any:
+def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
     """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
     cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins", ".ways"))
-    cuda.PIECE_BYTES = pins.PIECE_BYTES = SMALL_PIECES
-    how._TABLE_ROWS = SMALL_TABLE
+    for module in (cuda, pins):
+        patch.setattr(module, "PIECE_BYTES", SMALL_PIECES)
+    patch.setattr(how, "_TABLE_ROWS", SMALL_TABLE)
     gpus = cuda.Gpus(devices._memory, STAGING)
     store, retrieve = ways or ("dma", "dma")
     for uuid in gpus._driver.devices():
@@ -65,9 +66,10 @@ class WaysConformance(DeviceConformance):
     @classmethod
     def devices(cls, arena: Arena, gpus: object) -> Iterator[Devices]:
         made = Devices(arena, STAGING)
-        prepare(made, *cls.ways)
-        yield made
-        made.close()
+        with pytest.MonkeyPatch.context() as patch:
+            prepare(made, patch, *cls.ways)
+            yield made
+            made.close()
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -59,7 +59,7 @@ class GpuMemory:
     """Memory of one GPU: an allocation for all storages, one each, or pieces of virtual memory."""
 
     def __init__(self, gpu: int, how: str) -> None:
-        """how: "one", "each" or "virtual" (exportable), "closed" (virtual and not exportable)."""
+        """how: "one", "each", "virtual" (exportable), "closed" (virtual, not exportable), or "torch" (its tensors)."""
         from kvdepot.devices.cuda.driver import load
 
         self.driver = load()
@@ -68,11 +68,15 @@ class GpuMemory:
         self.driver.call("cuCtxPushCurrent", self.context)
         self.sizes: list[int] = []
         self.addresses: list[int] = []
+        self.storages: list[Any] = []  # of torch
         self._undo = contextlib.ExitStack()
 
     def allocate(self, sizes: Sequence[int]) -> None:
         self.free()
         self.sizes = list(sizes)
+        if self.how == "torch":
+            self.addresses = [self._of_torch(size) for size in sizes]
+            return
         if self.how == "each":
             self.addresses = [self._allocate(size) for size in sizes]
             return
@@ -87,6 +91,22 @@ class GpuMemory:
         address = int(self.driver.call("cuMemAlloc", size))
         self._undo.callback(self.driver.call, "cuMemFree", address)
         return address
+
+    def _of_torch(self, size: int) -> int:
+        """As torch's caching allocator gives it: somewhere in a segment."""
+        import torch
+
+        made = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{self.gpu}")
+        torch.cuda.synchronize(self.gpu)
+        self.storages.append(made)
+        return made.data_ptr()
+
+    def _layer_of_torch(self, layer: Placed) -> Any:
+        import torch
+
+        item = DTYPES[layer.dtype]
+        flat = self.storages[layer.storage].view(getattr(torch, layer.dtype))
+        return flat.as_strided(layer.shape, [stride // item for stride in layer.strides], layer.offset // item)
 
     def _map(self, size: int, exportable: bool) -> int:
         cu, call = self.driver.cu, self.driver.call
@@ -113,6 +133,8 @@ class GpuMemory:
     def tensors(self, model: Model) -> dict[str, Any]:
         """A model's layers, in memory that is made for them."""
         self.allocate(model.sizes)
+        if self.how == "torch":
+            return {layer.name: self._layer_of_torch(layer) for layer in model.layers}
         return {
             layer.name: DriverTensor(self.gpu, self.addresses[layer.storage], self.sizes[layer.storage], layer)
             for layer in model.layers
@@ -139,6 +161,7 @@ class GpuMemory:
     def free(self) -> None:
         self._undo.close()
         self.addresses.clear()
+        self.storages.clear()
 
     def info(self) -> tuple[int, int]:
         """Free and all bytes of the GPU, as the driver says."""
