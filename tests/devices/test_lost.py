@@ -30,13 +30,15 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.mark.parametrize("how", ["one", "virtual"])
-def test_a_gpu_that_is_left_without_its_context_keeps_nothing_and_stops_no_other(machine: Machine, how: str) -> None:
+def test_a_gpu_that_is_left_without_its_context_keeps_nothing_and_stops_no_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     model = Model().add("mla", 6, 2, 1, 512, "bfloat16")
     me = os.getpid()
     lost, sound = (WorkerProcess(machine.environment(), gpu=gpu, how=how) for gpu in (0, 1))
     with arena_of(24) as arena:
         devices = Devices(arena, STAGING)
-        prepare(devices, "dma", "dma")
+        prepare(devices, monkeypatch)
         extents = ((arena.header.chunks_start, 20 * PAGE),)
         with suite.case(lost, devices, arena, model) as first, suite.case(sound, devices, arena, model) as second:
             first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
