@@ -100,11 +100,17 @@ class DeviceTensors(Mapped):
     def close(self) -> None:
         gpu, self._gpu = self._gpu, None
         if gpu is not None:
-            self._unmap(gpu)
-            self._gpus.leave(gpu)
+            try:
+                self._unmap(gpu)
+            finally:
+                self._gpus.leave(gpu)
 
     def _unmap(self, gpu: Gpu) -> None:
-        with gpu.driver.current(gpu.context):
+        with ExitStack() as held:
+            try:
+                held.enter_context(gpu.driver.current(gpu.context))
+            except DeviceError as exc:  # it is lost; that these are open must be forgotten all the same
+                log.error("%r has lost its context: %s", gpu, exc)
             for opened in self._opened:
                 try:
                     opened.close()
@@ -162,8 +168,12 @@ class Gpus:
                 return
             del self._gpus[gpu.uuid]
             other = next(iter(self._gpus.values()), None)
-            self.pins.detach(gpu.context, other.context if other is not None else None)
-            gpu.close()
+            self.pins.detach(gpu.context)
+            try:
+                gpu.close()
+            finally:
+                if other is not None:
+                    self.pins.attach(other.context)
             log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
 
     def status(self) -> list[dict[str, Any]]:

@@ -67,10 +67,12 @@ class Pins:
     # -- whose context it is
 
     def attach(self, context: Any) -> None:
-        """A GPU is in use from now on: register through its context unless another's serves."""
+        """A GPU is in use: register through its context unless another's serves. Copies may go on."""
         with self._change:
             if self._context is None:
                 self._begin(context)
+                self._moving = False
+                self._change.notify_all()
 
     def _begin(self, context: Any) -> None:
         self._context = context
@@ -78,8 +80,11 @@ class Pins:
         self._thread = threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True)
         self._thread.start()
 
-    def detach(self, context: Any, other: Any) -> None:
-        """A GPU is about to be left; `other`: the context of one that stays, or None. Blocks while copies end."""
+    def detach(self, context: Any) -> None:
+        """A GPU is about to be left. Blocks while copies end; if its context served, others wait until one is attached.
+
+        That must be after this context's end: what cannot be given up in one that is lost goes with it.
+        """
         with self._change:
             if self._context != context:
                 return
@@ -89,15 +94,15 @@ class Pins:
         with self._change:
             self._moving = True
             self._change.wait_for(lambda: not self._users and not self._begun)
-            with self._driver.current(context):
-                for piece in self._pinned:
-                    self._unregister(piece)
+            try:
+                with self._driver.current(context):
+                    for piece in self._pinned:
+                        self._unregister(piece)
+            except DriverError as exc:
+                log.warning("the arena's registrations go with their context: %s", exc)
             self._pinned.clear()
             self._refused.clear()
-            self._context, self._moving = None, False
-            if other is not None:
-                self._begin(other)
-            self._change.notify_all()
+            self._context = None
 
     # -- registering
 

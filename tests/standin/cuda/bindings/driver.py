@@ -104,7 +104,7 @@ _ATTRIBUTES = {
 @call(1, context=False)
 def cuDeviceGetAttribute(s: State, attrib: CUdevice_attribute, dev: Any) -> int:
     s.device(dev)
-    return _ATTRIBUTES[attrib]
+    return int(s.process.config.get("attributes", {}).get(attrib.name, _ATTRIBUTES[attrib]))
 
 
 @call(1, context=False)
