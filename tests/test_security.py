@@ -709,7 +709,6 @@ def test_nothing_prints_a_secret(
     keys: Path, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    caplog.set_level("DEBUG", logger="kvdepot")  # the simulation, in the same process, wants to hear of nothing
     monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
     server = start_depot("--keys", str(keys), "--log-level", "debug")
     engine = Engine(server, keys / "carol.key")

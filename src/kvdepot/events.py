@@ -67,7 +67,6 @@ class EventQueue:
         self._prepare = prepare
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}  # added to by anyone; whoever takes one out ends it
-        self._looking = threading.Lock()
         self._woken = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -93,15 +92,10 @@ class EventQueue:
         self._woken.set()
 
     def look(self) -> None:
-        """Let go what may go. Blocks only where an event's `query` does; nothing while another thread looks."""
-        if not self._waiting or not self._looking.acquire(blocking=False):
-            return
-        try:
-            self._round()
-        finally:
-            self._looking.release()
+        """Let go what may go. Blocks only where an event's `query` does. Several threads may be at it.
 
-    def _round(self) -> None:
+        No lock keeps them apart: who waits for the GIL with it would keep the others from what they could do at once.
+        """
         # Asked once each, for what waits now: the answer may not cover what is added meanwhile.
         waiting_now = list(self._waiting.items())
         answers: dict[int, bool | KVDepotError] = {}

@@ -86,7 +86,8 @@ class Registrations:
         client.instances[request.instance] = instance
         self._files += _files(instance)
         token = Remapping(client, instance, number)
-        return [*actions, Call(token, partial(self._map_layout, request.layout), _lane(instance))]
+        # Mapped before what it replaces is unmapped: a device that nobody has registered from is left, at a price.
+        return [Call(token, partial(self._map_layout, request.layout), _lane(instance)), *actions]
 
     def _check_registrations(self, client: Client, request: wire.Register) -> None:
         """Raise Busy when a client has too many, those counted that are being unmapped, or descriptors run out."""

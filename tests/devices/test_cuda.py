@@ -1,15 +1,10 @@
-"""GPUs by the suite of all devices, on the stand-in of NVIDIA's driver: logic, not speed (tests/gpu runs on real ones).
-
-Pieces of pinned memory, the kernel's table and staging buffers are made small, so that most chunks need several.
-Each way of copying runs the whole suite.
-"""
+"""GPUs by the suite of all devices, on the stand-in of NVIDIA's driver: logic, not speed (that is tests/gpu)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,33 +20,14 @@ from kvdepot.space import PAGE
 from tests.conftest import eventually
 from tests.devices.conformance import TIMEOUT_S, DeviceConformance, arena_of
 from tests.devices.tensors import Model
+from tests.devices.ways import SMALL_PIECES, STAGING, WaysConformance, prepare
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 
-SMALL_PIECES = 10 * PAGE
-SMALL_TABLE = 24
-STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
-"""Four slots; in each a table and three tiles of the kernel's."""
 
-
-def prepare(devices: Devices, *ways: str) -> Any:
-    """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
-    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins", ".ways"))
-    cuda.PIECE_BYTES = pins.PIECE_BYTES = SMALL_PIECES
-    how._TABLE_ROWS = SMALL_TABLE
-    gpus = cuda.Gpus(devices._memory, STAGING)
-    store, retrieve = ways or ("dma", "dma")
-    for uuid in gpus._driver.devices():
-        gpus._choices[uuid] = {True: [(0, store)], False: [(0, retrieve)]}
-    devices._gpus = gpus
-    return gpus
-
-
-class OnStandIn(DeviceConformance):
+class OnStandIn(WaysConformance):
     """The suite on GPU 1 of two, with a worker that sees it as its GPU 0."""
 
-    ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
-    how: ClassVar[str] = "one"
     version: ClassVar[int] = 13000
     machine: ClassVar[Machine]
 
@@ -60,9 +36,9 @@ class OnStandIn(DeviceConformance):
         del held["counts"]
         return {**super().footprint(), "held": held, "used": [self.machine.used_bytes(gpu) for gpu in (0, 1)]}
 
-    @pytest.fixture(scope="class", autouse=True)
+    @pytest.fixture(scope="class")
     @classmethod
-    def standin(cls) -> Iterator[Machine]:
+    def gpus(cls) -> Iterator[Machine]:
         cls.machine = Machine(version=cls.version)
         try:
             with cls.machine.here():
@@ -71,41 +47,10 @@ class OnStandIn(DeviceConformance):
         finally:
             cls.machine.close()
 
-    @pytest.fixture(scope="class")
     @classmethod
-    def worker(cls, standin: Machine) -> Iterator[WorkerProcess]:
-        worker = WorkerProcess(standin.environment() | {"CUDA_VISIBLE_DEVICES": "1"}, how=cls.how)
-        yield worker
-        worker.close()
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def devices(cls, arena: Arena, standin: Machine) -> Iterator[Devices]:
-        made = Devices(arena, STAGING)
-        prepare(made, *cls.ways)
-        yield made
-        made.close()
-        assert standin.contexts(0) | standin.contexts(1) <= {0} | {cls.worker_pid(standin)}
-
-    @staticmethod
-    def worker_pid(machine: Machine) -> int:
-        return next((pid for pid in machine.contexts(1) if pid != os.getpid()), 0)
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def busy(cls, devices: Devices, standin: Machine) -> Iterator[None]:
-        """Another worker keeps the GPU in use: the tests need not make its context each time."""
-        other = WorkerProcess(standin.environment(), gpu=1)
-        model = Model().add("mla", 2, 1, 1, 8, "bfloat16")
-        mapped = devices.map(build_layout(other.make(model), model.axes))
-        gpu = next(iter(devices._gpus._gpus.values()))  # type: ignore[union-attr]
-        if not set(cls.ways) <= set(gpu.ways.there):
-            mapped.close()
-            other.close()
-            pytest.skip(gpu.ways.without)
-        yield
-        mapped.close()
-        other.close()
+    def start_worker(cls, how: str, first: bool) -> WorkerProcess:
+        seen = {"CUDA_VISIBLE_DEVICES": "1"} if first else {}
+        return WorkerProcess(cls.machine.environment() | seen, gpu=0 if first else 1, how=how)
 
 
 class TestDma(OnStandIn):
@@ -151,14 +96,30 @@ class TestAllocationsApart(OnStandIn):
 # -- what goes wrong
 
 
-@pytest.fixture
-def machine() -> Iterator[Machine]:
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Machine]:
     made = Machine()
     try:
         with made.here():
             yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def worker(gpus: Machine) -> Iterator[WorkerProcess]:
+    made = WorkerProcess(gpus.environment())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def machine(gpus: Machine) -> Iterator[Machine]:
+    """Two GPUs of which the server must have left both at the end."""
+    yield gpus
+    gpus.heal()
+    assert os.getpid() not in gpus.contexts(0) | gpus.contexts(1)
+    assert gpus.failures() == []
 
 
 @pytest.fixture
@@ -168,18 +129,9 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def devices(machine: Machine, arena: Arena) -> Iterator[Devices]:
+def devices(machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     made = Devices(arena, STAGING)
-    prepare(made, "dma", "dma")
-    yield made
-    made.close()
-    assert os.getpid() not in machine.contexts(0) | machine.contexts(1)
-    assert machine.failures() == []
-
-
-@pytest.fixture
-def worker(machine: Machine) -> Iterator[WorkerProcess]:
-    made = WorkerProcess(machine.environment())
+    prepare(made, monkeypatch)
     yield made
     made.close()
 
@@ -265,11 +217,13 @@ def test_the_second_of_two_allocations_that_cannot_be_opened_closes_the_first(
     worker.close()
 
 
-def test_a_gpu_without_memory_for_a_context_is_an_error(machine: Machine, arena: Arena) -> None:
+def test_a_gpu_without_memory_for_a_context_is_an_error(
+    machine: Machine, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tight = Machine(gpus=1, total_mib=100)
     with tight.here():
         devices, worker = Devices(arena, STAGING), WorkerProcess(tight.environment())
-        prepare(devices)
+        prepare(devices, monkeypatch)
         model = small()
         layout = build_layout(worker.make(model), model.axes)
         with pytest.raises(DeviceError, match=r"OUT_OF_MEMORY.*--gpu-memory-utilization"):
@@ -338,6 +292,7 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
     extents = ((arena.header.chunks_start, 20 * PAGE),)
     other = WorkerProcess(machine.environment(), gpu=1)
     me = os.getpid()
+    before = machine.counts(me)
     with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
         assert me in machine.contexts(0) & machine.contexts(1)
         first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
@@ -347,14 +302,14 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
         first.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
     assert me not in machine.contexts(0) | machine.contexts(1)
     other.close()
-    assert machine.counts(me)["pageable_copies"] == 0
+    assert machine.counts(me)["pageable_copies"] == before["pageable_copies"]
 
 
 def test_a_gpu_whose_engine_took_all_memory_is_copied_without_staging(
-    machine: Machine, worker: WorkerProcess, arena: Arena
+    machine: Machine, worker: WorkerProcess, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = Devices(arena, STAGING)
-    prepare(devices, "staged", "kernel")
+    prepare(devices, monkeypatch, "staged", "kernel")
     with suite.case(worker, devices, arena, small()) as case:
         machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
         case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [((arena.header.chunks_start, 20 * PAGE),)], 0)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -58,7 +59,7 @@ class GpuMemory:
     """Memory of one GPU: an allocation for all storages, one each, or pieces of virtual memory."""
 
     def __init__(self, gpu: int, how: str) -> None:
-        """how: "one", "each" or "virtual" (exportable), "closed" (virtual and not exportable)."""
+        """how: "one", "each", "virtual" (exportable), "closed" (virtual, not exportable), or "torch" (its tensors)."""
         from kvdepot.devices.cuda.driver import load
 
         self.driver = load()
@@ -67,11 +68,15 @@ class GpuMemory:
         self.driver.call("cuCtxPushCurrent", self.context)
         self.sizes: list[int] = []
         self.addresses: list[int] = []
+        self.storages: list[Any] = []  # of torch
         self._undo = contextlib.ExitStack()
 
     def allocate(self, sizes: Sequence[int]) -> None:
         self.free()
         self.sizes = list(sizes)
+        if self.how == "torch":
+            self.addresses = [self._of_torch(size) for size in sizes]
+            return
         if self.how == "each":
             self.addresses = [self._allocate(size) for size in sizes]
             return
@@ -86,6 +91,22 @@ class GpuMemory:
         address = int(self.driver.call("cuMemAlloc", size))
         self._undo.callback(self.driver.call, "cuMemFree", address)
         return address
+
+    def _of_torch(self, size: int) -> int:
+        """As torch's caching allocator gives it: somewhere in a segment."""
+        import torch
+
+        made = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{self.gpu}")
+        torch.cuda.synchronize(self.gpu)
+        self.storages.append(made)
+        return made.data_ptr()
+
+    def _layer_of_torch(self, layer: Placed) -> Any:
+        import torch
+
+        item = DTYPES[layer.dtype]
+        flat = self.storages[layer.storage].view(getattr(torch, layer.dtype))
+        return flat.as_strided(layer.shape, [stride // item for stride in layer.strides], layer.offset // item)
 
     def _map(self, size: int, exportable: bool) -> int:
         cu, call = self.driver.cu, self.driver.call
@@ -109,16 +130,21 @@ class GpuMemory:
         call("cuMemSetAccess", base, size, [access], 1)
         return base
 
+    def tensors(self, model: Model) -> dict[str, Any]:
+        """A model's layers, in memory that is made for them."""
+        self.allocate(model.sizes)
+        if self.how == "torch":
+            return {layer.name: self._layer_of_torch(layer) for layer in model.layers}
+        return {
+            layer.name: DriverTensor(self.gpu, self.addresses[layer.storage], self.sizes[layer.storage], layer)
+            for layer in model.layers
+        }
+
     def make(self, model: Model) -> list[TensorView]:
         """Memory for a model, shared as the adapters do."""
         from kvdepot.devices import share
 
-        self.allocate(model.sizes)
-        tensors: list[Any] = [
-            DriverTensor(self.gpu, self.addresses[layer.storage], self.sizes[layer.storage], layer)
-            for layer in model.layers
-        ]
-        return [share(tensor, layer.name) for tensor, layer in zip(tensors, model.layers, strict=True)]
+        return [share(tensor, name) for name, tensor in self.tensors(model).items()]
 
     def write(self, storages: Sequence[Bytes]) -> None:
         for address, new in zip(self.addresses, storages, strict=True):
@@ -135,6 +161,7 @@ class GpuMemory:
     def free(self) -> None:
         self._undo.close()
         self.addresses.clear()
+        self.storages.clear()
 
     def info(self) -> tuple[int, int]:
         """Free and all bytes of the GPU, as the driver says."""
@@ -142,8 +169,58 @@ class GpuMemory:
         return int(free), int(total)
 
 
+class Engine(GpuMemory):
+    """A worker as an engine has it: its tensors are registered with a server through the adapter."""
+
+    def connect(self, url: str, name: str, model: Model, block_tokens: int) -> int:
+        """Register; blocks a chunk."""
+        import zmq
+
+        from kvdepot.adapters import LMCacheMPWorkerAdapter
+
+        self.stores: set[str] = set()
+        self.axes = model.axes
+        self.adapter = LMCacheMPWorkerAdapter(url, zmq.Context.instance(), name, 1, 0, block_tokens)
+        self.adapter.register_kv_caches(self.tensors(model), block_axes=model.axes)
+        return self.adapter.blocks_in_chunk
+
+    def register_again(self, times: int) -> None:
+        """The same tensors under the same number, which replaces the registration."""
+        for _ in range(times):
+            self.adapter.register_kv_caches(self.adapter.kv_caches, block_axes=self.axes)
+
+    def begin(self, request: str, ids: list[int], tokens: list[int], is_store: bool) -> None:
+        from kvdepot.adapters import LoadStoreOp
+
+        if is_store:
+            self.stores.add(request)
+        submit = self.adapter.submit_store_request if is_store else self.adapter.submit_retrieve_request
+        submit(request, LoadStoreOp(ids, tokens), None)
+
+    def end(self, request: str, timeout_s: float) -> tuple[bool, list[int]]:
+        """Wait as an engine does, by asking; whether the request's store arrived, and blocks that a load failed."""
+        dropped = self.adapter.counters["stores_dropped"]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            stored, loaded = self.adapter.get_finished(self.stores & {request})
+            if request in (stored or set()) | (loaded or set()):
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{request} has not ended within {timeout_s} s")
+            time.sleep(0.0005)
+        failed = sorted(self.adapter.get_block_ids_with_load_errors())
+        return self.adapter.counters["stores_dropped"] == dropped, failed
+
+    def run(self, request: str, ids: list[int], tokens: list[int], is_store: bool) -> tuple[bool, list[int]]:
+        self.begin(request, ids, tokens, is_store)
+        return self.end(request, 30.0)
+
+    def disconnect(self) -> None:
+        self.adapter.shutdown()
+
+
 class WorkerProcess:
-    """The other end: calls of GpuMemory in a process of its own."""
+    """The other end: calls of Engine in a process of its own."""
 
     def __init__(self, environment: Mapping[str, str], gpu: int = 0, how: str = "one") -> None:
         self._ours, theirs = Pipe()
@@ -156,11 +233,8 @@ class WorkerProcess:
         self.call("open", gpu, how)
 
     def call(self, name: str, *args: Any) -> Any:
-        self._ours.send((name, args))
-        kind, value = self._ours.recv()
-        if kind == "error":
-            raise value
-        return value
+        self.send(name, *args)
+        return self.answer()
 
     def make(self, model: Model) -> list[TensorView]:
         views: list[TensorView] = self.call("make", model)
@@ -173,7 +247,24 @@ class WorkerProcess:
         storages: list[Bytes] = self.call("read")
         return storages
 
+    def send(self, name: str, *args: Any) -> None:
+        """Call without waiting; `answer` is due."""
+        self._ours.send((name, args))
+
+    def answer(self) -> Any:
+        kind, value = self._ours.recv()
+        if kind == "error":
+            raise value
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self.process.kill()
+        self.process.wait(20)
+        self._ours.close()
+
     def close(self) -> None:
+        """Let it end, which it does without tidying up: so do engines. Safe twice."""
         self._ours.close()
         try:
             self.process.wait(20)
@@ -184,7 +275,7 @@ class WorkerProcess:
 
 def main() -> None:
     channel = Connection(int(sys.argv[1]))
-    memory: GpuMemory | None = None
+    memory: Engine | None = None
     while True:
         try:
             name, args = channel.recv()
@@ -192,7 +283,7 @@ def main() -> None:
             return
         try:
             if name == "open":
-                memory = GpuMemory(*args)
+                memory = Engine(*args)
                 channel.send(("ok", os.getpid()))
             else:
                 channel.send(("ok", getattr(memory, name)(*args)))

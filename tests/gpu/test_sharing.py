@@ -9,21 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvdepot.devices.cuda.driver import load
-from kvdepot.errors import DeviceError
-
 from ..devices.test_sharing import MIB, Peer, Raised
 
-
-def missing() -> str:
-    """Why there is no GPU to test with; empty where there is one."""
-    try:
-        return "" if load().devices() else "the driver shows no GPU"
-    except DeviceError as exc:
-        return str(exc)
-
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no GPU here: {missing()}")
 with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 

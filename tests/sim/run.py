@@ -21,8 +21,6 @@ STEPS = 150
 _SETTLE_S = 120.0
 _PAGE = 4096
 
-logging.getLogger("kvdepot").setLevel(logging.CRITICAL)  # failures are the point here
-
 
 class Broken(AssertionError):
     """An invariant did not hold."""
@@ -422,4 +420,10 @@ EXPECTED = frozenset(
 
 def simulate(seed: int, steps: int = STEPS) -> World:
     """Run one seed. Raises Broken at the first invariant that does not hold."""
-    return Run(seed, steps).run()
+    log = logging.getLogger("kvdepot")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # failures are the point here
+    try:
+        return Run(seed, steps).run()
+    finally:
+        log.setLevel(level)

@@ -27,7 +27,7 @@ class Machine:
     """So many GPUs with so much memory. Numbers are of the stand-in as a whole, over all living processes."""
 
     def __init__(self, gpus: int = 2, total_mib: int = 1024, version: int = 13000, seed: int = 0, **more: Any) -> None:
-        """version: of the driver, as CUDA numbers it; more: see cuda/bindings/_machine.py."""
+        """version: of the driver, as CUDA numbers it; more: "context_bytes"."""
         self.folder = Path(tempfile.mkdtemp(prefix="standin-", dir="/dev/shm"))
         self._config: dict[str, Any] = {
             "gpus": gpus, "total_bytes": total_mib << 20, "version": version, "seed": seed, "faults": [], **more
@@ -59,7 +59,7 @@ class Machine:
         finally:
             stand_in = sys.modules.get("cuda.bindings.driver")
             if stand_in is not None:
-                stand_in._leave()
+                stand_in.leave()
             for name in [name for name in sys.modules if _met_cuda(name)]:
                 del sys.modules[name]
             sys.modules.update(kept)

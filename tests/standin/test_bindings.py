@@ -18,15 +18,15 @@ from cuda.bindings import driver
 found = {"functions": {}, "enums": {}, "numbers": {}, "classes": {}, "file": driver.__file__}
 for name in NAMES or dir(driver):
     value = getattr(driver, name, None)
-    if value is None:
+    if value is None or not name.startswith(("cu", "CU")):
         continue
-    if name.startswith("cu") and callable(value):
+    if name.startswith("cu"):
         found["functions"][name] = list(inspect.signature(value).parameters)
     elif isinstance(value, type) and "__members__" in dir(value):
         found["enums"][name] = {key: int(member) for key, member in value.__members__.items()}
-    elif isinstance(value, type) and name.startswith("CU"):
+    elif isinstance(value, type):
         found["classes"][name] = [part for part in ("__int__", "__index__", "getPtr") if hasattr(value, part)]
-    elif isinstance(value, int) and name.startswith("CU_"):
+    elif name.startswith("CU_"):
         found["numbers"][name] = value
 print(json.dumps(found))
 """

@@ -518,7 +518,6 @@ class Area:
 def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(
     codec: Codec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("WARNING", logger="kvdepot")  # the simulation, in the same process, wants to hear of nothing
     size = BLOCK_BYTES + 8192
     area, shelf = Area(1 << 20), MemoryTier()
     heads = np.zeros((16, HEADER_BYTES + SLACK), np.uint8)

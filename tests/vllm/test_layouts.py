@@ -85,3 +85,20 @@ def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kin
             blocks[0].view(torch.uint8).copy_(blocks[4].view(torch.uint8).clone())
             blocks[5].view(torch.uint8).copy_(blocks[1].view(torch.uint8).clone())
         assert torch.equal(raw, after), layout
+
+
+def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
+    from vllm.device_allocator import alloc_conf
+
+    from kvdepot.integrations.vllm import _without_expandable_segments
+
+    before = torch._C._accelerator_getAllocatorSettings()
+    mine = "expandable_segments:True,max_split_size_mb:512"
+    alloc_conf.set_alloc_conf(mine)
+    try:
+        with _without_expandable_segments(mine):
+            settings = torch._C._accelerator_getAllocatorSettings()
+            assert sorted(settings.split(",")) == ["expandable_segments:False", "max_split_size_mb:512"]
+        assert torch._C._accelerator_getAllocatorSettings() == mine
+    finally:
+        alloc_conf.set_alloc_conf(before)

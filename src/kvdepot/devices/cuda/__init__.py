@@ -109,16 +109,22 @@ class DeviceTensors(Mapped):
     def close(self) -> None:
         gpu, self._gpu = self._gpu, None
         if gpu is not None:
-            self._unmap(gpu)
-            self._gpus.leave(gpu)
+            try:
+                self._unmap(gpu)
+            finally:
+                self._gpus.leave(gpu)
 
     def _unmap(self, gpu: Gpu) -> None:
-        for opened in self._opened:
+        with ExitStack() as held:
             try:
-                with gpu.driver.current(gpu.context):
+                held.enter_context(gpu.driver.current(gpu.context))
+            except DeviceError as exc:  # it is lost; that these are open must be forgotten all the same
+                log.error("%r has lost its context: %s", gpu, exc)
+            for opened in self._opened:
+                try:
                     opened.close()
-            except DeviceError as exc:
-                log.error("an allocation on %r stays mapped: %s", gpu, exc)
+                except DeviceError as exc:
+                    log.error("an allocation on %r stays mapped: %s", gpu, exc)
         self._opened.clear()
 
 
@@ -214,6 +220,7 @@ class Gpus:
     def _give_back(self, gpu: Gpu) -> None:
         self.pins.give_up(gpu.context)
         gpu.close()
+        self.pins.follow()
         log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
 
     def status(self) -> list[dict[str, Any]]:

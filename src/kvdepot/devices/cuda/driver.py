@@ -10,6 +10,7 @@ would take longer than the copies (source: CUDA Driver API reference, "Memory Ma
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import uuid
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ __all__ = ["Addresses", "Driver", "DriverError", "load"]
 
 Addresses = npt.NDArray[np.uint64]
 
+_BINDINGS_SINCE = (12, 9, 1)
+"""Older bindings hold the GIL in all calls: the server would stand still while a copy runs."""
 _BATCH_SINCE = 12080
 """CUDA 12.8 brought cuMemcpyBatchAsync; newer drivers keep it as it was then for who asks for that version."""
 _ORDER_STREAM, _ORDER_ANY = 1, 3
@@ -34,7 +37,7 @@ _ORDER_STREAM, _ORDER_ANY = 1, 3
 class DriverError(DeviceError):
     """A call of the driver failed; `result` is the name that CUDA gives to why."""
 
-    def __init__(self, message: str, result: str) -> None:
+    def __init__(self, message: str, result: str = "") -> None:  # a default, or pickle could not make it again
         super().__init__(message)
         self.result = result
 
@@ -63,9 +66,14 @@ class Driver:
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import driver
+            from cuda.bindings import __version__, driver
         except ImportError as exc:
             raise DeviceError("KV tensors on a GPU need cuda-python: pip install 'kvdepot[cuda]'") from exc
+        if tuple(int(part) for part in re.findall(r"\d+", __version__)[:3]) < _BINDINGS_SINCE:
+            raise DeviceError(
+                f"cuda-bindings {__version__} stop all threads while a GPU is waited for: pip install "
+                f"'cuda-bindings>={'.'.join(map(str, _BINDINGS_SINCE))}'"
+            )
         self.cu: Any = driver
         try:
             (result,) = driver.cuInit(0)
@@ -100,8 +108,8 @@ class Driver:
         return {self.uuid(device): device for device in found}
 
     def uuid(self, device: int) -> str:
-        """A GPU's UUID as nvidia-smi writes it."""
-        # Of a GPU in parts (MIG) the first version, which bindings before 13 have too, gives the whole one's.
+        """A GPU's UUID as nvidia-smi writes it; of a part of a GPU (MIG), the part's."""
+        # Bindings for CUDA 12 have two of it, the older one of which tells the parts of a GPU not apart.
         name = "cuDeviceGetUuid_v2" if hasattr(self.cu, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return f"GPU-{uuid.UUID(bytes=bytes(self.call(name, device).bytes))}"
 

@@ -80,32 +80,40 @@ class Pins:
         threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True).start()
 
     def pass_on(self, context: Any, other: Any) -> None:
-        """A GPU is about to be left; `other`: the context of one that stays, or None. Never blocks; then `give_up`."""
+        """A GPU is about to be left; `other`: the context of one that stays, or None. Never blocks.
+
+        Next are `give_up`, the context's end, and `follow`.
+        """
         with self._change:
             if self._context == context:
                 self._stopping.set()
                 self._context = other
-                self._refused.clear()
 
     def give_up(self, context: Any) -> None:
-        """Give up what is registered in a context that was passed on; then the one that follows registers it anew.
+        """Give up what is registered in a context that was passed on. Blocks while copies that touch it end.
 
-        Blocks while copies that touch it end. What the driver refuses is logged.
+        What cannot be given up in a context that is lost goes with it; until then nobody can register it anew.
         """
-        given_up = False
         while (piece := self._next_of(context)) is not None:
-            given_up = True
+            done = False
             try:
                 with self._driver.current(context):
                     self._driver.call("cuMemHostUnregister", self._place(piece))
-            except DeviceError as exc:  # a lost context's, mostly: with that it goes
-                log.warning("a piece of the arena stays registered: %s", exc)
+                done = True
+            except DeviceError as exc:
+                log.warning("a registration of the arena goes with its context: %s", exc)
             finally:
                 with self._change:
                     del self._begun[piece]
+                    if not done:
+                        self._refused.add(piece)
                     self._change.notify_all()
+
+    def follow(self) -> None:
+        """A context that was passed on has ended: what was registered in it is registered anew, if a GPU is in use."""
         with self._change:
-            if self._context is not None and (given_up or self._stopping.is_set()):
+            self._refused.clear()
+            if self._context is not None:
                 self._begin()
 
     def _next_of(self, context: Any) -> int | None:

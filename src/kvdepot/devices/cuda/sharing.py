@@ -52,8 +52,9 @@ _POOL = (
 def share(tensor: torch.Tensor, name: str) -> TensorView:
     """Export the allocation that a tensor lies in, and say where in it its elements are.
 
-    Tensors of one allocation get the same mapping and handle. Any thread. Raises LayoutError for a tensor without
-    memory, DeviceError for memory that cannot be shared, with what to set.
+    Tensors of one allocation get the same mapping and handle. The memory must stay as it is: vLLM's sleep and wake put
+    other memory behind the same addresses, which must be shared and registered anew. Any thread. Raises LayoutError
+    for a tensor without memory, DeviceError for memory that cannot be shared, with what to set.
     """
     storage = tensor.untyped_storage()
     start, size = storage.data_ptr(), storage.nbytes()

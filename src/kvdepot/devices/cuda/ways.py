@@ -106,6 +106,8 @@ class Ways:
         self._free: list[Slot] = []
         self._lock = threading.Lock()
         self._staging_bytes = (staging_bytes // SLOTS - _TABLE_ROWS * _ROW_BYTES) // TILE_BYTES * TILE_BYTES
+        same = driver.cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        self._same_addresses = bool(driver.call("cuDeviceGetAttribute", same, device))
         try:
             self._kernel = self._make_kernel(device)
         except DeviceError as exc:
@@ -114,8 +116,7 @@ class Ways:
     def _make_kernel(self, device: int) -> CopyKernel:
         if self._staging_bytes <= 0:
             raise DeviceError("too little staging memory is allowed")
-        same = self._driver.cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        if not self._driver.call("cuDeviceGetAttribute", same, device):
+        if not self._same_addresses:
             raise DeviceError("this GPU sees registered memory at other addresses than the processor")
         return CopyKernel(self._driver, device)
 
@@ -150,6 +151,9 @@ class Ways:
         """
         if not len(plan):
             return
+        if not self._same_addresses:  # (under WSL) a batch takes addresses as they are, and breaks the context
+            self.run_unpinned(plan, is_store, slot)
+            return
         if not slot.host_table or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1)):
             way = "dma"
         try:
@@ -166,7 +170,7 @@ class Ways:
             self._wait(slot)
 
     def run_unpinned(self, plan: Plan, is_store: bool, slot: Slot) -> None:
-        """As `run`, where the host's memory is not registered: copy by copy, through the driver's own buffers."""
+        """As `run`, for host memory that is not registered, or elsewhere for the GPU: the driver copies one by one."""
         try:
             for device, host, size in zip(plan.device.tolist(), plan.host.tolist(), plan.sizes.tolist(), strict=True):
                 if is_store:

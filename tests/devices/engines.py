@@ -1,0 +1,83 @@
+"""Worker processes with tensors on a GPU that are registered with a server, and the truth about their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tests.conftest import Depot, eventually
+from tests.devices.tensors import Bytes, Model
+from tests.devices.worker import WorkerProcess
+
+BLOCK = 64
+"""Tokens a block: four blocks a chunk."""
+CHUNK = 256
+BLOCKS = 24
+
+
+class Engine:
+    """A worker process; it ends with `process.close`."""
+
+    def __init__(
+        self, url: str, environment: Mapping[str, str], gpu: int = 0, how: str = "one", name: str = "model",
+        seed: int = 0, scale: int = 1,
+    ) -> None:  # fmt: skip
+        """scale: how many times as large its blocks are."""
+        self.model = Model().add("keys and values apart", BLOCKS, 4 * scale, 2, 64, "bfloat16")
+        self.model.add("mla", BLOCKS, 4 * scale, 1, 100, "float8_e4m3fn")
+        self.process = WorkerProcess(environment, gpu, how)
+        self.draw = np.random.default_rng(seed)
+        self.truth: list[Bytes] = []
+        self.number = 0
+        assert self.process.call("connect", url, name, self.model, BLOCK) == CHUNK // BLOCK
+        self.fill()
+
+    @property
+    def pid(self) -> int:
+        return self.process.process.pid
+
+    def fill(self) -> None:
+        self.truth = [self.draw.integers(0, 256, size, np.uint8) for size in self.model.sizes]
+        self.process.write(self.truth)
+
+    def begin(self, ids: list[int], tokens: list[int], is_store: bool) -> str:
+        self.number += 1
+        self.process.call("begin", f"r{self.number}", ids, tokens, is_store)
+        return f"r{self.number}"
+
+    def end(self, request: str) -> tuple[bool, list[int]]:
+        ended: tuple[bool, list[int]] = self.process.call("end", request, 30.0)
+        return ended
+
+    def store(self, ids: list[int], tokens: list[int]) -> bool:
+        return self.end(self.begin(ids, tokens, True))[0]
+
+    def retrieve(self, ids: list[int], tokens: list[int]) -> list[int]:
+        """Blocks that failed."""
+        return self.end(self.begin(ids, tokens, False))[1]
+
+    def wrong(self, expected: list[Bytes]) -> list[int]:
+        """Bytes of each storage that are not as expected."""
+        return [int((a != b).sum()) for a, b in zip(self.process.read(), expected, strict=True)]
+
+    def round_trip(self, source: list[int], target: list[int], tokens: list[int]) -> None:
+        """Store blocks, fill all memory anew, and get them back elsewhere, with nothing else touched."""
+        assert self.store(source, tokens)
+        self.comes_back(self.truth, source, target, tokens)
+
+    def comes_back(self, stored: list[Bytes], source: list[int], target: list[int], tokens: list[int]) -> None:
+        self.fill()
+        assert self.retrieve(target, tokens) == []
+        self.model.move(stored, self.truth, dict(zip(source, target, strict=True)))
+        assert self.wrong(self.truth) == [0, 0]
+
+
+def tokens_of(seed: int, chunks: int) -> list[int]:
+    return [seed] * (chunks * CHUNK)
+
+
+def settled(depot: Depot, **expected: int) -> None:
+    """The server holds nothing for anyone; or for as many as expected."""
+    nothing = {"instances": 0, "sessions": 0, "operations": 0, "reserved_shards": 0, "holds": 0} | expected
+    eventually(lambda: nothing.items() <= depot.status().items())

@@ -1,0 +1,94 @@
+"""What is asked of a driver and its bindings, and which calls are left out where they would do harm."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.standin.machine import Machine
+
+SIZE = 1 << 12
+COUNT = 16
+ELSEWHERE = "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    """One GPU that sees registered memory at other addresses than the processor."""
+    made = Machine(gpus=1, attributes={ELSEWHERE: 0})
+    try:
+        with made.here():
+            yield made
+    finally:
+        made.close()
+
+
+def test_bindings_that_hold_the_gil_while_they_wait_are_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cuda.bindings
+
+    from kvdepot.devices.cuda.driver import load
+    from kvdepot.errors import DeviceError
+
+    monkeypatch.setattr(cuda.bindings, "__version__", "12.9.0")
+    with pytest.raises(DeviceError, match=r"cuda-bindings>=12\.9\.1"):
+        load()
+    monkeypatch.setattr(cuda.bindings, "__version__", "13.0.0.dev3")
+    assert load().devices()
+
+
+def test_what_the_driver_refuses_can_travel_to_another_process(machine: Machine) -> None:
+    from kvdepot.devices.cuda.driver import DriverError, load
+
+    with pytest.raises(DriverError) as refused:
+        load().call("cuMemAlloc", 1)
+    there = pickle.loads(pickle.dumps(refused.value))  # noqa: S301 - our own
+    assert (str(there), there.result) == (str(refused.value), "CUDA_ERROR_INVALID_CONTEXT")
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_where_the_gpu_sees_registered_memory_elsewhere_no_address_goes_to_it_as_it_is(
+    machine: Machine, is_store: bool
+) -> None:
+    from kvdepot.devices.cuda.driver import load
+    from kvdepot.devices.cuda.plan import Plan
+    from kvdepot.devices.cuda.ways import Ways
+
+    driver = load()
+    area = mmap.mmap(-1, SIZE * COUNT)
+    host = np.frombuffer(area, np.uint8)
+    there = np.random.default_rng(7).integers(0, 256, len(host), dtype=np.uint8)
+    steps = np.arange(COUNT, dtype=np.uint64) * np.uint64(SIZE)
+    context = driver.retain(0)
+    with driver.current(context):
+        ways = Ways(driver, 0, 64 << 20)
+        assert ways.there == ("dma",) and ways.without
+        device = int(driver.call("cuMemAlloc", len(host)))
+        driver.call("cuMemHostRegister", host.ctypes.data, len(host), 3)
+        plan = Plan(
+            steps[::-1] + np.uint64(device), steps + np.uint64(host.ctypes.data), np.full(COUNT, SIZE, np.uint64)
+        )
+        if is_store:
+            driver.call("cuMemcpyHtoD", device, there.ctypes.data, len(there))
+        else:
+            host[:] = there
+        with ways.slot() as slot:
+            ways.run(plan, is_store, slot)
+        found = host.copy()
+        if not is_store:
+            driver.call("cuMemcpyDtoH", found.ctypes.data, device, len(found))
+        driver.call("cuMemHostUnregister", host.ctypes.data)
+        driver.call("cuMemFree", device)
+        counts = machine.counts(os.getpid())
+        ways.close()
+    driver.release(0)
+    assert found.reshape(COUNT, SIZE).tobytes() == there.reshape(COUNT, SIZE)[::-1].tobytes()
+    assert counts["cuMemcpyDtoHAsync" if is_store else "cuMemcpyHtoDAsync"] == COUNT
+    assert not counts["batch_copies"] and not counts["kernel_copies"]
+    assert machine.failures() == []

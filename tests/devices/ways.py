@@ -1,0 +1,88 @@
+"""The suite of all devices for GPUs: each way of copying, and everything so small that chunks need several of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, ClassVar
+
+import pytest
+
+from kvdepot.arena import Arena
+from kvdepot.devices import Devices
+from kvdepot.layout import build_layout
+from kvdepot.space import PAGE
+from tests.devices.conformance import DeviceConformance
+from tests.devices.tensors import Model
+from tests.devices.worker import WorkerProcess
+
+SMALL_PIECES = 10 * PAGE
+SMALL_TABLE = 24
+STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
+"""Four slots; in each a table and three tiles of the kernel's."""
+
+
+def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
+    """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
+    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins", ".ways"))
+    for module in (cuda, pins):
+        patch.setattr(module, "PIECE_BYTES", SMALL_PIECES)
+    patch.setattr(how, "_TABLE_ROWS", SMALL_TABLE)
+    gpus = cuda.Gpus(devices._memory, STAGING)
+    store, retrieve = ways or ("dma", "dma")
+    for uuid in gpus._driver.devices():
+        gpus._choices[uuid] = {True: [(0, store)], False: [(0, retrieve)]}
+    devices._gpus = gpus
+    return gpus
+
+
+class WaysConformance(DeviceConformance):
+    """A subclass says where its workers are to be had: `start_worker`."""
+
+    ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
+    """Stores, retrieves."""
+    how: ClassVar[str] = "one"
+    """The worker's memory: see worker.py."""
+
+    @classmethod
+    def start_worker(cls, how: str, first: bool) -> WorkerProcess:
+        """first: the one whose tensors the tests copy; another keeps the GPU in use."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def gpus(cls) -> Iterator[object]:
+        """What must be there before, and is checked after all else."""
+        yield None
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def worker(cls, gpus: object) -> Iterator[WorkerProcess]:
+        worker = cls.start_worker(cls.how, True)
+        yield worker
+        worker.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def devices(cls, arena: Arena, gpus: object) -> Iterator[Devices]:
+        made = Devices(arena, STAGING)
+        with pytest.MonkeyPatch.context() as patch:
+            prepare(made, patch, *cls.ways)
+            yield made
+            made.close()
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def busy(cls, devices: Devices) -> Iterator[None]:
+        """Another worker keeps the GPU in use: the tests need not make its context each time."""
+        other = cls.start_worker("one", False)
+        model = Model().add("mla", 2, 1, 1, 8, "bfloat16")
+        mapped = devices.map(build_layout(other.make(model), model.axes))
+        gpu = next(iter(devices._gpus._gpus.values()))  # type: ignore[union-attr]
+        try:
+            if not set(cls.ways) <= set(gpu.ways.there):
+                pytest.skip(gpu.ways.without)
+            yield
+        finally:
+            mapped.close()
+            other.close()

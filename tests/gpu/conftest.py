@@ -1,0 +1,47 @@
+"""Everything in this folder needs a GPU, and is skipped with the reason where there is none.
+
+Nothing is imported from CUDA or torch before that is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def missing() -> str:
+    """Why there is no GPU here; empty where there is one."""
+    from kvdepot.devices.cuda.driver import load
+    from kvdepot.errors import DeviceError
+
+    try:
+        return "" if load().devices() else "the driver has no GPU for this process"
+    except DeviceError as exc:
+        return str(exc)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker("gpu")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_gpu() -> None:
+    if missing():
+        pytest.skip(f"needs a GPU: {missing()}")
+
+
+@pytest.fixture(scope="session")
+def torch_on_gpu() -> Any:
+    """torch, where it can use the GPU."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch cannot use the GPU")
+    return torch

@@ -1,0 +1,60 @@
+"""One pass of the copy kernel in both directions and through the staging buffer, for compute-sanitizer to watch.
+
+Run as `python -m tests.gpu.one_pass`. Exits with 1 where a byte is wrong, with 77 where there is no kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+
+from kvdepot.devices.cuda.driver import load
+from kvdepot.devices.cuda.plan import Plan
+from kvdepot.devices.cuda.ways import Ways
+
+COUNT = 300
+SIZES = (16, 48, 1024, 4096, 16384, 40960)
+STAGING = 4 << 20
+
+
+def main() -> int:
+    driver = load()
+    context = driver.retain(0)
+    driver.call("cuCtxPushCurrent", context)
+    draw = np.random.default_rng(1)
+    sizes = draw.choice(SIZES, COUNT).astype(np.uint64)
+    ends = np.cumsum(sizes)
+    total = int(ends[-1])
+    device = int(driver.call("cuMemAlloc", total))
+    host = int(driver.call("cuMemHostAlloc", total, 0))
+    seen = np.frombuffer((ctypes.c_ubyte * total).from_address(host), np.uint8)
+    order = draw.permutation(COUNT)  # blocks lie anywhere on the device
+    there = np.empty(COUNT, np.uint64)
+    there[order] = np.concatenate(([0], np.cumsum(sizes[order])[:-1])).astype(np.uint64)
+    plan = Plan(np.uint64(device) + there, np.uint64(host) + ends - sizes, sizes)
+    ways = Ways(driver, 0, STAGING)
+    if ways.without:
+        print(ways.without, file=sys.stderr)
+        return 77
+    wrong = 0
+    for way in ("kernel", "staged", "dma"):
+        data = draw.integers(0, 256, total, np.uint8)
+        seen[:] = data
+        with ways.slot() as slot:
+            ways.run(plan, False, slot, way)
+            seen[:] = 0
+            ways.run(plan, True, slot, way)
+        wrong += int((seen != data).sum())
+    ways.close()
+    driver.call("cuMemFreeHost", host)
+    driver.call("cuMemFree", device)
+    driver.call("cuCtxPopCurrent")
+    driver.release(0)
+    print(f"{wrong} bytes are wrong", file=sys.stderr)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Real GPUs by the suite of all devices: each way of copying, memory from the driver and from torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdepot.devices import Devices
+from kvdepot.layout import build_layout
+from tests.devices.conformance import DeviceConformance, arena_of
+from tests.devices.tensors import Model
+from tests.devices.ways import WaysConformance
+from tests.devices.worker import WorkerProcess
+
+MIB = 1 << 20
+GPU_SLACK = 4 * MIB
+HOST_SLACK = 32 * MIB
+WITH_CONTEXTS = 10
+
+
+def host_bytes() -> int:
+    """Memory of this process's own."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("RssAnon:")).split()[1]) << 10
+
+
+class OnGpu(WaysConformance):
+    """On GPU 0. What other processes take meanwhile would be taken for ours: the GPU must be idle."""
+
+    asking: WorkerProcess
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def gpus(cls) -> Iterator[object]:
+        cls.asking = WorkerProcess(os.environ)
+        yield None
+        cls.asking.close()
+
+    @classmethod
+    def start_worker(cls, how: str, first: bool) -> WorkerProcess:
+        return WorkerProcess(os.environ, how=how)
+
+    def footprint(self) -> dict[str, Any]:
+        free, total = self.asking.call("info")
+        return {**super().footprint(), "gpu": total - free, "host": host_bytes()}
+
+    def assert_no_more(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        print(f"\nbefore {before}\nafter  {after}", file=sys.stderr)
+        assert after["gpu"] <= before["gpu"] + GPU_SLACK
+        assert after["host"] <= before["host"] + HOST_SLACK
+        assert after["fds"] <= before["fds"] and after["maps"] <= before["maps"]
+
+
+class TestDma(OnGpu): ...
+
+
+class TestKernel(OnGpu):
+    ways = ("kernel", "kernel")
+
+
+class TestStaged(OnGpu):
+    ways = ("staged", "staged")
+
+
+class TestVirtualMemory(OnGpu):
+    how = "virtual"
+    ways = ("dma", "staged")
+
+
+class TestAllocationsApart(OnGpu):
+    how = "each"
+    ways = ("staged", "kernel")
+
+
+class TestAsItIs(DeviceConformance):
+    """Nothing made small, ways as they are measured, tensors of torch with its caching allocator."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def worker(cls, torch_on_gpu: Any) -> Iterator[WorkerProcess]:
+        worker = WorkerProcess(os.environ, how="torch")
+        yield worker
+        worker.close()
+
+    def footprint(self) -> dict[str, Any]:
+        return {"host": host_bytes(), **super().footprint()}
+
+    def assert_no_more(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        assert after["host"] <= before["host"] + HOST_SLACK
+        assert after["fds"] <= before["fds"]
+
+    def test_a_chunk_across_pieces_of_pinned_memory(self, worker: WorkerProcess, devices: Devices) -> None:
+        """64 MiB a piece: chunks of some MiB around both edges of the second."""
+        with arena_of(160 * MIB // 4096) as arena:
+            own = Devices(arena, 64 * MIB)
+            model = Model().add("layers behind each other", 24, 16, 8, 512, "float32")  # 256 KiB a block, 32 KiB runs
+            with self.case(worker, own, arena, model) as case:
+                size = -(-8 * case.layout.block_bytes // 4096) * 4096
+                order = np.random.default_rng(1).permutation(24).tolist()
+                edges = [64 * MIB, 128 * MIB]
+                extents = [((edge - size // 2 // 4096 * 4096, size),) for edge in edges]
+                case.there_and_back([order[:8], order[8:16]], [order[16:], order[:8]], extents, 0)
+            own.close()
+
+
+def test_contexts_come_and_go_and_leave_nothing() -> None:
+    """Each registration is the GPU's first, and its end the last one's."""
+    asking, worker = WorkerProcess(os.environ), WorkerProcess(os.environ)
+    suite = OnGpu()
+    suite.asking = asking
+    with arena_of() as arena:
+        devices = Devices(arena, 64 * MIB)
+        model = Model().add("mla", 4, 2, 1, 8, "bfloat16")
+        layout = build_layout(worker.make(model), model.axes)
+        for _ in range(2):
+            devices.map(layout).close()
+        before = suite.footprint()
+        for _ in range(WITH_CONTEXTS):
+            devices.map(layout).close()
+        suite.assert_no_more(before, suite.footprint())
+        assert devices.status() == []
+        devices.close()
+    worker.close()
+    asking.close()
+
+
+def test_there_is_room_on_the_gpu_for_these_tests() -> None:
+    worker = WorkerProcess(os.environ)
+    try:
+        free, total = worker.call("info")
+        assert free > 1 << 30, f"{free} of {total} bytes are free: somebody else is using the GPU"
+    finally:
+        worker.close()
+
+
+def test_memory_that_was_not_made_for_it_is_refused_with_what_to_set() -> None:
+    from kvdepot.errors import DeviceError
+
+    worker = WorkerProcess(os.environ, how="closed")
+    try:
+        with pytest.raises(DeviceError, match=r"expandable_segments|--enable-sleep-mode"):
+            worker.make(Model().add("mla", 4, 2, 1, 8, "bfloat16"))
+    finally:
+        worker.close()
