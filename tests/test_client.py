@@ -108,6 +108,8 @@ class Talk:
         self.now = 0.0
         self.server: Server | None = None
         self.replies: list[bytes] = []
+        self.slow: list[bytes] = []  # answers to registrations, where they are held back
+        self.holds_back = False
         self.connection = Connection("ipc:///nowhere", "card", self.send, arena.Watch, lambda: self.now)
 
     def send(self, frame: bytes) -> bool:
@@ -122,7 +124,8 @@ class Talk:
             return True
         else:
             value = None
-        self.replies.append(wire.encode_answer(number, server.boot, value))
+        slow = self.holds_back and isinstance(request, wire.Register)
+        (self.slow if slow else self.replies).append(wire.encode_answer(number, server.boot, value))
         return True
 
     def ask(self, request: wire.Request, done: Callable[[Any], None]) -> None:
@@ -167,6 +170,19 @@ def talk() -> Iterator[Talk]:
     talk = Talk()
     yield talk
     talk.connection.close()
+
+
+def test_a_registration_that_takes_long_is_waited_for(talk: Talk, start_server: Callable[..., Server]) -> None:
+    """Of eight ranks on eight GPUs, say: contexts, a compiler, measurements."""
+    talk.server = start_server()
+    talk.holds_back = True
+    answers: list[Any] = []
+    talk.ask(wire.Register(1, layout("GPU-0")), answers.append)
+    talk.wait(20.0)
+    assert answers == []
+    talk.replies += talk.slow
+    talk.hear()
+    assert answers == [None]
 
 
 @pytest.mark.parametrize("device", ["", "GPU-0"])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -707,6 +708,20 @@ def test_unregistering_while_the_tensors_are_being_mapped_answers_both(desk: Des
     desk.settle()
     assert [desk.answers[number] for number in asked] == [None, None]
     assert [mapped.closed for mapped in desk.mapped] == [True]
+
+
+@pytest.mark.parametrize(("device", "lane"), [("", ""), ("GPU-1", "devices")])
+def test_tensors_of_a_device_are_mapped_and_unmapped_where_no_copy_of_the_processor_waits(
+    desk: Desk, device: str, lane: str
+) -> None:
+    desk.hello()
+    given = layout()
+    given = msgspec.structs.replace(given, mappings=[msgspec.structs.replace(m, device=device) for m in given.mappings])
+    for request in (wire.Register(1, given), wire.Unregister(1)):
+        desk.send(b"one", request)
+        (task,) = desk.tasks
+        assert isinstance(task, Call) and task.lane == lane
+        desk.settle()
 
 
 def test_unregistering_while_a_mapping_fails_answers_both() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -27,9 +30,12 @@ from kvdepot.adapters import (
     MessageQueueClient,
     RequestType,
 )
+from kvdepot.arena import Watch
 from kvdepot.config import Config
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.layout import Layout, Mapping, Segment
+from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
+from kvdepot.server import Server
 
 from .conftest import Depot, StartDepot, eventually
 
@@ -370,6 +376,72 @@ def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -
     eventually(lambda: done.update(engine.worker.get_finished(names)[0] or ()) or done == names)
     assert server.process.wait(10) == 0
     engine.close()
+
+
+class Hanging(Mapped):
+    """Tensors behind a driver that does not come back until it is let go."""
+
+    task_bytes = 1
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.began = threading.Event()
+
+    def lane(self, is_store: bool) -> str:
+        return "a GPU's"
+
+    def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        self.hang()
+
+    def hang(self) -> None:
+        self.began.set()
+        self.let_go.wait(60)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["a copy", "mapping tensors"])
+def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says_that_it_touches_no_block(
+    tmp_path: Path, what: str
+) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=8 / 1024, drain_s=0.1))
+    hanging = Hanging()
+    if what == "a copy":
+        server.depot.operations += 1
+        server._mover.submit(Copy(None, False, hanging, []))
+    else:
+        server._mover.submit(Call(None, hanging.hang))
+    assert hanging.began.wait(10)
+    watch = Watch(name, server.boot)
+    ending = threading.Thread(target=server.close)
+    ending.start()
+    ending.join(10)
+    try:
+        assert not ending.is_alive(), "it waits for the driver"
+        assert not watch.is_gone(), "clients would hand out blocks that the copy may yet write"
+    finally:
+        hanging.let_go.set()
+        ending.join()
+        server._mover.stop()
+        server.arena.close(remove=True)
+        watch.close()
+
+
+def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> None:
+    outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    mover = Mover(cast(Any, None), 2, lambda token, outcome: outcomes.put((token, outcome)))
+    hanging = [Hanging() for _ in range(4)]
+    for one in hanging:
+        mover.submit(Call("device", one.hang, "devices"))
+    mover.submit(Call("processor", lambda: 7))
+    assert outcomes.get(timeout=10) == ("processor", 7)
+    assert not mover.stop(0.01)
+    for one in hanging:
+        one.let_go.set()
+    assert mover.stop()
+    assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
 
 
 def kill(depot: Depot) -> None:

@@ -363,9 +363,12 @@ class Connection:
                 for number in self._recovering:  # it will not answer these: begin anew, or callers wait for them
                     self._pending.pop(number, None)
                 self._recovering.clear()
-        if self._pending and self.welcomed and now - next(iter(self._pending.values())).born > _STALE_S:
+        # Only copies: all else has a deadline, and recovering ends what just takes long (registering from a GPU).
+        copies = (item for item in self._pending.values() if isinstance(item.request, wire.Store | wire.Retrieve))
+        oldest = next(copies, None) if self.welcomed else None
+        if oldest is not None and now - oldest.born > _STALE_S:
             self.welcomed = False  # its answer may be lost: recovering tells
-            next(iter(self._pending.values())).born = now
+            oldest.born = now
         if self._pending and not self.welcomed and not self._recovering:
             reached = self._greet()
             if not reached and self._met and self._server is None and not self._former:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -108,6 +109,8 @@ class Call:
 
     token: Any
     run: Callable[[], Any]
+    lane: str = ""
+    """Whose threads it may keep."""
 
 
 class Mover:
@@ -128,17 +131,19 @@ class Mover:
 
     def submit(self, task: Copy | Call) -> None:
         """Queue a task; the deciding thread, which alone calls this, bounds how many there are."""
-        name = task.mapped.lane(task.is_store) if isinstance(task, Copy) else ""
+        name = task.mapped.lane(task.is_store) if isinstance(task, Copy) else task.lane
         lane = self.lanes.get(name)
         if lane is None:
             # Two: while one waits for the bus, the other says what it is to do next.
             lane = self.lanes[name] = Lane(name, 2, self._run)
         lane.put(task)
 
-    def stop(self) -> None:
-        """Finish what is queued, then end the threads. Blocks until they have."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Finish what is queued, then end the threads. Blocks until they have; False where some hang."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for lane in self.lanes.values():
             lane.stop()
+        return all(lane.join(deadline) for lane in self.lanes.values())
 
     def _run(self, task: Copy | Call) -> None:
         outcome: Any
@@ -179,12 +184,16 @@ class Lane:
             self._ready.notify()
 
     def stop(self) -> None:
-        """Run what is queued, then end."""
+        """Run what is queued, then end; `join` waits for that."""
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
+
+    def join(self, deadline: float | None) -> bool:
+        """Whether all threads have ended. Blocks until they have, or until the deadline (of time.monotonic)."""
         for thread in self.threads:
-            thread.join()
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.threads)
 
     def take(self) -> Copy | Call | None:
         """The next task; waits for one. None: there are no more."""

@@ -87,7 +87,7 @@ class Registrations:
         self._files += _files(instance)
         token = Remapping(client, instance, number)
         # Mapped before what it replaces is unmapped: a device that nobody has registered from is left, at a price.
-        return [Call(token, partial(self._map_layout, request.layout)), *actions]
+        return [Call(token, partial(self._map_layout, request.layout), _lane(instance)), *actions]
 
     def _check_registrations(self, client: Client, request: wire.Register) -> None:
         """Raise Busy when a client has too many, those counted that are being unmapped, or descriptors run out."""
@@ -126,7 +126,7 @@ class Registrations:
         """Nothing touches these tensors any more."""
         assert instance.mapped is not None and instance.closing
         mapped, instance.mapped = instance.mapped, None
-        return Call(Remapping(client, instance), mapped.close)
+        return Call(Remapping(client, instance), mapped.close, _lane(instance))
 
     def mapped(self, token: Remapping, outcome: Any) -> list[Action]:
         """Mapping or unmapping has ended; `outcome` as in mover.Mover."""
@@ -166,3 +166,8 @@ class Registrations:
 def _files(instance: Instance) -> int:
     """Descriptors that an instance's mappings take."""
     return _FILES_A_MAPPING * len(instance.layout.mappings)
+
+
+def _lane(instance: Instance) -> str:
+    """Who waits for a device's driver, which takes seconds or hangs, must not keep the processor's copies waiting."""
+    return "devices" if instance.layout.device else ""

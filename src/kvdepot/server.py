@@ -51,6 +51,8 @@ _LINES = 20
 """Dropped records that are logged one by one."""
 _PAUSE_S = 0.005
 """How long to leave those alone who send more than they may, unless somebody else has something to say."""
+_MOVER_STOP_S = 2.0
+"""For what copy threads are at besides copies, which have `drain_s`: a driver may hang while tensors are mapped."""
 _TIER_STOP_S = 2.0
 """For tiers' threads to end what they are at."""
 _BATCH = 128
@@ -343,10 +345,10 @@ class Server:
 
     def close(self) -> None:
         """Give everything back: threads, sockets, files. Called by `run`."""
-        if not self.depot.operations:
-            self._mover.stop()
+        idle = not self.depot.operations and self._mover.stop(_MOVER_STOP_S)
+        if idle:
             self._devices.close()  # the arena is registered with their drivers: it must still be there
-        idle = self._stop_carriers(_TIER_STOP_S)
+        idle = self._stop_carriers(_TIER_STOP_S) and idle
         self._door.close()
         self._socket.close()
         self._context.term()
@@ -355,10 +357,11 @@ class Server:
         if idle:
             self.arena.close(remove=self._config.on_stop == "remove")
         elif self._config.on_stop == "remove":
-            # A tier's thread hangs and may yet write: the arena's lock goes with this process, not before.
+            # A thread hangs and may yet touch the arena or blocks: the arena's lock goes with this process, not before.
             self.arena.path.unlink(missing_ok=True)
         self._guard.close()
-        os.close(self._wake)
+        if idle:
+            os.close(self._wake)  # else a thread that hangs may yet write to whatever has that number then
         gc.unfreeze()
         gc.enable()  # libraries complain of what is still there when the interpreter ends
         log.info("stopped")

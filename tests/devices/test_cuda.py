@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 
 from kvdepot.arena import Arena
 from kvdepot.devices import Devices
+from kvdepot.devices.cuda.plan import Plan
 from kvdepot.errors import DeviceError, KVDepotError, LayoutError
 from kvdepot.layout import build_layout
 from kvdepot.mover import CopyPiece
 from kvdepot.space import PAGE
-from tests.devices.conformance import DeviceConformance, arena_of
+from tests.conftest import eventually
+from tests.devices.conformance import TIMEOUT_S, DeviceConformance, arena_of
 from tests.devices.tensors import Model
 from tests.devices.ways import SMALL_PIECES, STAGING, WaysConformance, prepare
 from tests.devices.worker import WorkerProcess
@@ -223,7 +226,7 @@ def test_a_gpu_without_memory_for_a_context_is_an_error(
         prepare(devices, monkeypatch)
         model = small()
         layout = build_layout(worker.make(model), model.axes)
-        with pytest.raises(DeviceError, match="OUT_OF_MEMORY"):
+        with pytest.raises(DeviceError, match=r"OUT_OF_MEMORY.*--gpu-memory-utilization"):
             devices.map(layout)
         assert tight.contexts(0) == {worker.process.pid}
         worker.close()
@@ -300,6 +303,119 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
     assert me not in machine.contexts(0) | machine.contexts(1)
     other.close()
     assert machine.counts(me)["pageable_copies"] == before["pageable_copies"]
+
+
+def test_a_gpu_whose_engine_took_all_memory_is_copied_without_staging(
+    machine: Machine, worker: WorkerProcess, arena: Arena
+) -> None:
+    devices = Devices(arena, STAGING)
+    prepare(devices, "staged", "kernel")
+    with suite.case(worker, devices, arena, small()) as case:
+        machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
+        case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [((arena.header.chunks_start, 20 * PAGE),)], 0)
+        (told,) = devices.status()
+        assert told["staging_bytes"] == 0
+    devices.close()
+    assert machine.failures() == []
+
+
+def test_the_status_tells_why_copies_of_a_gpu_fail_until_one_succeeds(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    with suite.case(worker, devices, arena, small()) as case:
+        piece = CopyPiece(((arena.header.chunks_start, 4 * PAGE),), np.array([1, 4], np.intp))
+        machine.fail("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN", pid=os.getpid())
+        with pytest.raises(DeviceError):
+            case.move([piece], True)
+        assert "CUDA_ERROR_UNKNOWN" in devices.status()[0]["failure"]
+        case.move([piece], True)
+        assert devices.status()[0]["failure"] == ""
+
+
+@pytest.mark.parametrize("function", ["cuMemHostUnregister", "cuCtxPushCurrent"])
+def test_a_gpu_that_is_lost_is_left_and_does_not_stop_the_copies_of_others(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena, function: str
+) -> None:
+    extents = ((arena.header.chunks_start, 20 * PAGE),)
+    other = WorkerProcess(machine.environment(), gpu=1)
+    with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
+        second.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
+        machine.fail(function, "CUDA_ERROR_UNKNOWN", times=10**6, pid=os.getpid())
+        second.mapped.close()
+        machine.heal()
+        assert [gpu["registrations"] for gpu in devices.status()] == [1]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(first.there_and_back, [[1, 4, 2]], [[5, 0, 3]], [extents], 0).result(TIMEOUT_S)
+    other.close()
+
+
+def test_a_copy_goes_on_while_other_pieces_of_the_arena_pass_from_gpu_to_gpu(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    """The first piece cannot be given up as long as a copy touches it; those behind it can be used all the same."""
+    other = WorkerProcess(machine.environment(), gpu=1)
+    start = arena.header.chunks_start
+    with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
+        pins = devices._gpus.pins  # type: ignore[union-attr]
+        eventually(lambda: pins.pinned_bytes == len(arena.bytes))
+        address = np.array([pins.address], np.uint64)
+        with ThreadPoolExecutor(2) as pool:
+            with pins.used(Plan(address, address, address)):
+                leaving = pool.submit(second.mapped.close)
+                eventually(lambda: len(devices.status()) == 1)
+                behind = ((start + SMALL_PIECES, 2 * PAGE), (start + 2 * SMALL_PIECES - 4 * PAGE, 2 * PAGE))
+                pool.submit(first.there_and_back, [[1, 4, 2]], [[5, 0, 3]], [behind], 0).result(TIMEOUT_S)
+                assert not leaving.done()
+            leaving.result(TIMEOUT_S)
+        eventually(lambda: pins.pinned_bytes == len(arena.bytes))
+        assert set(pins._pinned.values()) == {devices._gpus._gpus[first.layout.device].context}  # type: ignore[union-attr]
+    other.close()
+
+
+def test_two_gpus_are_entered_and_left_again_and_again_while_copies_run(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    """Whoever leaves passes the arena's registrations on to the other, in the midst of its copies."""
+    other = WorkerProcess(machine.environment(), gpu=1)
+    layouts = [build_layout(end.make(model), model.axes) for end, model in ((worker, small()), (other, small()))]
+    start, pages = arena.header.chunks_start, 5
+
+    def come_and_go(number: int) -> None:
+        draw = np.random.default_rng(number)
+        for _ in range(15):
+            mapped = devices.map(layouts[number])
+            for is_store in (True, False) * 2:
+                first = start + (12 * number + int(draw.integers(0, 12 - pages))) * PAGE
+                mapped.move(arena, [CopyPiece(((first, pages * PAGE),), np.array([1, 4, 2], np.intp))], is_store)
+            mapped.close()
+
+    pool = ThreadPoolExecutor(4)
+    for done in [pool.submit(come_and_go, number) for number in (0, 1, 0, 1)]:
+        done.result(4 * TIMEOUT_S)
+    pool.shutdown()
+    pins = devices._gpus.pins  # type: ignore[union-attr]
+    assert devices.status() == [] and pins.pinned_bytes == 0 and not +pins._users and not pins._begun
+    other.close()
+
+
+def test_a_gpu_is_entered_while_another_one_is(
+    machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
+) -> None:
+    """One hangs: its engine waits, the other GPU's does not."""
+    other = WorkerProcess(machine.environment(), gpu=1)
+    model = small()
+    layout = build_layout(other.make(model), model.axes)
+    hung = devices._gpus  # type: ignore[assignment]
+    hung._turning.add(layout.device)  # as the thread would have it that does not come back from the driver
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(devices.map, layout)
+        with suite.case(worker, devices, arena, small()) as case:
+            assert len(devices.status()) == 1
+            case.there_and_back([[1]], [[5]], [((arena.header.chunks_start, 4 * PAGE),)], 0)
+        assert not waits.done()
+        hung._turned(layout.device)
+        waits.result(TIMEOUT_S).close()
+    other.close()
 
 
 def test_nothing_is_taken_of_a_gpu_before_a_worker_registers_from_it(

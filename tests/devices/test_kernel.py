@@ -216,6 +216,17 @@ def test_a_triton_that_cannot_is_an_error_and_is_asked_again(
     assert compiled(90).cubin.startswith(b"\x7fELF")
 
 
+def test_the_compiler_imports_nothing_from_where_the_server_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that others may write to, say."""
+    for name in ("triton", "msgspec", "kvdepot"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    compiled.cache_clear()
+    assert compiled(90).cubin.startswith(b"\x7fELF")
+
+
 @pytest.mark.parametrize(
     "wanted",
     [{"scratch_bytes": 128}, {"shared_bytes": 49153}, {"blocks_per_cluster": 2}, {"parameters": 1}],

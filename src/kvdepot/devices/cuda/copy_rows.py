@@ -1,4 +1,4 @@
-"""The copy kernel itself, and its compiler: a process of its own, `python -m kvdepot.devices.cuda.copy_rows 90`.
+"""The copy kernel itself, and its compiler: `main`, which kernel.py runs in a process of its own.
 
 Only that process imports this module: Triton takes a hundred MiB, and its import stops all threads of whoever does it
 for as long as a library of that size takes to load. The one law: nothing here needs a GPU, a driver or torch, and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 from typing import Any
 
@@ -86,7 +85,3 @@ def main(arch: int) -> None:
         blocks_per_cluster=facts.num_ctas,
     )
     print(msgspec.json.encode(compiled).decode(), flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

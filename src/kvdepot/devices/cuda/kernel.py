@@ -25,8 +25,12 @@ __all__ = ["TILE_BYTES", "Compiled", "CopyKernel", "compiled"]
 TILE_BYTES = 16 << 10
 """Largest copy of one row of the table."""
 
-_COMPILER = "kvdepot.devices.cuda.copy_rows"
-_COMPILE_S = 120.0
+_COMPILER = (
+    "import sys; sys.path[:] = filter(None, sys.path); "  # not from wherever the server was started: /tmp, say
+    "from kvdepot.devices.cuda.copy_rows import main; main(int(sys.argv[1]))"
+)
+_COMPILE_S = 20.0
+"""Less than a worker waits for its registration."""
 _PARAMETERS = 2
 """Of the kernel as we wrote it."""
 _SHARED_BYTES = 48 << 10
@@ -113,7 +117,7 @@ def compiled(arch: int) -> Compiled:
     """
     if importlib.util.find_spec("triton") is None:
         raise DeviceError("the copy kernel needs Triton, which is not installed: pip install triton")
-    command = [sys.executable, "-m", _COMPILER, str(arch)]
+    command = [sys.executable, "-c", _COMPILER, str(arch)]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=True)
         made = msgspec.json.decode(b"".join(done.stdout.splitlines()[-1:]), type=Compiled)

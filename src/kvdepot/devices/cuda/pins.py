@@ -5,20 +5,22 @@ by the copy that needs it first. The one law: no copy crosses from one piece int
 is given up while a copy uses any.
 
 A registration belongs to the context in which it was made, but all contexts may use it. When the GPU of that context is
-left by its last worker while others are in use, all pieces are given up and registered anew through another.
+left by its last worker while others are in use, its pieces are given up and registered anew through another, one by
+one: a copy waits for the piece that it touches at most, not for a terabyte.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from kvdepot.devices.cuda.driver import Driver, DriverError
+from kvdepot.devices.cuda.driver import Driver
 from kvdepot.devices.cuda.plan import Plan
 from kvdepot.errors import DeviceError
 from kvdepot.mover import Memory
@@ -39,15 +41,14 @@ class Pins:
         self._memory = memory
         self.address: int = memory.bytes.ctypes.data
         self._size = len(memory.bytes)
-        self._context: Any = None  # in which pieces are registered; None: there is no GPU in use
         self._change = threading.Condition()
         # Guarded by _change:
-        self._pinned: set[int] = set()
-        self._begun: set[int] = set()  # being registered by some thread
+        self._context: Any = None  # in which pieces are registered from now on; None: there is no GPU in use
+        self._pinned: dict[int, Any] = {}  # and in which context each one is
+        self._begun: dict[int, Any] = {}  # being registered by some thread, or given up
         self._refused: set[int] = set()  # tried in vain
-        self._users = 0  # copies under way
-        self._moving = False
-        self._thread: threading.Thread | None = None
+        self._users: Counter[int] = Counter()  # copies under way that touch a piece
+        self._leaving: int | None = None  # waits to be given up: no further copy may touch it
         self._stopping = threading.Event()
 
     def __repr__(self) -> str:
@@ -67,42 +68,63 @@ class Pins:
     # -- whose context it is
 
     def attach(self, context: Any) -> None:
-        """A GPU is in use: register through its context unless another's serves. Copies may go on."""
+        """A GPU is in use from now on: register through its context unless another's serves. Never blocks."""
         with self._change:
             if self._context is None:
-                self._begin(context)
-                self._moving = False
-                self._change.notify_all()
+                self._context = context
+                self._begin()
 
-    def _begin(self, context: Any) -> None:
-        self._context = context
+    def _begin(self) -> None:
+        self._stopping.set()  # who registered ahead so far has gone past what was another's then
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True).start()
 
-    def detach(self, context: Any) -> None:
-        """A GPU is about to be left. Blocks while copies end; if its context served, others wait until one is attached.
+    def pass_on(self, context: Any, other: Any) -> None:
+        """A GPU is about to be left; `other`: the context of one that stays, or None. Never blocks; then `give_up`."""
+        with self._change:
+            if self._context == context:
+                self._stopping.set()
+                self._context = other
+                self._refused.clear()
 
-        That must be after this context's end: what cannot be given up in one that is lost goes with it.
+    def give_up(self, context: Any) -> None:
+        """Give up what is registered in a context that was passed on: before that context ends, then `resume`.
+
+        Blocks while copies that touch it end. What the driver refuses is logged.
         """
-        with self._change:
-            if self._context != context:
-                return
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-        with self._change:
-            self._moving = True
-            self._change.wait_for(lambda: not self._users and not self._begun)
+        while (piece := self._next_of(context)) is not None:
             try:
                 with self._driver.current(context):
-                    for piece in self._pinned:
-                        self._unregister(piece)
-            except DriverError as exc:
-                log.warning("the arena's registrations go with their context: %s", exc)
-            self._pinned.clear()
-            self._refused.clear()
-            self._context = None
+                    self._driver.call("cuMemHostUnregister", self._place(piece))
+            except DeviceError as exc:  # a lost context's, mostly: with that it goes
+                log.warning("a piece of the arena stays registered: %s", exc)
+            finally:
+                with self._change:
+                    del self._begun[piece]
+                    self._change.notify_all()
+
+    def resume(self) -> None:
+        """Register anew what was given up, where there is a GPU in use. Never blocks.
+
+        After the old context's end: what could not be given up in one that was lost can be registered only then.
+        """
+        with self._change:
+            if self._context is not None:
+                self._refused.clear()
+                self._begin()
+
+    def _next_of(self, context: Any) -> int | None:
+        """A piece to give up, which nobody touches any more and nobody can until it is given up; None: no more."""
+        with self._change:
+            self._change.wait_for(lambda: self._leaving is None and context not in self._begun.values())
+            piece = next((piece for piece, owner in self._pinned.items() if owner == context), None)
+            if piece is not None:
+                self._leaving = piece
+                self._change.wait_for(lambda: not self._users[piece])
+                self._leaving = None
+                self._begun[piece] = self._pinned.pop(piece)
+                self._change.notify_all()
+            return piece
 
     # -- registering
 
@@ -112,52 +134,56 @@ class Pins:
         agrees. What is not can be copied all the same, slowly."""
         pieces = np.unique((plan.host - np.uint64(self.address)) // np.uint64(PIECE_BYTES)).tolist()
         with self._change:
-            self._change.wait_for(lambda: not self._moving)
-            self._users += 1
+            # All at once: whoever held some while he waited for others would never let them be given up.
+            self._change.wait_for(lambda: self._leaving not in pieces)
+            self._users.update(pieces)
             missing = [piece for piece in pieces if piece not in self._pinned]
         try:
             yield all(self._pin(piece) for piece in missing)
         finally:
             with self._change:
-                self._users -= 1
+                self._users.subtract(pieces)
+                self._users += Counter()  # only what is in use
                 self._change.notify_all()
 
     def _pin(self, piece: int) -> bool:
         """Register a piece, or wait until another thread has. False where that failed, now or before."""
         with self._change:
             self._change.wait_for(lambda: piece not in self._begun)
-            if piece in self._pinned or piece in self._refused:
-                return piece in self._pinned
-            self._begun.add(piece)
             context = self._context
+            if piece in self._pinned or piece in self._refused or context is None:
+                return piece in self._pinned
+            self._begun[piece] = context
         done = False
         try:
             done = self._register(piece, context)
         finally:
             with self._change:
-                self._begun.discard(piece)
-                (self._pinned if done else self._refused).add(piece)
+                del self._begun[piece]
+                if done:
+                    self._pinned[piece] = context
+                elif context == self._context:
+                    self._refused.add(piece)
                 self._change.notify_all()
         return done
 
     def _register(self, piece: int, context: Any) -> bool:
         if not self._memory.ensure(piece * PIECE_BYTES, self._length(piece)):
-            log.warning("not registered with the driver, and slow to copy: /dev/shm is full at %r", self)
+            self._complain("/dev/shm is full")
             return False
         try:
             with self._driver.current(context):
                 flags = self._driver.cu.CU_MEMHOSTREGISTER_PORTABLE | self._driver.cu.CU_MEMHOSTREGISTER_DEVICEMAP
                 self._driver.call("cuMemHostRegister", self._place(piece), self._length(piece), flags)
         except DeviceError as exc:
-            log.warning("not registered with the driver, and slow to copy: %s at %r", exc, self)
+            self._complain(exc)
             return False
         return True
 
-    def _unregister(self, piece: int) -> None:
-        try:
-            self._driver.call("cuMemHostUnregister", self._place(piece))
-        except DriverError as exc:
-            log.warning("a piece of the arena stays registered: %s", exc)
+    def _complain(self, why: object) -> None:
+        """Once: a terabyte has as many pieces as would fill the log."""
+        level = logging.DEBUG if self._refused else logging.WARNING
+        log.log(level, "memory behind %r is not registered with the driver, and slow to copy: %s", self, why)
 
     def _pin_ahead(self, stopping: threading.Event) -> None:
         """Register everything, so that no copy has to wait for it; the rest is left alone once it is refused."""

@@ -12,6 +12,7 @@ buffer and a table of copies for the kernel. The one law: when `run` returns, or
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvdepot.devices.cuda.driver import Addresses, Driver
+from kvdepot.devices.cuda.driver import Addresses, Driver, DriverError
 from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
 from kvdepot.devices.cuda.plan import Plan, merge
 from kvdepot.errors import DeviceError
 
 __all__ = ["WAYS", "Choice", "Slot", "Ways"]
+
+log = logging.getLogger(__name__)
 
 WAYS = ("dma", "kernel", "staged")
 Choice: TypeAlias = dict[bool, list[tuple[int, str]]]
@@ -54,12 +57,22 @@ class Slot:
         try:
             self.stream = int(driver.call("cuStreamCreate", int(driver.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
             if staging_bytes:
-                self.staging = int(driver.call("cuMemAlloc", staging_bytes))
-                self.table = int(driver.call("cuMemAlloc", _TABLE_ROWS * _ROW_BYTES))
-                self.host_table = int(driver.call("cuMemHostAlloc", _TABLE_ROWS * _ROW_BYTES, 0))
+                self._take_memory()
         except DeviceError:
             self.close()
             raise
+
+    def _take_memory(self) -> None:
+        """For the kernel and staging, unless the GPU is full: an engine may take all of it after it has registered."""
+        try:
+            self.staging = int(self._driver.call("cuMemAlloc", self.staging_bytes))
+            self.table = int(self._driver.call("cuMemAlloc", _TABLE_ROWS * _ROW_BYTES))
+            self.host_table = int(self._driver.call("cuMemHostAlloc", _TABLE_ROWS * _ROW_BYTES, 0))
+        except DriverError as exc:
+            if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            log.warning("no memory for the fast ways of small copies, which will be slow: %s", exc)
+            self._free_memory()
 
     @property
     def device_bytes(self) -> int:
@@ -68,13 +81,16 @@ class Slot:
 
     def close(self) -> None:
         """Safe twice."""
+        self._free_memory()
+        if self.stream:
+            self._driver.call("cuStreamDestroy", self.stream)
+            self.stream = 0
+
+    def _free_memory(self) -> None:
         for name, function in (("staging", "cuMemFree"), ("table", "cuMemFree"), ("host_table", "cuMemFreeHost")):
             if getattr(self, name):
                 self._driver.call(function, getattr(self, name))
                 setattr(self, name, 0)
-        if self.stream:
-            self._driver.call("cuStreamDestroy", self.stream)
-            self.stream = 0
 
 
 class Ways:
@@ -138,7 +154,7 @@ class Ways:
         if not self._same_addresses:  # (under WSL) a batch takes addresses as they are, and breaks the context
             self.run_unpinned(plan, is_store, slot)
             return
-        if self._kernel is None or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1)):
+        if not slot.host_table or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1)):
             way = "dma"
         try:
             match way or self._best(plan, is_store):
