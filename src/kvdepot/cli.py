@@ -215,10 +215,12 @@ def _keygen(folder: str, clients: list[str], tenant: str) -> int:
 
 def _calibrate(wanted: str, as_json: bool) -> int:
     staging_bytes = load().gpu_staging_mib << 20
-    from kvdepot.devices.cuda import Gpu, calibrate, driver
+    from kvdepot.devices.cuda import calibrate
+    from kvdepot.devices.cuda.driver import load as load_driver
+    from kvdepot.devices.cuda.gpus import Gpu
 
     found = []
-    cuda = driver.load()
+    cuda = load_driver()
     for uuid in calibrate.find(cuda, wanted):
         gpu = Gpu(cuda, uuid, staging_bytes)
         try:

@@ -101,7 +101,8 @@ def holdings(machine: Machine) -> list[Any]:
 
 
 def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine: Machine) -> None:
-    from kvdepot.devices.cuda import Gpu, calibrate, driver
+    from kvdepot.devices.cuda import calibrate, driver
+    from kvdepot.devices.cuda.gpus import Gpu
 
     cuda = driver.load()
     (first, _) = cuda.devices()
@@ -130,7 +131,8 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
 def test_a_driver_that_refuses_while_it_is_measured_is_an_error_and_nothing_stays_behind(
     machine: Machine, function: str
 ) -> None:
-    from kvdepot.devices.cuda import Gpu, calibrate, driver
+    from kvdepot.devices.cuda import calibrate, driver
+    from kvdepot.devices.cuda.gpus import Gpu
     from kvdepot.errors import DeviceError
 
     cuda = driver.load()

@@ -24,7 +24,7 @@ STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
 
 def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
     """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
-    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in ("", ".pins", ".ways"))
+    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in (".gpus", ".pins", ".ways"))
     for module in (cuda, pins):
         patch.setattr(module, "PIECE_BYTES", SMALL_PIECES)
     patch.setattr(how, "_TABLE_ROWS", SMALL_TABLE)

@@ -17,7 +17,7 @@ from kvdepot.mover import Mapped, Memory
 if TYPE_CHECKING:
     import torch
 
-    from kvdepot.devices.cuda import Gpus
+    from kvdepot.devices.cuda.gpus import Gpus
 
 __all__ = ["Devices", "finish", "share"]
 
@@ -66,7 +66,7 @@ class Devices:
             return HostTensors.open(layout)
         with self._lock:
             if self._gpus is None:
-                from kvdepot.devices.cuda import Gpus
+                from kvdepot.devices.cuda.gpus import Gpus
 
                 self._gpus = Gpus(self._memory, self._staging_bytes)
         return self._gpus.map(layout)

@@ -26,8 +26,8 @@ from kvdepot.devices.cuda.ways import Choice
 from kvdepot.errors import DeviceError
 
 if TYPE_CHECKING:
-    from kvdepot.devices.cuda import Gpu
     from kvdepot.devices.cuda.driver import Driver
+    from kvdepot.devices.cuda.gpus import Gpu
 
 __all__ = ["PEAK", "SIZES", "Figure", "choose", "cost_of", "describe", "find", "measure", "table"]
 

@@ -80,40 +80,37 @@ class Pins:
         threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True).start()
 
     def pass_on(self, context: Any, other: Any) -> None:
-        """A GPU is about to be left; `other`: the context of one that stays, or None. Never blocks.
-
-        Next are `give_up`, the context's end, and `follow`.
-        """
+        """A GPU is about to be left; `other`: the context of one that stays, or None. Never blocks; then `give_up`."""
         with self._change:
             if self._context == context:
                 self._stopping.set()
                 self._context = other
+                self._refused.clear()
 
     def give_up(self, context: Any) -> None:
-        """Give up what is registered in a context that was passed on. Blocks while copies that touch it end.
+        """Give up what is registered in a context that was passed on: before that context ends, then `resume`.
 
-        What cannot be given up in a context that is lost goes with it; until then nobody can register it anew.
+        Blocks while copies that touch it end. What the driver refuses is logged.
         """
         while (piece := self._next_of(context)) is not None:
-            done = False
             try:
                 with self._driver.current(context):
                     self._driver.call("cuMemHostUnregister", self._place(piece))
-                done = True
-            except DeviceError as exc:
-                log.warning("a registration of the arena goes with its context: %s", exc)
+            except DeviceError as exc:  # a lost context's, mostly: with that it goes
+                log.warning("a piece of the arena stays registered: %s", exc)
             finally:
                 with self._change:
                     del self._begun[piece]
-                    if not done:
-                        self._refused.add(piece)
                     self._change.notify_all()
 
-    def follow(self) -> None:
-        """A context that was passed on has ended: what was registered in it is registered anew, if a GPU is in use."""
+    def resume(self) -> None:
+        """Register anew what was given up, where there is a GPU in use. Never blocks.
+
+        After the old context's end: what could not be given up in one that was lost can be registered only then.
+        """
         with self._change:
-            self._refused.clear()
             if self._context is not None:
+                self._refused.clear()
                 self._begin()
 
     def _next_of(self, context: Any) -> int | None:

@@ -1,0 +1,253 @@
+"""The GPUs in use and their workers' tensors: the server's end. Imported when the first worker registers from one.
+
+Wires the files of this folder together: `driver` (calls), `sharing` and `descriptors` (a worker's allocation, mapped
+here), `pins` (the arena, registered), `plan` (which bytes go where), `ways` and `kernel` (how), `calibrate` (how best).
+
+A GPU is in use from its first worker's registration to its last one's end; everything taken of it goes then: context,
+mappings, staging buffers, registrations of the arena. The one law: on a GPU that no worker registered from, not a byte.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from kvdepot.devices.cuda import calibrate
+from kvdepot.devices.cuda.driver import Driver, DriverError, load
+from kvdepot.devices.cuda.pins import PIECE_BYTES, Pins
+from kvdepot.devices.cuda.plan import Planner
+from kvdepot.devices.cuda.sharing import Opened, open_allocation
+from kvdepot.devices.cuda.ways import Choice, Ways
+from kvdepot.errors import DeviceError
+from kvdepot.layout import Layout
+from kvdepot.mover import CopyPiece, Mapped, Memory
+
+__all__ = ["DeviceTensors", "Gpu", "Gpus"]
+
+log = logging.getLogger(__name__)
+
+_TASK_BYTES = 64 << 20
+
+
+class Gpu:
+    """One GPU in use: its context, and how to copy. Made and closed by Gpus, or for a while to measure it."""
+
+    def __init__(self, driver: Driver, uuid: str, staging_bytes: int) -> None:
+        """Makes the context. Raises DeviceError with nothing kept."""
+        self.driver = driver
+        self.uuid = uuid
+        self.device = driver.device(uuid)
+        self.name = driver.name(self.device)
+        self.registrations = 0
+        self.failure = ""  # of the last copy, what the driver said
+        self.context_bytes, self.context = calibrate.cost_of(uuid, lambda: driver.retain(self.device))
+        try:
+            with driver.current(self.context):
+                self.ways = Ways(driver, self.device, staging_bytes)
+        except BaseException:
+            driver.release(self.device)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Gpu {self.uuid} {self.name}, {self.registrations} registrations>"
+
+    def close(self) -> None:
+        """Give back all that was taken of this GPU. No copy may be under way."""
+        try:
+            with self.driver.current(self.context):
+                self.ways.close()
+        except DeviceError as exc:
+            log.error("%r could not be left in order: %s", self, exc)
+        try:
+            self.driver.release(self.device)
+        except DeviceError as exc:
+            log.error("%r keeps its context: %s", self, exc)
+
+
+class DeviceTensors(Mapped):
+    """A worker's paged KV tensors on a GPU."""
+
+    task_bytes = _TASK_BYTES
+
+    def __init__(self, gpus: Gpus, gpu: Gpu, layout: Layout) -> None:
+        """Raises LayoutError or DeviceError with nothing kept."""
+        self.layout = layout
+        self._gpus = gpus
+        self._gpu: Gpu | None = gpu
+        self._opened: list[Opened] = []
+        try:
+            with gpu.driver.current(gpu.context):
+                for mapping in layout.mappings:
+                    self._opened.append(open_allocation(gpu.driver, mapping))
+        except BaseException:
+            self._unmap(gpu)
+            raise
+        self._planner = Planner(layout, [opened.address for opened in self._opened])
+
+    def lane(self, is_store: bool) -> str:
+        """A direction of the GPU's bus."""
+        return f"{self.layout.device} {'out' if is_store else 'in'}"
+
+    def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        gpu, pins = self._gpu, self._gpus.pins
+        assert gpu is not None, "a copy for tensors that were given up"
+        plan = self._planner.plan(pieces, pins.address, PIECE_BYTES)
+        try:
+            with ExitStack() as held:
+                held.enter_context(gpu.driver.current(gpu.context))
+                pinned = held.enter_context(pins.used(plan))
+                slot = held.enter_context(gpu.ways.slot())
+                (gpu.ways.run if pinned else gpu.ways.run_unpinned)(plan, is_store, slot)
+        except DeviceError as exc:
+            gpu.failure = str(exc)
+            raise
+        gpu.failure = ""
+
+    def close(self) -> None:
+        gpu, self._gpu = self._gpu, None
+        if gpu is not None:
+            try:
+                self._unmap(gpu)
+            finally:
+                self._gpus.leave(gpu)
+
+    def _unmap(self, gpu: Gpu) -> None:
+        with ExitStack() as held:
+            try:
+                held.enter_context(gpu.driver.current(gpu.context))
+            except DeviceError as exc:  # it is lost; that these are open must be forgotten all the same
+                log.error("%r has lost its context: %s", gpu, exc)
+            for opened in self._opened:
+                try:
+                    opened.close()
+                except DeviceError as exc:
+                    log.error("an allocation on %r stays mapped: %s", gpu, exc)
+        self._opened.clear()
+
+
+class Gpus:
+    """The GPUs in use. Any thread."""
+
+    def __init__(self, memory: Memory, staging_bytes: int) -> None:
+        """Raises DeviceError where there is no driver."""
+        self._driver = load()
+        self._staging_bytes = staging_bytes
+        self.pins = Pins(self._driver, memory)
+        self._change = threading.Condition()  # guards the next two
+        self._gpus: dict[str, Gpu] = {}
+        self._turning: set[str] = set()  # being entered or left by some thread, which takes seconds
+        self._choices: dict[str, Choice] = {}  # measured once a GPU
+        self._measuring = threading.Lock()  # one at a time: the host's memory is theirs together
+
+    def __repr__(self) -> str:
+        return f"<Gpus {list(self._gpus.values())}>"
+
+    def map(self, layout: Layout) -> DeviceTensors:
+        """Map registered tensors. Blocks; with a GPU's first, for its context and to measure it."""
+        gpu = self._join(layout.device)
+        try:
+            return DeviceTensors(self, gpu, layout)
+        except BaseException:
+            self.leave(gpu)
+            raise
+
+    def _join(self, uuid: str) -> Gpu:
+        """One registration more. Others' GPUs can be entered and left meanwhile, by other threads."""
+        with self._change:
+            self._change.wait_for(lambda: uuid not in self._turning)
+            if uuid in self._gpus:
+                self._gpus[uuid].registrations += 1
+                return self._gpus[uuid]
+            self._turning.add(uuid)
+        try:
+            gpu = self._enter(uuid)
+            with self._change:
+                gpu.registrations = 1
+                self.pins.attach(gpu.context)
+                self._gpus[uuid] = gpu
+        finally:
+            self._turned(uuid)
+        return gpu
+
+    def _turned(self, uuid: str) -> None:
+        with self._change:
+            self._turning.discard(uuid)
+            self._change.notify_all()
+
+    def _enter(self, uuid: str) -> Gpu:
+        try:
+            gpu = Gpu(self._driver, uuid, self._staging_bytes)
+        except DriverError as exc:
+            if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            raise DeviceError(
+                f"{exc}: {uuid} has no memory left for the server, which needs about 1 GiB of it; let the engine take "
+                "less (vLLM: --gpu-memory-utilization)"
+            ) from exc
+        log.info("%s %s is in use", gpu.name, uuid)
+        if gpu.ways.without:
+            log.warning("small copies to %s will be slow: %s", uuid, gpu.ways.without)
+        try:
+            if uuid not in self._choices:
+                with self._measuring:
+                    self._choices[uuid] = calibrate.choose(calibrate.measure(gpu))
+            gpu.ways.choice = self._choices[uuid]
+        except DeviceError as exc:
+            log.warning("how best to copy from and to %s could not be measured: %s", uuid, exc)
+        except BaseException:
+            gpu.close()
+            raise
+        return gpu
+
+    def leave(self, gpu: Gpu) -> None:
+        """One registration less; with the last, everything that was taken of the GPU is given back."""
+        with self._change:
+            gpu.registrations -= 1
+            if gpu.registrations:
+                return
+            del self._gpus[gpu.uuid]
+            self._turning.add(gpu.uuid)
+            other = next(iter(self._gpus.values()), None)
+            self.pins.pass_on(gpu.context, other.context if other is not None else None)
+        try:
+            self._give_back(gpu)
+        finally:
+            self._turned(gpu.uuid)
+
+    def _give_back(self, gpu: Gpu) -> None:
+        self.pins.give_up(gpu.context)
+        gpu.close()
+        self.pins.resume()
+        log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
+
+    def status(self) -> list[dict[str, Any]]:
+        """One dict a GPU in use. Never blocks."""
+        return [
+            {
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "registrations": gpu.registrations,
+                "context_bytes": gpu.context_bytes,
+                "staging_bytes": gpu.ways.device_bytes,
+                "ways": {
+                    direction: [[size, way] for size, way in gpu.ways.choice[is_store]]
+                    for direction, is_store in (("store", True), ("retrieve", False))
+                },
+                "pinned_bytes": self.pins.pinned_bytes,
+                "failure": gpu.failure,
+            }
+            for gpu in tuple(self._gpus.values())
+        ]
+
+    def close(self) -> None:
+        """Give back what is left. No copy may be under way. Safe twice."""
+        with self._change:
+            left = list(self._gpus.values())
+            self._gpus.clear()
+            for gpu in left:  # to none of the others, which are left next
+                self.pins.pass_on(gpu.context, None)
+        for gpu in left:
+            self._give_back(gpu)
