@@ -67,6 +67,7 @@ class Worker:
 
     def close(self) -> None:
         self.client.close()
+        self.call("cuMemHostUnregister", self.host.ctypes.data)  # the next one's may lie at the same address
 
 
 @pytest.fixture(scope="module")
