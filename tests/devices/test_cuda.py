@@ -306,10 +306,10 @@ def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
 
 
 def test_a_gpu_whose_engine_took_all_memory_is_copied_without_staging(
-    machine: Machine, worker: WorkerProcess, arena: Arena
+    machine: Machine, worker: WorkerProcess, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = Devices(arena, STAGING)
-    prepare(devices, "staged", "kernel")
+    prepare(devices, monkeypatch, "staged", "kernel")
     with suite.case(worker, devices, arena, small()) as case:
         machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
         case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [((arena.header.chunks_start, 20 * PAGE),)], 0)
