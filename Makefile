@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := 2.13.0
 VLLM := 0.32.0
 
-.PHONY: help demo demo-cluster test test-fast sim fuzz soak lint types fmt bench clean
+.PHONY: help demo demo-cluster test test-fast sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
@@ -16,6 +16,7 @@ help:
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
 	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
 	@echo "make bench      the canonical benchmark beside its floors; writes bench.json"
+	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one (GPU_PYTHON=python of an environment with torch for CUDA)"
 	@echo "make lint types fmt clean"
 
 demo: $(VENV)/vllm
@@ -47,6 +48,14 @@ soak: $(VENV)/vllm
 
 bench: $(VENV)/vllm
 	$(BIN)/python bench/bench.py
+
+# A GPU's tests and figures run in an environment that is there already: torch for CUDA is not ours to install.
+GPU_PYTHON ?= $(PYTHON)
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu
+
+bench-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) bench/bench.py --only gpu --out bench-gpu.json
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

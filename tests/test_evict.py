@@ -268,6 +268,7 @@ def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_no
     index.validate()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["adaptive", "wtinylfu", "s3fifo"])
 def test_replays_do_not_depend_on_the_hash_seed_of_the_process(name: str) -> None:
     code = (

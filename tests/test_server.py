@@ -401,6 +401,7 @@ class Hanging(Mapped):
         pass
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("what", ["a copy", "mapping tensors"])
 def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says_that_it_touches_no_block(
     tmp_path: Path, what: str

@@ -332,6 +332,7 @@ def test_json_is_an_array_of_one_object_a_trace_policy_and_capacity(chat: str, t
     }  # fmt: skip
 
 
+@pytest.mark.faults
 def test_the_result_depends_neither_on_processes_nor_on_hash_seeds(chat: str) -> None:
     common = (chat, "--capacity-blocks", "50,500", "--json")
     alone = simulate(*common, "--jobs", "1", PYTHONHASHSEED="1")

@@ -137,6 +137,7 @@ def test_ages_of_what_is_gone_are_not_kept_for_the_whole_ttl() -> None:
     assert len(host.index._ages) <= 100
 
 
+@pytest.mark.faults
 def test_a_lookup_of_many_ranks_costs_no_more_than_a_request_may(tier: MemoryTier) -> None:
     """Ranks are made by one Store; then chunks x ranks are looked at on the deciding thread."""
     host = new_host(tier, pages=1024)

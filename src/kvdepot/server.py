@@ -78,6 +78,7 @@ class Server:
             self._guard.close()
             raise
         self._stopping = False
+        self.hangs = False  # at its end: a thread is still in a driver or a tier
         self._ticks = 0
         self._corrupt = 0  # chunks found damaged when last logged
         self._context = zmq.Context()
@@ -344,7 +345,7 @@ class Server:
             log.warning("%d operations did not end within %g s", self.depot.operations, self._config.drain_s)
 
     def close(self) -> None:
-        """Give everything back: threads, sockets, files. Called by `run`."""
+        """Give everything back: threads, sockets, files. Called by `run`. Sets `hangs` where a thread did not end."""
         idle = not self.depot.operations and self._mover.stop(_MOVER_STOP_S)
         if idle:
             self._devices.close()  # the arena is registered with their drivers: it must still be there
@@ -362,6 +363,7 @@ class Server:
         self._guard.close()
         if idle:
             os.close(self._wake)  # else a thread that hangs may yet write to whatever has that number then
+        self.hangs = not idle
         gc.unfreeze()
         gc.enable()  # libraries complain of what is still there when the interpreter ends
         log.info("stopped")

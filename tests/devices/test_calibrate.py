@@ -20,6 +20,8 @@ from kvdepot.adapters import LMCacheMPWorkerAdapter
 from tests.conftest import StartDepot
 from tests.standin.machine import Machine
 
+pytestmark = pytest.mark.faults
+
 GIB = 1 << 30
 MIB = 1 << 20
 KIB = 1 << 10

@@ -69,12 +69,14 @@ class TestDma(OnStandIn):
         assert after["pageable_copies"] == 0
 
 
+@pytest.mark.faults
 class TestDmaOfAnOldDriver(OnStandIn):
     """Before 12.8: no batches."""
 
     version = 12040
 
 
+@pytest.mark.faults
 class TestKernel(OnStandIn):
     ways = ("kernel", "kernel")
 
@@ -83,11 +85,13 @@ class TestStaged(OnStandIn):
     ways = ("staged", "staged")
 
 
+@pytest.mark.faults
 class TestVirtualMemory(OnStandIn):
     how = "virtual"
     ways = ("dma", "staged")
 
 
+@pytest.mark.faults
 class TestAllocationsApart(OnStandIn):
     how = "each"
     ways = ("staged", "kernel")

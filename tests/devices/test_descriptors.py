@@ -27,6 +27,8 @@ from kvdepot.errors import DeviceError, LayoutError
 
 from ..conftest import eventually
 
+pytestmark = pytest.mark.faults
+
 SHM = Path("/dev/shm")
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

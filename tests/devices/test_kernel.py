@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from kvdepot.devices.cuda.kernel import TILE_BYTES, Compiled, compiled
 from kvdepot.errors import DeviceError
 
+pytestmark = pytest.mark.faults
+
 Row: TypeAlias = tuple[int, int, int]
 """Destination, source, bytes."""
 

@@ -16,6 +16,8 @@ from tests.devices.ways import STAGING, prepare
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 
+pytestmark = pytest.mark.faults
+
 suite = DeviceConformance()
 
 

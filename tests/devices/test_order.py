@@ -17,6 +17,8 @@ from kvdepot.errors import DeviceError, Unavailable
 from tests.conftest import Depot, eventually
 from tests.standin.machine import VARIABLE, Machine
 
+pytestmark = pytest.mark.faults
+
 BLOCKS, BLOCK_BYTES = 16, 1 << 14
 HANDLE = b"\7" * 64
 """What `ipc_handle()` of an event gives: nothing that its own process could open."""

@@ -198,4 +198,8 @@ class Driver:
             ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream,
         )  # fmt: skip
         if code:
-            raise self._error("cuMemcpyBatchAsync", self.cu.CUresult(code))
+            try:
+                result = self.cu.CUresult(code)
+            except ValueError:
+                raise DriverError(f"cuMemcpyBatchAsync: {code}, newer than these bindings", str(code)) from None
+            raise self._error("cuMemcpyBatchAsync", result)
