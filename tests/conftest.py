@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 
 SHM = Path("/dev/shm")
+os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:

@@ -21,14 +21,14 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
-from kvdepot.tiers import TierConfig, parse
+from kvdepot.tiers import Options, TierConfig, parse
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
 
-__all__ = ["Config", "default_key", "default_url", "load"]
+__all__ = ["Config", "default_key", "default_url", "load", "masked"]
 
 GIB = 1 << 30
 
@@ -50,6 +50,12 @@ _WORDS = {
     "on_stop": ("remove", "keep"),
     "verify": ("off", "sampled", "always"),
 }
+
+
+_ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+_MOST_PORT = 65535
+_SECRET = re.compile(r"(?!.*_file$).*(secret|pass|token|key|credential|sas|signature)", re.IGNORECASE)
+"""Options of tiers whose values nobody is shown."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +102,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
+    http: Annotated[
+        str, Meta(description="HOST:PORT of the web page, metrics and API; off = none; beyond this host: with a token")
+    ] = "127.0.0.1:7077"
+    http_token_file: Annotated[
+        str, Meta(description="file with the token for HTTP (mode 0600); empty = one made beside the unix socket")
+    ] = ""
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
 
     def __post_init__(self) -> None:
@@ -104,6 +116,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
             raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
+        if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= _MOST_PORT):
+            raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
         for name, allowed in _WORDS.items():
@@ -178,3 +192,18 @@ def load(
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())
     return config
+
+
+def masked(config: Config) -> dict[str, Any]:
+    """All settings as plain data, fit to be shown: credentials and secret options of tiers are `***`."""
+    shown: dict[str, Any] = msgspec.to_builtins(config)
+    shown["tiers"] = [_mask(tier) for tier in config.tier_configs]
+    return shown
+
+
+def _mask(tier: TierConfig) -> str:
+    scheme, _, rest = tier.url.partition("://")
+    place = f"***@{rest.rpartition('@')[2]}" if "@" in rest else rest
+    given = {**tier.own, **{k: v for k, v in msgspec.to_builtins(tier.options).items() if v != getattr(Options(), k)}}
+    options = "&".join(f"{name}={'***' if _SECRET.match(name) else value}" for name, value in given.items())
+    return f"{scheme}://{place}" + (f"?{options}" if options else "")
