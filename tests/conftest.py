@@ -39,6 +39,7 @@ class Depot:
     """A `kvdepot serve` process."""
 
     names: ClassVar[set[str]] = set()
+    command: ClassVar[list[str]] = [sys.executable, "-m", "kvdepot.cli"]
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Depot:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.name,
+                *self.command, "serve", "--url", self.url, "--arena-name", self.name,
                 "--arena-gib", str(arena_mib / 1024), "--chunk-size", str(chunk_size), *flags,
             ],
             stderr=self.log,
