@@ -315,6 +315,8 @@ def _answer_error(_: Request[Any, Any, State], exc: Exception) -> Response[Probl
             log.error("an answer failed", exc_info=exc)
             status_code, problem = 500, Problem(InternalError.code, "a bug of ours; the log of the server has it")
     headers = {"retry-after": "1"} if status_code in (429, 503) else {}
+    if status_code == 413:
+        headers["connection"] = "close"  # else the rest of it would be read all the same
     if status_code == 405 and isinstance(exc, HTTPException) and exc.headers:
         headers |= {name: value for name, value in exc.headers.items() if name.lower() == "allow"}
     return Response(problem, status_code=status_code, media_type="application/json", headers=headers)
