@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
-from kvdepot.tiers import Options, TierConfig, parse
+from kvdepot.tiers import TierConfig, parse
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,8 +54,6 @@ _WORDS = {
 
 _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 _MOST_PORT = 65535
-_SECRET = re.compile(r"(?!.*_file$).*(secret|pass|token|key|credential|sas|signature)", re.IGNORECASE)
-"""Options of tiers whose values nobody is shown."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,16 +192,33 @@ def load(
     return config
 
 
+_SECRET = re.compile("secret|token|passw|passphrase|credential|access_key|signature", re.IGNORECASE)
+
+
 def masked(config: Config) -> dict[str, Any]:
-    """All settings as plain data, fit to be shown: credentials and secret options of tiers are `***`."""
-    shown: dict[str, Any] = msgspec.to_builtins(config)
-    shown["tiers"] = [_mask(tier) for tier in config.tier_configs]
+    """The settings by name, for people to see: what a URL holds of passwords stands there as ***."""
+    shown = {}
+    for name, value in msgspec.structs.asdict(config).items():
+        if isinstance(value, tuple):
+            value = [_masked(text) for text in value]
+        shown[name] = _masked(value) if isinstance(value, str) else value
     return shown
 
 
-def _mask(tier: TierConfig) -> str:
-    scheme, _, rest = tier.url.partition("://")
-    place = f"***@{rest.rpartition('@')[2]}" if "@" in rest else rest
-    given = {**tier.own, **{k: v for k, v in msgspec.to_builtins(tier.options).items() if v != getattr(Options(), k)}}
-    options = "&".join(f"{name}={'***' if _SECRET.match(name) else value}" for name, value in given.items())
-    return f"{scheme}://{place}" + (f"?{options}" if options else "")
+def _masked(text: str) -> str:
+    """A URL without its secrets; what is no URL as it is. What may be a password is taken for one."""
+    scheme, colon, rest = text.partition("://")
+    if not colon:
+        return text
+    place, mark, query = rest.partition("?")
+    options = [option.partition("=") for option in query.split("&")] if mark else []
+    if any("@" in name for name, _, _ in options):  # a password with a ? in it
+        return f"{scheme}://***"
+    credentials, at, host = place.rpartition("@")
+    user, divider, _ = credentials.partition(":")
+    kept = (f"{user}:***@" if divider else "***@") if at else ""
+    told = [
+        f"{name}{equals}{'***' if value and _SECRET.search(name) and not name.endswith('_file') else value}"
+        for name, equals, value in options
+    ]
+    return f"{scheme}://{kept}{host}{mark}{'&'.join(told)}"
