@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvdepot import errors, wire
+from kvdepot.adapters import LoadStoreOp
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain
 
@@ -83,9 +84,12 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
         engine.store(tokens[:CHUNK], list(range(PER_CHUNK)))
-        assert engine.lookup(tokens) == 3 * CHUNK
         assert engine.lookup([7, *tokens]) == 0
-        assert engine.retrieve(tokens[:CHUNK], list(range(12, 16))) == set()
+        engine.scheduler.maybe_submit_lookup_request("one", token_ids=tokens)
+        assert engine.scheduler.wait_lookup_result("one", 10.0) == 3 * CHUNK
+        engine.worker.submit_retrieve_request("one", LoadStoreOp(list(range(12, 16)), token_ids=tokens[:CHUNK]), None)
+        eventually(lambda: engine.worker.get_finished(set())[1])
+        assert engine.worker.get_block_ids_with_load_errors() == set()
         web.status()
         told = read(web)
         assert told["kvdepot_up"] == 1
@@ -99,9 +103,22 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
         assert told["kvdepot_dropped_chunks_total"] == 0
         assert told["kvdepot_evicted_chunks_total"] == 0
         assert told["kvdepot_memory_used_bytes"] == web.depot.status()["used_bytes"] > 0
+        chunk_bytes = PER_CHUNK * engine.cache[0].nbytes
+        assert told["kvdepot_stored_bytes_total"] == 3 * chunk_bytes
+        assert told["kvdepot_retrieved_bytes_total"] == chunk_bytes
+        assert told["kvdepot_saved_tokens_total"] == CHUNK
+        assert told["kvdepot_engines"] == 2  # scheduler and worker
         assert 0 < told["kvdepot_loop_lag_seconds"] < 10
+        labelled = samples(web.get("/metrics"))
         labels = (("blocks_in_chunk", str(PER_CHUNK)), ("model", engine.model), ("tenant", ""), ("world_size", "1"))
-        assert samples(web.get("/metrics"))["kvdepot_namespace_chunks", labels] == 3
+        assert labelled["kvdepot_namespace_chunks", labels] == 3
+        assert labelled["kvdepot_namespace_lookup_chunks_total", labels] == 6
+        assert labelled["kvdepot_namespace_hit_chunks_total", labels] == 3
+        for request, count in (("Lookup", 2), ("Store", 2), ("Retrieve", 1), ("Register", 1)):
+            label = ("request", request)
+            assert labelled["kvdepot_request_duration_seconds_count", (label,)] == count, request
+            assert labelled["kvdepot_request_duration_seconds_bucket", (("le", "+Inf"), label)] == count
+            assert labelled["kvdepot_request_errors_total", (label,)] == 0
     finally:
         engine.close()
 
