@@ -90,6 +90,8 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
         engine.worker.submit_retrieve_request("one", LoadStoreOp(list(range(12, 16)), token_ids=tokens[:CHUNK]), None)
         eventually(lambda: engine.worker.get_finished(set())[1])
         assert engine.worker.get_block_ids_with_load_errors() == set()
+        engine.scheduler.end_session("one")
+        eventually(lambda: web.depot.status()["sessions"] == 0)
         web.status()
         told = read(web)
         assert told["kvdepot_up"] == 1
