@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +290,21 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
             for status, response in operation["responses"].items():
                 shape = response["content"]["application/json"]["schema"]
                 assert (shape.get("$ref", "").endswith("/Problem")) == (status != "200"), (path, status)
+
+
+def test_every_file_of_the_page_is_served_with_its_type_and_all_it_names_is_there(web: Web) -> None:
+    folder = resources.files("kvdepot.web") / "page"
+    if not (folder / "index.html").is_file():
+        pytest.skip("the page is not in this checkout")
+    root = web.get("/")
+    assert root.status == 200
+    assert root.headers["content-type"] == "text/html; charset=utf-8"
+    assert root.body == (folder / "index.html").read_bytes() == web.get("/index.html").body
+    named = re.findall(r'(?:src|href)="([^"#][^"]*)"', root.body.decode())
+    assert named
+    types = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+    for name in named:
+        answer = web.get(f"/{name}")
+        assert answer.status == 200, name
+        if (kind := name.rpartition(".")[2]) in types:
+            assert answer.headers["content-type"] == types[kind]
