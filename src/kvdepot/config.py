@@ -28,7 +28,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-__all__ = ["Config", "default_key", "default_url", "load"]
+__all__ = ["Config", "default_key", "default_url", "load", "masked"]
 
 GIB = 1 << 30
 
@@ -50,6 +50,10 @@ _WORDS = {
     "on_stop": ("remove", "keep"),
     "verify": ("off", "sampled", "always"),
 }
+
+
+_ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+_MOST_PORT = 65535
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +100,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
+    http: Annotated[
+        str, Meta(description="HOST:PORT of the web page, metrics and API; off = none; beyond this host: with a token")
+    ] = "127.0.0.1:7077"
+    http_token_file: Annotated[
+        str, Meta(description="file with the token for HTTP (mode 0600); empty = one made beside the unix socket")
+    ] = ""
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
 
     def __post_init__(self) -> None:
@@ -104,6 +114,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
             raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
+        if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= _MOST_PORT):
+            raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
         for name, allowed in _WORDS.items():
@@ -178,3 +190,35 @@ def load(
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())
     return config
+
+
+_SECRET = re.compile("secret|token|passw|passphrase|credential|access_key|signature", re.IGNORECASE)
+
+
+def masked(config: Config) -> dict[str, Any]:
+    """The settings by name, for people to see: what a URL holds of passwords stands there as ***."""
+    shown = {}
+    for name, value in msgspec.structs.asdict(config).items():
+        if isinstance(value, tuple):
+            value = [_masked(text) for text in value]
+        shown[name] = _masked(value) if isinstance(value, str) else value
+    return shown
+
+
+def _masked(text: str) -> str:
+    """A URL without its secrets; what is no URL as it is. What may be a password is taken for one."""
+    scheme, colon, rest = text.partition("://")
+    if not colon:
+        return text
+    place, mark, query = rest.partition("?")
+    options = [option.partition("=") for option in query.split("&")] if mark else []
+    if any("@" in name for name, _, _ in options):  # a password with a ? in it
+        return f"{scheme}://***"
+    credentials, at, host = place.rpartition("@")
+    user, divider, _ = credentials.partition(":")
+    kept = (f"{user}:***@" if divider else "***@") if at else ""
+    told = [
+        f"{name}{equals}{'***' if value and _SECRET.search(name) and not name.endswith('_file') else value}"
+        for name, equals, value in options
+    ]
+    return f"{scheme}://{kept}{host}{mark}{'&'.join(told)}"
