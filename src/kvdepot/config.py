@@ -28,7 +28,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-__all__ = ["Config", "default_key", "default_url", "load"]
+__all__ = ["Config", "default_key", "default_url", "load", "load_with_sources", "masked", "words_of"]
 
 GIB = 1 << 30
 
@@ -134,6 +134,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(4 * GIB, _free_memory() // 4)
 
 
+def words_of(setting: str) -> tuple[str, ...]:
+    """What a setting can be, where that is one of a few words."""
+    return tuple(sorted(POLICIES)) if setting == "policy" else _WORDS.get(setting, ())
+
+
 def _free_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -145,6 +150,13 @@ def load(
     file: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Config:
     """Merge file, environment and flags. Raises ConfigError that names the field and where it came from."""
+    return load_with_sources(file, flags, environ)[0]
+
+
+def load_with_sources(
+    file: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Config, dict[str, str]]:
+    """As `load`; and by field where its value came from: the file, the variable, the flag, or `default`."""
     merged: dict[str, Any] = {}
     source: dict[str, str] = {}
     if file is not None:
@@ -177,4 +189,36 @@ def load(
         raise ConfigError(f"{where}{name}: {said}" if name and not said.startswith(name) else where + said) from exc
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())
-    return config
+    return config, {name: source.get(name, "default") for name in Config.__struct_fields__}
+
+
+_SECRET = re.compile("secret|token|passw|passphrase|credential|access_key|signature", re.IGNORECASE)
+
+
+def masked(config: Config) -> dict[str, Any]:
+    """The settings by name, for people to see: what a URL holds of passwords stands there as ***."""
+    shown = {}
+    for name, value in msgspec.structs.asdict(config).items():
+        if isinstance(value, tuple):
+            value = [_masked(text) for text in value]
+        shown[name] = _masked(value) if isinstance(value, str) else value
+    return shown
+
+
+def _masked(text: str) -> str:
+    """A URL without its secrets; what is no URL as it is. What may be a password is taken for one."""
+    scheme, colon, rest = text.partition("://")
+    if not colon:
+        return text
+    place, mark, query = rest.partition("?")
+    options = [option.partition("=") for option in query.split("&")] if mark else []
+    if any("@" in name for name, _, _ in options):  # a password with a ? in it
+        return f"{scheme}://***"
+    credentials, at, host = place.rpartition("@")
+    user, divider, _ = credentials.partition(":")
+    kept = (f"{user}:***@" if divider else "***@") if at else ""
+    told = [
+        f"{name}{equals}{'***' if value and _SECRET.search(name) and not name.endswith('_file') else value}"
+        for name, equals, value in options
+    ]
+    return f"{scheme}://{kept}{host}{mark}{'&'.join(told)}"
