@@ -1,6 +1,6 @@
 """The server's settings: one frozen object, merged in one place.
 
-Read by cli.py before anything else starts. Later wins: defaults, the TOML file of `--config`,
+Read by cli/ before anything else starts. Later wins: defaults, the TOML file of `--config`,
 environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads the environment.
 """
 

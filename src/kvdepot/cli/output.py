@@ -20,6 +20,8 @@ __all__ = ["Progress", "clean", "console", "count", "duration", "print_json", "p
 _PIPE_COLUMNS = 200
 """A pipe has no width; a table cut to 80 columns would lose figures."""
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Told what happens, and how much of how much is done; of 0 = nobody knows."""
 
@@ -65,22 +67,19 @@ def clean(text: str) -> str:
 
 def size(count_bytes: float) -> str:
     """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count_bytes < 1000:
-            break
+    unit = 0
+    while count_bytes >= 1000 and unit < len(_UNITS) - 1:
         count_bytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{count_bytes:.0f} {unit}" if unit == "B" or count_bytes >= 100 else f"{count_bytes:.3g} {unit}"
+        unit += 1
+    shown = f"{count_bytes:,.0f}" if not unit or count_bytes >= 100 else f"{count_bytes:.3g}"
+    return f"{shown} {_UNITS[unit]}"
 
 
 def count(number: float) -> str:
-    """A number for people: 12,345, then 1.23 M."""
-    for unit in ("", " M", " G"):
-        if number < 1_000_000:
-            return f"{number:,.0f}" if not unit else f"{number:,.3g}{unit}" if number < 1000 else f"{number:,.0f}{unit}"
-        number /= 1_000_000 if not unit else 1000
-    return f"{number:,.3g} T"
+    """A number for people: 12,345; 1.2 M; 3.4 G."""
+    if number < 1e6:
+        return f"{number:,.0f}"
+    return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:,.1f} G"
 
 
 def share(part: float) -> str:
@@ -89,13 +88,12 @@ def share(part: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people, two units at most: 0.25 ms, 12 s, 3 h 12 min, 5 d 2 h."""
+    """A time for people, two units at most: 0.25 ms, 12 s, 3 h 12 min."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
-    for unit, (length, smaller, part) in {"min": (60, "s", 1), "h": (3600, "min", 60), "d": (86400, "h", 3600)}.items():
-        if unit == "d" or seconds < length * (60 if unit == "min" else 24):
-            whole, rest = divmod(int(seconds), length)
-            return f"{whole} {unit} {rest // part} {smaller}" if rest // part else f"{whole} {unit}"
-    raise AssertionError(seconds)
+    minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
+    if minutes < 60:
+        return f"{minutes} min {seconds % 60:.0f} s"
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{days} d {hours % 24} h"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -14,7 +13,7 @@ import click
 from kvdepot import __version__
 from kvdepot.errors import ConfigError, KVDepotError
 
-__all__ = ["root", "run"]
+__all__ = ["COMPLETE", "root", "run"]
 
 _FAMILIES = {
     "Run and watch": {"serve": "serve", "status": "status", "top": "top", "doctor": "doctor", "config": "serve"},
@@ -24,7 +23,8 @@ _FAMILIES = {
 }
 """Commands and the modules that have them, in the order of the help. A module is imported when it is asked for."""
 _MODULES = {command: module for family in _FAMILIES.values() for command, module in family.items()}
-_COMPLETE = "_KVDEPOT_COMPLETE"
+COMPLETE = "_KVDEPOT_COMPLETE"
+"""The variable by which a shell asks for completions."""
 
 _EPILOG = """\b
 Exit codes:
@@ -54,7 +54,9 @@ class Root(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in _MODULES and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], _MODULES, 1)
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], _MODULES, 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             ctx.fail(f"There is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
@@ -79,10 +81,10 @@ def root() -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run one command; the exit code."""
-    if _COMPLETE in os.environ:
+    if COMPLETE in os.environ:
         from click.shell_completion import shell_complete
 
-        return shell_complete(root, {}, "kvdepot", _COMPLETE, os.environ[_COMPLETE])
+        return shell_complete(root, {}, "kvdepot", COMPLETE, os.environ[COMPLETE])
     try:
         with root.make_context("kvdepot", list(words)) as context:
             return root.invoke(context) or 0
