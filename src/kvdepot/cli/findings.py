@@ -1,4 +1,4 @@
-"""What `kvdepot doctor` looks at: what of this machine and this user could keep a depot from working, each with what to do.
+"""What `kvdepot doctor` looks at: what of this machine and user could keep a depot from working, and what to do.
 
 The one law: it looks, and changes nothing; whatever it cannot find out is a line, not a failure.
 """

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import click
 
@@ -16,13 +16,13 @@ from kvdepot.errors import ConfigError, KVDepotError
 __all__ = ["COMPLETE", "root", "run"]
 
 _FAMILIES = {
-    "Run and watch": {"serve": "serve", "status": "status", "top": "top", "doctor": "doctor", "config": "serve"},
-    "Chunks": {"warm": "chunks", "pin": "chunks", "unpin": "chunks", "forget": "chunks", "check": "chunks"},
-    "Size and measure": {"simulate": "simulate", "bench": "checkout", "demo": "checkout", "calibrate": "setup"},
-    "Set up": {"keygen": "setup", "completion": "setup"},
+    "Run and watch": ("serve", "status", "top", "doctor", "config"),
+    "Chunks": ("warm", "pin", "unpin", "forget", "check"),
+    "Size and measure": ("simulate", "bench", "demo", "calibrate"),
+    "Set up": ("keygen", "completion"),
 }
-"""Commands and the modules that have them, in the order of the help. A module is imported when it is asked for."""
-_MODULES = {command: module for family in _FAMILIES.values() for command, module in family.items()}
+"""Commands in the order of the help."""
+_COMMANDS = [command for family in _FAMILIES.values() for command in family]
 COMPLETE = "_KVDEPOT_COMPLETE"
 """The variable by which a shell asks for completions."""
 
@@ -38,25 +38,46 @@ NO_COLOR=1 turns colours off.
 """
 
 
+def _module(command: str) -> Any:
+    """Where a command is; imported only when it is asked for, and by names that stand here."""
+    match command:
+        case "serve" | "config":
+            return importlib.import_module("kvdepot.cli.serve")
+        case "status":
+            return importlib.import_module("kvdepot.cli.status")
+        case "top":
+            return importlib.import_module("kvdepot.cli.top")
+        case "doctor":
+            return importlib.import_module("kvdepot.cli.doctor")
+        case "warm" | "pin" | "unpin" | "forget" | "check":
+            return importlib.import_module("kvdepot.cli.chunks")
+        case "simulate":
+            return importlib.import_module("kvdepot.cli.simulate")
+        case "bench" | "demo":
+            return importlib.import_module("kvdepot.cli.checkout")
+        case "keygen" | "calibrate" | "completion":
+            return importlib.import_module("kvdepot.cli.setup")
+    raise AssertionError(command)
+
+
 class Root(click.Group):
     """A group that imports a command when it is asked for, and knows what a mistyped one was to be."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_MODULES)
+        return _COMMANDS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _MODULES:
+        if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"kvdepot.cli.{_MODULES[cmd_name]}")
-        return cast(click.Command, getattr(module, cmd_name))
+        return cast(click.Command, getattr(_module(cmd_name), cmd_name))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in _MODULES and not args[0].startswith("-"):
+        if args[0] not in _COMMANDS and not args[0].startswith("-"):
             from difflib import get_close_matches
 
-            close = get_close_matches(args[0], _MODULES, 1)
+            close = get_close_matches(args[0], _COMMANDS, 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             ctx.fail(f"There is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
@@ -90,7 +111,8 @@ def run(words: Sequence[str]) -> int:
             return root.invoke(context) or 0
     except click.exceptions.Exit as exc:
         return exc.exit_code
-    except click.ClickException as exc:
+    except click.UsageError as exc:
+        exc.ctx = exc.ctx or _context(words)
         exc.show()
         return 2
     except ConfigError as exc:
@@ -102,6 +124,13 @@ def run(words: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _context(words: Sequence[str]) -> click.Context:
+    """Whose usage to show where click does not say: the parser of options knows of no command."""
+    whole = click.Context(root, info_name="kvdepot")
+    command = root.get_command(whole, words[0]) if words else None
+    return whole if command is None else click.Context(command, whole, words[0])
 
 
 def _failed(exc: KVDepotError, code: int) -> int:
