@@ -88,7 +88,9 @@ def share(part: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people, two units at most: 0.25 ms, 12 s, 3 h 12 min."""
+    """A time for people, two units at most: 250 µs, 12 ms, 3 h 12 min."""
+    if seconds < 0.0009995:
+        return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:

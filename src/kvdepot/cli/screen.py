@@ -64,12 +64,13 @@ class Screen:
     def _tables(self, room: int) -> list[Table]:
         assert self._status is not None
         listings = view.listings(self._status)
-        shown: list[Table] = []
-        for number, listing in enumerate(listings):
-            # An equal share of what is left for each table to come: its head and two lines at least.
-            most = min(len(listing.rows), max(room // (len(listings) - number), 3) - 1)
-            if room < 3 and most < len(listing.rows):
-                break
-            shown.append(listing.table(most))
-            room -= 1 + most
-        return shown
+        while listings and 3 * len(listings) > room:  # a head and two lines each, or it is not worth it
+            listings.pop()
+        lines = [min(len(listing.rows), 2) for listing in listings]
+        room -= sum(lines) + len(lines)
+        while room > 0 and any(len(listing.rows) > most for listing, most in zip(listings, lines, strict=True)):
+            for number, listing in enumerate(listings):
+                if room > 0 and len(listing.rows) > lines[number]:
+                    lines[number] += 1
+                    room -= 1
+        return [listing.table(most) for listing, most in zip(listings, lines, strict=True)]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, size
 from kvdepot.metrics import BOUNDS_S, Latency
-from kvdepot.status import Status
+from kvdepot.status import HitRate, Status
 
 __all__ = ["Listing", "Speeds", "listings", "quantile", "summary"]
 
@@ -69,7 +69,9 @@ def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
 
 def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
-    counted = [rate for rate in now.hit_rates if rate.chunks]
+    windows = list(zip(now.hit_rates, [HitRate(0.0, 0, 0.0, 0.0), *now.hit_rates], strict=False))
+    # A window longer than the server's life says no more than the one before it.
+    counted = [rate for rate, shorter in windows if rate.chunks and shorter.window_s < now.uptime_s]
     for number, rate in enumerate(counted):
         label = "hits" if not number else ""
         what = f"in {_window(rate.window_s):<6} of {count(rate.chunks)} chunks; an endless cache {share(rate.ceiling)}"
@@ -86,15 +88,15 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
         moved = f"stored {size(now.stored_bytes)}, retrieved {size(now.retrieved_bytes)}"
         moved += f", evicted {count(now.evicted_chunks)} chunks"
     else:
-        moved = f"stores {speeds.stored_bytes / 1e9:.2f} GB/s, retrieves {speeds.retrieved_bytes / 1e9:.2f} GB/s"
+        moved = f"stores {size(speeds.stored_bytes)}/s, retrieves {size(speeds.retrieved_bytes)}/s"
         moved += f", {count(speeds.lookups)} lookups/s, {count(speeds.evicted_chunks)} evictions/s"
-    lines.append(("bytes", Text(moved)))
+    lines.append(("traffic", Text(moved)))
     lines += [("" if number else "look at", Text(text, "yellow")) for number, text in enumerate(_faults(now))]
     return lines
 
 
 def _state(now: Status) -> Text:
-    state = ("something is wrong", "yellow") if _faults(now) else ("working", "green")
+    state = ("working, but look below", "yellow") if _faults(now) else ("working", "green")
     engines = f"{len(now.engines)} engine{'s' * (len(now.engines) != 1)} of {count(now.clients)} clients"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {engines}")
 
@@ -134,13 +136,17 @@ def listings(now: Status) -> list[Listing]:
     return [listing for listing in made if listing.rows]
 
 
+_WORK = ("Lookup", "Retrieve", "Store")
+"""Requests that an engine waits for come first."""
+
+
 def _requests(now: Status) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
         (
             latency.request, count(latency.count), count(latency.errors),
             duration(latency.sum_s / latency.count), *(_time(latency, part) for part in (0.5, 0.99)),
         )
-        for latency in sorted(now.latencies, key=lambda latency: -latency.count)
+        for latency in sorted(now.latencies, key=lambda latency: (latency.request not in _WORK, -latency.count))
         if latency.count
     ]  # fmt: skip
     return Listing(("requests", ">count", ">errors", ">mean", ">p50", ">p99"), rows)
@@ -148,7 +154,9 @@ def _requests(now: Status) -> Listing:
 
 def _time(latency: Latency, part: float) -> str:
     found = quantile(latency, part)
-    return duration(found) if found is not None else f"> {duration(BOUNDS_S[-1])}"
+    if found is None:
+        return f"> {duration(BOUNDS_S[-1])}"
+    return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
 
 
 def quantile(latency: Latency, part: float) -> float | None:
