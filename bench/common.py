@@ -156,7 +156,7 @@ class Serve:
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.arena,
-                "--chunk-size", str(chunk_size), *size, *flags,
+                "--chunk-size", str(chunk_size), "--http", "off", *size, *flags,
             ],
             stderr=self._log,
         )  # fmt: skip

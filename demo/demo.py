@@ -89,7 +89,7 @@ def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subproces
     server = subprocess.Popen(
         [
             *inside, sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-gib", "2",
-            "--log-level", "warning", *flags,
+            "--log-level", "warning", "--http", "off", *flags,
         ]
     )  # fmt: skip
     context: zmq.Context[Any] = zmq.Context()

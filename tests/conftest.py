@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 
 SHM = Path("/dev/shm")
+os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
@@ -37,6 +39,7 @@ class Depot:
     """A `kvdepot serve` process."""
 
     names: ClassVar[set[str]] = set()
+    command: ClassVar[list[str]] = [sys.executable, "-m", "kvdepot.cli"]
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Depot:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.name,
+                *self.command, "serve", "--url", self.url, "--arena-name", self.name,
                 "--arena-gib", str(arena_mib / 1024), "--chunk-size", str(chunk_size), *flags,
             ],
             stderr=self.log,

@@ -39,6 +39,10 @@ WRONG: list[tuple[str, str]] = [
     ("drain_s", "nan"),
     ("drain_s", "inf"),
     ("log_level", "loud"),
+    ("http", "7077"),
+    ("http", "localhost:many"),
+    ("http", "127.0.0.1:65536"),
+    ("http", "on"),
 ]
 
 

@@ -401,7 +401,7 @@ def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says
     tmp_path: Path, what: str
 ) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=8 / 1024, drain_s=0.1))
+    server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=8 / 1024, drain_s=0.1, http="off"))
     hanging = Hanging()
     if what == "a copy":
         server.depot.operations += 1

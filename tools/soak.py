@@ -158,6 +158,7 @@ class Soak:
             [
                 sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.name,
                 "--arena-gib", str(ARENA_MIB / 1024), "--chunk-size", str(CHUNK_TOKENS), "--log-level", "warning",
+                "--http", "off",
             ],
             stderr=self.log,
         )  # fmt: skip

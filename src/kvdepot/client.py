@@ -23,7 +23,7 @@ from kvdepot import contract, wire
 from kvdepot.arena import Watch
 from kvdepot.config import default_key
 from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
-from kvdepot.curve import read_client_key
+from kvdepot.curve import Key, read_client_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.events import EventQueue
 from kvdepot.shm import Card
@@ -126,16 +126,16 @@ class MessageQueueClient:
     """A connection to one server. Safe to use from several threads; `close` it.
 
     Construction does not block and does not fail when no server is there: the first requests wait up
-    to 5 s for it. key: this client's key file, where the server wants one; empty: what KVDEPOT_KEY names, if anything.
-    Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user; ConfigError for
-    a key file that cannot be used.
+    to 5 s for it. key: this client's key or the file of it, where the server wants one; empty: what KVDEPOT_KEY names,
+    if anything. Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user;
+    ConfigError for a key file that cannot be used.
     """
 
-    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str = "") -> None:
+    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
         self.server_url = server_url
         _check_owner(server_url)
-        key_file = key or default_key()
-        keys = read_client_key(key_file) if key_file else None
+        key = key or default_key()
+        keys = key if isinstance(key, Key) else read_client_key(key) if key else None
         self.card = Card()
         self.chains = contract.Chains()
         self._lock = threading.RLock()

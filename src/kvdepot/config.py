@@ -52,6 +52,10 @@ _WORDS = {
 }
 
 
+_ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+_MOST_PORT = 65535
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every setting of `kvdepot serve`; each field's description is its help text."""
 
@@ -96,6 +100,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
+    http: Annotated[
+        str, Meta(description="HOST:PORT of the web page, metrics and API; off = none; beyond this host: with a token")
+    ] = "127.0.0.1:7077"
+    http_token_file: Annotated[
+        str, Meta(description="file with the token for HTTP (mode 0600); empty = one made beside the unix socket")
+    ] = ""
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
 
     def __post_init__(self) -> None:
@@ -104,6 +114,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
             raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
+        if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= _MOST_PORT):
+            raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
         for name, allowed in _WORDS.items():

@@ -89,6 +89,16 @@ class ServerKeys:
         """The tenant of a client, by its name."""
         return next((client.tenant for client in self.clients.values() if client.name == user), "")
 
+    def admit(self, name: str) -> Key:
+        """A key for a client of no tenant, which is in no file and ends with the server.
+
+        name: one that no file can hold, so that nobody else is taken for it.
+        """
+        assert not _NAME.fullmatch(name), name
+        public, secret = zmq.curve_keypair()
+        self.clients[z85.decode(public)] = Client(name)
+        return Key(public, secret, self.key.public)
+
 
 def is_loopback(url: str) -> bool:
     """Whether nobody outside this host can reach an endpoint."""

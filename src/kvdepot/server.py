@@ -40,6 +40,7 @@ from kvdepot.recovery import restore
 from kvdepot.space import Space
 from kvdepot.tiers.carrier import Carrier
 from kvdepot.tiers.codec import make_codec
+from kvdepot.web.child import Child
 
 __all__ = ["Server"]
 
@@ -55,6 +56,8 @@ _MOVER_STOP_S = 2.0
 """For what copy threads are at besides copies, which have `drain_s`: a driver may hang while tensors are mapped."""
 _TIER_STOP_S = 2.0
 """For tiers' threads to end what they are at."""
+_WEB = ".web"
+"""What the web process is called where clients have keys."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -102,6 +105,7 @@ class Server:
             self._open_tiers()
             devices = self._devices
             self.depot = Depot(config, self._restore(), devices.map, config.tier_configs, devices.status, self.boot)
+            self._web = self._make_web()
         except BaseException:
             self._door.close()
             self._socket.close()
@@ -111,6 +115,16 @@ class Server:
             self._guard.close()
             raise
         self._mover = Mover(self.arena, config.copy_threads, self._report)
+
+    def _make_web(self) -> Child | None:
+        """What keeps the web process, where there is to be one. Raises ConfigError."""
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._config.http == "off" or not endpoint.startswith(("ipc://", "tcp://")):
+            return None
+        # What listens on all addresses is found at this host's own.
+        url = endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        keys = self._door.keys
+        return Child(self._config, url, keys.admit(_WEB) if keys is not None else None)
 
     def _open_tiers(self) -> None:
         """Raises ConfigError. A store that cannot be had now may be had later."""
@@ -166,6 +180,8 @@ class Server:
         )  # fmt: skip
         self._act(self.depot.tick(time.monotonic(), time.time()))
         next_tick = time.monotonic() + _TICK_S
+        if self._web is not None:
+            self._web.start()
         try:
             while not self._stopping:
                 due = min(next_tick, self.depot.next_deadline())
@@ -183,6 +199,8 @@ class Server:
                 if now >= next_tick:
                     self._tick()
                     next_tick = time.monotonic() + _TICK_S
+            if self._web is not None:
+                self._web.end()
             self._drain()
         finally:
             self.close()
@@ -350,6 +368,8 @@ class Server:
 
     def close(self) -> None:
         """Give everything back: threads, sockets, files. Called by `run`. Sets `hangs` where a thread did not end."""
+        if self._web is not None:
+            self._web.close()
         idle = not self.depot.operations and self._mover.stop(_MOVER_STOP_S)
         if idle:
             self._devices.close()  # the arena is registered with their drivers: it must still be there

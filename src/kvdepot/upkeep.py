@@ -21,7 +21,7 @@ from kvdepot.client import CONNECT_S, MessageQueueClient
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 
-__all__ = ["Prompt", "connect", "forget", "pin", "unpin", "warm"]
+__all__ = ["Prompt", "connect", "forget", "make_prompt", "models_named", "pin", "unpin", "warm"]
 
 _ANSWER_S = 30.0
 
@@ -68,18 +68,28 @@ def read_prompt(client: MessageQueueClient, tokens: str | None, keys: str | None
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     except ValueError as exc:
         raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'keys'}: {exc}") from exc
+    return make_prompt(client, ids, hashes, model, salt, file)
+
+
+def make_prompt(
+    client: MessageQueueClient, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
+) -> Prompt:
+    """The chunks of these token ids, or those with these keys. model: as above. what: its name in errors.
+
+    Raises ConfigError.
+    """
     spaces = client.ask(wire.Status()).result(_ANSWER_S)["namespaces"]
     known = [space for space in spaces if space["model"].startswith(model)]
     shapes = {(space["model"], space["world_size"], space["blocks_in_chunk"]) for space in known}
     if len(shapes) != 1:
         names = ", ".join(sorted({space["model"] for space in spaces})) or "none: no engine has registered yet"
-        raise ConfigError(f"--model {model!r} names {len(shapes)} of the server's models ({names})")
-    if tokens:
+        raise ConfigError(f"model {model!r} names {len(shapes)} of the server's models ({names})")
+    if not hashes:
         chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
         chain.extend(ids)
         hashes = bytes(chain.hashes)
     if not hashes:
-        raise ConfigError(f"{file}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
+        raise ConfigError(f"{what}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
     ((name, world_size, blocks),) = shapes
     return Prompt(name, world_size, blocks, hashes, salt_tag(salt))
 
@@ -125,6 +135,14 @@ def pin(
     warm(client, prompt, told)
     request = wire.Pin(name, prompt.model, prompt.world_size, prompt.blocks_in_chunk, prompt.hashes, prompt.salt, ttl_s)
     return int(client.ask(request).result(_ANSWER_S + 60.0))
+
+
+def models_named(client: MessageQueueClient, beginning: str) -> list[str]:
+    """The server's models whose name begins so, or what was said itself: tiers may know it. Empty: none named."""
+    if not beginning:
+        return []
+    spaces = client.ask(wire.Status()).result(_ANSWER_S)["namespaces"]
+    return sorted({space["model"] for space in spaces if space["model"].startswith(beginning)}) or [beginning]
 
 
 def unpin(client: MessageQueueClient, name: str) -> None:

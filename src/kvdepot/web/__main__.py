@@ -1,0 +1,102 @@
+"""The web process. Started by child.py, which says what it must know through standard input; it ends when that closes.
+
+Its main thread runs the event loop, another is the depot's client (poll.py), two wait for the end. The one law: it
+leaves nothing behind, and is gone some seconds after its server at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import msgspec
+
+from kvdepot.curve import Key
+from kvdepot.errors import KVDepotError
+from kvdepot.web.child import Order
+
+log = logging.getLogger(__name__)
+
+_NICE = 10
+"""Whoever looks at a depot never competes with it."""
+_END_S = 2.0
+
+
+def main() -> int:
+    """Serve until standard input closes."""
+    try:
+        order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    except msgspec.DecodeError:
+        print("kvdepot.web is started by `kvdepot serve`, not by people", file=sys.stderr)
+        return 2
+    ended = threading.Event()
+    threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        level=order.log_level.upper(), format="%(asctime)s %(levelname)s web: %(message)s", stream=sys.stderr
+    )
+    try:
+        return _serve(order, ended)
+    except KVDepotError as exc:
+        log.error("%s", exc)
+        return 1
+
+
+def _await_end(ended: threading.Event) -> None:
+    """Set the event when the server has gone, or wants us to; and see to it that we do."""
+    while os.read(0, 1):  # not sys.stdin: its lock would hang the interpreter's end
+        pass
+    ended.set()
+    threading.Event().wait(_END_S)
+    os._exit(0)
+
+
+def _serve(order: Order, ended: threading.Event) -> int:
+    import uvicorn
+
+    from kvdepot.web.app import make_app
+    from kvdepot.web.connections import Connection
+    from kvdepot.web.poll import Poll
+
+    key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
+    poll = Poll(order.url, key)
+    try:
+        config = uvicorn.Config(
+            make_app(poll, order.settings, order.address, order.token),
+            http=Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=16 << 10,
+        )
+        server = uvicorn.Server(config)
+
+        def end() -> None:
+            ended.wait()
+            server.should_exit = True
+
+        threading.Thread(target=end, daemon=True).start()
+        listener = socket.socket(fileno=order.listener)
+        listener.setblocking(False)
+        server.run(sockets=[listener])
+    finally:
+        poll.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

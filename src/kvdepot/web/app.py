@@ -1,0 +1,367 @@
+"""What is answered over HTTP: each path, what it takes and gives. OpenAPI is made from the types that stand here.
+
+Made by __main__.py, run by uvicorn on the web process's event loop. Reading answers from what poll.py heard last;
+changing asks the depot, on threads, a few at once. The one law: an error is said in one way, `{"code", "message"}`,
+with a code of errors.py, and its HTTP status stands in one table.
+"""
+
+from __future__ import annotations
+
+import logging
+import mimetypes
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import resources
+from typing import Annotated, Any
+
+import msgspec
+from litestar import Litestar, MediaType, Request, Response, get, post
+from litestar.datastructures import State
+from litestar.exceptions import HTTPException, ValidationException
+from litestar.openapi.config import OpenAPIConfig
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Components, SecurityScheme
+from msgspec import Meta
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from kvdepot import __version__, upkeep, wire
+from kvdepot.curve import is_loopback
+from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, Unavailable
+from kvdepot.metrics import Event
+from kvdepot.status import Engine, NamespaceStatus, Status, TierStatus
+from kvdepot.web.guard import App, Guard, Problem
+from kvdepot.web.history import Figures
+from kvdepot.web.poll import Poll
+from kvdepot.web.prometheus import StatusCollector
+
+__all__ = ["HTTP_STATUS", "make_app"]
+
+log = logging.getLogger(__name__)
+
+HTTP_STATUS = {
+    "bad_request": 400,
+    "layout": 400,
+    "config": 400,
+    "protocol": 400,
+    "unknown_request": 404,
+    "unknown_instance": 404,
+    "busy": 429,
+    "unavailable": 503,
+    "unknown_client": 503,
+    "deadline": 504,
+    "tier": 502,
+    "version": 502,
+    "error": 500,
+    "internal": 500,
+    "arena": 500,
+    "device": 500,
+}
+"""Code of errors.py: the status of an answer that says so."""
+_CODES = {400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method", 413: "too_large"}
+"""What HTTP itself refuses, where no error of ours is behind it."""
+_MOST_BODY = 8 << 20
+_MOST_CHANGES = 4
+"""At once; each takes a thread, for as long as the depot takes."""
+_SECURED: list[dict[str, list[str]]] = [{"token": []}]
+
+
+class Well(msgspec.Struct, frozen=True):
+    """The depot's loop answers and is not behind."""
+
+    status: str
+    lag_s: float
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """Chunks of the prompt's prefix that are in memory, or kept there, and chunks of the prompt."""
+
+    chunks: int
+    of_chunks: int
+
+
+class Unpinned(msgspec.Struct, frozen=True):
+    """The pin that has ended."""
+
+    name: str
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt by its token ids or by the keys of its chunks, in hex; and its model, or the beginning of its name."""
+
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 20)] = []
+    keys: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]], Meta(max_length=wire.MAX_CHUNKS)] = []
+    model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
+    salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
+
+
+class PinRequest(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt, the name it is kept under, and for how many seconds; 0: without end."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    ttl_s: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+
+
+class UnpinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name of a pin."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ForgetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to forget: models whose name begins so, requests with this salt, both together, or all."""
+
+    model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
+    salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
+    all: bool = False
+
+
+def _says(*statuses: int) -> dict[int, ResponseSpec]:
+    """What an operation may answer besides what it should."""
+    return {
+        status: ResponseSpec(Problem, generate_examples=False, description="A code that stays, and a sentence.")
+        for status in (403, *statuses)
+    }
+
+
+_READ = _says(401, 503)
+_CHANGE = _says(400, 401, 404, 413, 429, 500, 502, 503, 504)
+
+
+def _poll(state: State) -> Poll:
+    poll: Poll = state.poll
+    return poll
+
+
+# -- reading
+
+
+@get("/healthz", responses=_says(503), sync_to_thread=False)
+def healthz(state: State) -> Well:
+    """Whether the depot's loop answers, and is not behind."""
+    poll = _poll(state)
+    if trouble := poll.trouble():
+        raise Unavailable(trouble)
+    answer = poll.latest()
+    return Well("ok", answer.lag_s if answer is not None else 0.0)
+
+
+@get("/readyz", responses=_says(503), sync_to_thread=False)
+def readyz(state: State) -> Well:
+    """Whether the depot serves: it has answered, and not too long ago."""
+    poll = _poll(state)
+    poll.status()
+    answer = poll.latest()
+    return Well("ok", answer.lag_s if answer is not None else 0.0)
+
+
+@get("/metrics", include_in_schema=False, sync_to_thread=False)
+def metrics(state: State, request: Request[Any, Any, State]) -> Response[bytes]:
+    """For Prometheus."""
+    encode, kind = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(state.registry), headers={"content-type": kind})
+
+
+@get("/v1/status", responses=_READ, sync_to_thread=False)
+def status(state: State) -> Status:
+    """All that the depot says of itself, at most some seconds ago."""
+    return _poll(state).status()
+
+
+@get("/v1/history", responses=_READ, sync_to_thread=False)
+def history(state: State) -> Figures:
+    """Numbers over time, for charts: a point a second, and before those one in ten seconds."""
+    return _poll(state).history.figures()
+
+
+@get("/v1/namespaces", responses=_READ, sync_to_thread=False)
+def namespaces(state: State) -> list[NamespaceStatus]:
+    """Models, shapes and layouts that are told from each other; the largest first."""
+    return _poll(state).status().namespaces
+
+
+@get("/v1/engines", responses=_READ, sync_to_thread=False)
+def engines(state: State) -> list[Engine]:
+    """Schedulers and workers that are connected."""
+    return _poll(state).status().engines
+
+
+@get("/v1/tiers", responses=_READ, sync_to_thread=False)
+def tiers(state: State) -> list[TierStatus]:
+    """What lies behind memory, nearest first."""
+    return _poll(state).status().tiers
+
+
+@get("/v1/events", responses=_READ, sync_to_thread=False)
+def events(state: State) -> list[Event]:
+    """What has happened lately, oldest first."""
+    return _poll(state).status().events
+
+
+@get("/v1/config", responses=_says(401), sync_to_thread=False)
+def config(state: State) -> dict[str, Any]:
+    """The server's settings, without secrets."""
+    settings: dict[str, Any] = state.settings
+    return settings
+
+
+# -- changing
+
+
+@contextmanager
+def _change(state: State) -> Iterator[None]:
+    """A turn to change something. Raises Busy."""
+    turns: threading.BoundedSemaphore = state.turns
+    if not turns.acquire(blocking=False):
+        raise Busy(f"{_MOST_CHANGES} changes are under way: wait until one is done")
+    try:
+        yield
+    finally:
+        turns.release()
+
+
+def _prompt(poll: Poll, data: Prompt) -> upkeep.Prompt:
+    if bool(data.tokens) == bool(data.keys):
+        raise BadRequest("say the prompt by `tokens`, or by `keys`")
+    keys = b"".join(map(bytes.fromhex, data.keys))
+    return upkeep.make_prompt(poll.client, data.tokens, keys, data.model, data.salt)
+
+
+@post("/v1/warm", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def warm(state: State, data: Prompt) -> Pinned:
+    """Load what tiers have of a prompt into memory."""
+    with _change(state):
+        prompt = _prompt(_poll(state), data)
+        return Pinned(upkeep.warm(_poll(state).client, prompt), len(prompt))
+
+
+@post("/v1/pin", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def pin(state: State, data: PinRequest) -> Pinned:
+    """Keep a prompt's chunks in memory under a name, loading what tiers have of it."""
+    with _change(state):
+        prompt = _prompt(_poll(state), data)
+        return Pinned(upkeep.pin(_poll(state).client, data.name, prompt, data.ttl_s), len(prompt))
+
+
+@post("/v1/unpin", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def unpin(state: State, data: UnpinRequest) -> Unpinned:
+    """End a pin."""
+    with _change(state):
+        upkeep.unpin(_poll(state).client, data.name)
+        return Unpinned(data.name)
+
+
+@post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def forget(state: State, data: ForgetRequest) -> dict[str, int | str]:
+    """Remove chunks from memory and all tiers: of each place, how many, or what went wrong."""
+    if not (data.model or data.salt or data.all):
+        raise BadRequest("say what to forget: `model`, `salt`, or `all`")
+    with _change(state):
+        client = _poll(state).client
+        said = upkeep.forget(client, upkeep.models_named(client, data.model), data.salt)
+        return {place: what if isinstance(what, int) else str(what) for place, what in said.items()}
+
+
+# -- the page
+
+
+def _read_page() -> dict[str, tuple[bytes, str]]:
+    """Path: bytes and type of each file of the page, which are few and small."""
+    found: dict[str, tuple[bytes, str]] = {}
+    todo = [("/", resources.files("kvdepot.web") / "page")]
+    while todo:
+        path, folder = todo.pop()
+        if not folder.is_dir():
+            continue
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                todo.append((f"{path}{entry.name}/", entry))
+            elif not entry.name.endswith((".py", ".pyc")):
+                kind = mimetypes.guess_type(entry.name)[0] or "application/octet-stream"
+                if kind in ("text/javascript", "application/javascript"):
+                    kind = "text/javascript"  # whatever this host's tables say
+                charset = "; charset=utf-8" if kind.startswith("text/") else ""
+                found[path + entry.name] = entry.read_bytes(), kind + charset
+    if "/index.html" in found:
+        found["/"] = found["/index.html"]
+    return found
+
+
+@get(["/", "/{path:path}"], include_in_schema=False, sync_to_thread=False)
+def page(state: State, path: str = "/") -> Response[bytes]:
+    """A file of the page."""
+    pages: Mapping[str, tuple[bytes, str]] = state.page
+    if path not in pages:
+        raise HTTPException("there is nothing of that name here", status_code=404)
+    body, kind = pages[path]
+    return Response(body, headers={"content-type": kind})
+
+
+# -- errors
+
+
+def _answer_error(_: Request[Any, Any, State], exc: Exception) -> Response[Problem]:
+    match exc:
+        case KVDepotError():
+            status_code, problem = HTTP_STATUS.get(exc.code, 500), Problem(exc.code, str(exc))
+        case HTTPException():
+            status_code = exc.status_code
+            problem = Problem(_CODES.get(status_code, "http"), _sentence(exc))
+            if status_code >= 500:
+                problem = Problem(InternalError.code, problem.message)
+        case _:
+            log.error("an answer failed", exc_info=exc)
+            status_code, problem = 500, Problem(InternalError.code, "a bug of ours; the log of the server has it")
+    headers = {"retry-after": "1"} if status_code in (429, 503) else {}
+    if status_code == 413:
+        headers["connection"] = "close"  # else the rest of it would be read all the same
+    if status_code == 405 and isinstance(exc, HTTPException) and exc.headers:
+        headers |= {name: value for name, value in exc.headers.items() if name.lower() == "allow"}
+    return Response(problem, status_code=status_code, media_type="application/json", headers=headers)
+
+
+def _sentence(exc: HTTPException) -> str:
+    if isinstance(exc, ValidationException) and isinstance(exc.extra, list):
+        told = [part for part in exc.extra if isinstance(part, dict)]
+        parts = [f"{part.get('key', 'the body')}: {part.get('message')}" for part in told]
+        return "; ".join(parts) or str(exc.detail)
+    return str(exc.detail)
+
+
+def make_app(poll: Poll, settings: dict[str, Any], address: str, token: str) -> App:
+    """The application. settings: to be shown, without secrets. address: HOST:PORT that we listen at."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(poll))
+    pages = _read_page()
+    app = Litestar(
+        [
+            healthz, readyz, metrics, status, history, namespaces, engines, tiers, events, config,
+            warm, pin, unpin, forget, page,
+        ],
+        exception_handlers={Exception: _answer_error, HTTPException: _answer_error, KVDepotError: _answer_error},
+        logging_config=None,
+        debug=False,
+        openapi_config=OpenAPIConfig(
+            title="kvdepot",
+            version=__version__,
+            description="What a depot says of itself, and what people do to it by hand.",
+            use_handler_docstrings=True,
+            path="/schema",
+            render_plugins=[JsonRenderPlugin(path="/openapi.json", media_type=MediaType.JSON)],
+            components=Components(security_schemes={"token": SecurityScheme(type="http", scheme="bearer")}),
+        ),
+        request_max_body_size=_MOST_BODY,
+        state=State(
+            {
+                "poll": poll,
+                "settings": settings,
+                "registry": registry,
+                "page": pages,
+                "turns": threading.BoundedSemaphore(_MOST_CHANGES),
+            },
+            deep_copy=False,
+        ),
+    )  # fmt: skip
+    return Guard(app, token, is_loopback(f"tcp://{address}"), pages)

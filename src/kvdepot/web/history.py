@@ -1,0 +1,146 @@
+"""What a depot's status was over time, for charts: a point a second, then one in ten seconds, as numbers per series.
+
+Written by poll.py's thread, read by app.py's. The one law: it has a bound, whatever happens.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.status import Status
+
+__all__ = ["Figures", "History", "measure", "percentile"]
+
+_SECONDS, _TENS = 900, 2000
+"""Points kept, a second apart and ten seconds apart."""
+_TEN = 10
+_SPARE = 64
+"""Points more than that before the oldest are dropped, together."""
+_MOST_SERIES = 64
+_NAN = float("nan")
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """All points, oldest first: when (seconds since 1970), and each series' numbers then; null where there was none."""
+
+    times_s: list[float]
+    series: dict[str, list[float | None]]
+
+
+class _Points:
+    """Columns of equal length."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.times = array("d")
+        self.columns: dict[str, array[float]] = {}
+
+    def add(self, time_s: float, values: Mapping[str, float]) -> None:
+        for name in values:
+            if name not in self.columns and len(self.columns) < _MOST_SERIES:
+                self.columns[name] = array("d", [_NAN]) * len(self.times)
+        self.times.append(time_s)
+        for name, column in self.columns.items():
+            column.append(values.get(name, _NAN))
+        if len(self.times) >= self._most + _SPARE:
+            for column in (self.times, *self.columns.values()):
+                del column[: len(column) - self._most]
+
+
+class History:
+    """Points of a few hours."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = _Points(_SECONDS)
+        self._tens = _Points(_TENS)
+        self._ten: list[Mapping[str, float]] = []
+
+    def __repr__(self) -> str:
+        return f"<History of {len(self._seconds.times)} seconds and {len(self._tens.times)} tens of seconds>"
+
+    def add(self, time_s: float, values: Mapping[str, float]) -> None:
+        """One more point, a second or so after the last."""
+        values = {name: float(f"{value:.6g}") for name, value in values.items()}
+        with self._lock:
+            self._seconds.add(time_s, values)
+            self._ten.append(values)
+            if len(self._ten) == _TEN:
+                names = {name for point in self._ten for name in point}
+                self._tens.add(time_s, {name: _mean(name, self._ten) for name in names})
+                self._ten.clear()
+
+    def figures(self) -> Figures:
+        """All points: tens of seconds as far as there are no seconds, then seconds."""
+        with self._lock:
+            first = self._seconds.times[0] if self._seconds.times else math.inf
+            older = sum(time_s < first for time_s in self._tens.times)
+            times = [*self._tens.times[:older], *self._seconds.times]
+            series: dict[str, list[float | None]] = {}
+            for name, column in self._seconds.columns.items():
+                before = self._tens.columns.get(name)
+                old: Sequence[float] = before[:older] if before is not None else [_NAN] * older
+                series[name] = [None if math.isnan(value) else value for value in (*old, *column)]
+        return Figures(times, series)
+
+
+def _mean(name: str, points: Sequence[Mapping[str, float]]) -> float:
+    known = [value for point in points if not math.isnan(value := point.get(name, _NAN))]
+    return float(f"{sum(known) / len(known):.6g}") if known else _NAN
+
+
+def percentile(buckets: Sequence[int], share: float) -> float:
+    """The time (s) below which this share of requests stayed, evenly within a bucket; NaN where there were none."""
+    wanted = share * sum(buckets)
+    below = 0.0
+    for i, count in enumerate(buckets):
+        if count and below + count >= wanted:
+            if i == len(BOUNDS_S):
+                return BOUNDS_S[-1]
+            floor = BOUNDS_S[i - 1] if i else 0.0
+            return floor + (BOUNDS_S[i] - floor) * (wanted - below) / count
+        below += count
+    return _NAN
+
+
+def measure(before: Status | None, now: Status, took_s: float) -> dict[str, float]:
+    """One point of every series. before: the status `took_s` ago, if there was one."""
+    window = now.hit_rates[0] if now.hit_rates else None
+    point = {
+        "hit_rate": window.hit_rate if window is not None and window.chunks else _NAN,
+        "ceiling": window.ceiling if window is not None and window.chunks else _NAN,
+        "saved_tokens": float(now.saved.tokens),
+        "saved_prefill_s": now.saved.prefill_s,
+        "used_bytes": float(now.used_bytes),
+    }
+    for tier in now.tiers:
+        point[f"tier_bytes.{tier.name}"] = float(tier.bytes) if tier.bytes is not None else _NAN
+    if before is None:
+        return point
+    point["stored_bytes_s"] = (now.stored_bytes - before.stored_bytes) / took_s
+    point["retrieved_bytes_s"] = (now.retrieved_bytes - before.retrieved_bytes) / took_s
+    point["evicted_chunks_s"] = (now.evicted_chunks - before.evicted_chunks) / took_s
+    dropped = now.counters.get("dropped_chunks", 0) - before.counters.get("dropped_chunks", 0)
+    point["dropped_chunks_s"] = dropped / took_s
+    looked = now.counters.get("lookup_chunks", 0) - before.counters.get("lookup_chunks", 0)
+    if window is None and looked:
+        hits = now.counters.get("hit_chunks", 0) - before.counters.get("hit_chunks", 0)
+        point["hit_rate"] = hits / looked
+    for kind in ("Lookup", "Retrieve"):
+        buckets = _since(before.latencies, now.latencies, kind)
+        for share in (0.5, 0.99):
+            point[f"{kind.lower()}_p{share * 100:.0f}_s"] = percentile(buckets, share)
+    return point
+
+
+def _since(before: Sequence[Latency], now: Sequence[Latency], kind: str) -> list[int]:
+    """Requests of a kind by bucket, since then."""
+    old = next((each.buckets for each in before if each.request == kind), [0] * (len(BOUNDS_S) + 1))
+    new = next((each.buckets for each in now if each.request == kind), old)
+    return [b - a for a, b in zip(old, new, strict=True)]

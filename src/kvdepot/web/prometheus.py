@@ -1,0 +1,193 @@
+"""`/metrics`: a status, as Prometheus wants it. Names by its conventions; every label has a bounded set of values.
+
+Called by app.py for each scrape. The one law: a number here is a number of the status, unchanged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvdepot.metrics import BOUNDS_S
+from kvdepot.status import NamespaceStatus, Status, TierStatus
+from kvdepot.web.poll import Poll
+
+__all__ = ["StatusCollector", "families"]
+
+_NAMESPACES = 50
+"""The largest, of which there are metrics."""
+_GAUGES = {
+    "uptime_s": ("uptime_seconds", "Since the server began to serve."),
+    "capacity_bytes": ("memory_capacity_bytes", "Size of the arena."),
+    "used_bytes": ("memory_used_bytes", "Bytes of the arena that hold chunks."),
+    "chunks": ("chunks", "Chunks in memory."),
+    "reserved_shards": ("reserved_shards", "Shards that are being stored or loaded."),
+    "holds": ("held_chunks", "Chunks that pins or copies hold."),
+    "record_slots": ("record_slots", "Places for records of shards in the arena."),
+    "record_slots_used": ("record_slots_used", "Places for records that are taken."),
+    "unrecorded_shards": ("unrecorded_shards", "Shards without a record, which a restart would lose."),
+    "operations": ("operations", "Stores and retrieves under way."),
+    "clients": ("clients", "Clients that are connected."),
+    "sessions": ("sessions", "Requests that hold pins."),
+    "instances": ("instances", "Registrations of KV tensors."),
+}
+"""Field of the status: name and meaning of the metric."""
+_COUNTERS = {
+    "lookups": "Lookups.",
+    "lookup_chunks": "Chunks that were looked up.",
+    "hit_chunks": "Chunks that lookups found.",
+    "tier_hit_chunks": "Chunks that lookups found in a tier.",
+    "stored_chunks": "Chunks stored.",
+    "known_chunks": "Chunks that were to be stored and were there.",
+    "dropped_chunks": "Chunks that were not stored, for want of room.",
+    "failed_chunks": "Chunks that were not stored, for their copy failed.",
+    "retrieved_chunks": "Chunks retrieved.",
+    "retrieve_misses": "Chunks that were to be retrieved and were not there.",
+    "corrupt_chunks": "Chunks in memory that were not what had been stored.",
+    "expired_chunks": "Chunks that were too old.",
+    "forgotten_chunks": "Chunks removed by forget.",
+    "cleared_chunks": "Chunks removed by clear.",
+    "errors": "Requests that were answered with an error.",
+    "bad_messages": "Messages that could not be read.",
+    "clients_died": "Clients that went without a word.",
+    "replies_dropped": "Replies that their client did not take.",
+}
+"""Counter of the status: its meaning. Those that have not counted yet are 0."""
+_REFUSED = "_refused"
+
+
+class StatusCollector(Collector):
+    """What the depot said last; nothing but `kvdepot_up` while it does not answer."""
+
+    def __init__(self, poll: Poll) -> None:
+        self._poll = poll
+
+    def collect(self) -> Iterator[Metric]:
+        trouble = self._poll.trouble()
+        yield GaugeMetricFamily("kvdepot_up", "1 while the depot answers and is not behind.", float(not trouble))
+        answer = self._poll.latest()
+        if answer is None or trouble.startswith("the depot does not answer"):
+            return
+        yield GaugeMetricFamily(
+            "kvdepot_loop_lag_seconds", "How long the depot took to get to a request.", answer.lag_s
+        )
+        yield from families(answer.status)
+
+
+def families(status: Status) -> Iterator[Metric]:
+    """All metrics of one status."""
+    yield InfoMetricFamily("kvdepot", "The server.", {"version": status.version, "boot": status.boot})
+    for field, (name, meaning) in _GAUGES.items():
+        yield GaugeMetricFamily(f"kvdepot_{name}", meaning, getattr(status, field))
+    yield GaugeMetricFamily("kvdepot_engines", "Schedulers and workers of engines.", len(status.engines))
+    yield GaugeMetricFamily("kvdepot_pinned_names", "Pins by name.", len(status.pinned))
+    yield from _counters(status)
+    yield from _hit_rates(status)
+    yield from _latencies(status)
+    yield from _namespaces(status.namespaces)
+    yield from _tiers(status.tiers)
+
+
+def _counters(status: Status) -> Iterator[Metric]:
+    totals = {
+        "evicted_chunks": ("Chunks evicted from memory.", status.evicted_chunks),
+        "stored_bytes": ("Bytes stored.", status.stored_bytes),
+        "retrieved_bytes": ("Bytes retrieved.", status.retrieved_bytes),
+        "saved_tokens": ("Tokens that engines did not have to compute.", status.saved.tokens),
+        "saved_prefill_seconds": ("Prefill that engines were spared.", status.saved.prefill_s),
+    }
+    refused = CounterMetricFamily("kvdepot_refused", "What limits or keys refused.", labels=["what"])
+    for name, count in sorted({**dict.fromkeys(_COUNTERS, 0), **status.counters}.items()):
+        if name.endswith(_REFUSED):
+            refused.add_metric([name.removesuffix(_REFUSED)], count)
+        else:
+            totals[name] = _COUNTERS.get(name, "As the status counts it."), count
+    for name, (meaning, value) in totals.items():
+        yield CounterMetricFamily(f"kvdepot_{name}", meaning, value)
+    yield refused
+
+
+def _hit_rates(status: Status) -> Iterator[Metric]:
+    rate = GaugeMetricFamily("kvdepot_hit_ratio", "Share of chunks looked up that hit.", labels=["window_seconds"])
+    ceiling = GaugeMetricFamily(
+        "kvdepot_hit_ratio_ceiling", "That of a cache without an end.", labels=["window_seconds"]
+    )
+    for window in status.hit_rates:
+        rate.add_metric([f"{window.window_s:g}"], window.hit_rate)
+        ceiling.add_metric([f"{window.window_s:g}"], window.ceiling)
+    yield rate
+    yield ceiling
+
+
+def _latencies(status: Status) -> Iterator[Metric]:
+    took = HistogramMetricFamily(
+        "kvdepot_request_duration_seconds", "From a request's receipt to its answer.", labels=["request"]
+    )
+    failed = CounterMetricFamily("kvdepot_request_errors", "Requests answered with an error.", labels=["request"])
+    for kind in status.latencies:
+        below = 0
+        buckets = []
+        for bound, count in zip((*BOUNDS_S, None), kind.buckets, strict=True):
+            below += count
+            buckets.append(("+Inf" if bound is None else str(bound), below))
+        took.add_metric([kind.request], buckets, kind.sum_s)
+        failed.add_metric([kind.request], kind.errors)
+    yield took
+    yield failed
+
+
+def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
+    labels = ["tenant", "model", "world_size", "blocks_in_chunk"]
+    gauges = {
+        "chunks": GaugeMetricFamily("kvdepot_namespace_chunks", "Chunks in memory.", labels=labels),
+        "bytes": GaugeMetricFamily("kvdepot_namespace_bytes", "Bytes in memory.", labels=labels),
+        "engines": GaugeMetricFamily("kvdepot_namespace_engines", "Workers that store there.", labels=labels),
+    }
+    counters = {
+        "lookup_chunks": CounterMetricFamily("kvdepot_namespace_lookup_chunks", "Chunks looked up.", labels=labels),
+        "hit_chunks": CounterMetricFamily("kvdepot_namespace_hit_chunks", "Chunks that hit.", labels=labels),
+    }
+    # Layouts of one model and shape are namespaces of their own, and one here.
+    sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys((*gauges, *counters), 0))
+    for space in sorted(namespaces, key=lambda space: -space.bytes)[:_NAMESPACES]:
+        values = sums[space.tenant, space.model, str(space.world_size), str(space.blocks_in_chunk)]
+        for name in values:
+            values[name] += getattr(space, name)
+    for names, values in sums.items():
+        for name, gauge in gauges.items():
+            gauge.add_metric(list(names), values[name])
+        for name, counter in counters.items():
+            counter.add_metric(list(names), values[name])
+    yield from gauges.values()
+    yield from counters.values()
+
+
+def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("kvdepot_tier_up", "0 while a tier that failed is left alone.", labels=["tier"])
+    gauges = {
+        "objects": GaugeMetricFamily("kvdepot_tier_objects", "Objects in a tier.", labels=["tier"]),
+        "bytes": GaugeMetricFamily("kvdepot_tier_bytes", "Bytes in a tier.", labels=["tier"]),
+        "capacity_bytes": GaugeMetricFamily("kvdepot_tier_capacity_bytes", "Room of a tier.", labels=["tier"]),
+        "queued_bytes": GaugeMetricFamily("kvdepot_tier_queued_bytes", "Bytes to be saved.", labels=["tier"]),
+        "saves": GaugeMetricFamily("kvdepot_tier_saves", "Shards that are being saved.", labels=["tier"]),
+    }
+    events = CounterMetricFamily("kvdepot_tier_events", "What happened to a tier's objects.", labels=["tier", "event"])
+    for tier in tiers:
+        up.add_metric([tier.name], float(tier.state == "up"))
+        for name, gauge in gauges.items():
+            if (value := getattr(tier, name)) is not None:
+                gauge.add_metric([tier.name], value)
+        for event, count in sorted(tier.counters.items()):
+            events.add_metric([tier.name, event], count)
+    yield up
+    yield from gauges.values()
+    yield events

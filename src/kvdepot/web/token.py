@@ -1,0 +1,59 @@
+"""The bearer token: what changes a depot over HTTP needs it, and so does everything that other hosts may ask.
+
+Made by the server when it starts, read by whoever can read its files. The one law: no secret in an argument, an
+environment, a log or a message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from kvdepot.config import Config, default_url
+from kvdepot.curve import read_file
+from kvdepot.errors import ConfigError
+
+__all__ = ["obtain_token", "read_token", "token_path"]
+
+_TOKEN = re.compile(r"[A-Za-z0-9_\-.~+/=]{16,512}")
+
+
+def token_path(config: Config) -> Path:
+    """The file that holds the token: `http_token_file`, or one beside the unix socket."""
+    if config.http_token_file:
+        return Path(config.http_token_file)
+    if config.url.startswith("ipc://"):
+        path = Path(config.url[len("ipc://") :])
+        return path.with_name(path.name + ".token")
+    return Path(default_url()[len("ipc://") :]).with_name(config.arena + ".token")
+
+
+def read_token(config: Config) -> str:
+    """The token of the server with these settings. Raises ConfigError where there is none, or others can read it."""
+    path = token_path(config)
+    token = read_file(path, is_secret=True).decode(errors="replace").strip()
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(f"{path} holds no token: 16 to 512 letters, digits and - _ . ~ + / =")
+    return token
+
+
+def obtain_token(config: Config) -> str:
+    """The token that is there, or else a new one. Of `http_token_file` none is made. Raises ConfigError.
+
+    What is there stays when a server ends, so that pages and scripts go on with the next one.
+    """
+    path = token_path(config)
+    if config.http_token_file or (path.exists() and not path.is_symlink() and path.stat().st_size):
+        return read_token(config)
+    token = secrets.token_urlsafe(32)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.unlink(missing_ok=True)  # a link, or what a server that was killed had begun
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from exc
+    with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+        file.write(token + "\n")
+    return token

@@ -1,0 +1,129 @@
+"""A server with HTTP, and questions to it by plain sockets, so that nothing is hidden by a library's kindness."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..conftest import Depot, StartDepot, eventually
+
+NEEDED = ("litestar", "uvicorn", "prometheus_client")
+
+
+def need(*modules: str) -> None:
+    """Skip where one is missing; fail where all must be there."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"{missing[0]} is missing")
+    if missing:
+        pytest.skip(f"{missing[0]} is missing")
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def value(self) -> Any:
+        return json.loads(self.body)
+
+
+class Web:
+    """HTTP of one server."""
+
+    def __init__(self, depot: Depot, host: str = "127.0.0.1") -> None:
+        self.depot = depot
+        self.host = host
+        self.port = int(eventually(lambda: re.search(r"API: http://\S+:(\d+)", depot.logged()), 20.0)[1])
+        eventually(self.is_well, 30.0)
+
+    def is_well(self) -> bool:
+        try:
+            return self.get("/healthz").status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    @property
+    def token(self) -> str:
+        return Path(self.depot.url.removeprefix("ipc://") + ".token").read_text().strip()
+
+    def ask(
+        self, method: str, path: str, body: Any = None, token: str = "", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
+        try:
+            said = {**({"Authorization": f"Bearer {token}"} if token else {}), **(headers or {})}
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, said)
+            answer = connection.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **options: Any) -> Answer:
+        return self.ask("GET", path, **options)
+
+    def change(self, path: str, body: Any) -> Answer:
+        return self.ask("POST", path, body, self.token)
+
+    def status(self) -> dict[str, Any]:
+        """A status that the process asked for after we called."""
+        number = len(self.get("/v1/history").value["times_s"])
+        eventually(lambda: len(self.get("/v1/history").value["times_s"]) > number)
+        value: dict[str, Any] = self.get("/v1/status").value
+        return value
+
+    def child(self) -> int:
+        """Pid of the web process; 0 while there is none."""
+        pids = [
+            int(pid)
+            for task in Path(f"/proc/{self.depot.process.pid}/task").iterdir()
+            for pid in (task / "children").read_text().split()
+        ]
+        for pid in pids:
+            if b"kvdepot.web" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        return 0
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+StartWeb = Callable[..., Web]
+
+
+@pytest.fixture
+def start_web(start_depot: StartDepot) -> StartWeb:
+    """Start a server with HTTP at a free port."""
+    need(*NEEDED)
+
+    def start(*flags: str, http: str = "127.0.0.1:0", host: str = "127.0.0.1", **options: Any) -> Web:
+        return Web(start_depot("--http", http, *flags, **options), host)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
+    """One server for a module's tests that change nothing that others look at."""
+    need(*NEEDED)
+    server = Depot("--http", "127.0.0.1:0").wait_ready()
+    try:
+        yield Web(server)
+    finally:
+        server.close()

@@ -1,0 +1,271 @@
+"""What is answered over HTTP, against what the depot itself says and against what was really done to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot import errors, wire
+from kvdepot.client import MessageQueueClient
+from kvdepot.keys import ChunkChain
+
+from ..conftest import eventually
+from ..test_server import CHUNK, PER_CHUNK, Engine
+from .conftest import Answer, StartWeb, Web, need
+
+READ = (
+    "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
+    "/v1/config", "/metrics", "/schema/openapi.json",
+)  # fmt: skip
+
+
+def samples(answer: Answer) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every number of `/metrics`, by name and labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in text_string_to_metric_families(answer.body.decode()):
+        for sample in family.samples:
+            place = sample.name, tuple(sorted(sample.labels.items()))
+            assert place not in found, f"{place} stands there twice"
+            found[place] = sample.value
+    return found
+
+
+def read(web: Web) -> dict[str, float]:
+    """Metrics without labels."""
+    return {name: value for (name, labels), value in samples(web.get("/metrics")).items() if not labels}
+
+
+@pytest.mark.parametrize("path", READ)
+def test_every_path_answers_and_says_that_nobody_may_keep_or_embed_it(web: Web, path: str) -> None:
+    answer = web.get(path)
+    assert answer.status == 200
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    assert "access-control-allow-origin" not in answer.headers
+    assert "server" not in answer.headers
+    if path != "/metrics":
+        assert answer.headers["content-type"].startswith("application/json")
+        json.loads(answer.body)
+
+
+def test_what_http_says_is_what_the_depot_says(start_web: StartWeb, tmp_path: Path) -> None:
+    web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
+    engine = Engine(web.depot)
+    try:
+        engine.store(list(range(2 * CHUNK)), list(range(2 * PER_CHUNK)))
+        said = web.status()
+        direct = web.depot.status()
+        for name in ("chunks", "used_bytes", "capacity_bytes", "chunk_size_tokens", "instances", "pinned"):
+            assert said[name] == direct[name], name
+        for name in ("stored_chunks", "lookups"):
+            assert said["counters"].get(name, 0) == direct["counters"].get(name, 0)
+        assert web.get("/v1/namespaces").value == said["namespaces"]
+        assert [space["model"] for space in said["namespaces"]] == [engine.model]
+        assert said["namespaces"][0]["chunks"] == 2
+        assert [tier["name"] for tier in web.get("/v1/tiers").value] == [f"disk://{tmp_path}/kv"]
+        assert isinstance(web.get("/v1/engines").value, list)
+        assert isinstance(web.get("/v1/events").value, list)
+    finally:
+        engine.close()
+
+
+def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
+    web = start_web()
+    engine = Engine(web.depot)
+    tokens = list(range(3 * CHUNK))
+    try:
+        engine.store(tokens, list(range(3 * PER_CHUNK)))
+        engine.store(tokens[:CHUNK], list(range(PER_CHUNK)))
+        assert engine.lookup(tokens) == 3 * CHUNK
+        assert engine.lookup([7, *tokens]) == 0
+        assert engine.retrieve(tokens[:CHUNK], list(range(12, 16))) == set()
+        web.status()
+        told = read(web)
+        assert told["kvdepot_up"] == 1
+        assert told["kvdepot_chunks"] == 3
+        assert told["kvdepot_stored_chunks_total"] == 3
+        assert told["kvdepot_known_chunks_total"] == 1
+        assert told["kvdepot_lookups_total"] == 2
+        assert told["kvdepot_lookup_chunks_total"] == 6
+        assert told["kvdepot_hit_chunks_total"] == 3
+        assert told["kvdepot_retrieved_chunks_total"] == 1
+        assert told["kvdepot_dropped_chunks_total"] == 0
+        assert told["kvdepot_evicted_chunks_total"] == 0
+        assert told["kvdepot_memory_used_bytes"] == web.depot.status()["used_bytes"] > 0
+        assert 0 < told["kvdepot_loop_lag_seconds"] < 10
+        labels = (("blocks_in_chunk", str(PER_CHUNK)), ("model", engine.model), ("tenant", ""), ("world_size", "1"))
+        assert samples(web.get("/metrics"))["kvdepot_namespace_chunks", labels] == 3
+    finally:
+        engine.close()
+
+
+def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Path) -> None:
+    web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
+    engine = Engine(web.depot)
+    try:
+        engine.store(list(range(CHUNK)), list(range(PER_CHUNK)))
+        assert engine.lookup(list(range(CHUNK))) == CHUNK
+    finally:
+        engine.close()
+
+    def steady() -> tuple[dict[str, Any], dict[Any, float]] | None:
+        """Status and metrics of one moment."""
+        before = web.get("/v1/status").body
+        found = samples(web.get("/metrics"))
+        return (json.loads(before), found) if web.get("/v1/status").body == before else None
+
+    said, told = eventually(steady)
+    plain = {name: value for (name, labels), value in told.items() if not labels}
+    for field, name in (
+        ("capacity_bytes", "memory_capacity_bytes"), ("used_bytes", "memory_used_bytes"), ("chunks", "chunks"),
+        ("reserved_shards", "reserved_shards"), ("holds", "held_chunks"), ("clients", "clients"),
+        ("sessions", "sessions"), ("instances", "instances"), ("evicted_chunks", "evicted_chunks_total"),
+        ("stored_bytes", "stored_bytes_total"), ("retrieved_bytes", "retrieved_bytes_total"),
+        ("record_slots", "record_slots"), ("record_slots_used", "record_slots_used"), ("operations", "operations"),
+    ):  # fmt: skip
+        assert plain[f"kvdepot_{name}"] == said[field], field
+    assert plain["kvdepot_saved_tokens_total"] == said["saved"]["tokens"]
+    for name, count in said["counters"].items():
+        if name.endswith("_refused"):
+            assert told["kvdepot_refused_total", (("what", name.removesuffix("_refused")),)] == count
+        else:
+            assert plain[f"kvdepot_{name}_total"] == count, name
+    for tier in said["tiers"]:
+        label = (("tier", tier["name"]),)
+        assert told["kvdepot_tier_up", label] == 1
+        for field in ("objects", "bytes", "capacity_bytes", "queued_bytes", "saves"):
+            if tier[field] is not None:
+                assert told[f"kvdepot_tier_{field}", label] == tier[field], field
+        for event, count in tier["counters"].items():
+            assert told["kvdepot_tier_events_total", (("event", event), *label)] == count
+    for kind in said["latencies"]:
+        label = (("request", kind["request"]),)
+        assert told["kvdepot_request_duration_seconds_count", label] == kind["count"] == sum(kind["buckets"])
+        assert told["kvdepot_request_duration_seconds_sum", label] == pytest.approx(kind["sum_s"])
+        assert told["kvdepot_request_errors_total", label] == kind["errors"]
+    for window in said["hit_rates"]:
+        label = (("window_seconds", f"{window['window_s']:g}"),)
+        assert told["kvdepot_hit_ratio", label] == pytest.approx(window["hit_rate"])
+        assert told["kvdepot_hit_ratio_ceiling", label] == pytest.approx(window["ceiling"])
+
+
+def test_history_grows_by_a_point_a_second_and_its_series_are_of_one_length(web: Web) -> None:
+    web.status()
+    web.status()
+    figures = web.get("/v1/history").value
+    assert len(figures["times_s"]) >= 3
+    assert all(len(values) == len(figures["times_s"]) for values in figures["series"].values())
+    assert {"hit_rate", "used_bytes", "stored_bytes_s", "lookup_p99_s"} <= figures["series"].keys()
+
+
+# -- changing
+
+
+def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_path: Path) -> None:
+    web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
+    engine = Engine(web.depot)
+    tokens = list(range(3 * CHUNK))
+    chain = ChunkChain(CHUNK)
+    chain.extend(tokens)
+    keys = [chain.slice(i, i + 1).hex() for i in range(3)]
+    client = MessageQueueClient(web.depot.url, web.depot.context)
+    try:
+        engine.store(tokens, list(range(3 * PER_CHUNK)))
+        eventually(lambda: (web.depot.status()["tiers"][0]["objects"] or 0) == 3)
+        client.ask(wire.Clear()).result(10.0)
+        assert web.depot.status()["chunks"] == 0
+        assert web.change("/v1/warm", {"tokens": tokens, "model": engine.model[:9]}).value == {
+            "chunks": 3, "of_chunks": 3,
+        }  # fmt: skip
+        assert web.depot.status()["chunks"] == 3
+        pinned = web.change("/v1/pin", {"keys": keys[:2], "name": "system", "ttl_s": 600})
+        assert pinned.value == {"chunks": 2, "of_chunks": 2}
+        assert [pin["name"] for pin in web.depot.status()["pinned"]] == ["system"]
+        assert web.change("/v1/unpin", {"name": "system"}).value == {"name": "system"}
+        assert web.depot.status()["pinned"] == []
+        again = web.change("/v1/unpin", {"name": "system"})
+        assert (again.status, again.value["code"]) == (400, "bad_request")
+        assert "nothing is pinned as 'system'" in again.value["message"]
+        other = web.change("/v1/forget", {"model": "some-other-model"})
+        assert other.value["memory"] == 0
+        gone = web.change("/v1/forget", {"model": engine.model[:9]})
+        assert (gone.status, gone.value) == (200, {"memory": 3, f"disk://{tmp_path}/kv": 3})
+        assert engine.lookup(tokens) == 0
+    finally:
+        client.close()
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/forget", {}, "say what to forget"),
+        ("/v1/forget", {"modle": "x", "all": True}, "modle"),
+        ("/v1/forget", {"all": "yes"}, "all"),
+        ("/v1/forget", b"{", "truncated"),
+        ("/v1/forget", b"\xff\xfe", ""),
+        ("/v1/forget", b"", ""),
+        ("/v1/warm", {}, "`tokens`"),
+        ("/v1/warm", {"tokens": [1], "keys": ["0" * 64]}, "`tokens`"),
+        ("/v1/warm", {"tokens": [-1]}, "tokens"),
+        ("/v1/warm", {"tokens": [1 << 32]}, "tokens"),
+        ("/v1/warm", {"tokens": [1.5]}, "tokens"),
+        ("/v1/warm", {"keys": ["xyz"]}, "keys"),
+        ("/v1/warm", {"tokens": [1, 2, 3]}, "no engine has registered yet"),
+        ("/v1/pin", {"tokens": [1]}, "name"),
+        ("/v1/pin", {"tokens": [1], "name": ""}, "name"),
+        ("/v1/unpin", {}, "name"),
+        ("/v1/unpin", [1], "object"),
+    ],
+)
+def test_a_wrong_body_is_refused_with_what_is_wrong(web: Web, path: str, body: Any, said: str) -> None:
+    answer = web.change(path, body)
+    assert answer.status == 400, answer.body
+    assert answer.value.keys() == {"code", "message"}
+    assert answer.value["code"] in ("bad_request", "config")
+    assert said in answer.value["message"]
+
+
+def test_what_is_not_there_and_what_cannot_be_done_is_said_like_any_error(web: Web) -> None:
+    for path in ("/v1/nothing", "/../../etc/passwd", "/%2e%2e/config.py", "/page/index.html/x", "/v1/status/x"):
+        answer = web.get(path)
+        assert (answer.status, answer.value["code"]) == (404, "not_found"), path
+    wrong = web.change("/v1/status", {})
+    assert (wrong.status, wrong.value["code"]) == (405, "method")
+    assert "GET" in wrong.headers["allow"]
+    assert web.get("/v1/forget").status == 405
+
+
+def test_every_error_there_is_has_an_http_status() -> None:
+    need("litestar", "prometheus_client")
+    from kvdepot.web.app import HTTP_STATUS
+
+    def leaves(root: type[errors.KVDepotError]) -> list[type[errors.KVDepotError]]:
+        return [root, *(leaf for child in root.__subclasses__() for leaf in leaves(child))]
+
+    assert HTTP_STATUS.keys() == {leaf.code for leaf in leaves(errors.KVDepotError)}
+    assert all(400 <= status <= 599 for status in HTTP_STATUS.values())
+
+
+def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
+    schema = web.get("/schema/openapi.json").value
+    assert schema["paths"].keys() == {
+        "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
+        "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/forget",
+    }  # fmt: skip
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            assert operation["description"], path
+            if method == "post":
+                assert operation["security"] == [{"token": []}]
+                assert {"200", "400", "401", "403", "413", "429"} <= operation["responses"].keys()
+            for status, response in operation["responses"].items():
+                shape = response["content"]["application/json"]["schema"]
+                assert (shape.get("$ref", "").endswith("/Problem")) == (status != "200"), (path, status)

@@ -1,0 +1,207 @@
+"""The web process beside its server: it comes, comes back, and goes; the depot works whatever happens to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from kvdepot import curve, wire
+from kvdepot.client import MessageQueueClient
+from kvdepot.config import load
+from kvdepot.errors import ConfigError
+from kvdepot.web.token import obtain_token, read_token, token_path
+
+from ..conftest import Depot, StartDepot, eventually
+from ..test_server import run_serve, works
+from .conftest import NEEDED, StartWeb, Web, lives, need
+
+
+def test_a_web_process_that_is_killed_is_back_within_seconds_at_the_same_address(start_web: StartWeb) -> None:
+    web = start_web()
+    first = web.child()
+    assert first
+    os.kill(first, signal.SIGKILL)
+    second = eventually(lambda: web.child() not in (0, first) and web.child())
+    eventually(web.is_well)
+    assert second != first
+    assert works(web.depot)
+    assert "the web process ended with status -9" in web.depot.logged()
+
+
+def test_the_web_process_ends_with_a_server_that_is_killed(start_web: StartWeb) -> None:
+    web = start_web()
+    child = web.child()
+    web.depot.process.kill()
+    web.depot.process.wait(20)
+    eventually(lambda: not lives(child))
+    with pytest.raises(OSError):
+        web.get("/healthz")
+
+
+def test_the_web_process_is_gone_when_its_server_has_stopped(start_web: StartWeb) -> None:
+    web = start_web()
+    child = web.child()
+    assert web.depot.stop() == 0
+    assert not lives(child)
+    assert "the web process ended" not in web.depot.logged()
+
+
+def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartWeb) -> None:
+    web = start_web()
+    os.kill(web.depot.process.pid, signal.SIGSTOP)
+    try:
+        ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer, 20.0)
+        assert ill.value["code"] == "unavailable"
+        assert "depot" in ill.value["message"]
+        eventually(lambda: web.get("/readyz").status == 503)
+        assert web.get("/v1/status").status == 503
+        assert "kvdepot_up 0.0" in web.get("/metrics").body.decode()
+    finally:
+        os.kill(web.depot.process.pid, signal.SIGCONT)
+    eventually(web.is_well, 20.0)
+    assert web.get("/v1/status").status == 200
+    assert "kvdepot_up 1.0" in web.get("/metrics").body.decode()
+
+
+def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot: StartDepot) -> None:
+    need(*NEEDED)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        depot = start_depot("--http", address)
+        eventually(lambda: "no HTTP at" in depot.logged())
+        assert works(depot)
+    web = Web(depot)
+    assert web.port == int(address.rpartition(":")[2])
+    assert depot.logged().count("no HTTP at") == 1
+
+
+class Bare(Depot):
+    """A server whose interpreter finds no litestar."""
+
+    command: ClassVar[list[str]] = [
+        sys.executable, "-c", "import sys; sys.modules['litestar'] = None; from kvdepot.cli import main; main()",
+    ]  # fmt: skip
+
+
+def test_without_its_libraries_the_server_says_what_to_install_and_goes_on() -> None:
+    depot = Bare("--http", "127.0.0.1:0").wait_ready()
+    try:
+        eventually(lambda: "pip install 'kvdepot[web]'" in depot.logged())
+        assert works(depot)
+        assert depot.stop() == 0
+    finally:
+        depot.close()
+
+
+def test_with_http_off_there_is_no_process_and_no_token(start_depot: StartDepot) -> None:
+    depot = start_depot("--http", "off")
+    assert works(depot)
+    assert not Path(depot.url.removeprefix("ipc://") + ".token").exists()
+    assert all(
+        not (task / "children").read_text().split() for task in Path(f"/proc/{depot.process.pid}/task").iterdir()
+    )
+
+
+def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
+    start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve.generate(tmp_path / "keys", ["web"], "tenant-of-web")
+    monkeypatch.setenv("KVDEPOT_KEY", str(tmp_path / "keys" / "web.key"))
+    web = start_web("--keys", str(tmp_path / "keys"))
+    assert web.status()["clients"] >= 1
+    place = Path(f"/proc/{web.child()}")
+    told = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
+    assert web.token.encode() not in told
+    assert b"KVDEPOT_KEY" not in told
+    # A client in a file may be called web, and is not taken for the process, nor the process for it.
+    assert web.change("/v1/forget", {"all": True}).value == {"memory": 0}
+    assert web.status()["counters"].get("keys_refused", 0) == 0
+    client = MessageQueueClient(web.depot.url, web.depot.context)
+    try:
+        assert client.ask(wire.Noop()).result(10.0) == "ok"
+    finally:
+        client.close()
+
+
+# -- the token
+
+
+def test_the_token_is_its_users_alone_and_stays_the_same_when_the_server_starts_again(start_web: StartWeb) -> None:
+    web = start_web()
+    path = Path(web.depot.url.removeprefix("ipc://") + ".token")
+    token = web.token
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(token) >= 32
+    assert token not in web.depot.logged()
+    assert web.depot.stop() == 0
+    again = start_web(url=web.depot.url)
+    assert again.token == token
+    assert again.change("/v1/forget", {"all": True}).status == 200
+
+
+def test_a_token_file_of_ones_own_is_used_and_none_is_made(start_web: StartWeb, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-of-my-own-making\n")
+    file.chmod(0o600)
+    web = start_web("--http-token-file", str(file))
+    assert not Path(web.depot.url.removeprefix("ipc://") + ".token").exists()
+    assert web.ask("POST", "/v1/forget", {"all": True}, "a-token-of-my-own-making").status == 200
+    assert web.ask("POST", "/v1/forget", {"all": True}, "another-token-altogether").status == 401
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [(None, 0, "No such file"), ("short", 0o600, "no token"), ("long-enough-to-be-a-token", 0o644, "chmod it to 600")],
+)
+def test_a_token_file_that_cannot_be_used_is_a_wrong_setting(
+    tmp_path: Path, text: str | None, mode: int, said: str
+) -> None:
+    file = tmp_path / "token"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    url = f"ipc://{tmp_path}/depot.sock"
+    ended = run_serve(
+        "--url", url, "--arena-gib", "0.01", "--http", "127.0.0.1:0", "--http-token-file", str(file),
+        "--arena-name", f"kvdepot-test-{os.getpid()}-token",
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "depot.sock").exists()
+
+
+@pytest.mark.parametrize("left", ["", "x", "link"])
+def test_what_lies_in_the_tokens_place_and_is_none_is_replaced_or_refused(tmp_path: Path, left: str) -> None:
+    config = load(flags={"url": f"ipc://{tmp_path}/depot.sock"}, environ={})
+    path = token_path(config)
+    if left == "link":
+        (tmp_path / "secret").write_text("another-file-of-this-user")
+        path.symlink_to(tmp_path / "secret")
+    else:
+        path.write_text(left)
+        path.chmod(0o600)
+    if left == "x":
+        with pytest.raises(ConfigError):
+            obtain_token(config)
+        return
+    token = obtain_token(config)
+    assert not path.is_symlink()
+    assert token == read_token(config) != "another-file-of-this-user"
+
+
+def test_settings_are_shown_without_secrets(start_web: StartWeb, tmp_path: Path) -> None:
+    web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1", "redis://me:hunter2@127.0.0.1:1/0?write=off")
+    shown = web.get("/v1/config")
+    assert b"hunter2" not in shown.body
+    assert web.token.encode() not in shown.body
+    assert shown.value["tiers"] == [f"disk://{tmp_path}/kv?capacity_gib=1", "redis://me:***@127.0.0.1:1/0?write=off"]
+    assert shown.value["chunk_size"] == 256
+    assert json.loads(shown.body)["http"] == "127.0.0.1:0"

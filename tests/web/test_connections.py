@@ -1,0 +1,163 @@
+"""Readers that are slow, idle or many: they cost their own connection, never the depot's answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+from kvdepot.keys import ROOT
+
+from ..conftest import eventually
+from .conftest import StartWeb, Web, need
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needed() -> None:
+    need("litestar", "uvicorn", "prometheus_client")
+
+
+def connect(web: Web) -> socket.socket:
+    made = socket.create_connection((web.host, web.port), timeout=40)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    return made
+
+
+def ended_after(connection: socket.socket) -> float:
+    """Seconds until the other side has closed a connection that it was to answer nothing more on."""
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(1 << 16):
+            pass
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /v1/st", b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_a_connection_that_never_ends_its_request_is_closed(web: Web, said: bytes) -> None:
+    with connect(web) as connection:
+        connection.sendall(said)
+        assert 5 < ended_after(connection) < 30
+
+
+def test_a_request_that_comes_a_byte_at_a_time_is_cut_off(web: Web) -> None:
+    with connect(web) as connection:
+        connection.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nX: ")
+        stopping = threading.Event()
+
+        def dribble() -> None:
+            with contextlib.suppress(OSError):
+                while not stopping.wait(0.2):
+                    connection.sendall(b"x")
+
+        sender = threading.Thread(target=dribble)
+        sender.start()
+        try:
+            assert 5 < ended_after(connection) < 30
+        finally:
+            stopping.set()
+            sender.join()
+
+
+def test_a_body_that_never_comes_is_not_awaited_for_ever(web: Web) -> None:
+    with connect(web) as connection:
+        head = "POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+        connection.sendall(f"{head}Authorization: Bearer {web.token}\r\n\r\n".encode())
+        assert 5 < ended_after(connection) < 30
+
+
+def test_answers_that_nobody_reads_are_given_up(web: Web) -> None:
+    with connect(web) as connection:
+        try:  # as many answers as it takes until no more fit anywhere
+            connection.settimeout(1.0)
+            for _ in range(5000):
+                connection.sendall(b"GET /schema/openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
+        except TimeoutError:
+            pass
+        assert open_connections(web) >= 1
+        eventually(lambda: open_connections(web) == 0, 30.0)
+    assert web.get("/healthz").status == 200
+
+
+def open_connections(web: Web) -> int:
+    """What the web process has open to clients, by the kernel's word."""
+    place = f"/proc/{web.child()}"
+    mine = set()
+    for fd in os.listdir(f"{place}/fd"):  # noqa: PTH208 - names, not paths
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"{place}/fd/{fd}"))  # noqa: PTH115
+    with open(f"{place}/net/tcp") as table:  # noqa: PTH123
+        rows = [line.split() for line in table.readlines()[1:]]
+    port = f":{web.port:04X}"
+    return sum(row[1].endswith(port) and row[3] != "0A" and f"socket:[{row[9]}]" in mine for row in rows)
+
+
+def test_a_crowd_of_connections_is_bounded_and_those_that_come_later_are_served(web: Web) -> None:
+    with contextlib.ExitStack() as crowd:
+        for _ in range(400):
+            crowd.enter_context(connect(web))
+        eventually(lambda: open_connections(web) <= 256)
+    eventually(lambda: open_connections(web) == 0)
+    assert web.get("/healthz").status == 200
+
+
+@contextlib.contextmanager
+def crowd_of_readers(web: Web) -> Iterator[None]:
+    """Ten that poll once a second as pages do, and twenty that ask for much and read nothing."""
+    stopping = threading.Event()
+    counted = [0] * 10
+
+    def poll(i: int) -> None:
+        while not stopping.wait(1.0 if counted[i] else 0.0):
+            assert web.get("/v1/status").status == 200
+            assert web.get("/metrics").status == 200
+            counted[i] += 1
+
+    threads = [threading.Thread(target=poll, args=(i,)) for i in range(10)]
+    with contextlib.ExitStack() as slow:
+        for _ in range(20):
+            slow.enter_context(connect(web)).sendall(b"GET /v1/history HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
+        for thread in threads:
+            thread.start()
+        eventually(lambda: all(counted))
+        try:
+            yield
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_slow_readers_and_ten_pages_do_not_change_the_depots_answers(start_web: StartWeb) -> None:
+    web = start_web()
+    client = MessageQueueClient(web.depot.url, web.depot.context)
+    hashes = ROOT * 64
+    took: dict[bool, list[float]] = {False: [], True: []}
+
+    def look_up(is_crowded: bool) -> None:
+        for i in range(600):
+            began = time.perf_counter()
+            assert client.ask(wire.Lookup("m", 1, 1, f"r{i}", 1, hashes)).result(10.0) == 0
+            took[is_crowded].append(time.perf_counter() - began)
+
+    try:
+        look_up(False)
+        took[False].clear()
+        for _ in range(4):
+            look_up(False)
+            with crowd_of_readers(web):
+                look_up(True)
+    finally:
+        client.close()
+    # Two processors, the test's own threads among them: what must not be is that a lookup waits for a reader.
+    assert statistics.median(took[True]) < 3 * statistics.median(took[False])
+    assert web.status()["counters"]["lookups"] == 600 * 9

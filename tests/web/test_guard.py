@@ -1,0 +1,165 @@
+"""Who may ask what over HTTP: tokens, names of this host, pages of other sites, and bodies without end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from ..conftest import Depot
+from .conftest import NEEDED, Web, need
+
+CHANGES = ("/v1/forget", "/v1/warm", "/v1/pin", "/v1/unpin")
+READS = ("/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events", "/v1/config")
+
+
+@pytest.fixture(scope="module")
+def public() -> Iterator[Web]:
+    """HTTP that other hosts could reach."""
+    need(*NEEDED)
+    server = Depot("--http", "0.0.0.0:0").wait_ready()
+    try:
+        yield Web(server)
+    finally:
+        server.close()
+
+
+def raw(web: Web, request: bytes) -> bytes:
+    """All that is answered to these bytes until the connection ends."""
+    with socket.create_connection((web.host, web.port), timeout=20) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("path", CHANGES)
+@pytest.mark.parametrize("token", ["", "wrong", "TOKEN ", "é"])
+def test_what_changes_something_needs_the_token(web: Web, path: str, token: str) -> None:
+    said = {"Authorization": f"Bearer {token.replace('TOKEN', web.token[:-1])}".encode("latin-1")} if token else {}
+    refused = web.ask("POST", path, {"all": True, "name": "x"}, headers=said)  # type: ignore[arg-type]
+    assert (refused.status, refused.value["code"]) == (401, "unauthorized")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert web.token.encode() not in refused.body
+
+
+@pytest.mark.parametrize("scheme", ["Basic", "", "Bearer:"])
+def test_a_token_said_in_another_way_is_none(web: Web, scheme: str) -> None:
+    refused = web.ask("POST", "/v1/forget", {"all": True}, headers={"Authorization": f"{scheme} {web.token}".strip()})
+    assert refused.status == 401
+
+
+def test_the_token_twice_is_none(web: Web) -> None:
+    line = f"Authorization: Bearer {web.token}\r\n".encode()
+    said = raw(web, b"POST /v1/forget HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n" + line * 2 + b"\r\n")
+    assert said.startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("path", READS)
+def test_beyond_this_host_reading_needs_the_token_too(public: Web, path: str) -> None:
+    assert public.get(path).status == 401
+    assert public.get(path, token="wrong").status == 401
+    assert public.get(path, token=public.token).status == 200
+
+
+def test_beyond_this_host_metrics_need_the_token_and_probes_none(public: Web) -> None:
+    assert public.get("/metrics").status == 401
+    assert public.get("/schema/openapi.json").status == 401
+    assert public.get("/no-such-file").status == 401
+    assert public.get("/metrics", token=public.token).status == 200
+    for probe in ("/healthz", "/readyz"):
+        assert public.get(probe).status == 200
+        assert public.ask("POST", probe).status == 401
+
+
+def test_beyond_this_host_any_name_may_be_used(public: Web) -> None:
+    assert public.get("/v1/status", token=public.token, headers={"Host": "depot.example"}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:9000", "[::1]:7077", "127.9.9.9"]
+)
+def test_on_loopback_the_names_of_this_host_are_answered(web: Web, host: str) -> None:
+    assert web.get("/v1/status", headers={"Host": host}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "8.8.8.8", "", "[::2]:7077", "0.0.0.0"],
+)
+@pytest.mark.parametrize("path", ["/v1/status", "/", "/metrics", "/healthz"])
+def test_a_name_that_was_made_to_point_to_this_host_is_refused(web: Web, host: str, path: str) -> None:
+    refused = web.get(path, headers={"Host": host})
+    assert (refused.status, refused.value["code"]) == (403, "forbidden")
+
+
+def test_a_request_without_a_name_of_this_host_is_refused(web: Web) -> None:
+    assert raw(web, b"GET /v1/status HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1.evil.example"]
+)
+def test_a_page_of_another_site_changes_nothing_even_with_the_token(web: Web, origin: str) -> None:
+    refused = web.ask("POST", "/v1/forget", {"all": True}, web.token, {"Origin": origin})
+    assert (refused.status, refused.value["code"]) == (403, "forbidden")
+    assert "access-control-allow-origin" not in refused.headers
+
+
+def test_the_page_itself_may_change_something(web: Web) -> None:
+    own = f"http://127.0.0.1:{web.port}"
+    assert web.ask("POST", "/v1/forget", {"all": True}, web.token, {"Origin": own}).status == 200
+
+
+def test_no_other_site_is_allowed_to_ask(web: Web) -> None:
+    asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    answer = web.ask("OPTIONS", "/v1/forget", headers=asked)
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_who_is_refused_is_not_read(web: Web) -> None:
+    head = b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n"
+    assert raw(web, head).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_comes(web: Web) -> None:
+    head = b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % web.token.encode()
+    said = raw(web, head + b"Content-Length: 1000000000000\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 413 ")
+    assert b'"code":"too_large"' in said
+
+
+def test_a_body_of_unknown_length_is_cut_off_when_it_has_become_too_large(web: Web) -> None:
+    head = b"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % web.token.encode()
+    with socket.create_connection((web.host, web.port), timeout=20) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            for _ in range(200):
+                connection.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+    assert web.get("/healthz").status == 200
+
+
+def test_headers_without_end_are_cut_off(web: Web) -> None:
+    said = raw(web, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (64 << 10))
+    assert said == b"" or said.startswith(b"HTTP/1.1 4")
+
+
+@pytest.mark.parametrize(
+    "request_", [b"\0\1\2\3\r\n\r\n", b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"]
+)
+def test_what_is_no_http_harms_nobody(web: Web, request_: bytes) -> None:
+    with socket.create_connection((web.host, web.port), timeout=5) as connection:
+        connection.sendall(request_ + b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1 << 16)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 403")
+    assert web.get("/v1/status").status == 200
+    assert "Traceback" not in web.depot.logged()
+
+
+def test_an_upgrade_is_answered_like_any_request(web: Web) -> None:
+    asked = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Key": "eA==",
+        "Sec-WebSocket-Version": "13",
+    }
+    assert web.get("/v1/status", headers=asked).status == 200

@@ -1,0 +1,102 @@
+"""Numbers over time: percentiles, rates, what is kept and for how long."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.status import HitRate, Saved, Status, TierStatus
+from kvdepot.web.history import History, measure, percentile
+
+
+def status(**facts: object) -> Status:
+    counts = dict.fromkeys(
+        (
+            "chunk_size_tokens", "capacity_bytes", "used_bytes", "chunks", "reserved_shards", "holds",
+            "evicted_chunks", "record_slots", "record_slots_used", "unrecorded_shards", "operations", "clients",
+            "sessions", "instances",
+        ),
+        0,
+    )  # fmt: skip
+    return Status(**{**counts, **facts})  # type: ignore[arg-type]
+
+
+def buckets(*times_s: float) -> list[int]:
+    made = [0] * (len(BOUNDS_S) + 1)
+    for time_s in times_s:
+        made[next((i for i, bound in enumerate(BOUNDS_S) if time_s <= bound), len(BOUNDS_S))] += 1
+    return made
+
+
+def test_a_percentile_lies_in_the_bucket_that_holds_it() -> None:
+    quick = buckets(*[0.0004] * 99, 0.4)
+    assert 0.00025 <= percentile(quick, 0.5) <= 0.0005
+    assert 0.00025 <= percentile(quick, 0.99) <= 0.0005
+    assert 0.25 <= percentile(quick, 0.995) <= 0.5
+    assert percentile(buckets(99.0), 0.5) == BOUNDS_S[-1]
+    assert math.isnan(percentile(buckets(), 0.5))
+
+
+def test_a_point_holds_what_happened_since_the_one_before() -> None:
+    before = status(
+        stored_bytes=1000, evicted_chunks=1, counters={"lookup_chunks": 10, "hit_chunks": 5},
+        latencies=[Latency("Lookup", 1, 0, 9.0, buckets(9.0))],
+    )  # fmt: skip
+    now = status(
+        stored_bytes=5000, retrieved_bytes=200, evicted_chunks=7, used_bytes=42, saved=Saved(512, 1.5),
+        counters={"lookup_chunks": 20, "hit_chunks": 8, "dropped_chunks": 4},
+        latencies=[Latency("Lookup", 2, 0, 9.01, buckets(9.0, 0.008)), Latency("Retrieve", 1, 0, 0.2, buckets(0.2))],
+        tiers=[TierStatus("disk:///kv", "through", "up", 1, 77, None, 0, 0, {})],
+    )  # fmt: skip
+    point = measure(before, now, 2.0)
+    assert point["stored_bytes_s"] == 2000
+    assert point["retrieved_bytes_s"] == 100
+    assert point["evicted_chunks_s"] == 3
+    assert point["dropped_chunks_s"] == 2
+    assert point["used_bytes"] == 42
+    assert (point["saved_tokens"], point["saved_prefill_s"]) == (512, 1.5)
+    assert point["hit_rate"] == pytest.approx(0.3)
+    assert point["tier_bytes.disk:///kv"] == 77
+    assert 0.005 <= point["lookup_p50_s"] <= 0.01
+    assert 0.1 <= point["retrieve_p99_s"] <= 0.25
+
+
+def test_a_hit_rate_is_that_of_the_shortest_window_and_none_where_nothing_was_looked_up() -> None:
+    idle = measure(None, status(hit_rates=[HitRate(60.0, 0, 0.0, 0.0)]), 0.0)
+    assert math.isnan(idle["hit_rate"]) and math.isnan(idle["ceiling"])
+    busy = measure(None, status(hit_rates=[HitRate(60.0, 10, 0.4, 0.9), HitRate(600.0, 90, 0.1, 0.2)]), 0.0)
+    assert (busy["hit_rate"], busy["ceiling"]) == (0.4, 0.9)
+
+
+def test_history_keeps_a_quarter_of_an_hour_by_the_second_and_hours_by_ten_seconds() -> None:
+    history = History()
+    for second in range(30_000):
+        history.add(float(second), {"used_bytes": float(second)})
+    figures = history.figures()
+    times = figures.times_s
+    assert times == sorted(set(times))
+    assert times[-1] == 29_999
+    assert 2900 - 100 <= len(times) <= 2900 + 130  # seconds overlap the latest tens
+    by_second = [b - a for a, b in zip(times[-900:], times[-899:], strict=False)]
+    assert set(by_second) == {1.0}
+    assert times[0] < 29_999 - 18_000
+    values = figures.series["used_bytes"]
+    assert len(values) == len(times)
+    assert values[-1] == 29_999
+    assert values[0] == pytest.approx(times[0] - 4.5, rel=1e-4)  # the mean of its ten seconds
+
+
+def test_what_is_not_known_is_null_and_new_series_begin_late() -> None:
+    history = History()
+    history.add(1.0, {"hit_rate": float("nan")})
+    history.add(2.0, {"hit_rate": 0.5, "tier_bytes.x": 3.0})
+    assert history.figures().series == {"hit_rate": [None, 0.5], "tier_bytes.x": [None, 3.0]}
+
+
+def test_the_number_of_series_has_a_bound() -> None:
+    history = History()
+    for i in range(1000):
+        history.add(float(i), {f"tier_bytes.{i}": 1.0})
+    assert len(history.figures().series) == 64
