@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -30,7 +32,8 @@ from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
 
 from .conftest import Depot, StartDepot, eventually
-from .test_server import CHUNK, Engine
+from .test_server import CHUNK, Engine, free_port
+from .tiers.servers import need
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 
@@ -537,3 +540,39 @@ def test_bench_refuses_a_family_of_figures_that_there_is_not() -> None:
     done = run("bench", "--only", "nonsense")
     assert done.returncode == 2
     assert "'nonsense'" in done.stderr
+
+
+# -- the web page
+
+
+def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(start_depot: StartDepot) -> None:
+    need(modules=["litestar", "uvicorn", "prometheus_client"])
+    at = f"127.0.0.1:{free_port()}"
+    depot = start_depot("--http", at, arena_mib=8)
+    which = ("--url", depot.url, "--http", at)
+    address = eventually(lambda: run("open", *which).stdout.strip(), 30.0)
+    place, _, told = address.partition("/#token=")
+    assert place == f"http://{at}"
+    token = run("token", *which).stdout.strip()
+    assert unquote(told) == token
+    codes = []
+    for header in ({}, {"authorization": f"Bearer {token}"}):
+        connection = http.client.HTTPConnection(at, timeout=10)
+        body = json.dumps({"name": "nothing"})
+        connection.request("POST", "/v1/unpin", body, {"content-type": "application/json", **header})
+        codes.append(connection.getresponse().status)
+        connection.close()
+    assert codes[0] == 401 and codes[1] != 401
+    _, found = doctor("--url", depot.url, KVDEPOT_HTTP=at)
+    assert found["web page"][0]["state"] == "ok"
+
+
+def test_open_says_what_to_do_where_there_is_no_page(tmp_path: Path) -> None:
+    done = run("open", "--http", f"127.0.0.1:{free_port()}", "--url", f"ipc://{tmp_path}/x")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "kvdepot serve" in done.stderr
+    done = run("open", "--http", "off")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "http is off" in done.stderr
+    done = run("token", "--http", "127.0.0.1:7077", "--url", f"ipc://{tmp_path}/x")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and str(tmp_path) in done.stderr

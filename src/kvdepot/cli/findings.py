@@ -6,6 +6,7 @@ The one law: it looks, and changes nothing; whatever it cannot find out is a lin
 from __future__ import annotations
 
 import difflib
+import http.client
 import importlib.util
 import os
 import platform
@@ -19,6 +20,7 @@ import msgspec
 
 from kvdepot import __version__, shm, upkeep, wire
 from kvdepot.cli.output import clean, count, size
+from kvdepot.cli.web import ask_health
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.status import read
@@ -67,6 +69,7 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     yield _key(key)
     looking("the server")
     yield _server(config.url, key)
+    yield _web(config)
 
 
 def _python() -> Finding:
@@ -323,6 +326,27 @@ def _server(url: str, key: str) -> Finding:
     if now.version != __version__:
         return Finding("warn", "server", text, f"this command is {__version__}: start the server anew when it suits")
     return Finding("ok", "server", text)
+
+
+_WEB = ("litestar", "uvicorn", "prometheus_client")
+
+
+def _web(config: Config) -> Finding:
+    if config.http == "off":
+        return Finding("ok", "web page", "http is off")
+    missing = [name for name in _WEB if importlib.util.find_spec(name) is None]
+    if missing:
+        advice = "pip install 'kvdepot[web]' for the page, metrics and API, or --http off"
+        return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
+    answer = ask_health(config.http)
+    if answer is None:
+        return Finding("warn", "web page", f"nobody answers at {config.http}", "it comes with `kvdepot serve`")
+    if answer != http.client.OK:
+        advice = "see `kvdepot top` and the server's log"
+        return Finding(
+            "warn", "web page", f"{config.http}/healthz answers {answer}: its server does not, or is behind", advice
+        )
+    return Finding("ok", "web page", f"{config.http} answers; `kvdepot open` prints its address")
 
 
 def _is_served(path: Path) -> bool:

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from kvdepot.config import Config, load, words_of
 
-__all__ = ["Settings", "as_json", "endpoint", "flags_of", "prompt", "server", "settings"]
+__all__ = ["Settings", "as_json", "endpoint", "flags_of", "prompt", "server", "settings", "web"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -26,6 +26,18 @@ def server(command: Decorated) -> Decorated:
         command
     )
     return click.option("--url", metavar="URL", help="the server's endpoint")(command)
+
+
+def web(command: Decorated) -> Decorated:
+    """--config, --url, --http and --http-token-file: which server's page."""
+    for option in (
+        click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, where it has one"),
+        click.option("--http", metavar="HOST:PORT", help="where the server's page is"),
+        click.option("--url", metavar="URL", help="the server's endpoint"),
+        click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's TOML file with settings"),
+    ):
+        command = option(command)
+    return command
 
 
 def endpoint(url: str | None) -> str:

@@ -16,10 +16,10 @@ from kvdepot.errors import ConfigError, KVDepotError
 __all__ = ["COMPLETE", "root", "run"]
 
 _FAMILIES = {
-    "Run and watch": ("serve", "status", "top", "doctor", "config"),
+    "Run and watch": ("serve", "status", "top", "open", "doctor", "config"),
     "Chunks": ("warm", "pin", "unpin", "forget", "check"),
     "Size and measure": ("simulate", "bench", "demo", "calibrate"),
-    "Set up": ("keygen", "completion"),
+    "Set up": ("keygen", "token", "completion"),
 }
 """Commands in the order of the help."""
 _COMMANDS = [command for family in _FAMILIES.values() for command in family]
@@ -47,6 +47,8 @@ def _module(command: str) -> Any:
             return importlib.import_module("kvdepot.cli.status")
         case "top":
             return importlib.import_module("kvdepot.cli.top")
+        case "open" | "token":
+            return importlib.import_module("kvdepot.cli.web")
         case "doctor":
             return importlib.import_module("kvdepot.cli.doctor")
         case "warm" | "pin" | "unpin" | "forget" | "check":
