@@ -351,6 +351,17 @@ def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None
     assert "needs a terminal" in done.stderr and "kvdepot status" in done.stderr
 
 
+# -- a server that is not there
+
+
+def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_path: Path) -> None:
+    with terminal("status", "--url", f"ipc://{tmp_path}/x", columns=200) as waits:
+        eventually(lambda: f"waiting for a server at ipc://{tmp_path}/x" in waits.text)
+        waits.process.send_signal(signal.SIGINT)
+        assert waits.end() == 130
+        assert "Traceback" not in waits.text
+
+
 # -- chunks
 
 

@@ -51,7 +51,7 @@ def _run(script: Path, arguments: Sequence[str], *, quiet: bool = False) -> int:
             return 130
 
 
-@click.command(short_help="run the canonical benchmark of a checkout, beside its floors")
+@click.command()
 @click.option("--engine", type=click.Choice(["vllm"]), help="only the figures of a real engine")
 @click.option("--only", metavar="NAME,...", help="only these families of figures")
 @click.option("--tiny", is_flag=True, help="seconds instead of minutes; its numbers mean nothing")
@@ -86,7 +86,7 @@ def bench(
     return code
 
 
-@click.command(short_help="show, in a checkout, a real vLLM engine getting its KV back")
+@click.command()
 @click.option("--cluster", is_flag=True, help="over two depots that share a pool of memory (Mooncake Store)")
 @click.option("--lengths", metavar="N,...", help="prompt lengths in tokens")
 def demo(cluster: bool, lengths: str | None) -> int:

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from kvdepot.cli import options
+from kvdepot.cli.connect import connect
 from kvdepot.cli.output import Progress, print_json, progress
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
@@ -30,13 +31,13 @@ def _prompt(
 
     if bool(tokens) == bool(keys):
         raise click.UsageError("give the prompt as one of --tokens FILE and --keys FILE")
-    with upkeep.connect(options.endpoint(url), key or "") as client:
+    with connect(url, key) as client:
         prompt = upkeep.read_prompt(client, tokens, keys, model, salt)
         with progress() as told:
             yield client, prompt, told
 
 
-@click.command(short_help="load a prompt's chunks from the tiers into memory, ahead of its requests")
+@click.command()
 @options.prompt
 @options.server
 @options.as_json
@@ -49,7 +50,7 @@ def warm(as_json: bool, **which: Any) -> int:
     return _said(count, len(prompt), "in_memory", as_json)
 
 
-@click.command(short_help="keep a prompt's chunks in memory under a name")
+@click.command()
 @click.argument("name", metavar="NAME")
 @options.prompt
 @click.option("--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long (default: no end)")
@@ -73,7 +74,7 @@ def _said(count: int, chunks: int, done: str, as_json: bool) -> int:
     return 0 if count == chunks else 1
 
 
-@click.command(short_help="end a pin")
+@click.command()
 @click.argument("name", metavar="NAME")
 @options.server
 @options.as_json
@@ -81,14 +82,14 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
     """End a pin; `kvdepot status` lists the names."""
     from kvdepot import upkeep
 
-    with upkeep.connect(options.endpoint(url), key or "") as client:
+    with connect(url, key) as client:
         upkeep.unpin(client, name)
     if as_json:
         print_json({"unpinned": name})
     return 0
 
 
-@click.command(short_help="remove chunks from memory and from all tiers")
+@click.command()
 @click.option("--model", default="", metavar="NAME", help="of this model, or of those whose name begins so")
 @click.option("--salt", default="", metavar="TEXT", help="of requests with this cache_salt")
 @click.option("--all", "everything", is_flag=True, help="everything")
@@ -103,7 +104,7 @@ def forget(model: str, salt: str, everything: bool, url: str | None, key: str | 
         raise ConfigError("say what to forget: --model, --salt or --all")
     from kvdepot import upkeep, wire
 
-    with upkeep.connect(options.endpoint(url), key or "") as client, progress() as told:
+    with connect(url, key) as client, progress() as told:
         models: list[str] = []
         if model:
             spaces = client.ask(wire.Status()).result(timeout=5.0)["namespaces"]
@@ -117,7 +118,7 @@ def forget(model: str, salt: str, everything: bool, url: str | None, key: str | 
     return 0 if all(isinstance(what, int) for what in said.values()) else 1
 
 
-@click.command(short_help="audit an arena: its records against each other and against its bytes")
+@click.command()
 @click.option("--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
 @click.option("--fix", is_flag=True, help="drop what is wrong; only while no server has the arena")

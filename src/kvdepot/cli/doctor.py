@@ -12,7 +12,7 @@ from kvdepot.config import default_key
 __all__ = ["doctor"]
 
 
-@click.command(short_help="look for what keeps a depot from working, and say what to do")
+@click.command()
 @click.option("--config", "file", metavar="FILE", type=click.Path(), help="the server's TOML file with settings")
 @options.server
 @options.as_json

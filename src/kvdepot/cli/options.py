@@ -9,9 +9,9 @@ import click
 import msgspec
 from click.shell_completion import CompletionItem
 
-from kvdepot.config import Config, load, words_of
+from kvdepot.config import Config, words_of
 
-__all__ = ["Settings", "as_json", "endpoint", "flags_of", "prompt", "server", "settings", "web"]
+__all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "web"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -38,11 +38,6 @@ def web(command: Decorated) -> Decorated:
     ):
         command = option(command)
     return command
-
-
-def endpoint(url: str | None) -> str:
-    """The server that is meant, by flag, environment or default. Raises ConfigError."""
-    return load(flags={"url": url}).url
 
 
 def prompt(command: Decorated) -> Decorated:

@@ -16,13 +16,35 @@ from kvdepot.errors import ConfigError, KVDepotError
 __all__ = ["COMPLETE", "root", "run"]
 
 _FAMILIES = {
-    "Run and watch": ("serve", "status", "top", "open", "doctor", "config"),
-    "Chunks": ("warm", "pin", "unpin", "forget", "check"),
-    "Size and measure": ("simulate", "bench", "demo", "calibrate"),
-    "Set up": ("keygen", "token", "completion"),
+    "Run and watch": {
+        "serve": "run the server",
+        "status": "show what a running server holds and does",
+        "top": "watch a running server live; q ends it",
+        "open": "print the address of the web page, token included",
+        "doctor": "look for what keeps a depot from working, and say what to do",
+        "config": "show every setting, and where its value comes from",
+    },
+    "Chunks": {
+        "warm": "load a prompt's chunks from the tiers, ahead of its requests",
+        "pin": "keep a prompt's chunks in memory under a name",
+        "unpin": "end a pin",
+        "forget": "remove chunks from memory and from all tiers",
+        "check": "audit an arena: its records against each other and against its bytes",
+    },
+    "Size and measure": {
+        "simulate": "replay traces of requests: how much memory buys how much hit rate",
+        "bench": "run the canonical benchmark of a checkout, beside its floors",
+        "demo": "show, in a checkout, a real vLLM engine getting its KV back",
+        "calibrate": "measure the ways of copying to and from a GPU",
+    },
+    "Set up": {
+        "keygen": "make the keys of a server and of its clients",
+        "token": "print the token that changes over HTTP need",
+        "completion": "print what makes a shell complete this command's words",
+    },
 }
-"""Commands in the order of the help."""
-_COMMANDS = [command for family in _FAMILIES.values() for command in family]
+"""Commands and what each is for, in the order of the help; it imports none of them."""
+_COMMANDS = {command: text for family in _FAMILIES.values() for command, text in family.items()}
 COMPLETE = "_KVDEPOT_COMPLETE"
 """The variable by which a shell asks for completions."""
 
@@ -66,7 +88,7 @@ class Root(click.Group):
     """A group that imports a command when it is asked for, and knows what a mistyped one was to be."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return _COMMANDS
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
@@ -87,8 +109,7 @@ class Root(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for family, commands in _FAMILIES.items():
             with formatter.section(family):
-                rows = [(name, cast(click.Command, self.get_command(ctx, name))) for name in commands]
-                formatter.write_dl([(name, command.get_short_help_str(90)) for name, command in rows], col_max=12)
+                formatter.write_dl(list(commands.items()), col_max=12)
 
 
 @click.command(

@@ -21,7 +21,7 @@ _WHERE = (
 )
 
 
-@click.command(cls=options.Settings, short_help="run the server", epilog=_WHERE)
+@click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM or SIGINT."""
@@ -42,7 +42,7 @@ def serve(file: str | None, **given: Any) -> int:
     return 0
 
 
-@click.command(cls=options.Settings, short_help="show every setting, and where its value comes from", epilog=_WHERE)
+@click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
 @options.as_json
 def config(file: str | None, as_json: bool, **given: Any) -> int:

@@ -12,7 +12,7 @@ from kvdepot.config import load
 __all__ = ["calibrate", "completion", "keygen"]
 
 
-@click.command(short_help="make the keys of a server and of its clients")
+@click.command()
 @click.argument("folder", metavar="DIR", type=click.Path())
 @click.argument("clients", metavar="[CLIENT]...", nargs=-1)
 @click.option("--tenant", default="", metavar="NAME", help="the one tenant whose chunks these clients reach")
@@ -34,7 +34,7 @@ def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) ->
     return 0
 
 
-@click.command(short_help="measure which way of copying to and from a GPU is best for which size")
+@click.command()
 @click.option("--gpu", default="", metavar="UUID|N", help="one GPU (default: all)")
 @options.as_json
 def calibrate(gpu: str, as_json: bool) -> int:
@@ -67,7 +67,7 @@ def calibrate(gpu: str, as_json: bool) -> int:
     return 0
 
 
-@click.command(short_help="print what makes a shell complete this command's words")
+@click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> int:
     """Print what makes a shell complete commands, options and their values.

@@ -14,7 +14,7 @@ from kvdepot.evict import POLICIES
 __all__ = ["simulate"]
 
 
-@click.command(short_help="replay traces of requests: how much memory buys how much hit rate")
+@click.command()
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--policy", metavar="NAME,...", help=f"eviction policies ({', '.join(POLICIES)}) and bounds "

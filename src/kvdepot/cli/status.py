@@ -5,21 +5,21 @@ from __future__ import annotations
 import click
 
 from kvdepot.cli import options
+from kvdepot.cli.connect import connect
 from kvdepot.cli.output import console, print_json
 
 __all__ = ["status"]
 
 
-@click.command(short_help="show what a running server holds and does")
+@click.command()
 @options.server
 @options.as_json
 def status(url: str | None, key: str | None, as_json: bool) -> int:
     """Show what a running server holds and does: memory, hit rates beside those of an endless cache, what engines
     saved, latencies, engines, models, tiers and GPUs."""
-    from kvdepot import upkeep, wire
+    from kvdepot import wire
 
-    place = options.endpoint(url)
-    with upkeep.connect(place, key or "") as client:
+    with connect(url, key) as client:
         answer = client.ask(wire.Status()).result(timeout=5.0)
     if as_json:
         print_json(answer)
@@ -29,7 +29,7 @@ def status(url: str | None, key: str | None, as_json: bool) -> int:
 
     now = read(answer)
     out = console()
-    out.print(view.summary(now, place))
+    out.print(view.summary(now, client.server_url))
     for listing in view.listings(now):
         out.print()
         out.print(listing.table())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdepot.cli import options
+from kvdepot.cli.connect import connect
 from kvdepot.errors import ConfigError, KVDepotError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _KEYS_S = 0.1
 """How long a look at the keyboard takes; a change of the terminal's size is seen as often."""
 
 
-@click.command(short_help="watch a running server live; q ends it")
+@click.command()
 @click.option(
     "--interval", type=click.FloatRange(0.1, 3600), default=1.0, metavar="SECONDS", help="between looks (default: 1)"
 )
@@ -39,28 +40,25 @@ def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int
 
     --json prints a line of JSON a look instead, until it is interrupted; that needs no terminal.
     """
-    place = options.endpoint(url)
     if as_json:
-        return _print_lines(place, key or "", interval)
+        return _print_lines(url, key, interval)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` a line a look")
-    from kvdepot import upkeep
-
-    with upkeep.connect(place, key or "") as client:
-        _watch(client, place, interval)
+    with connect(url, key) as client:
+        _watch(client, interval)
     return 0
 
 
-def _print_lines(place: str, key: str, interval: float) -> int:
-    from kvdepot import upkeep, wire
+def _print_lines(url: str | None, key: str | None, interval: float) -> int:
+    from kvdepot import wire
 
-    with upkeep.connect(place, key) as client:
+    with connect(url, key) as client:
         while True:
             print(json.dumps(client.ask(wire.Status()).result(5.0)), flush=True)
             time.sleep(interval)
 
 
-def _watch(client: MessageQueueClient, place: str, interval: float) -> None:
+def _watch(client: MessageQueueClient, interval: float) -> None:
     """Draw until q is pressed. A server that goes away is waited for."""
     from rich.console import Console
     from rich.live import Live
@@ -69,7 +67,7 @@ def _watch(client: MessageQueueClient, place: str, interval: float) -> None:
     from kvdepot.cli.screen import Screen
 
     console = Console(highlight=False, markup=False)
-    screen = Screen(place)
+    screen = Screen(client.server_url)
     asked = time.monotonic()
     future: MessagingFuture[Any] | None = client.ask(wire.Status())
     drawn: object = None

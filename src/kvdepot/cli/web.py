@@ -18,7 +18,7 @@ _ANSWER_S = 2.0
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
-@click.command(short_help="print the address of the web page, with what it needs to change things")
+@click.command()
 @options.web
 @options.as_json
 def open(as_json: bool, **which: str | None) -> int:
@@ -40,7 +40,7 @@ def open(as_json: bool, **which: str | None) -> int:
     return 0
 
 
-@click.command(short_help="print the token that changes over HTTP need")
+@click.command()
 @options.web
 @options.as_json
 def token(as_json: bool, **which: str | None) -> int:
