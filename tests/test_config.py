@@ -193,3 +193,29 @@ def test_a_loaded_configuration_cannot_be_changed() -> None:
     loaded: Any = load(environ={})
     with pytest.raises(AttributeError):
         loaded.chunk_size = 1
+
+
+def test_each_value_is_told_with_where_it_comes_from(tmp_path: Path) -> None:
+    file = write(tmp_path, "chunk_size = 128\ncopy_threads = 3\npolicy = 'lru'\n")
+    loaded, sources = config.load_with_sources(file, {"policy": "s3fifo"}, {"KVDEPOT_COPY_THREADS": "4"})
+    assert (loaded.chunk_size, loaded.copy_threads, loaded.policy) == (128, 4, "s3fifo")
+    assert set(sources) == set(Config.__struct_fields__)
+    told = {name: source for name, source in sources.items() if source != "default"}
+    assert told == {"chunk_size": file, "copy_threads": "KVDEPOT_COPY_THREADS", "policy": "--policy"}
+
+
+@pytest.mark.parametrize(
+    ("tier", "shown"),
+    [
+        ("redis://h:1/0?timeout_s=2", "redis://h:1/0?timeout_s=2"),
+        ("redis://user:pa@ss:w@h:1/0", "redis://user:***@h:1/0"),
+        ("rediss://:pass@h", "rediss://:***@h"),
+        ("redis://token@h", "redis://***@h"),
+        ("redis://:pa?ss@h/0", "redis://***"),
+        ("redis://h?password_file=/run/p", "redis://h?password_file=/run/p"),
+        ("s3://b?SECRET_ACCESS_KEY=x&region=eu&session_token=y", "s3://b?SECRET_ACCESS_KEY=***&region=eu&session_token=***"),
+        ("disk:///d?capacity_gib=1&key_file=/k", "disk:///d?capacity_gib=1&key_file=/k"),
+    ],
+)  # fmt: skip
+def test_settings_are_shown_without_their_passwords(tier: str, shown: str) -> None:
+    assert config.masked(load(flags={"tiers": [tier]}, environ={}))["tiers"] == [shown]

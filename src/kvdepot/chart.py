@@ -1,7 +1,6 @@
 """How `kvdepot simulate` shows what it found: JSON, tables, and a plot of hit rate over capacity.
 
-Called by simulate.py. rich and matplotlib come with the extra `simulate`; without them tables are plain and there is
-no plot.
+Called by simulate.py. matplotlib comes with the extra `simulate`; without it there is no plot.
 """
 
 from __future__ import annotations
@@ -54,13 +53,10 @@ def as_json(sweeps: list[Sweep], policies: list[str]) -> str:
 
 def print_tables(sweeps: list[Sweep], policies: list[str]) -> None:
     """A table a trace on standard output: capacities down, policies across, the best policy of each line in bold."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        _print_plain(sweeps, policies)
-        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     # A pipe has no width; a table cut to 80 columns would lose figures.
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     for sweep in sweeps:
@@ -77,15 +73,6 @@ def print_tables(sweeps: list[Sweep], policies: list[str]) -> None:
         console.print(Text(_title(sweep.trace.name, sweep), "bold"), soft_wrap=True)
         console.print(table)
         console.print(_caption(sweep), soft_wrap=True)
-
-
-def _print_plain(sweeps: list[Sweep], policies: list[str]) -> None:
-    for sweep in sweeps:
-        heads, rows = _cells(sweep, policies)
-        print(_title(sweep.trace.name, sweep))
-        for row in (heads, *rows):
-            print("  ".join(text.rjust(max(len(head), 9)) for text, head in zip(row, heads, strict=True)))
-        print(_caption(sweep), flush=True)
 
 
 def _cells(sweep: Sweep, policies: list[str]) -> tuple[list[str], list[list[str]]]:

@@ -1,4 +1,4 @@
-"""`kvdepot check`: whether an arena's records agree with each other and with its bytes. Run by cli.py.
+"""`kvdepot check`: whether an arena's records agree with each other and with its bytes. Run by cli/chunks.py.
 
 The one law: it changes nothing unless told to fix, and it never fixes what a living server has. Of an arena in use it
 reads a snapshot; what the server changed meanwhile is not held against it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,9 @@ from kvdepot.recovery import Restored, restore
 from kvdepot.space import PAGE, Space
 
 __all__ = ["Report", "check"]
+
+_TOLD_CHUNKS = 64
+"""How far it is, is told once in so many chunks."""
 
 
 @dataclass
@@ -52,9 +56,10 @@ class Report:
         ]
 
 
-def check(name: str, fix: bool = False) -> Report:
+def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambda done, total: None) -> Report:
     """Audit the arena of that name; with `fix`, drop what is wrong. Blocks while it reads every chunk with a checksum.
 
+    told: how many chunks of how many have been looked at.
     Raises ArenaError for a file that is no arena of this format, is not ours, or is in use and was to be fixed.
     """
     path = shm.shm_path(name)
@@ -76,13 +81,13 @@ def check(name: str, fix: bool = False) -> Report:
             return Report(str(path), problems=[str(exc)], fixed=True)
         report = Report(str(path), in_use, fixed=fix)
         if header is not None:
-            _check(fd, header, report)
+            _check(fd, header, report, told)
         return report
     finally:
         os.close(fd)
 
 
-def _check(fd: int, header: Header, report: Report) -> None:
+def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], None]) -> None:
     report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
     if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
         raise ArenaError(f"{report.path} is cut off before its first chunk; remove it")
@@ -98,7 +103,7 @@ def _check(fd: int, header: Header, report: Report) -> None:
     report.namespaces = len(index.namespaces())
     report.chunks, report.shards = restored.chunks, restored.shards
     report.used_bytes = index.space.capacity - index.space.free_bytes
-    _check_bytes(fd, whole, index, data, report)
+    _check_bytes(fd, whole, index, data, report, told)
     index.validate()
 
 
@@ -112,10 +117,16 @@ def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Res
     return index, restore(index, data, whole), data
 
 
-def _check_bytes(fd: int, whole: int, index: Index, data: bytes, report: Report) -> None:
+def _check_bytes(
+    fd: int, whole: int, index: Index, data: bytes, report: Report, told: Callable[[int, int], None]
+) -> None:
     area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
+    looked_at = 0
     for space in index.namespaces():
         for chunk in list(space.chunks.values()):
+            if looked_at % _TOLD_CHUNKS == 0:
+                told(looked_at, report.chunks)
+            looked_at += 1
             for rank, shard in chunk.shards.items():
                 if not shard.checksum:
                     continue

@@ -1,6 +1,6 @@
 """The server's settings: one frozen object, merged in one place.
 
-Read by cli.py before anything else starts. Later wins: defaults, the TOML file of `--config`,
+Read by cli/ before anything else starts. Later wins: defaults, the TOML file of `--config`,
 environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads the environment.
 """
 
@@ -28,7 +28,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-__all__ = ["Config", "default_key", "default_url", "load", "masked"]
+__all__ = ["Config", "default_key", "default_url", "load", "load_with_sources", "masked", "words_of"]
 
 GIB = 1 << 30
 
@@ -146,6 +146,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(4 * GIB, _free_memory() // 4)
 
 
+def words_of(setting: str) -> tuple[str, ...]:
+    """What a setting can be, where that is one of a few words."""
+    return tuple(sorted(POLICIES)) if setting == "policy" else _WORDS.get(setting, ())
+
+
 def _free_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -157,6 +162,13 @@ def load(
     file: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Config:
     """Merge file, environment and flags. Raises ConfigError that names the field and where it came from."""
+    return load_with_sources(file, flags, environ)[0]
+
+
+def load_with_sources(
+    file: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Config, dict[str, str]]:
+    """As `load`; and by field where its value came from: the file, the variable, the flag, or `default`."""
     merged: dict[str, Any] = {}
     source: dict[str, str] = {}
     if file is not None:
@@ -189,7 +201,7 @@ def load(
         raise ConfigError(f"{where}{name}: {said}" if name and not said.startswith(name) else where + said) from exc
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())
-    return config
+    return config, {name: source.get(name, "default") for name in Config.__struct_fields__}
 
 
 _SECRET = re.compile("secret|token|passw|passphrase|credential|access_key|signature", re.IGNORECASE)

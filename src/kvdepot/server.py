@@ -1,6 +1,6 @@
 """The server process: wires socket, deciding part, arena and copy threads together.
 
-Made by cli.py. One thread runs `Server.run`: it receives, lets the depot decide, sends replies, and
+Made by cli/serve.py. One thread runs `Server.run`: it receives, lets the depot decide, sends replies, and
 never touches KV bytes. Copy threads report through a queue and an eventfd. The one law: nothing
 that a client sends, or fails to read, stops the loop.
 """

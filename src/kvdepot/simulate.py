@@ -1,7 +1,7 @@
 """`kvdepot simulate`: how much memory buys how much hit rate, for traces of requests and each eviction policy.
 
-Called by cli.py; `replay` also by tests and comparisons of policies. The one law: what is replayed is the index,
-space and policy code of the server, so what is measured here is what a server would do.
+Called by cli/simulate.py; `replay` also by tests and comparisons of policies. The one law: what is replayed is the
+index, space and policy code of the server, so what is measured here is what a server would do.
 
 **A request** is a lookup and a store, as an engine makes them: the longest cached prefix of its blocks hits and is
 pinned; the rest is reserved, evicting through the policy, and sealed in order; then the pins go. A block that finds no
@@ -12,14 +12,13 @@ A block is a page of a `Space` without memory under it, so the capacity is exact
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -34,12 +33,15 @@ from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.space import PAGE, Space
 from kvdepot.traces import Request, Trace, load
 
-__all__ = ["Result", "Sweep", "add_arguments", "replay", "run"]
+__all__ = ["Asked", "Result", "Sweep", "replay", "run"]
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Told what happens, and how much of how much is done."""
+
 _SMALL = 300_000
 """Block references to replay up to which starting processes costs more than it saves."""
 
@@ -110,23 +112,19 @@ def _hits(trace: Trace, index: Index) -> int:
 # -- the command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `kvdepot simulate` takes; `run` takes the result."""
-    add = parser.add_argument
-    add("traces", metavar="TRACE", nargs="+", help="file of requests in the Mooncake, Bailian or WEKA format, also "
-        "gzip, or a folder of such files as one trace")  # fmt: skip
-    add("--policy", metavar="NAME,...", help=f"eviction policies ({', '.join(POLICIES)}) and bounds "
-        f"({', '.join(BOUNDS)}: what an endless cache and a clairvoyant one would hit); default: all")  # fmt: skip
-    add("--capacity-blocks", metavar="N,...", help="sizes of the cache in blocks of the trace; default: up to all of "
-        "its blocks, each twice the one before")  # fmt: skip
-    add("--capacity", metavar="SIZE,...", help="sizes of the cache in bytes, e.g. 64GiB,128GiB; needs "
-        "--kv-bytes-per-token")  # fmt: skip
-    add("--kv-bytes-per-token", metavar="SIZE", help="what the KV of a token takes: 2 x layers x KV heads x head size "
-        "x bytes an element (Llama 3.1 8B in bf16: 128KiB, 70B: 320KiB); shows capacities in GiB")  # fmt: skip
-    add("--block-tokens", metavar="N", help="tokens a block, where they are not those of the trace's format")
-    add("--json", action="store_true", help="print an array of objects instead of tables")
-    add("--plot", metavar="FILE", help="draw hit rate over capacity into this .svg, .png or .pdf")
-    add("--jobs", metavar="N", help="processes that replay at the same time; default: as many as cores")
+@dataclass(frozen=True)
+class Asked:
+    """What `kvdepot simulate` was asked for, as it was typed; None = not said."""
+
+    traces: tuple[str, ...]
+    policy: str | None = None
+    capacity_blocks: str | None = None
+    capacity: str | None = None
+    kv_bytes_per_token: str | None = None
+    block_tokens: str | None = None
+    as_json: bool = False
+    plot: str | None = None
+    jobs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,11 @@ class Sweep:
     """By policy and capacity."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Replay traces and print what came out; the exit code. Raises ConfigError for what cannot be."""
+def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -> int:
+    """Replay traces and print what came out; the exit code. Raises ConfigError for what cannot be.
+
+    progress: whom to tell how far it is, until it prints.
+    """
     from kvdepot import chart
 
     policies = _names(args.policy) if args.policy is not None else [*POLICIES, *BOUNDS]
@@ -158,20 +159,20 @@ def run(args: argparse.Namespace) -> int:
         chart.check_plot(args.plot)
 
     sweeps = []
-    with _progress() as progress:
+    with progress() as told:
         for path in dict.fromkeys(args.traces):
-            progress(f"reading {path}", 0, 0)
+            told(f"reading {path}", 0, 0)
             trace = load(path)
             trace.block_tokens = tokens or trace.block_tokens
             block_bytes = token_bytes * trace.block_tokens
             fitting = (_fitting(size, block_bytes, path) for size in sizes)
             sweeps.append(Sweep(trace, sorted({*blocks, *fitting}) or _spread(trace.unique), block_bytes))
-        _replay_all(sweeps, policies, jobs, progress)
+        _replay_all(sweeps, policies, jobs, told)
 
     for sweep in sweeps:
         if not len(sweep.trace):
             print(f"kvdepot: {sweep.trace.name}: holds no requests", file=sys.stderr)
-    if args.json:
+    if args.as_json:
         print(chart.as_json(sweeps, policies), flush=True)
     else:
         chart.print_tables(sweeps, policies)
@@ -230,28 +231,6 @@ def _begin(traces: list[Trace]) -> None:
 def _replay_one(work: Work) -> Result:
     number, policy, capacity = work
     return replay(_traces[number], policy, capacity)
-
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Told what happens, and how much of how much is done."""
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on standard error where that is a terminal and rich is there."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    except ImportError:
-        yield lambda what, done, total: None
-        return
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("")
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)
 
 
 def _split(text: str | None) -> list[str]:

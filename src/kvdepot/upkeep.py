@@ -1,11 +1,14 @@
-"""`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand. Called by cli.py; a client like any other."""
+"""`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand.
+
+Called by cli/chunks.py; a client like any other.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +42,12 @@ class Prompt:
 
 
 @contextmanager
-def connect(url: str, key: str = "") -> Iterator[MessageQueueClient]:
+def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[MessageQueueClient]:
     """A client that has been welcomed. Raises Unavailable."""
     context: zmq.Context[Any] = zmq.Context()
     client = MessageQueueClient(url, context, key=key)
     try:
-        client.learn_chunk_size(CONNECT_S)
+        client.learn_chunk_size(timeout_s)
         yield client
     finally:
         client.close()
@@ -98,8 +101,11 @@ def _key(word: str) -> bytes:
     return key
 
 
-def warm(client: MessageQueueClient, prompt: Prompt) -> int:
-    """Load what tiers have of a prompt into memory; chunks of its prefix that are there then. Blocks until all are."""
+def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:
+    """Load what tiers have of a prompt into memory; chunks of its prefix that are there then. Blocks until all are.
+
+    told: how many are there by now.
+    """
     request = f"warm {secrets.token_hex(8)}"
     lookup = wire.Lookup(
         prompt.model, prompt.world_size, prompt.blocks_in_chunk, request, prompt.world_size, prompt.hashes, True,
@@ -108,15 +114,25 @@ def warm(client: MessageQueueClient, prompt: Prompt) -> int:
     reached = -1
     while True:
         matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))
+        told(matched)
         if matched == len(prompt) or matched <= reached:
             client.ask(wire.EndSession(request), deadline_s=None).result(_ANSWER_S)
             return matched
         reached = matched  # the deadline of a lookup has passed; what came late is there now
 
 
-def pin(client: MessageQueueClient, name: str, prompt: Prompt, ttl_s: int = 0) -> int:
-    """Keep a prompt's prefix in memory under a name; chunks that are kept. Raises Busy where that is too much."""
-    warm(client, prompt)
+def pin(
+    client: MessageQueueClient,
+    name: str,
+    prompt: Prompt,
+    ttl_s: int = 0,
+    told: Callable[[int], None] = lambda chunks: None,
+) -> int:
+    """Keep a prompt's prefix in memory under a name; chunks that are kept. Raises Busy where that is too much.
+
+    told: how many are in memory by now.
+    """
+    warm(client, prompt, told)
     request = wire.Pin(name, prompt.model, prompt.world_size, prompt.blocks_in_chunk, prompt.hashes, prompt.salt, ttl_s)
     return int(client.ask(request).result(_ANSWER_S + 60.0))
 
@@ -135,13 +151,19 @@ def unpin(client: MessageQueueClient, name: str) -> None:
         raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
 
 
-def forget(client: MessageQueueClient, models: Sequence[str], salt: str) -> dict[str, Any]:
+def forget(
+    client: MessageQueueClient,
+    models: Sequence[str],
+    salt: str,
+    told: Callable[[str, int], None] = lambda model, done: None,
+) -> dict[str, Any]:
     """Remove chunks of these models (empty: all) and of one salt (empty: all), from memory and tiers.
 
-    What each said: chunks removed, or what went wrong.
+    What each said: chunks removed, or what went wrong. told: which model's turn it is, and how many are done.
     """
     said: dict[str, Any] = {}
-    for model in models or [""]:
+    for number, model in enumerate(models or [""]):
+        told(model or "all models", number)
         for place, what in client.ask(wire.Forget(model, salt_tag(salt))).result(_ANSWER_S).items():
             counted = isinstance(what, int) and isinstance(said.get(place, 0), int)
             said[place] = said.get(place, 0) + what if counted else what

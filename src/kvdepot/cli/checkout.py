@@ -1,0 +1,102 @@
+"""`kvdepot bench` and `kvdepot demo`: what a checkout of the repository has, and an installed package has not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+import kvdepot
+from kvdepot.cli import options
+from kvdepot.cli.output import print_json
+from kvdepot.errors import ConfigError
+
+__all__ = ["bench", "demo"]
+
+
+def _script(name: str) -> Path:
+    """A script of the checkout that this package, or the current folder, belongs to. Raises ConfigError."""
+    for root in (Path(kvdepot.__file__).parents[2], Path.cwd()):
+        path = root / name
+        if path.is_file() and (root / "src" / "kvdepot").is_dir():
+            return path
+    raise ConfigError(
+        f"{name} belongs to the repository, not to the installed package: run this in a clone of it, "
+        "where `make bench` and `make demo` install what they need"
+    )
+
+
+def _need(*modules: str) -> None:
+    """Raise ConfigError unless these can be imported; they are not imported here."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} cannot be imported by {sys.executable}; `make demo` installs it")
+
+
+def _run(script: Path, arguments: Sequence[str], *, quiet: bool = False) -> int:
+    """Run a script to its end, its exit code. quiet: what it prints goes to standard error."""
+    with subprocess.Popen(
+        [sys.executable, str(script), *arguments], stdout=sys.stderr.fileno() if quiet else None
+    ) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the script got it too, and stops what it started
+            process.wait()
+            return 130
+
+
+@click.command()
+@click.option("--engine", type=click.Choice(["vllm"]), help="only the figures of a real engine")
+@click.option("--only", metavar="NAME,...", help="only these families of figures")
+@click.option("--tiny", is_flag=True, help="seconds instead of minutes; its numbers mean nothing")
+@click.option("--no-vllm", is_flag=True, help="leave out the figures that need a vLLM engine")
+@click.option("--trace", metavar="FILE", type=click.Path(), help="requests to replay with each policy, beside made-up "
+    "ones")  # fmt: skip
+@click.option("--out", metavar="FILE", type=click.Path(), help="where to write the figures (default: bench.json)")
+@options.as_json
+def bench(
+    engine: str | None, only: str | None, tiny: bool, no_vllm: bool, trace: str | None, out: str | None, as_json: bool
+) -> int:
+    """Run the canonical benchmark: each figure beside the floor measured in the same run. Takes some minutes.
+
+    With --json its table goes to standard error and the figures, as written to --out, to standard output.
+    """
+    script = _script("bench/bench.py")
+    if engine:
+        if only or no_vllm:
+            raise click.UsageError("--engine goes with neither --only nor --no-vllm")
+        _need("vllm")
+        only = "engine"
+    arguments = ["--tiny"] * tiny + ["--no-vllm"] * no_vllm
+    for flag, value in (("--only", only), ("--trace", trace)):
+        arguments += [flag, value] if value else []
+    if not as_json:
+        return _run(script, [*arguments, *(["--out", out] if out else [])])
+    with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as folder:
+        file = Path(out or f"{folder}/bench.json")
+        code = _run(script, [*arguments, "--out", str(file)], quiet=True)
+        if code == 0:
+            print_json(json.loads(file.read_text()))
+    return code
+
+
+@click.command()
+@click.option("--cluster", is_flag=True, help="over two depots that share a pool of memory (Mooncake Store)")
+@click.option("--lengths", metavar="N,...", help="prompt lengths in tokens")
+def demo(cluster: bool, lengths: str | None) -> int:
+    """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back; takes some minutes.
+
+    Exit code 1 when an output differs or nothing was retrieved.
+    """
+    script = _script("demo/cluster.py" if cluster else "demo/demo.py")
+    _need("torch", "safetensors", "vllm")
+    given = lengths.split(",") if lengths else []
+    if not all(length.isascii() and length.isdigit() and int(length) for length in given):
+        raise ConfigError(f"--lengths takes whole numbers from 1 on, separated by commas, not {lengths!r}")
+    return _run(script, ["--lengths", *given] if given else [])

@@ -1,0 +1,136 @@
+"""What people do to chunks by hand: `warm`, `pin`, `unpin`, `forget`; and `check`, the audit of an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from kvdepot.cli import options
+from kvdepot.cli.connect import connect
+from kvdepot.cli.output import Progress, print_json, progress
+from kvdepot.config import load
+from kvdepot.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvdepot.client import MessageQueueClient
+    from kvdepot.upkeep import Prompt
+
+__all__ = ["check", "forget", "pin", "unpin", "warm"]
+
+
+@contextmanager
+def _prompt(
+    url: str | None, key: str | None, tokens: str | None, keys: str | None, model: str, salt: str
+) -> Iterator[tuple[MessageQueueClient, Prompt, Progress]]:
+    """A server, the prompt that is meant, and whom to tell how far it is."""
+    from kvdepot import upkeep
+
+    if bool(tokens) == bool(keys):
+        raise click.UsageError("give the prompt as one of --tokens FILE and --keys FILE")
+    with connect(url, key) as client:
+        prompt = upkeep.read_prompt(client, tokens, keys, model, salt)
+        with progress() as told:
+            yield client, prompt, told
+
+
+@click.command()
+@options.prompt
+@options.server
+@options.as_json
+def warm(as_json: bool, **which: Any) -> int:
+    """Load what the tiers have of a prompt into memory. Exit code 1 when not all of it is there then."""
+    from kvdepot import upkeep
+
+    with _prompt(**which) as (client, prompt, told):
+        count = upkeep.warm(client, prompt, lambda done: told("loading chunks", done, len(prompt)))
+    return _said(count, len(prompt), "in_memory", as_json)
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@options.prompt
+@click.option("--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long (default: no end)")
+@options.server
+@options.as_json
+def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
+    """Keep a prompt's chunks in memory, whoever comes and goes, until it is unpinned, its time is over, or the server
+    ends. All pins together take at most half of the memory."""
+    from kvdepot import upkeep
+
+    with _prompt(**which) as (client, prompt, told):
+        count = upkeep.pin(client, name, prompt, seconds, lambda done: told("loading chunks", done, len(prompt)))
+    return _said(count, len(prompt), "pinned", as_json)
+
+
+def _said(count: int, chunks: int, done: str, as_json: bool) -> int:
+    if as_json:
+        print_json({"chunks": chunks, done: count})
+    else:
+        print(f"{count} of {chunks} chunks are {done.replace('_', ' ')}", flush=True)
+    return 0 if count == chunks else 1
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@options.server
+@options.as_json
+def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
+    """End a pin; `kvdepot status` lists the names."""
+    from kvdepot import upkeep
+
+    with connect(url, key) as client:
+        upkeep.unpin(client, name)
+    if as_json:
+        print_json({"unpinned": name})
+    return 0
+
+
+@click.command()
+@click.option("--model", default="", metavar="NAME", help="of this model, or of those whose name begins so")
+@click.option("--salt", default="", metavar="TEXT", help="of requests with this cache_salt")
+@click.option("--all", "everything", is_flag=True, help="everything")
+@options.server
+@options.as_json
+def forget(model: str, salt: str, everything: bool, url: str | None, key: str | None, as_json: bool) -> int:
+    """Remove chunks from memory and from all tiers, shared ones too: of a model, of a salt, or everything.
+
+    Exit code 1 when a tier could not. Requests that are under way with such a salt store anew.
+    """
+    if not (model or salt or everything):
+        raise ConfigError("say what to forget: --model, --salt or --all")
+    from kvdepot import upkeep, wire
+
+    with connect(url, key) as client, progress() as told:
+        models: list[str] = []
+        if model:
+            spaces = client.ask(wire.Status()).result(timeout=5.0)["namespaces"]
+            models = sorted({s["model"] for s in spaces if s["model"].startswith(model)}) or [model]
+        said = upkeep.forget(client, models, salt, lambda name, done: told(f"forgetting {name}", done, len(models)))
+    if as_json:
+        print_json(said)
+    else:
+        for place, what in said.items():
+            print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
+    return 0 if all(isinstance(what, int) for what in said.values()) else 1
+
+
+@click.command()
+@click.option("--url", metavar="URL", help="the arena of the server at this endpoint")
+@click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
+@click.option("--fix", is_flag=True, help="drop what is wrong; only while no server has the arena")
+@options.as_json
+def check(fix: bool, as_json: bool, **flags: str | None) -> int:
+    """Audit an arena, of a running server or one that left it. Exit code 1 when something is wrong."""
+    from kvdepot.check import check as audit
+
+    with progress() as told:
+        report = audit(load(flags=flags).arena, fix, lambda done, total: told("reading chunks", done, total))
+    if as_json:
+        print_json(msgspec.to_builtins(report))
+    else:
+        print("\n".join(report.lines()), flush=True)
+    return 1 if report.problems and not report.fixed else 0

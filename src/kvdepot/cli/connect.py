@@ -1,0 +1,44 @@
+"""The server that a command is for: which one is meant, and a connection to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvdepot.config import load
+
+if TYPE_CHECKING:
+    from kvdepot.client import MessageQueueClient
+
+__all__ = ["connect", "endpoint"]
+
+_PATIENCE_S = 0.7
+"""After so long a person is told what is waited for."""
+
+
+def endpoint(url: str | None) -> str:
+    """The server that is meant, by flag, environment or default. Raises ConfigError."""
+    return load(flags={"url": url}).url
+
+
+@contextmanager
+def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
+    """A client that has been welcomed; on a terminal the wait for it is told. Raises ConfigError, Unavailable."""
+    import threading
+
+    from kvdepot import upkeep
+
+    place = endpoint(url)
+    told = f"kvdepot: waiting for a server at {place}"
+    waiting = threading.Timer(_PATIENCE_S, print, [told], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    if sys.stderr.isatty():
+        waiting.start()
+    try:
+        with upkeep.connect(place, key or "") as client:
+            waiting.cancel()
+            yield client
+    finally:
+        waiting.cancel()

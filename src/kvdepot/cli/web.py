@@ -1,0 +1,81 @@
+"""`kvdepot open` and `kvdepot token`: the way to a server's web page, for the user whose server it is."""
+
+from __future__ import annotations
+
+import http.client
+from urllib.parse import quote
+
+import click
+
+from kvdepot.cli import options
+from kvdepot.cli.output import print_json
+from kvdepot.config import Config, load
+from kvdepot.errors import ConfigError, Unavailable
+
+__all__ = ["ask_health", "open", "token"]
+
+_ANSWER_S = 2.0
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+
+
+@click.command()
+@options.web
+@options.as_json
+def open(as_json: bool, **which: str | None) -> int:
+    """Print the address of the running server's web page, for a browser. The token stands behind the #, so no browser
+    sends it on; who has this address can forget, pin and load chunks."""
+    config = _config(which)
+    if ask_health(config.http) is None:
+        raise Unavailable(
+            f"no page at {_address(config.http)}; `kvdepot serve` has one where kvdepot[web] is installed (--http says "
+            "at which address; `kvdepot doctor` looks further)"
+        )
+    from kvdepot.web.token import read_token
+
+    page = f"{_address(config.http)}/#token={quote(read_token(config), safe='')}"
+    if as_json:
+        print_json({"url": page})
+    else:
+        print(page, flush=True)
+    return 0
+
+
+@click.command()
+@options.web
+@options.as_json
+def token(as_json: bool, **which: str | None) -> int:
+    """Print the bearer token that changes over HTTP need, and all of HTTP beyond this host. Anybody who has it can
+    forget, pin and load chunks."""
+    from kvdepot.web.token import read_token
+
+    said = read_token(_config(which))
+    if as_json:
+        print_json({"token": said})
+    else:
+        print(said, flush=True)
+    return 0
+
+
+def _config(which: dict[str, str | None]) -> Config:
+    config = load(which.pop("file"), which)
+    if config.http == "off":
+        raise ConfigError("http is off: the server has no web page; --http, KVDEPOT_HTTP or the file can say HOST:PORT")
+    return config
+
+
+def _address(address: str) -> str:
+    """As a browser on this host reaches it."""
+    host, _, port = address.rpartition(":")
+    return f"http://{_EVERYWHERE.get(host.strip('[]'), host)}:{port}"
+
+
+def ask_health(address: str) -> int | None:
+    """What `/healthz` answers there: 200 where all is well; None: nobody does."""
+    connection = http.client.HTTPConnection(_address(address).removeprefix("http://"), timeout=_ANSWER_S)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

@@ -1,0 +1,589 @@
+"""The `kvdepot` command as people meet it: what it prints on a terminal and into a pipe, and what it exits with."""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+import kvdepot
+from kvdepot import cli
+from kvdepot.cli import output, view
+from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
+
+from .conftest import Depot, StartDepot, eventually
+from .test_server import CHUNK, Engine, free_port
+from .tiers.servers import need
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
+
+
+def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself, its output in pipes."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", *words],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+class Terminal:
+    """A command on a terminal of its own: what it has written, and a keyboard."""
+
+    def __init__(self, *words: str, columns: int = 80, lines: int = 24, **environ: str) -> None:
+        self.outer, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.before = termios.tcgetattr(inner)
+        self.raw = ""
+        known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvdepot.cli", *words], stdin=inner, stdout=inner, stderr=inner,
+            env={**known, "TERM": "xterm-256color", **environ}, start_new_session=True,
+            # What a shell starts in the background ignores interrupts, and hands that on.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        self.inner = inner
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self.outer, 65536)
+            except OSError:  # its other end is closed
+                return
+            if not data:
+                return
+            self.raw += data.decode(errors="replace")
+
+    @property
+    def text(self) -> str:
+        return CONTROL.sub("", self.raw)
+
+    def press(self, keys: str) -> None:
+        os.write(self.outer, keys.encode())
+
+    def end(self) -> int:
+        """Wait until it ends by itself; its exit code."""
+        code = self.process.wait(30)
+        os.close(self.inner)
+        self._reader.join(10)
+        return code
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(20)
+
+
+@contextmanager
+def terminal(*words: str, **options: Any) -> Iterator[Terminal]:
+    made = Terminal(*words, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def used(depot: Depot) -> Iterator[Engine]:
+    """An engine that has stored two chunks, found one and got it back."""
+    engine = Engine(depot)
+    for number in (1, 2):
+        engine.store([number] * CHUNK, [0, 1, 2, 3])
+    assert engine.lookup([1] * CHUNK) == CHUNK
+    assert engine.retrieve([1] * CHUNK, [4, 5, 6, 7]) == set()
+    yield engine
+    engine.close()
+
+
+# -- usage
+
+
+def test_a_mistyped_command_or_option_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["stauts"]) == 2
+    assert "'status'" in capsys.readouterr().err
+    assert cli.main(["serve", "--chunk-sise", "9"]) == 2
+    assert "'--chunk-size'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["serve", "--chunk-size"], ["warm"], ["top", "--interval", "0"], ["keygen"]])
+def test_wrong_usage_is_answered_with_the_usage_of_the_command_that_was_meant(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert f"Usage: kvdepot {words[0]} " in capsys.readouterr().err
+
+
+def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvdepot.cli.root import root
+
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^    (\d+)  ", said, re.MULTILINE) == ["0", "1", "2", "130"]
+    for name in root.commands or root.list_commands(root.make_context("kvdepot", ["status"])):
+        assert re.search(rf"^  {name} +\w", said, re.MULTILINE), name
+        assert cli.main([name, "--help"]) == 0
+        assert f"Usage: kvdepot {name} " in capsys.readouterr().out
+
+
+def test_to_serve_neither_tables_nor_commands_of_people_are_imported() -> None:
+    script = (
+        "import sys; from kvdepot.cli import main; code = main(['serve', '--chunk-size', '0']); "
+        "print(code, sorted({name.split('.')[0] for name in sys.modules} & {'rich', 'argparse', 'asyncio', 'torch'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 []\n"
+
+
+def test_tiers_can_follow_one_flag_or_each_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ["disk:///a?capacity_gib=1", "disk:///b?capacity_gib=1"]
+    one, two = urls
+    for words in (["--tiers", one, two], ["--tiers", one, "--tiers", two], ["--tiers", one, f"--tiers={two}"]):
+        assert cli.main(["config", "--json", "--chunk-size", "64", *words, "--policy", "lru"]) == 0
+        said = json.loads(capsys.readouterr().out)["settings"]
+        assert said["tiers"] == {"value": urls, "source": "--tiers"}
+        assert said["chunk_size"] == {"value": 64, "source": "--chunk-size"}
+
+
+def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvdepot.cli", "top", "--json", "--interval", "0.1", "--url", depot.url],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout and process.stderr
+        json.loads(process.stdout.readline())
+        process.stdout.close()
+        assert process.wait(20) == 1
+        assert process.stderr.read() == ""
+
+
+# -- config
+
+
+def test_config_says_of_each_value_where_it_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "depot.toml"
+    file.write_text("chunk_size = 64\ncopy_threads = 3\npolicy = 's3fifo'\n")
+    done = run("config", "--config", str(file), "--policy", "adaptive", "--json", KVDEPOT_COPY_THREADS="5")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)["settings"]
+    assert said["chunk_size"] == {"value": 64, "source": str(file)}
+    assert said["copy_threads"] == {"value": 5, "source": "KVDEPOT_COPY_THREADS"}
+    assert said["policy"] == {"value": "adaptive", "source": "--policy"}
+    assert said["verify"] == {"value": "sampled", "source": "default"}
+    table = run("config", "--config", str(file), "--policy", "adaptive", KVDEPOT_COPY_THREADS="5").stdout
+    lines = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
+    assert lines["copy_threads"] == ["5", "KVDEPOT_COPY_THREADS"]
+    assert set(said) <= set(lines)
+
+
+def test_config_shows_no_password() -> None:
+    tiers = "redis://user:hun@ter2@host:1/0 s3://bucket?secret_access_key=hunter2&region=eu redis+cluster://:hunter2@a:1,b:2"
+    for flags in ([], ["--json"]):
+        done = run("config", *flags, KVDEPOT_TIERS=tiers)
+        assert done.returncode == 0
+        assert "hunter2" not in done.stdout and "ter2" not in done.stdout
+        for shown in ("redis://user:***@host:1/0", "region=eu", "redis+cluster://:***@a:1,b:2"):
+            assert shown in done.stdout
+
+
+# -- status
+
+
+def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: Engine) -> None:
+    said = json.loads(run("status", "--url", depot.url, "--json").stdout)
+    with terminal("status", "--url", depot.url, columns=100) as shown:
+        assert shown.end() == 0
+        lines = shown.text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("working" in line for line in lines)
+    assert any(f"{said['chunks']} chunks of {CHUNK} tokens" in line for line in lines)
+    row = next(line for line in lines if line.startswith(used.model) and " 2 " in line).split()
+    space = next(space for space in said["namespaces"] if space["model"] == used.model)
+    assert row[1:3] == [str(space["world_size"]), str(space["chunks"])]
+    assert any(re.match(r"Lookup +\d", line) for line in lines)
+    assert any(line.startswith(used.model) and "scheduler" in line for line in lines)
+
+
+def test_colours_are_for_terminals_that_want_them(depot: Depot) -> None:
+    assert "\x1b" not in run("status", "--url", depot.url).stdout
+    colour = re.compile(r"\x1b\[(?:\d+;)*3\d")
+    with terminal("status", "--url", depot.url) as shown:
+        assert shown.end() == 0
+        assert colour.search(shown.raw)
+    with terminal("status", "--url", depot.url, NO_COLOR="1") as shown:
+        assert shown.end() == 0
+        assert not colour.search(shown.raw)
+
+
+def a_status(**parts: Any) -> Status:
+    whole: dict[str, Any] = {
+        "chunk_size_tokens": 256, "capacity_bytes": 4 << 30, "used_bytes": 1 << 30, "chunks": 12_345,
+        "reserved_shards": 0, "holds": 0, "evicted_chunks": 7, "record_slots": 10, "record_slots_used": 3,
+        "unrecorded_shards": 0, "operations": 0, "clients": 2, "sessions": 0, "instances": 1, "uptime_s": 90.0,
+        **parts,
+    }  # fmt: skip
+    return Status(**whole)
+
+
+def shown(status: Status, width: int = 100) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, highlight=False, markup=False, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(view.summary(status, "ipc:///x"))
+        for listing in view.listings(status):
+            console.print(listing.table())
+    return captured.get()
+
+
+def test_what_clients_named_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:
+    name = "[red]x[/red]\x1b[2Jy\x9b1mz\r\n"
+    text = shown(
+        a_status(
+            namespaces=[NamespaceStatus("", name, 1, 4, 1, 1, 1)],
+            events=[Event(0.0, "x", f"client registers {name}")],
+            tiers=[TierStatus(name, "through", name, None, None, None, 0, 0, {})],
+        )
+    )
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+    assert text.count("[red]x[/red]") >= 4
+
+
+def test_windows_longer_than_the_servers_life_are_left_out() -> None:
+    rates = [HitRate(window, 1000, 0.5, 0.75) for window in (60.0, 600.0, 3600.0)]
+    text = shown(a_status(hit_rates=rates, uptime_s=90.0))
+    assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
+    assert "50.0 %" in text and "an endless cache 75.0 %" in text
+    assert "in 1 h" in shown(a_status(hit_rates=rates, uptime_s=700.0))
+
+
+def test_what_somebody_should_look_at_is_said() -> None:
+    tier = TierStatus("redis://h", "through", "left alone", None, None, None, 0, 0, {})
+    text = shown(a_status(tiers=[tier], unrecorded_shards=3, counters={"corrupt_chunks": 2}))
+    for words in ("look below", "redis://h is left alone", "3 shards would not survive", "2 chunks in memory were not"):
+        assert words in text
+    assert "working, up" in shown(a_status())
+
+
+def test_quantiles_lie_in_the_bucket_that_holds_them() -> None:
+    latency = Latency("Lookup", 100, 0, 1.0)
+    latency.buckets[0], latency.buckets[2], latency.buckets[-1] = 50, 49, 1
+    assert view.quantile(latency, 0.25) == pytest.approx(BOUNDS_S[0] / 2)
+    high = view.quantile(latency, 0.98)
+    assert high is not None and BOUNDS_S[1] < high < BOUNDS_S[2]
+    assert view.quantile(latency, 1.0) is None
+    assert view.quantile(Latency("Lookup"), 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00025, "250 µs"),
+        (0.012, "12 ms"),
+        (1.5, "1.5 s"),
+        (61, "1 min 1 s"),
+        (3661, "1 h 1 min"),
+        (90_000, "1 d 1 h"),
+    ],
+)
+def test_times_are_shown_in_two_units_at_most(value: float, text: str) -> None:
+    assert output.duration(value) == text
+
+
+# -- top
+
+
+def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: Depot, used: Engine) -> None:
+    with terminal("top", "--url", depot.url, "--interval", "0.1") as top:
+        eventually(lambda: top.text.count("q ends") >= 3)
+        assert f"kvdepot {kvdepot.__version__} at {depot.url}"[:80] in top.text
+        assert re.search(r"memory +[#-]{20} ", top.text)
+        assert "lookups/s" in top.text and "Lookup" in top.text
+        assert top.process.poll() is None
+        top.press("q")
+        after = termios.tcgetattr(top.inner) if top.process.wait(20) == 0 else None
+        assert after == top.before, "the terminal is left as it was"
+        assert top.end() == 0
+    frames = [CONTROL.sub("", frame) for frame in top.raw.split("\x1b[H")[1:]]
+    assert all(len(frame.splitlines()) <= 24 for frame in frames)
+    assert "\x1b[?1049h" in top.raw and "\x1b[?1049l" in top.raw
+
+
+def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start_depot: StartDepot) -> None:
+    depot = start_depot(arena_mib=8)
+    with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
+        eventually(lambda: "q ends" in top.text)
+        depot.stop()
+        eventually(lambda: "no kvdepot server answers" in top.text or "gone" in top.text, 20.0)
+        again = start_depot(url=depot.url, arena_mib=8)
+        seen = len(top.raw)
+        eventually(lambda: f"pid {again.process.pid}" in CONTROL.sub("", top.raw[seen:]), 20.0)
+        top.process.send_signal(signal.SIGINT)
+        assert top.end() == 130
+        assert "Traceback" not in top.text and "\x1b[?1049l" in top.raw
+
+
+def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None:
+    done = run("top", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "needs a terminal" in done.stderr and "kvdepot status" in done.stderr
+
+
+# -- a server that is not there
+
+
+def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_path: Path) -> None:
+    with terminal("status", "--url", f"ipc://{tmp_path}/x", columns=200) as waits:
+        eventually(lambda: f"waiting for a server at ipc://{tmp_path}/x" in waits.text)
+        waits.process.send_signal(signal.SIGINT)
+        assert waits.end() == 130
+        assert "Traceback" not in waits.text
+
+
+# -- chunks
+
+
+def test_what_people_do_to_chunks_is_told_as_json(depot: Depot, used: Engine, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps([1] * CHUNK))
+    which = ("--tokens", str(prompt), "--model", used.model, "--url", depot.url, "--json")
+    done = run("warm", *which)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "in_memory": 1}), done.stderr
+    name = f"pin-{uuid.uuid4().hex[:6]}"
+    done = run("pin", name, *which)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "pinned": 1}), done.stderr
+    assert name in run("status", "--url", depot.url).stdout
+    done = run("unpin", name, "--url", depot.url, "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"unpinned": name})
+    done = run("unpin", name, "--url", depot.url, "--json")
+    assert done.returncode == 1 and name in done.stderr
+    done = run("forget", "--model", used.model, "--url", depot.url, "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"memory": 2})
+    prompt.write_text(json.dumps([3] * CHUNK))
+    done = run("warm", *which)
+    assert (done.returncode, json.loads(done.stdout)) == (1, {"chunks": 1, "in_memory": 0})
+
+
+def test_what_is_to_be_forgotten_must_be_said(depot: Depot) -> None:
+    done = run("forget", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--model, --salt or --all" in done.stderr
+
+
+def test_check_tells_what_it_found_as_json(depot: Depot, used: Engine) -> None:
+    done = run("check", "--arena-name", depot.name, "--json")
+    said = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert (said["problems"], said["in_use"], said["chunks"] >= 2) == ([], True, True)
+
+
+def test_keygen_names_the_files_it_made_as_json(tmp_path: Path) -> None:
+    done = run("keygen", str(tmp_path / "keys"), "alice", "--json")
+    assert done.returncode == 0
+    files = json.loads(done.stdout)["files"]
+    assert all(Path(file).is_file() for file in files) and str(tmp_path / "keys" / "alice.key") in files
+
+
+def test_progress_is_shown_on_a_terminal_alone(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"timestamp": n, "hash_ids": [n, 1]}) + "\n" for n in range(50)))
+    words = ("simulate", str(trace), "--policy", "lru", "--capacity-blocks", "10")
+    with terminal(*words) as seen:
+        assert seen.end() == 0
+        assert "replay" in seen.text and "Hits in %" in seen.text
+    done = run(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- doctor
+
+
+def doctor(*words: str, **environ: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    done = run("doctor", "--json", *words, **environ)
+    assert "Traceback" not in done.stderr
+    found: dict[str, list[dict[str, str]]] = {}
+    for finding in json.loads(done.stdout):
+        assert finding["state"] in ("ok", "warn", "fail")
+        assert finding["state"] == "ok" or finding["advice"], "what to do is said"
+        found.setdefault(finding["what"], []).append(finding)
+    return done.returncode, found
+
+
+def test_doctor_finds_a_server_that_works(depot: Depot) -> None:
+    code, found = doctor("--url", depot.url, KVDEPOT_ARENA_NAME=depot.name, KVDEPOT_ARENA_GIB="0.0625")
+    (server,) = found["server"]
+    assert server["state"] == "ok" and f"pid {depot.process.pid}" in server["text"]
+    for what in ("system", "shared memory", "memory", "locked memory", "open files", "vLLM", "NVIDIA", "key"):
+        assert what in found
+    assert not any(depot.name in finding["text"] for finding in found["shared memory"] if finding["state"] == "warn")
+    assert code == int(any(finding["state"] == "fail" for group in found.values() for finding in group))
+    text = run("doctor", "--url", depot.url).stdout
+    assert re.search(r"^ok +server +", text, re.MULTILINE)
+
+
+def test_doctor_says_what_keeps_a_depot_from_working(tmp_path: Path) -> None:
+    code, found = doctor("--url", f"ipc://{tmp_path}/x", KVDEPOT_ARENA_GIB="100000")
+    assert code == 1
+    assert found["shared memory"][0]["state"] == "fail"
+    assert "--arena-gib" in found["shared memory"][0]["advice"]
+    assert found["server"][0]["state"] == "warn" and "kvdepot serve" in found["server"][0]["advice"]
+
+
+def test_doctor_goes_on_where_the_settings_are_wrong(tmp_path: Path) -> None:
+    code, found = doctor("--url", f"ipc://{tmp_path}/x", KVDEPOT_CHUNK_SIZE="0", KVDEPOT_CHUNKSIZE="256")
+    assert code == 1
+    wrong, mistyped = found["settings"]
+    assert wrong["state"] == "fail" and "KVDEPOT_CHUNK_SIZE" in wrong["text"]
+    assert mistyped["state"] == "warn" and "KVDEPOT_CHUNK_SIZE is one" in mistyped["advice"]
+    assert "server" in found
+
+
+def test_doctor_tells_a_key_that_cannot_be_used(tmp_path: Path) -> None:
+    code, found = doctor("--url", f"ipc://{tmp_path}/x", "--key", str(tmp_path / "missing.key"))
+    assert code == 1 and found["key"][0]["state"] == "fail" and "missing.key" in found["key"][0]["text"]
+
+
+def test_doctor_tells_an_arena_that_no_server_has(start_depot: StartDepot) -> None:
+    left = start_depot("--on-stop", "keep", arena_mib=4)
+    assert left.stop() == 0
+    _, found = doctor("--url", left.url)
+    assert any(left.name in finding["text"] for finding in found["shared memory"] if finding["state"] == "warn")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+def test_doctor_tells_a_socket_of_another_user(tmp_path: Path) -> None:
+    path = tmp_path / "depot.sock"
+    path.touch()
+    os.chown(path, 12345, -1)
+    code, found = doctor("--url", f"ipc://{path}")
+    assert code == 1 and found["server"][0]["state"] == "fail" and "12345" in found["server"][0]["text"]
+
+
+# -- completion
+
+
+@pytest.fixture
+def shell_path(tmp_path: Path) -> str:
+    """A PATH with a `kvdepot` in it."""
+    script = tmp_path / "bin" / "kvdepot"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvdepot.cli "$@"\n')
+    script.chmod(0o755)
+    return f"{script.parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("kvdepot st", ["status"]),
+        ("kvdepot serve --chunk", ["--chunk-size"]),
+        ("kvdepot serve --on-stop k", ["keep"]),
+        ("kvdepot serve --policy s", ["s3fifo"]),
+    ],
+)
+def test_bash_completes_commands_options_and_their_values(shell_path: str, words: str, expected: list[str]) -> None:
+    script = (
+        'eval "$(kvdepot completion bash)"; COMP_WORDS=($1); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); '
+        '_kvdepot_completion kvdepot; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", words], env={**os.environ, "PATH": shell_path},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout.split(), done.stderr) == (expected, "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_take_what_completion_prints(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    said = capsys.readouterr().out
+    assert f"_KVDEPOT_COMPLETE={shell}_complete" in said
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=said, text=True, check=True, timeout=30)
+
+
+# -- what belongs to a checkout
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_outside_a_checkout_bench_and_demo_say_where_they_are(command: str, tmp_path: Path) -> None:
+    package = tmp_path / "site" / "kvdepot"
+    shutil.copytree(Path(kvdepot.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", command], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(package.parent)}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"kvdepot: .*clone.*\n", done.stderr)
+
+
+@pytest.mark.faults
+def test_bench_runs_the_benchmark_of_the_checkout_and_prints_its_figures_as_json() -> None:
+    done = run("bench", "--tiny", "--only", "policies", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "numbers mean nothing" in done.stderr
+    assert json.loads(done.stdout)
+
+
+def test_bench_refuses_a_family_of_figures_that_there_is_not() -> None:
+    done = run("bench", "--only", "nonsense")
+    assert done.returncode == 2
+    assert "'nonsense'" in done.stderr
+
+
+# -- the web page
+
+
+def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(start_depot: StartDepot) -> None:
+    need(modules=["litestar", "uvicorn", "prometheus_client"])
+    at = f"127.0.0.1:{free_port()}"
+    depot = start_depot("--http", at, arena_mib=8)
+    which = ("--url", depot.url, "--http", at)
+    address = eventually(lambda: run("open", *which).stdout.strip(), 30.0)
+    place, _, told = address.partition("/#token=")
+    assert place == f"http://{at}"
+    token = run("token", *which).stdout.strip()
+    assert unquote(told) == token
+    codes = []
+    for header in ({}, {"authorization": f"Bearer {token}"}):
+        connection = http.client.HTTPConnection(at, timeout=10)
+        body = json.dumps({"name": "nothing"})
+        connection.request("POST", "/v1/unpin", body, {"content-type": "application/json", **header})
+        codes.append(connection.getresponse().status)
+        connection.close()
+    assert codes[0] == 401 and codes[1] != 401
+    _, found = doctor("--url", depot.url, KVDEPOT_HTTP=at)
+    assert found["web page"][0]["state"] == "ok"
+
+
+def test_open_says_what_to_do_where_there_is_no_page(tmp_path: Path) -> None:
+    done = run("open", "--http", f"127.0.0.1:{free_port()}", "--url", f"ipc://{tmp_path}/x")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "kvdepot serve" in done.stderr
+    done = run("open", "--http", "off")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "http is off" in done.stderr
+    done = run("token", "--http", "127.0.0.1:7077", "--url", f"ipc://{tmp_path}/x")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and str(tmp_path) in done.stderr
