@@ -51,7 +51,7 @@ ALERTS = (
         "KVDepotMemoryDamaged", "critical", "0m",
         "increase(kvdepot_corrupt_chunks_total[1h]) > 0",
         "Chunks in the memory of {{ $labels.instance }} are not what was stored there.",
-        "They are recomputed. Test the machine's memory; until then let the server check every chunk (verify = always).",
+        "They are recomputed. Test the machine's memory; until then let the server check all chunks (verify = always).",
     ),
     Alert(
         "KVDepotErrors", "warning", "10m",

@@ -65,8 +65,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
               "count(kvdepot_tier_up{@} == 0) or vector(0)", alarm=1),
     )),
     ("What it gains", (
-        Panel("Hit rate beside its ceiling", "Chunks that hit, and that a cache without end would have. A wide gap: more "
-              "memory would pay.", (
+        Panel("Hit rate beside its ceiling", "Chunks that hit, and that a cache without end would have. A wide gap: "
+              "more memory would pay.", (
                   ("kvdepot_hit_ratio{@}", "hit rate, {{window_seconds}} s"),
                   ("kvdepot_hit_ratio_ceiling{@}", "ceiling, {{window_seconds}} s"),
               ), "percentunit", highest=1),
@@ -100,8 +100,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ("kvdepot_memory_used_bytes{@}", "{{instance}} used"),
             ("kvdepot_memory_capacity_bytes{@}", "{{instance}} room"),
         ), "bytes"),
-        Panel("Chunks that went, or never came", "Evicted to make room; dropped for want of it; forgotten; too old; not "
-              "what was stored. A second.", tuple(
+        Panel("Chunks that went, or never came", "Evicted to make room; dropped for want of it; forgotten; too old; "
+              "not what was stored. A second.", tuple(
                   (f"sum(rate(kvdepot_{name}_chunks_total{{@}}[$__rate_interval]))", name)
                   for name in ("evicted", "dropped", "forgotten", "expired", "failed", "corrupt")
               )),
