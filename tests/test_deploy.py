@@ -65,6 +65,22 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+_YAML = """
+extends: default
+rules:
+  line-length: {max: 120}
+  document-start: disable
+  braces: {max-spaces-inside: 0}
+"""
+
+
+def test_yaml_files_are_clean_to_yamllint() -> None:
+    files = [DEPLOY / "compose.yaml", CHART / "Chart.yaml", CHART / "values.yaml"]
+    files += [*DEPLOY.glob("kubernetes/*.yaml"), *DEPLOY.glob("prometheus/*.yml")]
+    assert len(files) > 5
+    assert run(tool("yamllint"), "--strict", "-d", _YAML, *files) == ""
+
+
 # -- the package
 
 
@@ -304,6 +320,11 @@ def test_panels_lie_side_by_side_within_the_page() -> None:
                 assert taken.setdefault((x, y), panel["title"]) == panel["title"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     assert all(x + 1 == 24 or (x + 1, y) in taken for x, y in taken), "a row has a gap"
+
+
+def test_the_readme_has_a_line_for_every_alert() -> None:
+    told = re.findall(r"^\| `(KVDepot\w+)` \|", (DEPLOY / "README.md").read_text(), re.M)
+    assert told == [alert.name for alert in alerts.ALERTS]
 
 
 def test_the_chart_carries_the_dashboard_and_the_alerts_as_they_are() -> None:

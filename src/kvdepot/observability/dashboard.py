@@ -52,7 +52,7 @@ def _quantiles(title: str, requests: str) -> Panel:
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     ("Is it working", (
-        _stat("Up since", "How long each server has run.", "kvdepot_uptime_seconds{@}", "s"),
+        _stat("Running for", "Since each server began to serve.", "kvdepot_uptime_seconds{@}", "s"),
         _stat("Engines", "Schedulers and workers that are connected.", "kvdepot_engines{@}"),
         _stat("Hit rate", "Chunks of the last hour's lookups that were there.",
               "sum(increase(kvdepot_hit_chunks_total{@}[1h])) / sum(increase(kvdepot_lookup_chunks_total{@}[1h]))",
@@ -120,12 +120,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         )),
     )),
     ("Who uses it", (
-        Panel("Namespaces", "The largest, by bytes: chunks of one model, shape and layout.", (
+        Panel("Bytes by model", "The ten that take most of the memory.", (
             ("topk(10, sum by (model) (kvdepot_namespace_bytes{@}))", "{{model}}"),
-        ), "bytes", columns=12),
+        ), "bytes"),
+        Panel("Hit rate by model", "Chunks that hit, of those that its engines looked up.", (
+            ("sum by (model) (rate(kvdepot_namespace_hit_chunks_total{@}[$__rate_interval]))"
+             " / sum by (model) (rate(kvdepot_namespace_lookup_chunks_total{@}[$__rate_interval]))", "{{model}}"),
+        ), "percentunit", highest=1),
         Panel("Engines", "Schedulers and workers that are connected.", (
             ("kvdepot_engines{@}", "{{instance}}"),
-        ), columns=12),
+        )),
     )),
 )  # fmt: skip
 """The rows from top to bottom, and their panels from left to right."""
