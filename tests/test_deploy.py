@@ -1,19 +1,13 @@
-"""What a depot is shipped and watched with: packages, images, units, charts, dashboards and alerts, each read by the
-tool that will read it. A tool that is missing skips its test at home and fails it in CI.
-"""
+"""What a depot is shipped in: packages, images, units, charts, each read by the program that will read it."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvdepot.config import Config, load
-from kvdepot.metrics import BOUNDS_S, Latency
 from kvdepot.observability import alerts, dashboard
-from kvdepot.status import HitRate, NamespaceStatus, Saved, Status, TierStatus
+
+from .programs import module, run, tool
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,34 +29,6 @@ DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "kvdepot"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KUBERNETES = "1.31"
-
-
-def missing(what: str) -> None:
-    if os.environ.get("CI"):
-        pytest.fail(f"{what} is missing")
-    pytest.skip(f"{what} is missing")
-
-
-def module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return missing(name)
-
-
-def tool(name: str) -> str:
-    """Where a program is: beside this interpreter, or where the system has it."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if found is None:
-        missing(name)
-    return str(found)
-
-
-def run(*command: str | Path, cwd: Path | None = None) -> str:
-    """What a program says; fails the test when it does not succeed."""
-    done = subprocess.run(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
-    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}"
-    return done.stdout
 
 
 _YAML = """
@@ -245,177 +211,166 @@ def test_the_units_settings_file_is_one() -> None:
     assert stop is not None and int(stop[1]) > config.drain_s + 10
 
 
-# -- dashboard and alerts
+# -- Kubernetes
+
+_RENDER = """
+import json, sys
+from helm_python.chart import Chart, lint
+path, values = sys.argv[1], json.loads(sys.argv[2])
+found = lint(path, values, strict=True)
+files = Chart.load(path).render(values, name="depot", namespace="kv")
+print(json.dumps({"lint": found, "files": files}))
+"""
+EVERYTHING = {
+    "user": 2000,
+    "settings": {"policy": "adaptive", "copy_threads": 4, "on_stop": "keep", "max_pins": 2_000_000},
+    "tiers": ["disk:///var/cache/kvdepot?capacity_gib=10", "redis://cache:6379/0"],
+    "gpu": {"enabled": True},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "dashboard": {"enabled": True},
+    "nodeSelector": {"gpu": "yes"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "llm"},
+    "priorityClassName": "system-node-critical",
+    "imagePullSecrets": [{"name": "registry"}],
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "prepared nodes, secrets of one's own": {
+        "shm": {"prepare": False}, "http": {"tokenSecret": "mine"}, "tiersSecret": "stores",
+        "serviceAccount": {"create": False},
+    },
+}  # fmt: skip
 
 
-def full_status() -> Status:
-    """A status with one of everything that metrics are made of."""
-    return Status(
-        chunk_size_tokens=256, capacity_bytes=4, used_bytes=2, chunks=1, reserved_shards=0, holds=0, evicted_chunks=0,
-        record_slots=1, record_slots_used=1, unrecorded_shards=0, operations=0, clients=1, sessions=1, instances=1,
-        saved=Saved(256, 0.5),
-        hit_rates=[HitRate(3600.0, 2, 0.5, 0.75)],
-        latencies=[Latency("Lookup", 1, 0, 0.1, [1] + [0] * len(BOUNDS_S))],
-        namespaces=[NamespaceStatus("", "model", 1, 16, 1, 2, 1)],
-        tiers=[TierStatus("disk", "through", "up", 1, 2, 4, 0, 0, {"dropped_chunks": 0, "spoilt_chunks": 0})],
-        counters={"lookups_refused": 1},
-    )  # fmt: skip
+def rendered(values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+    """What Helm makes of the chart, as objects. By `helm`, or its library (in a process of its own: it is Go)."""
+    yaml = module("yaml")
+    if shutil.which("helm") is not None:
+        (tmp_path / "values.json").write_text(json.dumps(values))
+        run("helm", "lint", "--strict", CHART, "--values", tmp_path / "values.json")
+        texts = [run("helm", "template", "depot", CHART, "--namespace", "kv", "--values", tmp_path / "values.json")]
+    else:
+        module("helm_python")
+        said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
+        assert not said["lint"]["errors"], said["lint"]
+        texts = [text for name, text in said["files"].items() if not name.endswith(".txt")]
+    return [made for text in texts for made in yaml.safe_load_all(text) if made]
 
 
-def exported() -> dict[str, set[str]]:
-    """Names of the series that a server exports, and the labels of each."""
-    found: dict[str, set[str]] = {"up": {"job", "instance"}, "kvdepot_up": {"job", "instance"}}
-    for family in module("kvdepot.web.prometheus").families(full_status()):
-        for sample in family.samples:
-            found.setdefault(sample.name, {"job", "instance"}).update(sample.labels)
+@pytest.fixture(params=sorted(VALUES))
+def chart(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """The chart's objects by kind, for several values."""
+    made = rendered(VALUES[request.param], tmp_path)
+    found = {each["kind"]: each for each in made}
+    assert len(found) == len(made)
     return found
 
 
-def queries() -> Iterator[tuple[str, str]]:
-    """Every query, and the legend or text that goes with it, as Prometheus gets them."""
-    for alert in alerts.ALERTS:
-        labels = re.findall(r"\$labels\.(\w+)", alert.summary + alert.action)
-        yield alert.query, " ".join(f"{{{{{label}}}}}" for label in labels)
-    for panel in dashboard.dashboard()["panels"]:
-        for target in panel.get("targets", ()):
-            query = target["expr"]
-            for name, value in (("$__rate_interval", "1m"), ("$__range", "1h"), ("$job", ".*"), ("$instance", ".*")):
-                query = query.replace(name, value)
-            yield query, target["legendFormat"]
+def validate(made: dict[str, Any]) -> None:
+    """By Kubernetes's own schemas; unknown fields are faults."""
+    if made["apiVersion"].startswith("monitoring.coreos.com"):
+        return  # the Prometheus operator's
+    module("kubernetes_validate").validate(made, KUBERNETES, strict=True)
 
 
-def test_every_query_asks_for_metrics_and_labels_that_a_server_exports() -> None:
-    promql = module("promql_parser")
-    names = exported()
-    asked = set()
-    for query, legend in queries():
-        selectors: list[Any] = []
-
-        def visit(node: Any, into: list[Any] = selectors) -> bool:
-            if isinstance(node, promql.VectorSelector):
-                into.append(node)
-            return True
-
-        promql.walk(promql.parse(query), visit)
-        assert selectors, query
-        for selector in selectors:
-            assert selector.name in names, f"no server exports {selector.name}"
-            asked.add(selector.name)
-            unknown = {matcher.name for matcher in selector.matchers.matchers} - names[selector.name]
-            assert not unknown, f"{selector.name} has no {unknown}"
-        labels = {"le"}.union(*(names[selector.name] for selector in selectors))
-        grouped = {label.strip() for group in re.findall(r"(?:by|on) \(([^)]*)\)", query) for label in group.split(",")}
-        assert grouped | set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels, query
-    assert len(asked) > 25
+def restrictions(pod: dict[str, Any]) -> None:
+    """What "restricted" of the pod security standards asks for, volumes aside; `prepare` is root, with a capability."""
+    assert not {"hostIPC", "hostPID", "hostNetwork"} & set(pod)
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False
+    whole = pod["securityContext"]
+    assert whole["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert whole["runAsNonRoot"] is True and whole["runAsUser"] == whole["runAsGroup"] > 0
+    for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        own = container["securityContext"]
+        assert not own.get("privileged") and own["allowPrivilegeEscalation"] is False
+        if container["name"] == "prepare":
+            assert own["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+        else:
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert not {"runAsUser", "runAsNonRoot"} & set(own)
 
 
-def test_panels_lie_side_by_side_within_the_page() -> None:
-    taken: dict[tuple[int, int], str] = {}
-    panels = dashboard.dashboard()["panels"]
-    for panel in panels:
-        place = panel["gridPos"]
-        for x in range(place["x"], place["x"] + place["w"]):
-            for y in range(place["y"], place["y"] + place["h"]):
-                assert x < 24
-                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert all(x + 1 == 24 or (x + 1, y) in taken for x, y in taken), "a row has a gap"
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    """Our variables of a container; what comes from a Secret is left out."""
+    named = {each["name"]: each.get("value", "") for each in container["env"] if "valueFrom" not in each}
+    return {name: value for name, value in named.items() if name.startswith("KVDEPOT_")}
 
 
-def test_the_readme_has_a_line_for_every_alert() -> None:
-    told = re.findall(r"^\| `(KVDepot\w+)` \|", (DEPLOY / "README.md").read_text(), re.M)
-    assert told == [alert.name for alert in alerts.ALERTS]
+def test_kubernetes_takes_every_object_of_the_chart(chart: dict[str, dict[str, Any]]) -> None:
+    assert {"DaemonSet"} <= set(chart)
+    for made in chart.values():
+        validate(made)
 
 
-def test_the_chart_carries_the_dashboard_and_the_alerts_as_they_are() -> None:
-    again = "write it anew: python -m kvdepot.observability"
-    assert (CHART / "files" / "alerts.yaml").read_text() == alerts.render(), f"{again} alerts"
-    assert (CHART / "files" / "dashboard.json").read_text() == dashboard.render(), f"{again} dashboard"
+def test_the_charts_pod_has_no_privileges_and_of_the_node_one_folder(chart: dict[str, dict[str, Any]]) -> None:
+    pod = chart["DaemonSet"]["spec"]["template"]["spec"]
+    restrictions(pod)
+    assert [v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v] == ["/dev/shm/kvdepot"]
+    (server,) = pod["containers"]
+    assert server["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {probe: server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} \
+        == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}  # fmt: skip
+    mounted = {mount["name"] for each in [*pod.get("initContainers", []), server] for mount in each["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_module_prints_what_the_chart_carries() -> None:
-    for what, file in (("alerts", "alerts.yaml"), ("dashboard", "dashboard.json")):
-        assert run(sys.executable, "-m", "kvdepot.observability", what) == (CHART / "files" / file).read_text()
+def test_the_settings_of_the_chart_are_settings(chart: dict[str, dict[str, Any]]) -> None:
+    (server,) = chart["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    config = settings(environment(server))
+    assert config.url == "ipc:///dev/shm/kvdepot.sock"
+    assert config.http == f"0.0.0.0:{server['ports'][0]['containerPort']}"
+    memory = server["resources"]["limits"]["memory"]
+    assert memory.endswith("Gi") and int(memory[:-2]) > config.arena_gib
 
 
-LABELS = 'job="kvdepot", instance="host:7077"'
-QUIET = {
-    f"up{{{LABELS}}}": "1x300",
-    f"kvdepot_up{{{LABELS}}}": "1x300",
-    f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x300",
-    f"kvdepot_corrupt_chunks_total{{{LABELS}}}": "0x300",
-    f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0x300",
-    f'kvdepot_request_duration_seconds_count{{{LABELS}, request="Lookup"}}': "0+600x300",
-    f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="0.001"}}': "0+600x300",
-    f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="1.0"}}': "0+600x300",
-    f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="+Inf"}}': "0+600x300",
-    f"kvdepot_stored_chunks_total{{{LABELS}}}": "0+100x300",
-    f"kvdepot_dropped_chunks_total{{{LABELS}}}": "0+1x300",
-    f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3x300",
-    f'kvdepot_hit_ratio{{{LABELS}, window_seconds="3600"}}': "0.5x300",
-    f'kvdepot_hit_ratio_ceiling{{{LABELS}, window_seconds="3600"}}': "0.6x300",
-    f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x300",
-    f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7x300",
-}
-"""Five hours of a depot that is well, a value a minute."""
-TROUBLE: dict[str, dict[str, str]] = {
-    "KVDepotUnreachable": {f"up{{{LABELS}}}": "1x170 0x130"},
-    "KVDepotNotServing": {f"kvdepot_up{{{LABELS}}}": "1x170 0x130"},
-    "KVDepotRestarting": {f"kvdepot_uptime_seconds{{{LABELS}}}": "0+60x225 " + "0+60x4 " * 15},
-    "KVDepotMemoryDamaged": {f"kvdepot_corrupt_chunks_total{{{LABELS}}}": "0x230 1x70"},
-    "KVDepotErrors": {f'kvdepot_request_errors_total{{{LABELS}, request="Lookup"}}': "0+30x300"},
-    "KVDepotLookupsSlow": {
-        f'kvdepot_request_duration_seconds_bucket{{{LABELS}, request="Lookup", le="0.001"}}': "0+500x300"
-    },
-    "KVDepotStoresDropped": {f"kvdepot_dropped_chunks_total{{{LABELS}}}": "0+10x300"},
-    "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
-    "KVDepotMemorySmall": {f'kvdepot_hit_ratio_ceiling{{{LABELS}, window_seconds="3600"}}': "0.9x300"},
-    "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
-    "KVDepotTierDropping": {f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7+1x300"},
-    "KVDepotTierSpoilt": {  # the first ever: the series begins with it
-        f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="spoilt_chunks"}}': "_x220 1x80"
-    },
-}
-"""What is otherwise where an alert is to fire."""
+def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
+    made = {each["kind"]: each for each in rendered(EVERYTHING, tmp_path)}
+    pod = made["DaemonSet"]["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+    config = settings(environment(server))
+    assert (config.policy, config.copy_threads, config.on_stop, len(config.tiers)) == ("adaptive", 4, "keep", 2)
+    assert config.max_pins == 2_000_000
+    assert pod["securityContext"]["runAsUser"] == 2000
+    (owner,) = [each["env"] for each in pod["initContainers"] if each["name"] == "prepare"]
+    assert owner == [{"name": "OWNER", "value": "2000"}]
+    assert pod["runtimeClassName"] == "nvidia"
+    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render())
+    assert json.loads(made["ConfigMap"]["data"]["kvdepot.json"]) == dashboard.dashboard()
+    monitor = made["PodMonitor"]["spec"]
+    labels = made["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitor["jobLabel"]] == "kvdepot"
+    (scraped,) = monitor["podMetricsEndpoints"]
+    assert scraped["authorization"]["credentials"]["name"] == made["Secret"]["metadata"]["name"]
 
 
-def rule_tests(folder: Path, trouble: str) -> Path:
-    """A file for `promtool test rules`: four hours in, just this alert fires."""
-    series = QUIET | TROUBLE.get(trouble, {})
-    fires = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if trouble else []
-    (folder / "rules.yaml").write_text(alerts.render())
-    path = folder / "tests.json"
-    asked = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": "240m", "exp_samples": fires}
-    test = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [asked],
-    }
-    path.write_text(json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}))
-    return path
+def test_the_chart_refuses_to_run_as_root(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="must not be root"):
+        rendered({"user": 0}, tmp_path)
 
 
-@pytest.mark.parametrize("trouble", ["", *(alert.name for alert in alerts.ALERTS)])
-def test_an_alert_fires_for_its_trouble_and_no_other(trouble: str, tmp_path: Path) -> None:
-    assert not trouble or trouble in TROUBLE
-    run(tool("promtool"), "test", "rules", rule_tests(tmp_path, trouble))
-
-
-def test_prometheus_takes_the_scrape_job_and_the_rules(tmp_path: Path) -> None:
-    shutil.copy(DEPLOY / "prometheus" / "prometheus.yml", tmp_path)
-    (tmp_path / "kvdepot.rules.yml").write_text(alerts.render())
-    said = run(tool("promtool"), "check", "config", tmp_path / "prometheus.yml")
-    assert f"{len(alerts.ALERTS)} rules found" in said
-
-
-def test_prometheus_finds_nothing_wrong_with_the_metrics() -> None:
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    class One:
-        def collect(self) -> Any:
-            return module("kvdepot.web.prometheus").families(full_status())
-
-    registry = CollectorRegistry()
-    registry.register(One())
-    done = subprocess.run([tool("promtool"), "check", "metrics"], input=generate_latest(registry), capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+@pytest.mark.parametrize("name", ["engine", "sidecar"])
+def test_kubernetes_takes_the_example_pods(name: str) -> None:
+    made = module("yaml").safe_load((DEPLOY / "kubernetes" / f"{name}.yaml").read_text())
+    validate(made)
+    restrictions(made["spec"])
+    volumes = {volume["name"]: volume for volume in made["spec"]["volumes"]}
+    values = module("yaml").safe_load((CHART / "values.yaml").read_text())
+    if name == "engine":
+        assert volumes["shm"]["hostPath"]["path"] == values["shm"]["hostPath"]
+        assert made["spec"]["securityContext"]["runAsUser"] == values["user"]
+    else:
+        assert not [volume for volume in volumes.values() if "hostPath" in volume]
+    for container in [*made["spec"].get("initContainers", []), *made["spec"]["containers"]]:
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        if container["name"] == "depot":
+            settings(environment(container))
+        else:
+            (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
+            assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}
