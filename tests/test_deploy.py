@@ -222,8 +222,8 @@ files = Chart.load(path).render(values, name="depot", namespace="kv")
 print(json.dumps({"lint": found, "files": files}))
 """
 EVERYTHING = {
-    "user": 2000,
-    "settings": {"policy": "adaptive", "copy_threads": 4, "on_stop": "keep", "max_pins": 2_000_000},
+    "user": 1_000_680_000,
+    "settings": {"policy": "adaptive", "lookup_s": 0.5, "on_stop": "keep", "max_pins": 2_000_000},
     "tiers": ["disk:///var/cache/kvdepot?capacity_gib=10", "redis://cache:6379/0"],
     "gpu": {"enabled": True},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -334,11 +334,11 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     pod = made["DaemonSet"]["spec"]["template"]["spec"]
     (server,) = pod["containers"]
     config = settings(environment(server))
-    assert (config.policy, config.copy_threads, config.on_stop, len(config.tiers)) == ("adaptive", 4, "keep", 2)
+    assert (config.policy, config.lookup_s, config.on_stop, len(config.tiers)) == ("adaptive", 0.5, "keep", 2)
     assert config.max_pins == 2_000_000
-    assert pod["securityContext"]["runAsUser"] == 2000
+    assert pod["securityContext"]["runAsUser"] == 1_000_680_000
     (owner,) = [each["env"] for each in pod["initContainers"] if each["name"] == "prepare"]
-    assert owner == [{"name": "OWNER", "value": "2000"}]
+    assert owner == [{"name": "OWNER", "value": "1000680000"}]
     assert pod["runtimeClassName"] == "nvidia"
     assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render())
     assert json.loads(made["ConfigMap"]["data"]["kvdepot.json"]) == dashboard.dashboard()
@@ -350,9 +350,13 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     assert scraped["authorization"]["credentials"]["name"] == made["Secret"]["metadata"]["name"]
 
 
-def test_the_chart_refuses_to_run_as_root(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="must not be root"):
-        rendered({"user": 0}, tmp_path)
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"user": 0}, "must not be root"), ({"settings": {"http": "off"}}, "settings.http: the chart sets it itself")],
+)
+def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=said):
+        rendered(values, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["engine", "sidecar"])
