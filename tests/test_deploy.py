@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -179,6 +181,40 @@ def test_the_compose_file_names_stages_and_settings_that_exist() -> None:
     transfer = json.loads(vllm["command"][vllm["command"].index("--kv-transfer-config") + 1])
     assert transfer["kv_connector"] == "KVDepotConnector"
     assert transfer["kv_connector_extra_config"]["kvdepot.url"] == config.url
+
+
+# -- containers
+
+_TWO = """
+mount -t tmpfs -o size=512m,mode=0700 tmpfs /dev/shm || exit 99
+apart="unshare --ipc --pid --fork --mount-proc --kill-child"
+$apart $PYTHON -m kvdepot.cli serve --arena-gib 0.0625 & server=$!
+until $apart $PYTHON -m kvdepot.cli status >/dev/null 2>&1; do kill -0 $server || exit 98; done
+$apart $PYTHON -c "
+import os, sys
+from types import SimpleNamespace
+import zmq
+from tests.test_server import works
+assert os.getpid() < 10
+sys.exit(0 if works(SimpleNamespace(url=os.environ['KVDEPOT_URL'], context=zmq.Context())) else 97)
+"
+code=$?
+kill $server
+exit $code
+"""
+
+
+@pytest.mark.faults
+def test_server_and_engine_need_no_namespace_in_common_but_dev_shm() -> None:
+    config = settings(variables((DEPLOY / "Dockerfile").read_text()))
+    environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_URL": config.url, "KVDEPOT_HTTP": "off"}
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", _TWO],
+        cwd=ROOT, env=environ, text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    if done.returncode in (1, 99) and ("unshare:" in done.stderr or "mount:" in done.stderr):
+        pytest.skip("namespaces of one's own are not allowed here")
+    assert done.returncode == 0, f"{done.returncode}\n{done.stderr}"
 
 
 # -- systemd
