@@ -1,0 +1,126 @@
+"""The Prometheus alert rules: when somebody should look at a depot, and what to do then.
+
+Rendered as YAML for Prometheus's `rule_files`. The one law: an alert is something that a person can act on; what a
+depot does by design (evict, answer a miss) is none. Scrape jobs are expected to be called `kvdepot`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+__all__ = ["ALERTS", "Alert", "render"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One rule. lasts: how long it must be true. summary: the cause; action: the next step."""
+
+    name: str
+    severity: str
+    lasts: str
+    query: str
+    summary: str
+    action: str
+
+
+_SPOILT = 'kvdepot_tier_events_total{event="spoilt_chunks"}'
+"""There is no such series before the first one, and what begins above 0 is no increase to Prometheus."""
+
+ALERTS = (
+    Alert(
+        "KVDepotUnreachable", "critical", "2m",
+        'up{job="kvdepot"} == 0',
+        "{{ $labels.instance }} does not answer a scrape.",
+        "Look at the server's log. Engines go on without it: they recompute what they would have had back.",
+    ),
+    Alert(
+        "KVDepotNotServing", "critical", "2m",
+        "kvdepot_up == 0",
+        "The web process of {{ $labels.instance }} answers, its server does not, or is behind.",
+        "/healthz says why. A server that hangs can be killed: the next one takes over its chunks.",
+    ),
+    Alert(
+        "KVDepotRestarting", "warning", "0m",
+        "resets(kvdepot_uptime_seconds[30m]) > 2",
+        "{{ $labels.instance }} has started {{ $value }} times within 30 minutes.",
+        "Look at the log before each start, and for the kernel's out-of-memory killer: the arena's pages count as the "
+        "server's.",
+    ),
+    Alert(
+        "KVDepotMemoryDamaged", "critical", "0m",
+        "increase(kvdepot_corrupt_chunks_total[1h]) > 0",
+        "Chunks in the memory of {{ $labels.instance }} are not what was stored there.",
+        "They are recomputed. Test the machine's memory; until then let the server check all chunks (verify = always).",
+    ),
+    Alert(
+        "KVDepotErrors", "warning", "10m",
+        "sum by (job, instance, request) (rate(kvdepot_request_errors_total[10m]))"
+        " / sum by (job, instance, request) (rate(kvdepot_request_duration_seconds_count[10m])) > 0.01",
+        "{{ $value | humanizePercentage }} of the {{ $labels.request }} requests to {{ $labels.instance }} fail.",
+        "`kvdepot status` counts them by cause; the log of the engine that asked has the message.",
+    ),
+    Alert(
+        "KVDepotLookupsSlow", "warning", "10m",
+        "histogram_quantile(0.99, sum by (job, instance, le)"
+        ' (rate(kvdepot_request_duration_seconds_bucket{request="Lookup"}[10m]))) > 0.5',
+        "One lookup in 100 at {{ $labels.instance }} takes {{ $value | humanizeDuration }} or more.",
+        "Lookups wait for tiers, lookup_s at most: see which tier is slow, lower lookup_s, or give the machine more "
+        "processor time.",
+    ),
+    Alert(
+        "KVDepotStoresDropped", "warning", "15m",
+        "rate(kvdepot_dropped_chunks_total[15m])"
+        " / (rate(kvdepot_dropped_chunks_total[15m]) + rate(kvdepot_stored_chunks_total[15m])) > 0.05",
+        "{{ $labels.instance }} drops {{ $value | humanizePercentage }} of what it is asked to store.",
+        "Too much of its memory is held by copies, searches and pins: raise arena_gib, or unpin what is not needed.",
+    ),
+    Alert(
+        "KVDepotRefusing", "warning", "15m",
+        "rate(kvdepot_refused_total[15m]) > 0",
+        "{{ $labels.instance }} refuses {{ $labels.what }}.",
+        "A client meets a limit. SECURITY.md names the setting of each; raise it if the client is one of yours.",
+    ),
+    Alert(
+        "KVDepotMemorySmall", "info", "2h",
+        "max by (job, instance) (kvdepot_hit_ratio_ceiling - kvdepot_hit_ratio) > 0.2",
+        "{{ $labels.instance }} misses {{ $value | humanizePercentage }} that a cache without end would hit.",
+        "More memory or a disk tier would pay; `kvdepot simulate` tells how much from a trace of requests.",
+    ),
+    Alert(
+        "KVDepotTierDown", "warning", "5m",
+        "kvdepot_tier_up == 0",
+        "{{ $labels.instance }} leaves its tier {{ $labels.tier }} alone: it fails or does not answer.",
+        "See that the store can be reached and has room. It is probed and taken back by itself.",
+    ),
+    Alert(
+        "KVDepotTierDropping", "warning", "15m",
+        'rate(kvdepot_tier_events_total{event="dropped_chunks"}[15m]) > 0',
+        "{{ $labels.instance }} drops chunks that were to be written to {{ $labels.tier }}.",
+        "The store is slower than what is stored: give it more threads, a longer queue (queue_mib), or write=on_evict.",
+    ),
+    Alert(
+        "KVDepotTierSpoilt", "warning", "0m",
+        f"increase({_SPOILT}[1h]) > 0 or ({_SPOILT} > 0 unless {_SPOILT} offset 1h)",
+        "What {{ $labels.tier }} returns to {{ $labels.instance }} is not what was written.",
+        "It counts as a miss and is erased. Check the disk or store; where others can write to it, set key_file.",
+    ),
+)  # fmt: skip
+"""All rules, the gravest kinds first within their subject."""
+
+
+def render() -> str:
+    """The rules as a file for Prometheus."""
+    lines = ["groups:", "  - name: kvdepot", "    rules:"]
+    for alert in ALERTS:
+        lines += [
+            f"      - alert: {alert.name}",
+            f"        expr: {json.dumps(alert.query)}",
+            f"        for: {alert.lasts}",
+            "        labels:",
+            f"          severity: {alert.severity}",
+            "        annotations:",
+            f"          summary: {json.dumps(alert.summary)}",
+            f"          description: {json.dumps(alert.action)}",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,229 @@
+"""The Grafana dashboard: is it working, what does it gain, what is full, who uses it.
+
+Rendered as the JSON that Grafana imports (schema version 39, Grafana 10 and newer). Panels are laid out from left to
+right, 24 columns a row. The one law: every query names the chosen data source and depots, and nothing is fetched from
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ROWS", "Panel", "dashboard", "render"]
+
+_COLUMNS = 24
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel. queries: (PromQL, legend); @ stands for the chosen depots. unit: as Grafana names it.
+
+    alarm: the value from which it is red; None = never. highest: the end of the axis; None = as the data wants.
+    """
+
+    title: str
+    what: str
+    queries: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    kind: str = "timeseries"
+    columns: int = 8
+    alarm: float | None = None
+    highest: float | None = None
+
+
+def _stat(title: str, what: str, query: str, unit: str = "short", alarm: float | None = None) -> Panel:
+    return Panel(title, what, ((query, "{{instance}}"),), unit, "stat", 4, alarm)
+
+
+def _quantiles(title: str, requests: str) -> Panel:
+    asked = f'kvdepot_request_duration_seconds_bucket{{@, request=~"{requests}"}}[$__rate_interval]'
+    return Panel(
+        title, "From a request's receipt to its answer; half of them, and all but one in 100.",
+        tuple(
+            (f"histogram_quantile({q}, sum by (request, le) (rate({asked})))", f"{{{{request}}}} {name}")
+            for q, name in ((0.5, "p50"), (0.99, "p99"))
+        ),
+        "s",
+    )  # fmt: skip
+
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    ("Is it working", (
+        _stat("Running for", "Since each server began to serve.", "kvdepot_uptime_seconds{@}", "s"),
+        _stat("Engines", "Schedulers and workers that are connected.", "kvdepot_engines{@}"),
+        _stat("Hit rate", "Chunks of the last hour's lookups that were there.",
+              "sum(increase(kvdepot_hit_chunks_total{@}[1h])) / sum(increase(kvdepot_lookup_chunks_total{@}[1h]))",
+              "percentunit"),
+        _stat("Prefill saved", "Computing time that engines did not need, in the time shown.",
+              "sum(increase(kvdepot_saved_prefill_seconds_total{@}[$__range]))", "s"),
+        _stat("Memory used", "A full depot is a healthy one: it evicts what is least worth keeping.",
+              "kvdepot_memory_used_bytes{@} / kvdepot_memory_capacity_bytes{@}", "percentunit"),
+        _stat("Tiers left alone", "Stores behind memory that fail or do not answer.",
+              "count(kvdepot_tier_up{@} == 0) or vector(0)", alarm=1),
+    )),
+    ("What it gains", (
+        Panel("Hit rate beside its ceiling", "Chunks that hit, and that a cache without end would have. A wide gap: "
+              "more memory would pay.", (
+                  ("kvdepot_hit_ratio{@}", "hit rate, {{window_seconds}} s"),
+                  ("kvdepot_hit_ratio_ceiling{@}", "ceiling, {{window_seconds}} s"),
+              ), "percentunit", highest=1),
+        Panel("Tokens saved", "Tokens a second that engines got back instead of computing them.", (
+            ("rate(kvdepot_saved_tokens_total{@}[$__rate_interval])", "{{instance}}"),
+        )),
+        Panel("Prefill time saved", "Seconds of computing saved each second, by the speed that engines measured.", (
+            ("rate(kvdepot_saved_prefill_seconds_total{@}[$__rate_interval])", "{{instance}}"),
+        ), "s"),
+    )),
+    ("Traffic", (
+        Panel("Bytes moved", "KV copied from engines into memory, and back.", (
+            ("sum(rate(kvdepot_stored_bytes_total{@}[$__rate_interval]))", "stored"),
+            ("sum(rate(kvdepot_retrieved_bytes_total{@}[$__rate_interval]))", "retrieved"),
+        ), "Bps"),
+        Panel("Requests", "Answered requests a second, by kind.", (
+            ("sum by (request) (rate(kvdepot_request_duration_seconds_count{@}[$__rate_interval]))", "{{request}}"),
+        ), "reqps"),
+        Panel("Failed requests", "Requests a second that were answered with an error.", (
+            ("sum by (request) (rate(kvdepot_request_errors_total{@}[$__rate_interval])) > 0", "{{request}}"),
+        ), "reqps"),
+        _quantiles("Time of lookups", "Lookup"),
+        _quantiles("Time of stores and retrieves", "Store|Retrieve"),
+        Panel("Lookups", "Chunks a second that were asked for, and those that were there.", (
+            ("sum(rate(kvdepot_lookup_chunks_total{@}[$__rate_interval]))", "asked for"),
+            ("sum(rate(kvdepot_hit_chunks_total{@}[$__rate_interval]))", "hit"),
+        )),
+    )),
+    ("What is full", (
+        Panel("Memory", "Bytes of chunks, and the room there is.", (
+            ("kvdepot_memory_used_bytes{@}", "{{instance}} used"),
+            ("kvdepot_memory_capacity_bytes{@}", "{{instance}} room"),
+        ), "bytes"),
+        Panel("Chunks that went, or never came", "Evicted to make room; dropped for want of it; forgotten; too old; "
+              "not what was stored. A second.", tuple(
+                  (f"sum(rate(kvdepot_{name}_chunks_total{{@}}[$__rate_interval]))", name)
+                  for name in ("evicted", "dropped", "forgotten", "expired", "failed", "corrupt")
+              )),
+        Panel("Refused", "What went beyond a limit, a second; SECURITY.md names the setting of each.", (
+            ("sum by (what) (rate(kvdepot_refused_total{@}[$__rate_interval])) > 0", "{{what}}"),
+        )),
+        Panel("Tiers: bytes", "What each store behind memory holds, where it tells.", (
+            ("kvdepot_tier_bytes{@}", "{{tier}} used"),
+            ("kvdepot_tier_capacity_bytes{@}", "{{tier}} room"),
+        ), "bytes"),
+        Panel("Tiers: waiting to be written", "By reference: what must leave memory before its turn is dropped.", (
+            ("kvdepot_tier_queued_bytes{@}", "{{tier}}"),
+        ), "bytes"),
+        Panel("Tiers: chunks", "Saved, loaded, missed, dropped, a second.", (
+            ("sum by (tier, event) (rate(kvdepot_tier_events_total{@}[$__rate_interval])) > 0", "{{tier}} {{event}}"),
+        )),
+    )),
+    ("Who uses it", (
+        Panel("Bytes by model", "The ten that take most of the memory.", (
+            ("topk(10, sum by (model) (kvdepot_namespace_bytes{@}))", "{{model}}"),
+        ), "bytes"),
+        Panel("Hit rate by model", "Chunks that hit, of those that its engines looked up.", (
+            ("sum by (model) (rate(kvdepot_namespace_hit_chunks_total{@}[$__rate_interval]))"
+             " / sum by (model) (rate(kvdepot_namespace_lookup_chunks_total{@}[$__rate_interval]))", "{{model}}"),
+        ), "percentunit", highest=1),
+        Panel("Engines", "Schedulers and workers that are connected.", (
+            ("kvdepot_engines{@}", "{{instance}}"),
+        )),
+    )),
+)  # fmt: skip
+"""The rows from top to bottom, and their panels from left to right."""
+
+
+def dashboard() -> dict[str, Any]:
+    """What Grafana imports."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS:
+        panels.append({"type": "row", "title": title, "gridPos": _place(0, y, _COLUMNS, 1), "collapsed": False})
+        x, y = 0, y + 1
+        height = 4 if row[0].kind == "stat" else 8
+        for panel in row:
+            if x + panel.columns > _COLUMNS:
+                x, y = 0, y + height
+            panels.append(_panel(panel) | {"gridPos": _place(x, y, panel.columns, height)})
+            x += panel.columns
+        y += height
+    for number, made in enumerate(panels, 1):
+        made["id"] = number
+    return {
+        "uid": "kvdepot",
+        "title": "kvdepot",
+        "description": "Depots of KV caches beside LLM engines: is it working, what does it gain, what is full.",
+        "tags": ["kvdepot", "llm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-6h", "to": "now"},
+        "templating": {"list": [_source_variable(), _variable("job", ""), _variable("instance", 'job=~"$job"')]},
+        "panels": panels,
+    }
+
+
+def render() -> str:
+    """The dashboard as a file."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def _place(x: int, y: int, columns: int, height: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": columns, "h": height}
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"color": "green" if panel.alarm is not None else "text", "value": None}]
+    if panel.alarm is not None:
+        steps.append({"color": "red", "value": panel.alarm})
+    limits = {} if panel.highest is None else {"max": panel.highest}
+    stat = panel.kind == "stat"
+    chosen = 'job=~"$job", instance=~"$instance"'
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.what,
+        "datasource": _SOURCE,
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "min": 0, **limits, "thresholds": {"mode": "absolute", "steps": steps}},
+            "overrides": [],
+        },
+        "options": (
+            {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "none"}
+            if stat
+            else {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+        ),
+        "targets": [
+            {
+                "refId": "ABCDEF"[i],
+                "datasource": _SOURCE,
+                "expr": query.replace("@", chosen),
+                "legendFormat": legend,
+                "instant": stat,
+                "range": not stat,
+            }
+            for i, (query, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def _source_variable() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+
+
+def _variable(name: str, among: str) -> dict[str, Any]:
+    query = f"label_values(kvdepot_info{{{among}}}, {name})" if among else f"label_values(kvdepot_info, {name})"
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+    }

@@ -1,0 +1,41 @@
+"""Programs and libraries that read what we ship. One that is missing skips its test at home and fails it in CI."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def missing(what: str) -> None:
+    if os.environ.get("CI"):
+        pytest.fail(f"{what} is missing")
+    pytest.skip(f"{what} is missing")
+
+
+def module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return missing(name)
+
+
+def tool(name: str) -> str:
+    """Where a program is: beside this interpreter, or where the system has it."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        missing(name)
+    return str(found)
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """What a program says; fails the test when it does not succeed."""
+    done = subprocess.run(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}"
+    return done.stdout

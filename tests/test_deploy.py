@@ -1,0 +1,416 @@
+"""What a depot is shipped in: packages, images, units, charts, each read by the program that will read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.config import Config, load
+from kvdepot.observability import alerts, dashboard
+
+from .programs import module, run, tool
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "kvdepot"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KUBERNETES = "1.31"
+
+
+_YAML = """
+extends: default
+rules:
+  line-length: {max: 120}
+  document-start: disable
+  braces: {max-spaces-inside: 0}
+"""
+
+
+def test_yaml_files_are_clean_to_yamllint() -> None:
+    files = [DEPLOY / "compose.yaml", CHART / "Chart.yaml", CHART / "values.yaml"]
+    files += [*DEPLOY.glob("kubernetes/*.yaml"), *DEPLOY.glob("prometheus/*.yml")]
+    assert len(files) > 5
+    assert run(tool("yamllint"), "--strict", "-d", _YAML, *files) == ""
+
+
+# -- the package
+
+
+def build(source: Path, folder: Path, kind: str) -> Path:
+    """Build the package as pip does, with what is installed; nothing is fetched."""
+    module("hatchling")
+    run(sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", folder, cwd=source)
+    (made,) = folder.iterdir()
+    return made
+
+
+def contents(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) -> None:
+    wheel = build(ROOT, tmp_path, "wheel")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = contents(wheel)
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"kvdepot"}
+    assert not [name for name in names if re.search(r"(^|/)(tests?|conftest\.py|__pycache__)(/|$)|\.so$|\.pyc$", name)]
+    assert {"kvdepot/py.typed", "kvdepot/observability/dashboard.py"} <= names
+
+
+def test_an_unpacked_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
+    sdist = build(ROOT, tmp_path / "sdist", "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    again = build(unpacked, tmp_path / "again", "wheel")
+    assert contents(again) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
+
+
+def test_every_extra_can_be_asked_for_by_name() -> None:
+    for name, needs in PROJECT["optional-dependencies"].items():
+        for need in needs:
+            for extra in re.findall(r"^kvdepot\[(.+)\]$", need):
+                unknown = set(extra.split(",")) - set(PROJECT["optional-dependencies"])
+                assert not unknown, f"{name} asks for {unknown}"
+
+
+# -- images
+
+
+def test_the_dockerfile_is_clean_to_hadolint() -> None:
+    assert run(tool("hadolint"), DEPLOY / "Dockerfile") == ""
+
+
+def test_the_images_end_as_a_user_that_is_not_root() -> None:
+    stages = re.split(r"^FROM ", (DEPLOY / "Dockerfile").read_text(), flags=re.M)[1:]
+    users = {
+        stage.splitlines()[0].split(" AS ")[1]: re.findall(r"^(?:USER|ARG UID=)\s*(\S+)", stage, re.M)
+        for stage in stages
+    }
+    assert users == {"build": [], "vllm": ["10001", "${UID}:${UID}"], "depot": ["10001", "${UID}:${UID}"]}
+
+
+def test_the_image_is_built_with_extras_that_exist_and_the_vllm_we_support() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    (tag,) = re.findall(r"^FROM vllm/vllm-openai:v(\S+)", text, re.M)
+    (supported,) = PROJECT["optional-dependencies"]["vllm"]
+    assert fnmatch(tag, supported.removeprefix("vllm=="))
+
+
+def test_what_the_image_is_built_from_is_enough_for_the_wheel(tmp_path: Path) -> None:
+    lines = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert lines[0] == "*"
+    context = tmp_path / "context"
+    context.mkdir()
+    for name in (line[1:] for line in lines if line.startswith("!")):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, context / name)
+    made = build(context, tmp_path / "made", "wheel")
+    assert contents(made) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
+
+
+def variables(text: str) -> dict[str, str]:
+    """What an image, a service or a container sets of ours."""
+    return dict(re.findall(r"(KVDEPOT_[A-Z_]+)=(\S+)", text))
+
+
+def settings(environ: dict[str, str]) -> Config:
+    """The settings that these make; all of them must be ones."""
+    unknown = {name for name in environ if name[8:].lower() not in Config.__struct_fields__}
+    assert not unknown, unknown
+    return load(environ=environ)
+
+
+def test_the_settings_of_the_image_are_settings() -> None:
+    config = settings(variables((DEPLOY / "Dockerfile").read_text()))
+    assert config.url == "ipc:///dev/shm/kvdepot.sock"
+
+
+# -- compose
+
+
+def compose() -> dict[str, Any]:
+    text = (DEPLOY / "compose.yaml").read_text()
+    filled = re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text)
+    assert "${" not in filled
+    document: dict[str, Any] = module("yaml").safe_load(filled)
+    return document
+
+
+def test_depot_and_engine_of_the_compose_file_share_a_user_and_dev_shm_and_nothing_of_the_host() -> None:
+    document = compose()
+    services = document["services"]
+    for service in services.values():
+        assert "shm:/dev/shm" in service["volumes"]
+        assert not {"privileged", "ipc", "pid", "network_mode", "cap_add", "user"} & set(service)
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    (user,) = {service["build"]["args"]["UID"] for service in services.values()}
+    assert f"uid={user},gid={user}" in document["volumes"]["shm"]["driver_opts"]["o"]
+
+
+def test_the_compose_file_names_stages_and_settings_that_exist() -> None:
+    document = compose()
+    stages = set(re.findall(r" AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.M))
+    assert {service["build"]["target"] for service in document["services"].values()} <= stages
+    depot, vllm = document["services"]["depot"], document["services"]["vllm"]
+    config = settings(
+        variables((DEPLOY / "Dockerfile").read_text()) | {k: v or "" for k, v in depot["environment"].items()}
+    )
+    transfer = json.loads(vllm["command"][vllm["command"].index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector"] == "KVDepotConnector"
+    assert transfer["kv_connector_extra_config"]["kvdepot.url"] == config.url
+
+
+# -- containers
+
+_TWO = """
+mount -t tmpfs -o size=512m,mode=0700 tmpfs /dev/shm || exit 99
+apart="unshare --ipc --pid --fork --mount-proc --kill-child"
+$apart $PYTHON -m kvdepot.cli serve --arena-gib 0.0625 & server=$!
+until $apart $PYTHON -m kvdepot.cli status >/dev/null 2>&1; do kill -0 $server || exit 98; done
+$apart $PYTHON -c "
+import os, sys
+from types import SimpleNamespace
+import zmq
+from tests.test_server import works
+assert os.getpid() < 10
+sys.exit(0 if works(SimpleNamespace(url=os.environ['KVDEPOT_URL'], context=zmq.Context())) else 97)
+"
+code=$?
+kill $server
+exit $code
+"""
+
+
+@pytest.mark.faults
+def test_server_and_engine_need_no_namespace_in_common_but_dev_shm() -> None:
+    config = settings(variables((DEPLOY / "Dockerfile").read_text()))
+    environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_URL": config.url, "KVDEPOT_HTTP": "off"}
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", _TWO],
+        cwd=ROOT, env=environ, text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    if done.returncode in (1, 99) and ("unshare:" in done.stderr or "mount:" in done.stderr):
+        pytest.skip("namespaces of one's own are not allowed here")
+    assert done.returncode == 0, f"{done.returncode}\n{done.stderr}"
+
+
+# -- systemd
+
+
+def unit(tmp_path: Path) -> Path:
+    """The unit with a program that is there: systemd looks for it."""
+    text = (DEPLOY / "kvdepot.service").read_text()
+    assert text.count("ExecStart=/opt/kvdepot/bin/kvdepot serve ") == 1
+    path = tmp_path / "kvdepot.service"
+    path.write_text(text.replace("/opt/kvdepot/bin/kvdepot", "/bin/true"))
+    return path
+
+
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+    assert run(tool("systemd-analyze"), "verify", "--man=no", unit(tmp_path)) == ""
+
+
+def test_systemd_calls_the_unit_well_protected(tmp_path: Path) -> None:
+    said = run(tool("systemd-analyze"), "security", "--offline=yes", "--threshold=25", "--no-pager", unit(tmp_path))
+    assert "exposure level" in said
+
+
+def test_the_units_settings_file_is_one() -> None:
+    config = load(str(DEPLOY / "kvdepot.toml"), environ={})
+    text = (DEPLOY / "kvdepot.service").read_text()
+    assert config.url == "ipc:///run/kvdepot/depot.sock"
+    assert "RuntimeDirectory=kvdepot\n" in text
+    stop = re.search(r"TimeoutStopSec=(\d+)", text)
+    assert stop is not None and int(stop[1]) > config.drain_s + 10
+
+
+# -- Kubernetes
+
+_RENDER = """
+import json, sys
+from helm_python.chart import Chart, lint
+path, values = sys.argv[1], json.loads(sys.argv[2])
+found = lint(path, values, strict=True)
+files = Chart.load(path).render(values, name="depot", namespace="kv")
+print(json.dumps({"lint": found, "files": files}))
+"""
+EVERYTHING = {
+    "user": 1_000_680_000,
+    "settings": {"policy": "adaptive", "lookup_s": 0.5, "on_stop": "keep", "max_pins": 2_000_000},
+    "tiers": ["disk:///var/cache/kvdepot?capacity_gib=10", "redis://cache:6379/0"],
+    "gpu": {"enabled": True},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "dashboard": {"enabled": True},
+    "nodeSelector": {"gpu": "yes"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "llm"},
+    "priorityClassName": "system-node-critical",
+    "imagePullSecrets": [{"name": "registry"}],
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "prepared nodes, secrets of one's own": {
+        "shm": {"prepare": False}, "http": {"tokenSecret": "mine"}, "tiersSecret": "stores",
+        "serviceAccount": {"create": False},
+    },
+}  # fmt: skip
+
+
+def rendered(values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+    """What Helm makes of the chart, as objects. By `helm`, or its library (in a process of its own: it is Go)."""
+    yaml = module("yaml")
+    if shutil.which("helm") is not None:
+        (tmp_path / "values.json").write_text(json.dumps(values))
+        run("helm", "lint", "--strict", CHART, "--values", tmp_path / "values.json")
+        texts = [run("helm", "template", "depot", CHART, "--namespace", "kv", "--values", tmp_path / "values.json")]
+    else:
+        module("helm_python")
+        said = json.loads(run(sys.executable, "-c", _RENDER, CHART, json.dumps(values)))
+        assert not said["lint"]["errors"], said["lint"]
+        texts = [text for name, text in said["files"].items() if not name.endswith(".txt")]
+    return [made for text in texts for made in yaml.safe_load_all(text) if made]
+
+
+@pytest.fixture(params=sorted(VALUES))
+def chart(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """The chart's objects by kind, for several values."""
+    made = rendered(VALUES[request.param], tmp_path)
+    found = {each["kind"]: each for each in made}
+    assert len(found) == len(made)
+    return found
+
+
+def validate(made: dict[str, Any]) -> None:
+    """By Kubernetes's own schemas; unknown fields are faults."""
+    if made["apiVersion"].startswith("monitoring.coreos.com"):
+        return  # the Prometheus operator's
+    module("kubernetes_validate").validate(made, KUBERNETES, strict=True)
+
+
+def restrictions(pod: dict[str, Any]) -> None:
+    """What "restricted" of the pod security standards asks for, volumes aside; `prepare` is root, with a capability."""
+    assert not {"hostIPC", "hostPID", "hostNetwork"} & set(pod)
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False
+    whole = pod["securityContext"]
+    assert whole["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert whole["runAsNonRoot"] is True and whole["runAsUser"] == whole["runAsGroup"] > 0
+    for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        own = container["securityContext"]
+        assert not own.get("privileged") and own["allowPrivilegeEscalation"] is False
+        if container["name"] == "prepare":
+            assert own["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+        else:
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert not {"runAsUser", "runAsNonRoot"} & set(own)
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    """Our variables of a container; what comes from a Secret is left out."""
+    named = {each["name"]: each.get("value", "") for each in container["env"] if "valueFrom" not in each}
+    return {name: value for name, value in named.items() if name.startswith("KVDEPOT_")}
+
+
+def test_kubernetes_takes_every_object_of_the_chart(chart: dict[str, dict[str, Any]]) -> None:
+    assert {"DaemonSet"} <= set(chart)
+    for made in chart.values():
+        validate(made)
+
+
+def test_the_charts_pod_has_no_privileges_and_of_the_node_one_folder(chart: dict[str, dict[str, Any]]) -> None:
+    pod = chart["DaemonSet"]["spec"]["template"]["spec"]
+    restrictions(pod)
+    assert [v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v] == ["/dev/shm/kvdepot"]
+    (server,) = pod["containers"]
+    assert server["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {probe: server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} \
+        == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}  # fmt: skip
+    mounted = {mount["name"] for each in [*pod.get("initContainers", []), server] for mount in each["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_settings_of_the_chart_are_settings(chart: dict[str, dict[str, Any]]) -> None:
+    (server,) = chart["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    config = settings(environment(server))
+    assert config.url == "ipc:///dev/shm/kvdepot.sock"
+    assert config.http == f"0.0.0.0:{server['ports'][0]['containerPort']}"
+    memory = server["resources"]["limits"]["memory"]
+    assert memory.endswith("Gi") and int(memory[:-2]) > config.arena_gib
+
+
+def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
+    made = {each["kind"]: each for each in rendered(EVERYTHING, tmp_path)}
+    pod = made["DaemonSet"]["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+    config = settings(environment(server))
+    assert (config.policy, config.lookup_s, config.on_stop, len(config.tiers)) == ("adaptive", 0.5, "keep", 2)
+    assert config.max_pins == 2_000_000
+    assert pod["securityContext"]["runAsUser"] == 1_000_680_000
+    (owner,) = [each["env"] for each in pod["initContainers"] if each["name"] == "prepare"]
+    assert owner == [{"name": "OWNER", "value": "1000680000"}]
+    assert pod["runtimeClassName"] == "nvidia"
+    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render())
+    assert json.loads(made["ConfigMap"]["data"]["kvdepot.json"]) == dashboard.dashboard()
+    monitor = made["PodMonitor"]["spec"]
+    labels = made["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitor["jobLabel"]] == "kvdepot"
+    (scraped,) = monitor["podMetricsEndpoints"]
+    assert scraped["authorization"]["credentials"]["name"] == made["Secret"]["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"user": 0}, "must not be root"), ({"settings": {"http": "off"}}, "settings.http: the chart sets it itself")],
+)
+def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=said):
+        rendered(values, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["engine", "sidecar"])
+def test_kubernetes_takes_the_example_pods(name: str) -> None:
+    made = module("yaml").safe_load((DEPLOY / "kubernetes" / f"{name}.yaml").read_text())
+    validate(made)
+    restrictions(made["spec"])
+    volumes = {volume["name"]: volume for volume in made["spec"]["volumes"]}
+    values = module("yaml").safe_load((CHART / "values.yaml").read_text())
+    if name == "engine":
+        assert volumes["shm"]["hostPath"]["path"] == values["shm"]["hostPath"]
+        assert made["spec"]["securityContext"]["runAsUser"] == values["user"]
+    else:
+        assert not [volume for volume in volumes.values() if "hostPath" in volume]
+    for container in [*made["spec"].get("initContainers", []), *made["spec"]["containers"]]:
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        if container["name"] == "depot":
+            settings(environment(container))
+        else:
+            (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
+            assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}
