@@ -37,7 +37,8 @@ LOOKS = (
     Look("ttft.png", "#ffffff", "#1f2328", "#d9dee3", ("#b23a00", "#005fb8", "#6b6f76")),
     Look("ttft-dark.png", "#14171c", "#e6e9ed", "#343a42", ("#ff9e64", "#6cb6ff", "#a0a6ad")),
 )
-LINES = (("cold_s", "computed", "o"), ("depot_s", "from the depot", "s"), ("own_s", "engine's own cache", "^"))
+LINES = (("cold_s", "computed", "o", 0), ("depot_s", "depot", "s", 7), ("own_s", "own cache", "^", -7))
+"""Key of the numbers, name, marker, and how far the name is moved up so that two near lines can be read."""
 
 
 def medians(prompts: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -45,7 +46,7 @@ def medians(prompts: list[dict[str, Any]]) -> dict[str, list[float]]:
     lengths = sorted({prompt["tokens"] for prompt in prompts})
     return {"tokens": lengths} | {
         key: [statistics.median(p[key] * 1e3 for p in prompts if p["tokens"] == length) for length in lengths]
-        for key, _, _ in LINES
+        for key, *_ in LINES
     }
 
 
@@ -55,10 +56,10 @@ def draw(measured: dict[str, Any], look: Look) -> Figure:
     figure = Figure(figsize=(8, 4.4), layout="constrained", facecolor=look.ground)
     axes = figure.subplots()
     axes.set_facecolor(look.ground)
-    for (key, label, marker), color in zip(LINES, look.lines, strict=True):
+    for (key, label, marker, up), color in zip(LINES, look.lines, strict=True):
         axes.plot(values["tokens"], values[key], color=color, marker=marker, linewidth=2, markersize=6)
         axes.annotate(
-            f"{label}\n{values[key][-1]:,.0f} ms", (values["tokens"][-1], values[key][-1]), (10, 0),
+            f"{label}: {values[key][-1]:,.0f} ms", (values["tokens"][-1], values[key][-1]), (12, up),
             textcoords="offset points", va="center", color=color, fontsize=10,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -66,6 +67,7 @@ def draw(measured: dict[str, Any], look: Look) -> Figure:
     axes.set_xlim(values["tokens"][0] * 0.9, values["tokens"][-1] * 2.2)  # room for the lines' names
     axes.set_xticks(values["tokens"])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f} ms"))
     axes.set_xlabel("tokens of the prompt", color=look.ink)
