@@ -17,8 +17,8 @@ import msgspec
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page with its tables filled in."""
-    markdown = re.sub(r"<!-- table: (\w+) -->", lambda found: _table(found[1]), markdown)
-    return re.sub(r"<!-- help -->", lambda _: _help(), markdown)
+    markdown = re.sub(r"^\*Table of (\w+).*\*$", lambda found: _table(found[1]), markdown, flags=re.M)
+    return re.sub(r"^\*What `kvdepot --help` prints.*\*$", lambda _: _help(), markdown, flags=re.M)
 
 
 def _table(name: str) -> str:
