@@ -111,7 +111,7 @@ def blocks(page: Path) -> list[Block]:
 
 def _is_package(part: str) -> bool:
     spec = importlib.util.find_spec(f"kvdepot.{part}")
-    return spec is not None and spec.submodule_search_locations is not None
+    return spec is not None and spec.origin is not None and spec.submodule_search_locations is not None
 
 
 ALL = [block for page in PAGES for block in blocks(page)]
