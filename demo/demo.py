@@ -161,6 +161,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, for plots.py")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:
         folder = Path(name)
         prompts = prepare(folder, args.lengths)
@@ -170,7 +171,7 @@ def main() -> int:
             print("engine A stopped; engine B: the same prompts from the depot", flush=True)
             warm = run_engine(folder, url, "warm")
     if args.json:
-        args.json.write_text(json.dumps(figures(prompts, cold, warm), indent=2) + "\n")
+        args.json.write_text(json.dumps(figures(prompts, cold, warm, load), indent=2) + "\n")
     return report(prompts, cold, warm)
 
 
@@ -191,11 +192,12 @@ def serving(folder: Path, url: str | None) -> Iterator[str]:
         server.wait(30)
 
 
-def figures(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, as plain data. Times in seconds."""
+def figures(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any], load: float) -> dict[str, Any]:
+    """What was measured, as plain data. Times in seconds. load: what else the machine did at the start."""
     return {
         "processor": cpu_name(),
         "cores": os.cpu_count(),
+        "load": round(load, 1),
         "layers": CONFIG["num_hidden_layers"],
         "prompts": [
             {

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -341,7 +342,17 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
     assert _missing(names - {f"kvdepot_{counter}_total" for counter in counters()}) == []
 
 
-# -- the site
+# -- pictures and site
+
+
+def test_the_demos_numbers_become_pictures(tmp_path: Path) -> None:
+    need(modules=["matplotlib"])
+    numbers = DOCS / "plots" / "demo.json"
+    assert all(prompt["identical"] for prompt in json.loads(numbers.read_text())["prompts"])
+    subprocess.run([sys.executable, str(ROOT / "demo" / "plots.py"), str(numbers), str(tmp_path)], check=True)
+    for name in ("ttft.png", "ttft-dark.png"):
+        for picture in (tmp_path / name, DOCS / "plots" / name):
+            assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.faults
