@@ -2,7 +2,8 @@
 
 Writes a random-weight Llama, starts `kvdepot serve`, runs a vLLM engine on a few prompts and stops it, then runs
 a fresh engine on the same prompts. Prints what the depot saved, and whether the tokens and logprobs are those of the
-engine's own prefix-cache hit, bit for bit. Exit code 1 when they differ or nothing was retrieved.
+engine's own prefix-cache hit, bit for bit. Exit code 1 when they differ or nothing was retrieved. With `--url` the
+server is one that runs already, where what happens can be watched; `--json` keeps the numbers for plots.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import zmq
 from safetensors.torch import save_file
 
 from kvdepot.adapters import MessageQueueClient, get_lmcache_chunk_size
+from kvdepot.config import default_url
 
 HERE = Path(__file__).parent
 # Lengths just past a chunk's end: the engine's own cache and the depot then hold the same tokens of each.
@@ -153,22 +156,67 @@ def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
+    parser.add_argument(
+        "--url", nargs="?", const=default_url(), help="use the server that runs there (without a value: this user's)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, for plots.py")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:
         folder = Path(name)
-        url = f"ipc://{folder}/depot.sock"
         prompts = prepare(folder, args.lengths)
-        print("starting kvdepot serve", flush=True)
-        server = start_server(url)
-        try:
+        with serving(folder, args.url) as url:
             print("engine A: cold prefill, stores its KV", flush=True)
             cold = run_engine(folder, url, "cold")
             print("engine A stopped; engine B: the same prompts from the depot", flush=True)
             warm = run_engine(folder, url, "warm")
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(30)
+    if args.json:
+        args.json.write_text(json.dumps(figures(prompts, cold, warm, load), indent=2) + "\n")
     return report(prompts, cold, warm)
+
+
+@contextmanager
+def serving(folder: Path, url: str | None) -> Iterator[str]:
+    """The server at `url`, or one of our own while the demo runs; where it listens."""
+    if url:
+        print(f"using the server at {url}", flush=True)
+        yield url
+        return
+    print("starting kvdepot serve", flush=True)
+    url = f"ipc://{folder}/depot.sock"
+    server = start_server(url)
+    try:
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+
+
+def figures(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any], load: float) -> dict[str, Any]:
+    """What was measured, as plain data. Times in seconds. load: what else the machine did at the start."""
+    return {
+        "processor": cpu_name(),
+        "cores": os.cpu_count(),
+        "load": round(load, 1),
+        "layers": CONFIG["num_hidden_layers"],
+        "prompts": [
+            {
+                "tokens": len(tokens),
+                "cold_s": cold[name]["first"]["ttft"],
+                "depot_s": warm[name]["first"]["ttft"],
+                "own_s": warm[name]["own"]["ttft"],
+                "retrieved_tokens": warm[name]["first"]["cached"],
+                "identical": is_identical(warm[name]),
+            }
+            for name, tokens in prompts.items()
+        ],
+    }
+
+
+def is_identical(runs: dict[str, Any]) -> bool:
+    """Whether what came from the depot gave the tokens and logprobs that the engine's own cache gave."""
+    depot, own = runs["first"], runs["own"]
+    return bool(depot["tokens"] == own["tokens"] and depot["logprobs"] == own["logprobs"])
 
 
 def report(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any]) -> int:
@@ -178,7 +226,7 @@ def report(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, 
     good = True
     for name in prompts:
         first, depot, own = cold[name]["first"], warm[name]["first"], warm[name]["own"]
-        identical = depot["tokens"] == own["tokens"] and depot["logprobs"] == own["logprobs"]
+        identical = is_identical(warm[name])
         good &= identical and depot["cached"] > 0
         print(
             f"{name:<16} {first['ttft'] * 1e3:>7.0f} ms {depot['ttft'] * 1e3:>7.0f} ms {own['ttft'] * 1e3:>7.0f} ms "

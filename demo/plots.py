@@ -1,0 +1,100 @@
+"""The demo's numbers as pictures: `python demo/plots.py demo.json docs/plots`, of what `demo.py --json` wrote.
+
+Time to first token over the prompt's length: computed, from the depot, and from the engine's own cache, which is the
+best there can be. Once for light pages, once for dark ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colours of one picture; those of the lines are told apart by those who see few colours, too."""
+
+    name: str
+    ground: str
+    ink: str
+    grid: str
+    lines: tuple[str, str, str]
+
+
+LOOKS = (
+    Look("ttft.png", "#ffffff", "#1f2328", "#d9dee3", ("#b23a00", "#005fb8", "#6b6f76")),
+    Look("ttft-dark.png", "#14171c", "#e6e9ed", "#343a42", ("#ff9e64", "#6cb6ff", "#a0a6ad")),
+)
+LINES = (("cold_s", "computed", "o", 0), ("depot_s", "depot", "s", 7), ("own_s", "own cache", "^", -7))
+"""Key of the numbers, name, marker, and how far the name is moved up so that two near lines can be read."""
+
+
+def medians(prompts: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """One value a prompt length, rising: the lengths under `tokens`, and the median of each time in ms."""
+    lengths = sorted({prompt["tokens"] for prompt in prompts})
+    return {"tokens": lengths} | {
+        key: [statistics.median(p[key] * 1e3 for p in prompts if p["tokens"] == length) for length in lengths]
+        for key, *_ in LINES
+    }
+
+
+def draw(measured: dict[str, Any], look: Look) -> Figure:
+    """The picture. Both axes are logarithmic: times are from milliseconds to many seconds."""
+    values = medians(measured["prompts"])
+    figure = Figure(figsize=(8, 4.4), layout="constrained", facecolor=look.ground)
+    axes = figure.subplots()
+    axes.set_facecolor(look.ground)
+    for (key, label, marker, up), color in zip(LINES, look.lines, strict=True):
+        axes.plot(values["tokens"], values[key], color=color, marker=marker, linewidth=2, markersize=6)
+        axes.annotate(
+            f"{label}: {values[key][-1]:,.0f} ms", (values["tokens"][-1], values[key][-1]), (12, up),
+            textcoords="offset points", va="center", color=color, fontsize=10,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(values["tokens"][0] * 0.9, values["tokens"][-1] * 2.2)  # room for the lines' names
+    axes.set_xticks(values["tokens"])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f} ms"))
+    axes.set_xlabel("tokens of the prompt", color=look.ink)
+    axes.set_title("Time to first token", loc="left", color=look.ink, fontsize=13)
+    axes.tick_params(which="both", colors=look.ink)
+    axes.grid(which="major", color=look.grid, linewidth=0.8)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    where = (
+        f"vLLM on {measured['cores']} cores of an {measured['processor']}, Llama of {measured['layers']} layers, bf16"
+    )
+    figure.text(0.01, -0.04, where, color=look.ink, fontsize=8)
+    return figure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("numbers", type=Path, help="what demo.py --json wrote")
+    parser.add_argument("folder", type=Path, help="where the pictures go")
+    args = parser.parse_args()
+    measured = json.loads(args.numbers.read_text())
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for look in LOOKS:
+        draw(measured, look).savefig(args.folder / look.name, dpi=150, bbox_inches="tight", facecolor=look.ground)
+        print(args.folder / look.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

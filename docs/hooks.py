@@ -1,0 +1,77 @@
+"""Tables of the site that are made from the code, so that they cannot be wrong. Called by mkdocs for each page.
+
+<!-- table: settings -->    every setting of the server; or `tier`, `disk`, `redis`, `object`, `mooncake`: options
+<!-- help -->               what `kvdepot --help` prints
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page with its tables filled in."""
+    markdown = re.sub(r"^\*Table of (\w+).*\*$", lambda found: _table(found[1]), markdown, flags=re.M)
+    return re.sub(r"^\*What `kvdepot --help` prints.*\*$", lambda _: _help(), markdown, flags=re.M)
+
+
+def _table(name: str) -> str:
+    head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
+    kind = _kind(name)
+    fields = msgspec.structs.fields(kind)
+    return "\n".join([*head, *(f"| `{f.name}` | {_default(f)} | {_description(kind, f.name)} |" for f in fields)])
+
+
+def _kind(name: str) -> type[Any]:
+    match name:
+        case "settings":
+            from kvdepot.config import Config
+
+            return Config
+        case "tier":
+            from kvdepot.tiers import Options
+
+            return Options
+        case "disk":
+            from kvdepot.tiers.disk import DiskOptions
+
+            return DiskOptions
+        case "redis":
+            from kvdepot.tiers.redis import RedisOptions
+
+            return RedisOptions
+        case "object":
+            from kvdepot.tiers.object import ObjectOptions
+
+            return ObjectOptions
+        case "mooncake":
+            from kvdepot.tiers.mooncake import MooncakeOptions
+
+            return MooncakeOptions
+    raise ValueError(f"there is no table {name!r}")
+
+
+def _description(kind: type[Any], name: str) -> str:
+    meta = get_args(get_type_hints(kind, include_extras=True)[name])[1]
+    return str(meta.description).replace("|", r"\|")
+
+
+def _default(field: Any) -> str:
+    default = field.default
+    if default is msgspec.NODEFAULT:
+        return "must be given"
+    return "" if default in ("", ()) else f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def _help() -> str:
+    environ = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvdepot.cli", "--help"], env=environ, capture_output=True, text=True, check=True
+    )
+    return f"```text\n{done.stdout.strip()}\n```"

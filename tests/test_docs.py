@@ -1,0 +1,384 @@
+"""README and docs are true: every code block runs, and what operators may meet stands there with what to do.
+
+A block of code in these pages has a mark before it, a comment that readers of the page do not see:
+
+    <!-- run -->              it is run, in the page's order, in an empty folder with an empty home
+    <!-- run: PART -->        the same, where `kvdepot.PART` is a package of this tree
+    <!-- run with vLLM -->    the same, by the tests of vLLM
+    <!-- file: NAME -->       it is the content of that file, for the blocks behind it
+    <!-- prints -->           what the block before it prints; numbers may differ, and `...` is any lines
+    <!-- not run: REASON -->  it can't be run here
+
+`python -m tests.test_docs` lists all blocks with their marks. In a run `kvdepot serve` goes on in the background, and
+what only a reader has (a disk, a Redis, ports) is replaced by `STAND_INS` or by the fixtures below.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvdepot.status import HitRate, Status
+from tests.tiers.servers import RedisServer, free_port, need
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "kvdepot"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+OPERATING = DOCS / "operating.md"
+TIMEOUT_S = 120.0
+VLLM_TIMEOUT_S = 600.0
+WITH_VLLM = "run with vLLM"
+
+# What stands in the pages -> what the tests put in its place; {}: see `_Page`.
+STAND_INS = {
+    "/var/cache/kvdepot": "{folder}/cache",
+    "redis://:PASSWORD@cache:6379/0": "redis://127.0.0.1:{redis}/0",
+    "tcp://0.0.0.0:5555": "tcp://127.0.0.1:{port}",
+    "tcp://HOST:5555": "tcp://127.0.0.1:{port}",
+    "127.0.0.1:7077": "127.0.0.1:{http}",
+    ".venv/bin/": "",
+    "demo/demo.py": f"{ROOT}/demo/demo.py",
+    "kvdepot serve &": "kvdepot serve",
+}
+
+_FENCE = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n+)?^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
+_NO_CODE = ("text", "mermaid")
+
+_PRELUDE = r"""
+set -euo pipefail
+python() { "$PYTHON" "$@"; }
+kvdepot() {
+  if [ "$1" != serve ]; then "$PYTHON" -m kvdepot.cli "$@"; return; fi
+  stop_server
+  : > "$FOLDER/serve.log"
+  "$PYTHON" -m kvdepot.cli "$@" > "$FOLDER/serve.log" 2>&1 &
+  server=$!
+  until grep -q "serving at" "$FOLDER/serve.log"; do
+    kill -0 "$server" || { cat "$FOLDER/serve.log" >&2; return 1; }
+    sleep 0.02
+  done
+}
+server=
+stop_server() {
+  if [ -n "$server" ]; then kill "$server"; wait "$server"; fi
+  server=
+}
+trap 'code=$?; if [ -n "$server" ]; then kill "$server"; wait "$server" || true; fi; exit $code' EXIT
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page."""
+
+    page: Path
+    line: int
+    kind: str
+    mark: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is run in this tree, without vLLM."""
+        word, _, part = self.mark.partition(": ")
+        return word == "file" or (word == "run" and (not part or _is_package(part)))
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, found.start("kind")) + 1, found["kind"], found["mark"] or "", found["text"])
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def _is_package(part: str) -> bool:
+    spec = importlib.util.find_spec(f"kvdepot.{part}")
+    return spec is not None and spec.origin is not None and spec.submodule_search_locations is not None
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+RUN_PAGES = [page for page in PAGES if any(block.is_run for block in blocks(page))]
+VLLM_PAGES = [page for page in PAGES if any(block.mark == WITH_VLLM for block in blocks(page))]
+
+
+# -- blocks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_says_whether_it_is_run(page: Path) -> None:
+    known = re.compile(r"run(: \w+| with vLLM)?|file: [\w./-]+|prints|not run: .{10,}")
+    for block in blocks(page):
+        assert block.kind, f"{block} has no language; of what is no code it is `text`"
+        if block.kind not in _NO_CODE or block.mark:
+            assert known.fullmatch(block.mark), f"{block} has the mark {block.mark!r}"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: unix sockets have names of 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="kvd-docs-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def redis(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
+    """The port of a Redis, where the page wants one."""
+    if "PASSWORD@cache" not in request.getfixturevalue("page").read_text():
+        yield 0
+        return
+    need(commands=["redis-server"], modules=["redis"])
+    server = RedisServer(tmp_path)
+    yield server.port
+    server.kill()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_from_its_first_block_to_its_last(page: Path, folder: Path, redis: int) -> None:
+    printed = _run(page, [block for block in blocks(page) if block.is_run], folder, redis)
+    said = ""
+    for block in blocks(page):
+        said = printed.get(block, said)
+        if block.mark == "prints" and said:
+            assert re.fullmatch(_pattern(block.text), said.strip()), f"{block} is not\n{said}"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("page", VLLM_PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_that_wants_vllm_runs(page: Path, folder: Path) -> None:
+    need(modules=["vllm", "torch"])
+    wanted = [block for block in blocks(page) if block.mark == WITH_VLLM]
+    printed = _run(page, wanted, folder, timeout_s=VLLM_TIMEOUT_S, arena_gib=0.5)
+    assert "yes" in printed[wanted[0]]  # the demo says so where what came from the depot is what was computed
+
+
+def _run(
+    page: Path,
+    chosen: list[Block],
+    folder: Path,
+    redis: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    arena_gib: float = 1 / 16,
+) -> dict[Block, str]:
+    """Run blocks of a page in order, by one shell; what each of them printed."""
+    places = {"folder": folder, "redis": redis, "port": free_port(), "http": free_port()}
+    here = folder / "here"
+    script = [_PRELUDE, f"cd {here}"]
+    here.mkdir()
+    (folder / "home").mkdir()
+    for number, block in enumerate(chosen):
+        text = block.text
+        for shown, there in STAND_INS.items():
+            text = text.replace(shown, there.format(**places))
+        name = block.mark.removeprefix("file: ") if block.mark.startswith("file: ") else ""
+        if not name and block.kind == "python":
+            name = f"block{number}.py"
+        script.append(f"echo '=== {number}'; echo '{block}' > {folder}/at")
+        if name:
+            (here / name).write_text(text)
+        if block.mark.startswith("run"):
+            script.append(text if block.kind == "sh" else f"python {name}")
+    script.append("stop_server")
+    environ = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])),
+        "PYTHON": sys.executable,
+        "FOLDER": str(folder),
+        "HOME": str(folder / "home"),
+        "XDG_RUNTIME_DIR": str(folder),
+        "KVDEPOT_ARENA_GIB": str(arena_gib),
+        "KVDEPOT_HTTP": f"127.0.0.1:{places['http']}" if any(b.mark == "run: web" for b in chosen) else "off",
+    }
+    done = subprocess.run(
+        ["bash"], input="\n".join(script), cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s,
+        check=False,
+    )  # fmt: skip
+    log = (folder / "serve.log").read_text() if (folder / "serve.log").exists() else ""
+    at = (folder / "at").read_text().strip()
+    assert done.returncode == 0, f"{at}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{log[-3000:]}"
+    printed = re.findall(r"^=== \d+\n(.*?)(?=^=== |\Z)", done.stdout, re.M | re.S)
+    return dict(zip(chosen, printed, strict=True))
+
+
+def _pattern(shown: str) -> str:
+    """What a block with the mark `prints` stands for."""
+    lines = []
+    for line in shown.strip().splitlines():
+        if line.strip() == "...":
+            lines.append(r"(?s:.*?)")
+            continue
+        parts = re.split(r"(\d[\d.,]*|\s+)", line.strip())
+        lines.append(
+            "".join(
+                r"[\d.,]+" if part[:1].isdigit() else r"\s+" if part.isspace() else re.escape(part) for part in parts
+            )
+        )
+    return r"\s*\n\s*".join(lines)
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.kind == "sh" and not b.is_run], ids=str)
+def test_what_is_not_run_is_shell_all_the_same(block: Block) -> None:
+    checked = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_extras_that_the_pages_name_exist() -> None:
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
+    if not _is_package("web"):
+        extras.add("web")
+    for page in PAGES:
+        for names in re.findall(r"(?:kvdepot|\.)\[([\w,]+)\]", page.read_text()):
+            assert set(names.split(",")) <= extras, f"{page.name}: {names}"
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)|(?:src|srcset)=\"(?!http)([^\"]+)", (ROOT / "README.md").read_text())
+    assert links
+    for link in (one or other for one, other in links):
+        assert (ROOT / link).exists(), link
+
+
+# -- what stands in operating.md
+
+
+def _modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        if "testing" not in path.relative_to(SOURCE).parts:
+            yield path, ast.parse(path.read_text())
+
+
+def _strings(node: ast.AST) -> set[str]:
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def counters() -> set[str]:
+    """Names of all that is counted, read from the source."""
+    names: set[str] = set()
+    for _, module in _modules():
+        for node in ast.walk(module):
+            match node:
+                case ast.Subscript(value=value, slice=key) if _name(value) in ("counters", "_counters"):
+                    names |= _strings(key)
+                case ast.Call(func=ast.Attribute(attr="_tally" | "_count"), args=[key, *_]):
+                    names |= _strings(key)
+                case ast.Assign(targets=[target], value=ast.Dict(keys=keys)) if _name(target) == "_counters":
+                    names |= {name for key in keys if key is not None for name in _strings(key)}
+    return names
+
+
+def log_lines() -> set[str]:
+    """What is logged as WARNING or ERROR, with `...` for what changes, read from the source."""
+    found: set[str] = set()
+    for _, module in _modules():
+        for node in ast.walk(module):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and _name(node.func.value) in ("log", "logger")
+                and node.func.attr in ("warning", "error", "exception", "critical")
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                found.add(re.sub(r"%[-\d.]*[a-z]", "...", str(node.args[0].value)))
+    return {line for line in found if re.search(r"\w", line)}
+
+
+def _missing(names: set[str]) -> list[str]:
+    text = OPERATING.read_text()
+    return sorted(name for name in names if f"`{name}`" not in text)
+
+
+def test_every_counter_stands_in_the_operating_guide() -> None:
+    assert len(counters()) > 40
+    assert _missing(counters()) == []
+
+
+def test_every_error_code_stands_in_the_operating_guide() -> None:
+    codes = set(re.findall(r'^    code = "(\w+)"', (SOURCE / "errors.py").read_text(), re.M))
+    assert len(codes) > 10
+    assert _missing(codes) == []
+
+
+def test_every_warning_and_error_of_the_log_stands_in_the_operating_guide() -> None:
+    assert len(log_lines()) > 20
+    assert _missing(log_lines()) == []
+
+
+def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
+    names = {
+        alert
+        for path in [*ROOT.glob("deploy/**/*.y*ml"), *SOURCE.glob("**/*.y*ml")]
+        for alert in re.findall(r"^\s*-?\s*alert: (\w+)", path.read_text(), re.M)
+    }
+    if _is_package("web"):
+        need(modules=["prometheus_client"])
+        families = importlib.import_module("kvdepot.web.prometheus").families
+        sizes = dict.fromkeys((field.name for field in msgspec.structs.fields(Status) if field.required), 0)
+        for family in families(Status(**sizes, hit_rates=[HitRate(60.0, 1, 0.0, 0.0)])):
+            names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
+        assert len(names) > 30
+    assert _missing(names - {f"kvdepot_{counter}_total" for counter in counters()}) == []
+
+
+# -- pictures and site
+
+
+def test_the_demos_numbers_become_pictures(tmp_path: Path) -> None:
+    need(modules=["matplotlib"])
+    numbers = DOCS / "plots" / "demo.json"
+    assert all(prompt["identical"] for prompt in json.loads(numbers.read_text())["prompts"])
+    subprocess.run([sys.executable, str(ROOT / "demo" / "plots.py"), str(numbers), str(tmp_path)], check=True)
+    for name in ("ttft.png", "ttft-dark.png"):
+        for picture in (tmp_path / name, DOCS / "plots" / name):
+            assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.faults
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    need(modules=["mkdocs", "material", "mkdocstrings"])
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    start = (tmp_path / "site" / "start" / "index.html").read_text()
+    assert "kvdepot serve" in start
+    for page in (tmp_path / "site").rglob("*.html"):
+        outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', page.read_text())
+        assert not outside, f"{page.name} loads {outside}"
+
+
+def main() -> None:
+    """List what is run and what is not."""
+    width = max(len(str(block)) for block in ALL)
+    for block in ALL:
+        if block.kind not in _NO_CODE or block.mark:
+            print(f"{block!s:<{width}}  {block.kind:<6}  {block.mark or 'NO MARK'}")
+
+
+if __name__ == "__main__":
+    assert shutil.which("bash")
+    main()
