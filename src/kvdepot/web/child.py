@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdepot.config import Config, masked
-from kvdepot.curve import Key
+from kvdepot.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
 
 if TYPE_CHECKING:
@@ -173,6 +173,8 @@ class Child:
                 process.stdin.write(msgspec.json.encode(order) + b"\n")
                 process.stdin.flush()
             log.info("web page, metrics and API: http://%s", address)
+            if not is_loopback(f"tcp://{address}"):
+                log.warning("other hosts can reach it: with the token, which nothing encrypts but a proxy in front")
             return process.wait()
         finally:
             with self._lock:
