@@ -31,6 +31,8 @@ __all__ = ["Child", "Order", "split_address"]
 log = logging.getLogger(__name__)
 
 _NEEDS = ("litestar", "uvicorn", "prometheus_client")
+_GRACE_S = 0.3
+"""Whoever has waited for the server comes first."""
 _LISTEN_S = 5.0
 """Between two tries to listen where somebody else does."""
 _WELL_S = 30.0
@@ -105,6 +107,8 @@ class Child:
     # -- on the thread
 
     def _run(self) -> None:
+        if self._stopping.wait(_GRACE_S):
+            return
         missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
         if missing:
             log.info("no HTTP: %s is missing; pip install 'kvdepot[web]', or say --http off", missing[0])
