@@ -130,6 +130,29 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
         client.close()
 
 
+def test_a_server_at_a_tcp_port_is_found_and_its_token_lies_where_its_user_looks(
+    start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    web = start_web(url=url)
+    config = load(flags={"url": url, "arena_name": web.depot.name}, environ={})
+    assert token_path(config).parent.parent == tmp_path
+    assert web.ask("POST", "/v1/forget", {"all": True}, read_token(config)).value == {"memory": 0}
+
+
+def test_http_at_a_loopback_address_of_ipv6(start_web: StartWeb) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    web = start_web(http="[::1]:0", host="::1")
+    assert web.get("/v1/status").status == 200
+    assert web.get("/v1/status", headers={"Host": "evil.example"}).status == 403
+
+
 # -- the token
 
 
