@@ -720,7 +720,8 @@ def test_nothing_prints_a_secret(
     told = [
         json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.card for client in clients]),
         repr(clients[0]._connection), repr(key), str(key), repr(curve.read_server_keys(keys)), repr(load()),
-        Path(f"/proc/{server.process.pid}/cmdline").read_text(), kvdepot("status", "--url", server.url).stdout, kvdepot("status", "--json", "--url", server.url).stdout,
+        Path(f"/proc/{server.process.pid}/cmdline").read_text(), kvdepot("status", "--url", server.url).stdout,
+        kvdepot("status", "--json", "--url", server.url).stdout,
         kvdepot("status", "--help").stdout, kvdepot("keygen", keys, "alice").stderr,
         kvdepot("keygen", keys, "eve").stdout,
     ]  # fmt: skip
