@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvdepot import errors, wire
+from kvdepot.adapters import LoadStoreOp
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain
 
@@ -83,9 +86,14 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
         engine.store(tokens[:CHUNK], list(range(PER_CHUNK)))
-        assert engine.lookup(tokens) == 3 * CHUNK
         assert engine.lookup([7, *tokens]) == 0
-        assert engine.retrieve(tokens[:CHUNK], list(range(12, 16))) == set()
+        engine.scheduler.maybe_submit_lookup_request("one", token_ids=tokens)
+        assert engine.scheduler.wait_lookup_result("one", 10.0) == 3 * CHUNK
+        engine.worker.submit_retrieve_request("one", LoadStoreOp(list(range(12, 16)), token_ids=tokens[:CHUNK]), None)
+        eventually(lambda: engine.worker.get_finished(set())[1])
+        assert engine.worker.get_block_ids_with_load_errors() == set()
+        engine.scheduler.end_session("one")
+        eventually(lambda: web.depot.status()["sessions"] == 0)
         web.status()
         told = read(web)
         assert told["kvdepot_up"] == 1
@@ -99,9 +107,22 @@ def test_metrics_are_what_was_done(start_web: StartWeb) -> None:
         assert told["kvdepot_dropped_chunks_total"] == 0
         assert told["kvdepot_evicted_chunks_total"] == 0
         assert told["kvdepot_memory_used_bytes"] == web.depot.status()["used_bytes"] > 0
+        chunk_bytes = PER_CHUNK * engine.cache[0].nbytes
+        assert told["kvdepot_stored_bytes_total"] == 3 * chunk_bytes
+        assert told["kvdepot_retrieved_bytes_total"] == chunk_bytes
+        assert told["kvdepot_saved_tokens_total"] == CHUNK
+        assert told["kvdepot_engines"] == 2  # scheduler and worker
         assert 0 < told["kvdepot_loop_lag_seconds"] < 10
+        labelled = samples(web.get("/metrics"))
         labels = (("blocks_in_chunk", str(PER_CHUNK)), ("model", engine.model), ("tenant", ""), ("world_size", "1"))
-        assert samples(web.get("/metrics"))["kvdepot_namespace_chunks", labels] == 3
+        assert labelled["kvdepot_namespace_chunks", labels] == 3
+        assert labelled["kvdepot_namespace_lookup_chunks_total", labels] == 6
+        assert labelled["kvdepot_namespace_hit_chunks_total", labels] == 3
+        for request, count in (("Lookup", 2), ("Store", 2), ("Retrieve", 1), ("Register", 1)):
+            label = ("request", request)
+            assert labelled["kvdepot_request_duration_seconds_count", (label,)] == count, request
+            assert labelled["kvdepot_request_duration_seconds_bucket", (("le", "+Inf"), label)] == count
+            assert labelled["kvdepot_request_errors_total", (label,)] == 0
     finally:
         engine.close()
 
@@ -269,3 +290,21 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
             for status, response in operation["responses"].items():
                 shape = response["content"]["application/json"]["schema"]
                 assert (shape.get("$ref", "").endswith("/Problem")) == (status != "200"), (path, status)
+
+
+def test_every_file_of_the_page_is_served_with_its_type_and_all_it_names_is_there(web: Web) -> None:
+    folder = resources.files("kvdepot.web") / "page"
+    if not (folder / "index.html").is_file():
+        pytest.skip("the page is not in this checkout")
+    root = web.get("/")
+    assert root.status == 200
+    assert root.headers["content-type"] == "text/html; charset=utf-8"
+    assert root.body == (folder / "index.html").read_bytes() == web.get("/index.html").body
+    named = re.findall(r'(?:src|href)="([^"#][^"]*)"', root.body.decode())
+    assert named
+    types = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+    for name in named:
+        answer = web.get(f"/{name}")
+        assert answer.status == 200, name
+        if (kind := name.rpartition(".")[2]) in types:
+            assert answer.headers["content-type"] == types[kind]

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvdepot.metrics import BOUNDS_S
-from kvdepot.status import NamespaceStatus, Status, TierStatus
+from kvdepot.status import Device, NamespaceStatus, Status, TierStatus
 from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]
@@ -90,11 +90,13 @@ def families(status: Status) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"kvdepot_{name}", meaning, getattr(status, field))
     yield GaugeMetricFamily("kvdepot_engines", "Schedulers and workers of engines.", len(status.engines))
     yield GaugeMetricFamily("kvdepot_pinned_names", "Pins by name.", len(status.pinned))
+    yield GaugeMetricFamily("kvdepot_pinned_bytes", "Bytes that they keep.", sum(pin.bytes for pin in status.pinned))
     yield from _counters(status)
     yield from _hit_rates(status)
     yield from _latencies(status)
     yield from _namespaces(status.namespaces)
     yield from _tiers(status.tiers)
+    yield from _devices(status.devices)
 
 
 def _counters(status: Status) -> Iterator[Metric]:
@@ -191,3 +193,28 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
     yield up
     yield from gauges.values()
     yield events
+
+
+def _devices(devices: Sequence[Device]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("kvdepot_device_up", "0 while a GPU's copies fail.", labels=["device"])
+    gauges = {
+        "registrations": GaugeMetricFamily(
+            "kvdepot_device_registrations", "Registrations of a GPU's tensors.", labels=["device"]
+        ),
+        "context_bytes": GaugeMetricFamily(
+            "kvdepot_device_context_bytes", "Memory of a GPU that the server's context takes.", labels=["device"]
+        ),
+        "staging_bytes": GaugeMetricFamily(
+            "kvdepot_device_staging_bytes", "Memory of a GPU that copies take.", labels=["device"]
+        ),
+        "pinned_bytes": GaugeMetricFamily(
+            "kvdepot_device_pinned_bytes", "Bytes of the arena that are registered with drivers.", labels=["device"]
+        ),
+    }
+    for device in devices:
+        up.add_metric([device.uuid], float(not device.failure))
+        for name, gauge in gauges.items():
+            if (value := getattr(device, name)) is not None:
+                gauge.add_metric([device.uuid], value)
+    yield up
+    yield from gauges.values()
