@@ -28,6 +28,7 @@ import pytest
 import kvdepot
 from kvdepot import cli
 from kvdepot.cli import output, view
+from kvdepot.cli.screen import Screen
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
 
@@ -326,9 +327,30 @@ def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: 
         after = termios.tcgetattr(top.inner) if top.process.wait(20) == 0 else None
         assert after == top.before, "the terminal is left as it was"
         assert top.end() == 0
-    frames = [CONTROL.sub("", frame) for frame in top.raw.split("\x1b[H")[1:]]
-    assert all(len(frame.splitlines()) <= 24 for frame in frames)
     assert "\x1b[?1049h" in top.raw and "\x1b[?1049l" in top.raw
+
+
+@pytest.mark.parametrize("height", [16, 24, 40, 60])
+def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_out(height: int) -> None:
+    from rich.console import Console
+
+    spaces = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1, 1) for number in range(30)]
+    tiers = [TierStatus(f"tier-{number:02}", "through", "up", 1, 1, None, 0, 0, {}) for number in range(3)]
+    screen = Screen("ipc:///x")
+    screen.show(a_status(namespaces=spaces, tiers=tiers), 1.0)
+    console = Console(width=80, height=height, color_system=None, force_terminal=True)
+    with console.capture() as captured:
+        console.print(screen.draw(console), end="")
+    lines = captured.get().splitlines()
+    assert len(lines) == height and "q ends" in lines[-1]
+    assert max(map(len, lines)) <= 80
+    for name, total in (("model", 30), ("tier", 3)):
+        here = sum(line.startswith(f"{name}-") for line in lines)
+        more = re.search(rf"^{name}s .*?(?:\n{name}-.*)*\n\.\.\. (\d+) more", "\n".join(lines), re.MULTILINE)
+        assert here + (int(more[1]) if more else 0) == total, "\n".join(lines)
+    empty = sum(not line.strip() for line in lines)
+    whole = 6 + 31 + 4 + 1  # the summary, both tables, the keys
+    assert empty == max(0, height - whole), "room is left empty only where there is nothing more to show"
 
 
 def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start_depot: StartDepot) -> None:
@@ -466,10 +488,15 @@ def test_doctor_tells_a_key_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_doctor_tells_an_arena_that_no_server_has(start_depot: StartDepot) -> None:
-    left = start_depot("--on-stop", "keep", arena_mib=4)
+    def told() -> bool:
+        texts = [finding["text"] for finding in doctor("--url", left.url)[1]["shared memory"]]
+        return any(text.startswith("no server has ") and left.name in text for text in texts)
+
+    # Of many it names a few: the first by name.
+    left = start_depot("--on-stop", "keep", arena_mib=4, name=f"0-kvdepot-test-{uuid.uuid4().hex[:12]}")
+    assert not told()
     assert left.stop() == 0
-    _, found = doctor("--url", left.url)
-    assert any(left.name in finding["text"] for finding in found["shared memory"] if finding["state"] == "warn")
+    assert told()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")

@@ -428,9 +428,9 @@ def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path)
     assert client is not None
     assert client.ask(wire.Noop()).result(10.0) == "ok"
     client.close()
-    printed = kvdepot("status", "--url", keyed.url, KVDEPOT_KEY=str(keys / "bob.key"))
+    printed = kvdepot("status", "--url", keyed.url, "--json", KVDEPOT_KEY=str(keys / "bob.key"))
     assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
-    printed = kvdepot("status", "--url", keyed.url, "--key", keys / "alice.key", KVDEPOT_KEY="")
+    printed = kvdepot("status", "--url", keyed.url, "--json", "--key", keys / "alice.key", KVDEPOT_KEY="")
     assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
 
 
@@ -677,7 +677,7 @@ def test_a_status_lists_a_tenants_own_models_only(engines: dict[str, Engine], ke
         engines[name].store(list(range(CHUNK)))
     seen = {}
     for name in ("alice", "carol", "dora"):
-        printed = json.loads(kvdepot("status", "--url", keyed.url, "--key", keys / f"{name}.key").stdout)
+        printed = json.loads(kvdepot("status", "--json", "--url", keyed.url, "--key", keys / f"{name}.key").stdout)
         seen[name] = {space["tenant"] for space in printed["namespaces"]}
     assert seen == {"alice": {"", "blue", "red"}, "carol": {"blue"}, "dora": {"red"}}
 
@@ -721,6 +721,7 @@ def test_nothing_prints_a_secret(
         json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.card for client in clients]),
         repr(clients[0]._connection), repr(key), str(key), repr(curve.read_server_keys(keys)), repr(load()),
         Path(f"/proc/{server.process.pid}/cmdline").read_text(), kvdepot("status", "--url", server.url).stdout,
+        kvdepot("status", "--json", "--url", server.url).stdout,
         kvdepot("status", "--help").stdout, kvdepot("keygen", keys, "alice").stderr,
         kvdepot("keygen", keys, "eve").stdout,
     ]  # fmt: skip

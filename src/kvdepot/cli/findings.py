@@ -29,6 +29,7 @@ __all__ = ["Finding", "findings"]
 
 _ANSWER_S = 2.0
 _FEW_FILES = 4096
+_NAMED = 3
 _OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE"}
 """Variables that are read and are no setting of the server."""
 
@@ -121,21 +122,28 @@ def _shared_memory(config: Config) -> Finding:
 
 def _left_arenas() -> Iterator[Finding]:
     """Arenas of this user that no server has."""
-    for path in sorted(shm.SHM.glob("*")):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        except OSError:
-            continue  # another user's
-        try:
-            if os.pread(descriptor, len(shm.ARENA_MAGIC), 0) != shm.ARENA_MAGIC or shm.is_locked(descriptor):
-                continue
-            text = f"no server has the arena {clean(path.name)} ({size(os.fstat(descriptor).st_blocks * 512)})"
-        except OSError:
-            continue  # no plain file
-        finally:
-            os.close(descriptor)
-        advice = f"start its server again, which takes its chunks back, or remove {clean(str(path))}"
-        yield Finding("warn", "shared memory", text, advice)
+    left = [(path.name, taken) for path in sorted(shm.SHM.glob("*")) if (taken := _left_bytes(path))]
+    if not left:
+        return
+    names = ", ".join(name for name, _ in left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
+    text = f"no server has {len(left)} arenas with {size(sum(taken for _, taken in left))}: {names}"
+    advice = f"a server of the same url, or --arena-name, takes its chunks back; or remove the files in {shm.SHM}"
+    yield Finding("warn", "shared memory", text, advice)
+
+
+def _left_bytes(path: Path) -> int:
+    """What a file of shared memory takes, if it is an arena without a server."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return 0  # another user's, or gone
+    try:
+        is_arena = os.pread(descriptor, len(shm.ARENA_MAGIC), 0) == shm.ARENA_MAGIC
+        return os.fstat(descriptor).st_blocks * 512 if is_arena and not shm.is_locked(descriptor) else 0
+    except OSError:
+        return 0  # no plain file
+    finally:
+        os.close(descriptor)
 
 
 def _memory(config: Config) -> Finding:

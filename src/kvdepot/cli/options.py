@@ -15,7 +15,7 @@ __all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "w
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+as_json = click.option("--json", "as_json", is_flag=True, help="print JSON")
 
 _FILE = click.Path()
 

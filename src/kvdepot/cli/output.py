@@ -54,7 +54,7 @@ def progress() -> Iterator[Progress]:
         console=Console(stderr=True), transient=True,
     )  # fmt: skip
     with bar:
-        task = bar.add_task("")
+        task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(
             task, description=escape(clean(what)), completed=done, total=total or None
         )
