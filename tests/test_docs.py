@@ -339,6 +339,11 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
         for family in families(Status(**sizes, hit_rates=[HitRate(60.0, 1, 0.0, 0.0)])):
             names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
         assert len(names) > 30
+    shown = SOURCE / "integrations" / "vllm_stats.py"
+    for counted, ending in (("_COUNTED", "_total"), ("_TIMED", "")) if shown.exists() else ():
+        found = re.search(rf"^{counted}.*?= (\{{.*?^\}})", shown.read_text(), re.M | re.S)
+        assert found, counted
+        names |= {f"vllm:kvdepot_{name}{ending}" for name in ast.literal_eval(found[1])}
     assert _missing(names - {f"kvdepot_{counter}_total" for counter in counters()}) == []
 
 
