@@ -40,14 +40,18 @@ LOOKS = (
 LINES = (("cold_s", "computed", "o", 0), ("depot_s", "depot", "s", 7), ("own_s", "own cache", "^", -7))
 """Key of the numbers, name, marker, and how far the name is moved up so that two near lines can be read."""
 
+_NEAR = 1.05
+
 
 def medians(prompts: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """One value a prompt length, rising: the lengths under `tokens`, and the median of each time in ms."""
-    lengths = sorted({prompt["tokens"] for prompt in prompts})
-    return {"tokens": lengths} | {
-        key: [statistics.median(p[key] * 1e3 for p in prompts if p["tokens"] == length) for length in lengths]
-        for key, *_ in LINES
-    }
+    """By length, rising: tokens, and each time in ms. Lengths that are nearly the same are one, with their median."""
+    groups: list[list[dict[str, Any]]] = []
+    for prompt in sorted(prompts, key=lambda prompt: prompt["tokens"]):
+        if not groups or prompt["tokens"] > groups[-1][0]["tokens"] * _NEAR:
+            groups.append([])
+        groups[-1].append(prompt)
+    values = {key: [statistics.median(p[key] * 1e3 for p in group) for group in groups] for key, *_ in LINES}
+    return {"tokens": [statistics.median(p["tokens"] for p in group) for group in groups], **values}
 
 
 def draw(measured: dict[str, Any], look: Look) -> Figure:
@@ -77,8 +81,10 @@ def draw(measured: dict[str, Any], look: Look) -> Figure:
     for side in axes.spines.values():
         side.set_visible(False)
     where = (
-        f"vLLM on {measured['cores']} cores of an {measured['processor']}, Llama of {measured['layers']} layers, bf16"
+        f"vLLM on {measured['cores']} cores of {measured['processor']}; a Llama of {measured['layers']} layers, bf16"
     )
+    if "load" in measured:
+        where += f"; load {measured['load']:g} at the start"
     figure.text(0.01, -0.04, where, color=look.ink, fontsize=8)
     return figure
 

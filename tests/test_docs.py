@@ -339,6 +339,11 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
         for family in families(Status(**sizes, hit_rates=[HitRate(60.0, 1, 0.0, 0.0)])):
             names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
         assert len(names) > 30
+    shown = SOURCE / "integrations" / "vllm_stats.py"
+    for counted, ending in (("_COUNTED", "_total"), ("_TIMED", "")) if shown.exists() else ():
+        found = re.search(rf"^{counted}.*?= (\{{.*?^\}})", shown.read_text(), re.M | re.S)
+        assert found, counted
+        names |= {f"vllm:kvdepot_{name}{ending}" for name in ast.literal_eval(found[1])}
     assert _missing(names - {f"kvdepot_{counter}_total" for counter in counters()}) == []
 
 
@@ -348,7 +353,10 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
 def test_the_demos_numbers_become_pictures(tmp_path: Path) -> None:
     need(modules=["matplotlib"])
     numbers = DOCS / "plots" / "demo.json"
-    assert all(prompt["identical"] for prompt in json.loads(numbers.read_text())["prompts"])
+    shown = (DOCS / "figures.md").read_text()
+    for prompt in json.loads(numbers.read_text())["prompts"]:
+        times = r" ms\s+".join(f"{prompt[key] * 1e3:.0f}" for key in ("cold_s", "depot_s", "own_s"))
+        assert re.search(rf"{prompt['tokens']} tokens\s+{times} ms .* yes", shown), prompt
     subprocess.run([sys.executable, str(ROOT / "demo" / "plots.py"), str(numbers), str(tmp_path)], check=True)
     for name in ("ttft.png", "ttft-dark.png"):
         for picture in (tmp_path / name, DOCS / "plots" / name):
