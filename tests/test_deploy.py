@@ -199,7 +199,7 @@ assert os.getpid() < 10
 sys.exit(0 if works(SimpleNamespace(url=os.environ['KVDEPOT_URL'], context=zmq.Context())) else 97)
 "
 code=$?
-kill $server
+kill -9 $server  # unshare, which lets no other signal through; the server dies with it
 exit $code
 """
 
