@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -199,7 +201,7 @@ assert os.getpid() < 10
 sys.exit(0 if works(SimpleNamespace(url=os.environ['KVDEPOT_URL'], context=zmq.Context())) else 97)
 "
 code=$?
-kill $server
+kill -9 $server  # unshare, which lets no other signal through; the server dies with it
 exit $code
 """
 
@@ -208,13 +210,18 @@ exit $code
 def test_server_and_engine_need_no_namespace_in_common_but_dev_shm() -> None:
     config = settings(variables((DEPLOY / "Dockerfile").read_text()))
     environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_URL": config.url, "KVDEPOT_HTTP": "off"}
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", _TWO],
-        cwd=ROOT, env=environ, text=True, capture_output=True, timeout=120,
+        cwd=ROOT, env=environ, text=True, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    if done.returncode in (1, 99) and ("unshare:" in done.stderr or "mount:" in done.stderr):
+    try:
+        _, said = process.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode in (1, 99) and ("unshare:" in said or "mount:" in said):
         pytest.skip("namespaces of one's own are not allowed here")
-    assert done.returncode == 0, f"{done.returncode}\n{done.stderr}"
+    assert process.returncode == 0, f"{process.returncode}\n{said}"
 
 
 # -- systemd
@@ -272,6 +279,11 @@ EVERYTHING = {
     "podLabels": {"team": "llm"},
     "priorityClassName": "system-node-critical",
     "imagePullSecrets": [{"name": "registry"}],
+    "cache": {"hostPath": "/var/cache/kvdepot"},
+    "extraEnv": [{"name": "AWS_REGION", "value": "eu-central-1"}],
+    "extraVolumes": [{"name": "keys", "secret": {"secretName": "keys"}}],
+    "extraVolumeMounts": [{"name": "keys", "mountPath": "/keys", "readOnly": True}],
+    "serviceAccount": {"annotations": {"role": "kv"}},
 }
 VALUES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -344,10 +356,12 @@ def test_kubernetes_takes_every_object_of_the_chart(chart: dict[str, dict[str, A
         validate(made)
 
 
-def test_the_charts_pod_has_no_privileges_and_of_the_node_one_folder(chart: dict[str, dict[str, Any]]) -> None:
+def test_the_charts_pod_has_no_privileges_and_of_the_node_only_its_folders(chart: dict[str, dict[str, Any]]) -> None:
     pod = chart["DaemonSet"]["spec"]["template"]["spec"]
     restrictions(pod)
-    assert [v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v] == ["/dev/shm/kvdepot"]
+    folders = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
+    assert folders.pop("cache", "/var/cache/kvdepot") == "/var/cache/kvdepot"
+    assert folders == {"shm": "/dev/shm/kvdepot"}
     (server,) = pod["containers"]
     assert server["securityContext"]["readOnlyRootFilesystem"] is True
     assert {probe: server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} \
@@ -374,8 +388,13 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     assert config.max_pins == 2_000_000
     assert pod["securityContext"]["runAsUser"] == 1_000_680_000
     (owner,) = [each["env"] for each in pod["initContainers"] if each["name"] == "prepare"]
-    assert owner == [{"name": "OWNER", "value": "1000680000"}]
+    assert owner == [
+        {"name": "OWNER", "value": "1000680000"}, {"name": "FOLDERS", "value": "/dev/shm /var/cache/kvdepot"}
+    ]  # fmt: skip
     assert pod["runtimeClassName"] == "nvidia"
+    assert {"name": "AWS_REGION", "value": "eu-central-1"} in server["env"]
+    assert {"/dev/shm", "/var/cache/kvdepot", "/keys"} <= {mount["mountPath"] for mount in server["volumeMounts"]}
+    assert made["ServiceAccount"]["metadata"]["annotations"] == {"role": "kv"}
     assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render())
     assert json.loads(made["ConfigMap"]["data"]["kvdepot.json"]) == dashboard.dashboard()
     monitor = made["PodMonitor"]["spec"]

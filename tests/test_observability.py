@@ -84,6 +84,25 @@ def test_every_query_asks_for_metrics_and_labels_that_a_server_exports() -> None
     assert len(asked) > 25
 
 
+def test_grafanas_own_types_lose_nothing_of_the_dashboard() -> None:
+    read = module("grafana_foundation_sdk.models.dashboard").Dashboard.from_json
+    encode = module("grafana_foundation_sdk.cog.encoder").JSONEncoder(sort_keys=True).encode
+
+    def lost(had: Any, has: Any, where: str) -> Iterator[str]:
+        if isinstance(had, dict):
+            for name, value in had.items():
+                yield from lost(value, has[name], f"{where}.{name}") if name in has else [f"{where}.{name}"]
+        elif isinstance(had, list):
+            assert len(had) == len(has), where
+            for i, (one, other) in enumerate(zip(had, has, strict=True)):
+                yield from lost(one, other, f"{where}[{i}]")
+        elif had != has:
+            yield f"{where}: {had!r} is {has!r}"
+
+    made = json.loads(dashboard.render())
+    assert list(lost(made, json.loads(encode(read(made))), "")) == []
+
+
 def test_panels_lie_side_by_side_within_the_page() -> None:
     taken: dict[tuple[int, int], str] = {}
     panels = dashboard.dashboard()["panels"]

@@ -194,7 +194,10 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "options": (
             {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "none"}
             if stat
-            else {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+            else {
+                "legend": {"showLegend": True, "displayMode": "list", "placement": "bottom"},
+                "tooltip": {"mode": "multi"},
+            }
         ),
         "targets": [
             {
@@ -221,7 +224,6 @@ def _variable(name: str, among: str) -> dict[str, Any]:
         "type": "query",
         "datasource": _SOURCE,
         "query": {"query": query, "refId": name},
-        "definition": query,
         "refresh": 2,
         "includeAll": True,
         "multi": True,
