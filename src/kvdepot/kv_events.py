@@ -146,8 +146,12 @@ class Feed:
             before = chunk.parent
             queue.append((there, chunk.namespace, chunk.key, None if before is None else before.key))
         if self._asleep:
-            self._asleep = False
-            os.eventfd_write(self.wake, 1)
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Wake the reader."""
+        self._asleep = False
+        os.eventfd_write(self.wake, 1)
 
     def tick(self) -> None:
         """Once a second: go on telling what was there before the feed was, or before its queue was full."""
@@ -187,7 +191,8 @@ class Feed:
         return self._asleep
 
     def close(self) -> None:
-        """When both threads are done with it."""
+        """When the reader is done with it."""
+        self._index.watch = None
         os.close(self.wake)
 
 
@@ -353,13 +358,15 @@ class Publisher:
         log.info("KV events at %s, replays at %s", self._endpoint, replay_endpoint(self._endpoint))
 
     def close(self) -> None:
-        """Say that nothing is there any more, and end. Blocks a second at most."""
+        """Say that nothing is there any more, and end, and the feed with it. Blocks a second at most. Once."""
         self._stopping = True
-        os.eventfd_write(self._feed.wake, 1)
+        self._feed.rouse()
         if self._thread.ident is None:
             self._close_sockets()
         else:
             self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self._feed.close()
 
     # -- the thread
 

@@ -368,7 +368,7 @@ class Server:
         if idle:
             self._devices.close()  # the arena is registered with their drivers: it must still be there
         idle = self._stop_carriers(_TIER_STOP_S) and idle
-        if self._publisher is not None and self._feed is not None:
+        if self._publisher is not None:
             self._publisher.close()
         self._door.close()
         self._socket.close()
