@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from kvdepot import __version__
+from kvdepot import __version__, logs
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError, KVDepotError
 
@@ -165,9 +165,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def _serve(file: str | None, flags: dict[str, Any]) -> int:
     config = load(file, flags)
     _tune_copies()
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.log_level, config.log_format)
     from kvdepot.server import Server
 
     server = Server(config)

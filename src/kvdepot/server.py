@@ -125,7 +125,7 @@ class Server:
                 config, options=msgspec.structs.replace(options, ttl_s=min(ages, default=0))
             )
             self._carriers.append(Carrier(config, self.arena, self._report, make_codec(options)))
-            log.info("tier %s: write %s", config.name, options.write)
+            log.info("tier %s: write %s", config.name, options.write, extra={"tier": config.name})
 
     def _open_kv_events(self) -> None:
         """Raises Unavailable."""
@@ -335,7 +335,7 @@ class Server:
         self._door.tick()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
-                log.info("client %s is gone", identity.hex()[:8])
+                log.info("client %s is gone", identity.hex()[:8], extra={"client": identity.hex()[:8]})
                 self._act(self.depot.died(identity))
                 self.depot.report.latencies.gone(identity)
                 del self._cards[identity]
