@@ -53,11 +53,19 @@ from kvdepot.config import default_url
 from kvdepot.contract import pack_block_ids
 from kvdepot.devices import share
 from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm_stats import KVDepotMetrics, KVDepotStats
 from kvdepot.keys import ChunkChain, derive_root, salt_tag
 from kvdepot.layout import Layout, build_layout
+from kvdepot.operation import Operation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -172,6 +180,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
             self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens, client=client)
+        self._stats = KVDepotStats()
+        (self._scheduler or self._moves).watch = self._ended_operation
         self._context = context
         self._gpu: torch.device | None = None  # where the KV is, if on one
         self._tracked: dict[str, _Tracked] = {}
@@ -184,6 +194,34 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A dropped store is a future miss, nothing worse."""
         return False
+
+    # -- both sides: figures
+
+    def _ended_operation(self, operation: Operation) -> None:
+        self._stats.count(operation)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has ended since the last step; None where nothing has."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, KVDepotStats()
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Stats as they came out of another process."""
+        return KVDepotStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """`vllm:kvdepot_*` among vLLM's metrics."""
+        return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- scheduler: what is cached
 
