@@ -532,7 +532,8 @@ class LMCacheMPWorkerAdapter:
             error = f"{outcome.code}: {outcome}" if isinstance(outcome, KVDepotError) else ""
             took_s = time.monotonic() - began.at_s
             size = blocks * self._block_bytes
-            self.watch(Operation(kind, transfer.request_ids, began, took_s, chunks, done, size, error))
+            stored = b"".join(part.hashes for part in transfer.shards) if transfer.is_store and done else b""
+            self.watch(Operation(kind, transfer.request_ids, began, took_s, chunks, done, size, error, stored))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose retrieve failed since the last call; the engine must recompute them."""

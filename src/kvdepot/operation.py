@@ -39,6 +39,8 @@ class Operation(msgspec.Struct, frozen=True):
     """That were asked for: of each, a store or retrieve moves one rank's shard."""
     done: int
     """That were found, or are stored, or retrieved. Of a store that was not whole: 0."""
-    bytes: int = 0
+    size_bytes: int = 0
     """Of the shards that are done."""
     error: str = ""
+    stored: bytes = b""
+    """Keys of the chunks of a store that was whole, 32 bytes each."""

@@ -53,7 +53,7 @@ class KVDepotStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's, which myp
             self._add("lookup_errors", bool(operation.error))
         else:
             self._add(f"{operation.kind}d_shards", operation.done)
-            self._add(f"{operation.kind}d_bytes", operation.bytes)
+            self._add(f"{operation.kind}d_bytes", operation.size_bytes)
             self._add(f"{operation.kind}_failed_shards", lost)
         self.data.setdefault(f"{operation.kind}_seconds", []).append(operation.took_s)
 
