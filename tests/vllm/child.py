@@ -2,7 +2,8 @@
 
 Run as `python child.py ENGINE_ARGS_JSON`. Commands: run (a list of requests, together), add (one request, and wait
 until its depot lookup is answered), finish (step until all are done), reset (the engine's own prefix cache),
-preemptions, metrics (the connector's, by name: values, and of histograms counts), failed chunks (retrieved in vain so far), stop.
+preemptions, metrics (the connector's, by name: values, and of histograms counts), failed chunks (retrieved in vain so
+far), stop.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,9 @@ class Events:
     """A subscriber that reads with vLLM's own decoder."""
 
     def __init__(self, endpoint: str) -> None:
-        from vllm.distributed.kv_events import KVEventBatch
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what vLLM imports
+            from vllm.distributed.kv_events import KVEventBatch
 
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
