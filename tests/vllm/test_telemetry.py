@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import warnings
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,14 +19,14 @@ from tests.conftest import StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+
 
 class Events:
     """A subscriber that reads with vLLM's own decoder."""
 
     def __init__(self, endpoint: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what vLLM imports
-            from vllm.distributed.kv_events import KVEventBatch
+        from vllm.distributed.kv_events import KVEventBatch
 
         self.context: zmq.Context[Any] = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
@@ -170,3 +170,116 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     assert {span.parent_span_id.hex() for span in joined()} == {parent}
     depots.close(), engines.close()
     engine.stop()
+
+
+# -- the connector's parts, without an engine
+
+
+class Prompt:
+    """What is read of vLLM's request: hashed blocks of 4 tokens, 8 tokens a chunk."""
+
+    lora_request = None
+
+    def __init__(self, seed: int, chunks: int) -> None:
+        from kvdepot.keys import ChunkChain, derive_root
+
+        self.all_token_ids = prompt(seed, 8 * chunks)
+        self.block_hashes = [f"{seed}.{i}".encode().rjust(32, b"-") for i in range(2 * chunks)]
+        self.chain = ChunkChain(8, derive_root())
+        self.chain.extend(self.all_token_ids)
+
+    def keys(self, first: int, end: int) -> Counter[bytes]:
+        return Counter(self.chain.slice(i, i + 1) for i in range(first, end))
+
+
+def told(known: Any) -> list[tuple[str, list[bytes]]]:
+    """Events by their hashes, of which vLLM tells the last 64 bits."""
+    return [
+        (type(event).__name__, [each.to_bytes(8, "big").rjust(32, b"-") for each in event.block_hashes])
+        for event in known.take()
+    ]
+
+
+def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one = Known(ranks=2, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
+    known.ordered(one, one.chain, 0, 3)
+    known.stored(one.keys(0, 2))
+    assert told(known) == []
+    known.stored(one.keys(1, 3))
+    assert told(known) == [("BlockStored", one.block_hashes[2:4])]
+    known.stored(one.keys(0, 1))
+    assert told(known) == [("BlockStored", one.block_hashes[:2])]
+    known.ordered(one, one.chain, 2, 3)  # its first order was dropped by a rank: both must store it anew
+    known.stored(one.keys(2, 3))
+    assert told(known) == []
+    known.stored(one.keys(2, 3))
+    assert told(known) == [("BlockStored", one.block_hashes[4:6])]
+
+
+def test_a_lookup_tells_what_is_there_and_takes_back_what_is_not_or_could_not_be_loaded() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one = Known(ranks=1, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
+    known.looked_up(one, one.chain, 2)
+    assert told(known) == [("BlockStored", one.block_hashes[:2]), ("BlockStored", one.block_hashes[2:4])]
+    known.looked_up(one, one.chain, 2)
+    assert told(known) == []
+    known.looked_up(one, one.chain, 1)
+    assert told(known) == [("BlockRemoved", one.block_hashes[2:4])]
+    known.lost(one.chain.slice(0, 3))
+    assert told(known) == [("BlockRemoved", one.block_hashes[:2])]
+    known.looked_up(one, one.chain, 3)
+    told(known)
+    known.clear()
+    assert [kind for kind, _ in told(known)] == ["BlockRemoved"] * 3
+
+
+def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one, two = Known(1, 8, 4, most=3), Prompt(1, 3), Prompt(2, 1)
+    known.looked_up(one, one.chain, 3)
+    known.looked_up(one, Prompt(1, 1).chain, 1)  # its first chunk again
+    told(known)
+    known.looked_up(two, two.chain, 1)
+    assert told(known) == [("BlockStored", two.block_hashes), ("BlockRemoved", one.block_hashes[2:4])]
+
+
+def test_chunks_that_the_engine_does_not_hash_are_not_told() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one = Known(1, 8, 4), Prompt(1, 2)
+    del one.block_hashes[3:]
+    known.looked_up(one, one.chain, 2)
+    assert told(known) == [("BlockStored", one.block_hashes[:2])]
+
+
+def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
+    from kvdepot.integrations.vllm_stats import KVDepotStats
+    from kvdepot.operation import Began, Operation
+
+    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: str = "") -> Operation:
+        return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)
+
+    one, two = KVDepotStats(), KVDepotStats()
+    assert one.is_empty() and one.reduce() == {}
+    one.count(operation("lookup", 0.001, 4, 3))
+    one.count(operation("lookup", 0.003, 4, 0, error="deadline: late"))
+    one.count(operation("retrieve", 0.2, 3, 2, 2000))
+    two.count(operation("retrieve", 0.4, 3, 3, 3000))
+    two.count(operation("store", 0.5, 2, 0))
+    one.aggregate(two)
+    assert one.data == {
+        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookup_seconds": [0.001, 0.003],
+        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieve_seconds": [0.2, 0.4],
+        "stored_shards": 0, "stored_bytes": 0, "store_failed_shards": 2, "store_seconds": [0.5],
+    }  # fmt: skip
+    assert one.reduce() == {
+        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookups": 2, "lookup_seconds (median)": 0.002,
+        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieves": 2,
+        "retrieve_seconds (median)": 0.3, "store_failed_shards": 2, "stores": 1, "store_seconds (median)": 0.5,
+    }  # fmt: skip
+    one.reset()
+    assert one.is_empty()
