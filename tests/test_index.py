@@ -96,6 +96,10 @@ class IndexMachine(RuleBasedStateMachine):
     def begin(self, pages: int, policy: str) -> None:
         self.index = Index(Space(0, pages * PAGE), POLICIES[policy]())
         self.model = Model(pages * PAGE, WORLDS)
+        self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
+        self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
+            (chunk.namespace.number, chunk.key)
+        )
         self.spaces: list[Namespace] = []
         for place, world in enumerate(WORLDS):
             for rank in range(world):
@@ -235,6 +239,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.model.used() == self.index.space.capacity - self.index.space.free_bytes <= self.model.capacity
         taken = sorted(e for s in self.spaces for c in s.chunks.values() for h in c.shards.values() for e in h.extents)
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(taken)), "two shards share bytes"
+
+    @invariant()
+    def what_was_told_is_what_can_be_found(self) -> None:
+        if hasattr(self, "index"):
+            whole = {place for place, c in self.model.chunks.items() if sum(c.ranks.values()) == WORLDS[place[0]]}
+            assert self.told == {(self.spaces[place].number, key) for place, key in whole}
 
     def teardown(self) -> None:
         if not hasattr(self, "index"):

@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from kvdepot.errors import BadRequest, KVDepotError, UnknownRequest
 from kvdepot.events import EventQueue, happened
 from kvdepot.keys import HASH_BYTES, engine_hash
 from kvdepot.layout import Layout, build_layout, find_block_axes
+from kvdepot.operation import Began, Operation
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +127,8 @@ class LMCacheMPSchedulerAdapter:
             self.mq_client.close()
             raise
         self.lookup_futures: dict[str, MessagingFuture[int]] = {}
+        self.watch: Callable[[Operation], None] | None = None  # told of each lookup when its answer is asked for
+        self._asked: dict[str, tuple[Began, int]] = {}  # lookups that nobody knows the answer of: when, chunks
 
     def maybe_submit_lookup_request(
         self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
@@ -171,6 +175,7 @@ class LMCacheMPSchedulerAdapter:
             chained,
             salt,
         )
+        self._asked[request_id] = Began.now(), len(hashes) // HASH_BYTES
         self.lookup_futures[request_id] = self.mq_client.ask(
             request, lambda value: contract.check_type(value, int), deadline_s=LOOKUP_S
         )
@@ -187,11 +192,16 @@ class LMCacheMPSchedulerAdapter:
         if not future.query():
             return None
         try:
-            return future.result() * self.chunk_size
+            found, error = future.result(), ""
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             self.lookup_futures[request_id] = MessagingFuture.resolved(0)
-            return 0
+            found, error = 0, f"{exc.code}: {exc}"
+        began, chunks = self._asked.pop(request_id, (None, 0))
+        if self.watch is not None and began is not None:
+            took_s = time.monotonic() - began.at_s
+            self.watch(Operation("lookup", [request_id], began, took_s, chunks, found, error=error))
+        return found * self.chunk_size
 
     def wait_lookup_result(self, request_id: str, timeout_s: float) -> int | None:
         """Like `check_lookup_result`, but waits up to `timeout_s` for an answer that is under way."""
@@ -208,6 +218,7 @@ class LMCacheMPSchedulerAdapter:
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forget the local lookup state of a request; unknown ids are fine."""
         self.lookup_futures.pop(request_id, None)
+        self._asked.pop(request_id, None)
 
     def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
         """Tell the server that the request is over: pins it still holds are released. Fire and forget.
@@ -246,6 +257,7 @@ class _Transfer:
     ticket: int
     future: MessagingFuture[Any] | None = None  # None: it waits for its event
     error: KVDepotError | None = None
+    began: Began = field(default_factory=Began.now)
 
     def fail(self, error: KVDepotError) -> None:
         self.error = error
@@ -290,6 +302,8 @@ class LMCacheMPWorkerAdapter:
         self.finished_stores: set[str] = set()  # reported finished by the engine, store still in flight
         self.previously_finished: OrderedDict[str, None] = OrderedDict()  # returned by get_finished
         self.counters: Counter[str] = Counter()
+        self.watch: Callable[[Operation], None] | None = None  # told of each store and retrieve when it has ended
+        self._block_bytes = 0
         self._failed_blocks: set[int] = set()
         self._tickets = itertools.count(1)
         self._last_ticket = 0
@@ -321,6 +335,7 @@ class LMCacheMPWorkerAdapter:
                 self.blocks_in_chunk,
             )
         ).result()
+        self._block_bytes = layout.block_bytes
 
     def _choose_device(self) -> None:
         """On the thread that asks events: else CUDA's runtime would make a context on the first GPU of the host."""
@@ -485,14 +500,16 @@ class LMCacheMPWorkerAdapter:
         if outcome is not True:
             self.counters["stores_dropped"] += 1
             log.info("store for %s dropped: %s", transfer.request_ids[:4], outcome or "no space, or a copy failed")
+        blocks = sum(len(part.block_ids) // 4 for part in transfer.shards) if outcome is True else 0
+        self._tell(transfer, blocks // transfer.blocks_in_chunk, blocks, outcome)
 
     def _retrieve_ended(self, transfer: _Transfer) -> None:
-        outcome = self._outcome(transfer)
+        said = outcome = self._outcome(transfer)
         chunks = sum(len(part.hashes) // HASH_BYTES for part in transfer.shards)
         if not isinstance(outcome, list) or len(outcome) != chunks:
             log.warning("retrieve for %s failed: %s", transfer.request_ids[:4], outcome)
             outcome = [False] * chunks
-        position = 0
+        position = blocks = 0
         for part in transfer.shards:
             for i in range(len(part.hashes) // HASH_BYTES):
                 if outcome[position] is not True:
@@ -502,7 +519,21 @@ class LMCacheMPWorkerAdapter:
                     ids = part.block_ids[first : 4 * (i + 1) * transfer.blocks_in_chunk]
                     self._failed_blocks.update(memoryview(ids).cast("I"))
                     self.counters["chunks_failed"] += 1
+                else:
+                    blocks += transfer.blocks_in_chunk - (part.skip_blocks if i == 0 else 0)
                 position += 1
+        self._tell(transfer, outcome.count(True), blocks, said)
+
+    def _tell(self, transfer: _Transfer, done: int, blocks: int, outcome: Any) -> None:
+        """blocks: that were moved."""
+        if self.watch is not None and transfer.shards:
+            kind, began = "store" if transfer.is_store else "retrieve", transfer.began
+            chunks = sum(len(part.hashes) // HASH_BYTES for part in transfer.shards)
+            error = f"{outcome.code}: {outcome}" if isinstance(outcome, KVDepotError) else ""
+            took_s = time.monotonic() - began.at_s
+            size = blocks * self._block_bytes
+            stored = b"".join(part.hashes for part in transfer.shards) if transfer.is_store and done else b""
+            self.watch(Operation(kind, transfer.request_ids, began, took_s, chunks, done, size, error, stored))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose retrieve failed since the last call; the engine must recompute them."""

@@ -103,3 +103,8 @@ class Client:
     queued: int = 0
     queued_chunks: int = 0
     dead: bool = False
+
+    @property
+    def called(self) -> str:
+        """What status, journal and log call it."""
+        return self.identity.hex()[:8]

@@ -46,6 +46,7 @@ def default_key() -> str:
 
 
 _WORDS = {
+    "log_format": ("human", "json"),
     "log_level": ("debug", "info", "warning", "error"),
     "on_stop": ("remove", "keep"),
     "verify": ("off", "sampled", "always"),
@@ -107,6 +108,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="file with the token for HTTP (mode 0600); empty = one made beside the unix socket")
     ] = ""
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    log_format: Annotated[str, Meta(description="human, or json: one object a line")] = "human"
+    kv_events: Annotated[
+        str,
+        Meta(
+            description="where routers hear, as vLLM's KV events, which chunks come and go: ipc://PATH or "
+            "tcp://HOST:PORT; replays at PATH.replay or the next port; empty = off"
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         for name in ("arena_gib", "drain_s", "lookup_s"):
@@ -116,6 +125,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
         if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= _MOST_PORT):
             raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
+        if self.kv_events and not _is_events_endpoint(self.kv_events):
+            raise ValueError(f"kv_events: {self.kv_events!r} is neither ipc://PATH nor tcp://HOST:PORT")
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
         for name, allowed in _WORDS.items():
@@ -149,6 +160,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def words_of(setting: str) -> tuple[str, ...]:
     """What a setting can be, where that is one of a few words."""
     return tuple(sorted(POLICIES)) if setting == "policy" else _WORDS.get(setting, ())
+
+
+def _is_events_endpoint(url: str) -> bool:
+    port = re.fullmatch(r"tcp://.+:(\d{1,5})", url)
+    return 0 < int(port[1]) < 65535 if port else bool(re.fullmatch(r"ipc://.+", url))
 
 
 def _free_memory() -> int:

@@ -51,6 +51,8 @@ _SERVER = "server"
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _DOMAIN = b"kvdepot"
+_ALL_TENANTS = b"kvdepot-all-tenants"
+"""Of sockets that tell of every tenant's chunks."""
 _MOST_BYTES = 16 << 20
 """Of a file of keys."""
 
@@ -249,19 +251,21 @@ class Gate:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
 
-    def guard(self, socket: zmq.Socket[Any], key: Key) -> None:
-        """Let only clients with known keys reach a socket. Before it is bound."""
+    def guard(self, socket: zmq.Socket[Any], key: Key, all_tenants: bool = False) -> None:
+        """Let only clients with known keys reach a socket; all_tenants: and with no tenant. Before it is bound."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ALL_TENANTS if all_tenants else _DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, nobody gets in
 
     def answer(self) -> bool:
         """Answer one question; whether the client was let in. What it is called goes into `User-Id`."""
         frames = self.socket.recv_multipart()
         client = None
-        if len(frames) == 7 and frames[0] == b"1.0" and frames[2] == _DOMAIN and frames[5] == b"CURVE":
-            client = self._clients.get(frames[6])
+        if len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE":
+            known = self._clients.get(frames[6])
+            if known is not None and (frames[2] == _DOMAIN or (frames[2] == _ALL_TENANTS and not known.tenant)):
+                client = known
         verdict = (b"200", b"", client.name.encode(), b"") if client else (b"400", b"no such key", b"", b"")
         with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
             self.socket.send_multipart((b"1.0", frames[1] if len(frames) > 1 else b"", *verdict), zmq.NOBLOCK)

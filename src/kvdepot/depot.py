@@ -8,6 +8,7 @@ its client's death.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from kvdepot.tiering import MOST_FORGETTINGS, Tiering, Token
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Action", "Depot", "Reply"]
+
+log = logging.getLogger(__name__)
 
 _QUEUED_CHUNKS = 1 << 18
 """A client with so many chunks in flight waits until some have been copied."""
@@ -132,6 +135,8 @@ class Depot:
             return self._decide(client, number, request)
         except KVDepotError as exc:
             self.counters["errors"] += 1
+            asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
+            log.debug("%s failed: %s", type(request).__name__, exc, extra=asked)
             return [Reply(identity, number, exc)]
 
     def _decide(self, client: Client, number: bytes, request: wire.Request) -> list[Action]:
@@ -151,7 +156,9 @@ class Depot:
                 self.sessions.end(client, request.request)
                 return [*actions, Reply(client.identity, number, None)]
             case wire.Register():
-                self.report.note("engine", f"{_called(client)} registers KV tensors of {request.model or 'a model'}")
+                self.report.note(
+                    "engine", f"client {client.called} registers KV tensors of {request.model or 'a model'}"
+                )
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
                 return self.registrations.unregister(client, request.instance, [number])
@@ -212,7 +219,7 @@ class Depot:
             return []
         self.counters["clients_died"] += 1
         if client.instances or client.model:
-            self.report.note("engine", f"{_called(client)} is gone")
+            self.report.note("engine", f"client {client.called} is gone")
         client.dead = True
         actions = self.sessions.leave(client)
         for number in list(client.instances):
@@ -278,6 +285,8 @@ class Depot:
                     if chunk is None:
                         # Without this chunk those behind it are useless: drop them too.
                         self.counters["dropped_chunks"] += count - i
+                        asked = {"client": client.called, "request": part.request}
+                        log.debug("%d chunks of a store dropped: no room for them", count - i, extra=asked)
                         complete = False
                         break
                     shard = chunk.shards[part.rank]
@@ -417,10 +426,16 @@ class Depot:
                 self.index.discard(chunk, rank)
                 self.counters["failed_chunks"] += 1
         operation.results[0] &= len(sealed) == len(operation.chunks)
+        if len(sealed) < len(operation.chunks):
+            lost = len(operation.chunks) - len(sealed)
+            log.debug("%d chunks of a store did not arrive", lost, extra={"client": operation.client.called})
         self.index.touch([chunk for chunk, _ in sealed])
         return [*self.tiering.stored(sealed), *self.tiering.make_room()] if self.tiering else []
 
     def _end_retrieve(self, operation: _Operation) -> None:
+        if lost := operation.results.count(False):
+            asked = {"client": operation.client.called, "request": " ".join(each[0] for each in operation.requests)}
+            log.debug("%d of %d chunks of a retrieve cannot be had", lost, len(operation.results), extra=asked)
         self.index.release([chunk for chunk, _ in operation.chunks])
         self.counters["retrieved_chunks"] += sum(operation.results)
         for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
@@ -443,8 +458,3 @@ class Depot:
     def status(self, tenant: str = "") -> Status:
         """What there is and what has happened; see report.py."""
         return self.report.status(tenant)
-
-
-def _called(client: Client) -> str:
-    """How the journal calls a client; a status lists it under the same name."""
-    return f"client {client.identity.hex()[:8]}"

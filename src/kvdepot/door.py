@@ -49,11 +49,12 @@ class Door:
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], config: Config) -> None:
         """Set the socket's options and listen. Raises ConfigError for keys that are missing, Unavailable."""
-        if not config.keys and not is_loopback(config.url):
-            raise ConfigError(
-                f"{config.url} can be reached from other hosts, so clients need keys: make them with `kvdepot keygen "
-                "DIR CLIENT...` and give --keys DIR, or listen on 127.0.0.1 or a unix socket"
-            )
+        for url in (config.url, config.kv_events):
+            if not config.keys and not is_loopback(url or "ipc://"):
+                raise ConfigError(
+                    f"{url} can be reached from other hosts, so clients need keys: make them with `kvdepot keygen "
+                    "DIR CLIENT...` and give --keys DIR, or listen on 127.0.0.1 or a unix socket"
+                )
         self._socket = socket
         self._url = config.url
         self.keys: ServerKeys | None = None
@@ -85,6 +86,11 @@ class Door:
     def sockets(self) -> list[zmq.Socket[Any]]:
         """What to wait for besides the socket itself; hand what is ready to `turn`."""
         return [self._monitor] if self._gate is None else [self._monitor, self._gate.socket]
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """Another socket of the server, which tells of all tenants: with keys, for who has one and no tenant."""
+        if self._gate is not None and self.keys is not None:
+            self._gate.guard(socket, self.keys.key, all_tenants=True)
 
     def _bind(self) -> None:
         old = os.umask(0o177)

@@ -137,6 +137,8 @@ class Index:
         self.evicted = 0
         self.evicting: Callable[[Chunk], None] | None = None
         """Told of each chunk that goes to make room, before it does."""
+        self.watch: Callable[[Chunk, bool], None] | None = None
+        """Told of each chunk that can be had now, or (False) not any more; the latter may come twice."""
         self._broken = 0  # chunks without a depth in the middle of a chain
         self._detached_bytes = 0  # of shards that were replaced
         self._ttl_s = ttl_s
@@ -391,6 +393,8 @@ class Index:
             chunk.born = born
             self._watch_age(chunk)
             self._chain(chunk)
+            if self.watch is not None and self.is_there(chunk):
+                self.watch(chunk, True)
 
     def _make_room(self, size: int) -> Extents | None:
         space = self.space
@@ -422,6 +426,10 @@ class Index:
         """Whether it is there, nothing holds it and nothing is behind it."""
         return _evictable(chunk)
 
+    def is_there(self, chunk: Chunk) -> bool:
+        """Whether a lookup may find it: whole on every rank, and not to be removed."""
+        return bool(chunk.sealed == chunk.namespace.world_size and not chunk.doomed and not chunk.gone)
+
     def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
         """Make a reserved shard visible and release the hold of `reserve`.
 
@@ -439,6 +447,8 @@ class Index:
         self._serial += 1
         self._record(chunk, rank, shard)
         self._chain(chunk)
+        if self.watch is not None and self.is_there(chunk):
+            self.watch(chunk, True)
         self.release([chunk])
 
     def _chain(self, chunk: Chunk) -> None:
@@ -484,6 +494,8 @@ class Index:
         self.records.erase(shard.slot)
         shard.slot = -1
         self._unchain(chunk)
+        if self.watch is not None:
+            self.watch(chunk, False)
 
     def _unchain(self, chunk: Chunk) -> None:
         if chunk.depth:
@@ -503,6 +515,8 @@ class Index:
         else:
             chunk.doomed = True
             self._unchain(chunk)
+            if self.watch is not None and chunk.sealed:
+                self.watch(chunk, False)
             if at_once:
                 for rank in list(chunk.shards):
                     self.condemn(chunk, rank)
@@ -622,6 +636,8 @@ class Index:
         self.chunks -= 1
         chunk.gone = True
         chunk.depth = 0
+        if self.watch is not None and chunk.sealed:
+            self.watch(chunk, False)
         self._policy.remove(chunk, evicted)
         before: Chunk | None = chunk.parent
         chunk.parent = None

@@ -142,7 +142,7 @@ class Report:
         ]
         return [
             Engine(
-                id=client.identity.hex()[:8],
+                id=client.called,
                 since_s=now - client.came,
                 idle_s=now - client.heard,
                 models=sorted(

@@ -33,6 +33,7 @@ from kvdepot.door import Door
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
+from kvdepot.kv_events import Feed, Publisher
 from kvdepot.mover import Call, Copy, Mover
 from kvdepot.rates import Rates
 from kvdepot.records import Records
@@ -101,11 +102,14 @@ class Server:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._carriers: list[Carrier] = []
         self._devices = Devices(self.arena, config.gpu_staging_mib << 20)
+        self._feed: Feed | None = None
+        self._publisher: Publisher | None = None
         try:
             self._open_tiers()
             devices = self._devices
             self.depot = Depot(config, self._restore(), devices.map, config.tier_configs, devices.status, self.boot)
             self._web = self._make_web()
+            self._open_kv_events()
         except BaseException:
             self._door.close()
             self._socket.close()
@@ -135,7 +139,16 @@ class Server:
                 config, options=msgspec.structs.replace(options, ttl_s=min(ages, default=0))
             )
             self._carriers.append(Carrier(config, self.arena, self._report, make_codec(options)))
-            log.info("tier %s: write %s", config.name, options.write)
+            log.info("tier %s: write %s", config.name, options.write, extra={"tier": config.name})
+
+    def _open_kv_events(self) -> None:
+        """Raises Unavailable."""
+        config = self._config
+        if config.kv_events:
+            self._feed = Feed(self.depot.index, self.depot.counters)
+            self._publisher = Publisher(
+                self._feed, config.kv_events, config.chunk_size, self._context, self._door.guard
+            )
 
     def _stop_carriers(self, timeout_s: float) -> bool:
         """End the tiers' threads; False where one hangs, and may yet write into the arena."""
@@ -179,6 +192,9 @@ class Server:
             self._mover.threads,
         )  # fmt: skip
         self._act(self.depot.tick(time.monotonic(), time.time()))
+        if self._feed is not None and self._publisher is not None:
+            self._feed.tick()
+            self._publisher.start()
         next_tick = time.monotonic() + _TICK_S
         if self._web is not None:
             self._web.start()
@@ -331,11 +347,13 @@ class Server:
 
     def _tick(self) -> None:
         self._act(self.depot.tick(time.monotonic(), time.time()))
+        if self._feed is not None:
+            self._feed.tick()
         self._rates.tick()
         self._door.tick()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
-                log.info("client %s is gone", identity.hex()[:8])
+                log.info("client %s is gone", identity.hex()[:8], extra={"client": identity.hex()[:8]})
                 self._act(self.depot.died(identity))
                 self.depot.report.latencies.gone(identity)
                 del self._cards[identity]
@@ -374,6 +392,8 @@ class Server:
         if idle:
             self._devices.close()  # the arena is registered with their drivers: it must still be there
         idle = self._stop_carriers(_TIER_STOP_S) and idle
+        if self._publisher is not None:
+            self._publisher.close()
         self._door.close()
         self._socket.close()
         self._context.term()

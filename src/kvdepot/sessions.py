@@ -6,6 +6,7 @@ was for, its session or its client, once. The depot itself pins what people aske
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from functools import partial
 from itertools import islice
@@ -22,6 +23,8 @@ from kvdepot.status import Kept
 from kvdepot.tiering import Tiering
 
 __all__ = ["Sessions"]
+
+log = logging.getLogger(__name__)
 
 _KEPT_SHARE = 2
 """What is pinned by name takes at most 1 / so much of the arena: the rest must go on."""
@@ -66,7 +69,7 @@ class Sessions:
             salt = tenant_salt(client.tenant, request.salt)
             found = self._tiering.search(
                 spaces[0], request.hashes, asking.first, request.chained, salt, pins[0].chunks, now,
-                partial(self._searched, asking),
+                partial(self._searched, asking), request.request,
             )  # fmt: skip
             if found is not None:
                 search, errands = found
@@ -108,6 +111,8 @@ class Sessions:
                 space.hit_chunks += matched
         except KVDepotError as exc:
             self._counters["errors"] += 1
+            asked = {"client": asking.asker.called, "request": asking.lookup.request}
+            log.debug("Lookup failed: %s", exc, extra=asked)
             value = exc
         return Reply(asking.asker.identity, asking.number, value)
 

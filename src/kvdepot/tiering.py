@@ -73,6 +73,7 @@ class Search:
     waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards on their way
     loading: bool = False
     ended: bool = False
+    request: str = ""
 
     def is_awaited(self) -> bool:
         """Whether anybody wants to know what tiers have. Any thread."""
@@ -231,11 +232,12 @@ class Tiering:
         held: list[Chunk],
         now: float,
         done: Done,
+        request: str = "",
     ) -> tuple[Search, Errands] | None:
         """Look behind memory for what it misses of `hashes` from chunk `first` on; None where there is no use.
 
         held: chunks of the prefix that memory has; kept, with what is loaded, until `done` has been called, once: by
-        `finished` or `expire` or `end`. What that returns goes where the errands go.
+        `finished` or `expire` or `end`. What that returns goes where the errands go. request: what the log calls it.
         """
         usable = [tier for tier in self._tiers if tier.breaker.usable]
         if not usable or len(space.sizes) < space.world_size or self._is_being_forgotten(space, salt):
@@ -248,6 +250,7 @@ class Tiering:
         if self.searches >= _MOST_SEARCHES or not room or not asked:
             return None
         search = Search(space, hashes, first, end, chained, salt, now, done, {chunk.key: chunk for chunk in held})
+        search.request = request
         search.wanted = [
             (i, rank)
             for i in range(first, end)
@@ -299,6 +302,8 @@ class Tiering:
     def _found(self, search: Search, tier: _Tier, outcome: Any, now: float) -> Errands:
         tier.finding -= 1
         search.owing.discard(tier.number)
+        if isinstance(outcome, KVDepotError):
+            log.debug("a search cannot learn what this tier has: %s", outcome, extra=_about(tier, search))
         if search.ended or search.loading:
             return []
         if isinstance(outcome, list):
@@ -408,6 +413,9 @@ class Tiering:
         spoilt: list[str] = []
         sealed: list[tuple[Chunk, int]] = []
         outcomes = outcome if isinstance(outcome, list) else [None] * len(arrivals)
+        if isinstance(outcome, KVDepotError):
+            for search in {id(search): search for arrival in arrivals for search in arrival.searches}.values():
+                log.debug("what a search found could not be loaded: %s", outcome, extra=_about(tier, search))
         for arrival, header in zip(arrivals, outcomes, strict=True):
             chunk, rank = arrival.chunk, arrival.rank
             space: Namespace = chunk.namespace
@@ -445,6 +453,7 @@ class Tiering:
         for number in search.owing | {number for number, count in search.waiting.items() if count}:
             tier = self._tiers[number]
             tier.counters["late"] += 1
+            log.debug("a search is answered without what this tier may have: too late", extra=_about(tier, search))
             if tier.breaker.last_success < search.begun:
                 self._failed(tier, now, "does not answer")
         return self.end(search)
@@ -641,13 +650,14 @@ class Tiering:
             tier.counters["failures"] += 1
             self._failed(tier, now, str(outcome))
         elif outcome is not None and tier.breaker.succeeded(now):
-            log.info("tier %s is back", tier.config.name)
+            log.info("tier %s is back", tier.config.name, extra={"tier": tier.config.name})
         return token.then(outcome, now)
 
     def _failed(self, tier: _Tier, now: float, why: str) -> None:
         if not tier.breaker.failed(now):
             return
-        log.warning("tier %s is left alone for a while: %s", tier.config.name, why[:300])
+        why = why[:300]
+        log.warning("tier %s is left alone for a while: %s", tier.config.name, why, extra={"tier": tier.config.name})
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
         tier.counters["dropped_chunks"] += len(queue)
@@ -697,6 +707,11 @@ def _batches(items: list[Any], size: Callable[[Any], int]) -> Iterable[list[Any]
             batch, taken = [], 0
     if batch:
         yield batch
+
+
+def _about(tier: _Tier, search: Search) -> dict[str, str]:
+    """Fields of a line of the log."""
+    return {"tier": tier.config.name, "request": search.request}
 
 
 def _ignore(outcome: Any, now: float) -> Errands:

@@ -2,7 +2,8 @@
 
 Run as `python child.py ENGINE_ARGS_JSON`. Commands: run (a list of requests, together), add (one request, and wait
 until its depot lookup is answered), finish (step until all are done), reset (the engine's own prefix cache),
-preemptions, failed chunks (retrieved in vain so far), stop.
+preemptions, metrics (the connector's, by name: values, and of histograms counts), failed chunks (retrieved in vain so
+far), stop.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Child:
         params = SamplingParams(
             max_tokens=request.get("max_tokens", 8), temperature=0, logprobs=3, detokenize=False, ignore_eos=True
         )
-        self.engine.add_request(request["id"], prompt, params, lora_request=lora)
+        self.engine.add_request(
+            request["id"], prompt, params, lora_request=lora, trace_headers=request.get("trace_headers")
+        )
 
     def add_and_look_up(self, request: dict[str, Any]) -> None:
         self.add(request)
@@ -82,6 +85,9 @@ class Child:
                 return None
             case "failed chunks":
                 return get_kv_transfer_group()._worker.counters["chunks_failed"]
+            case "metrics":
+                found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
+                return {m.name: m.count if hasattr(m, "count") else m.value for m in found}
             case "preemptions":
                 return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
         raise ValueError(command)

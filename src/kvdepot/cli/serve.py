@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 from typing import Any
 
 import click
 
+from kvdepot import logs
 from kvdepot.cli import options
 from kvdepot.config import load, load_with_sources, masked
 
@@ -26,9 +26,7 @@ _WHERE = (
 def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM or SIGINT."""
     config = load(file, options.flags_of(given))
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.log_level, config.log_format)
     from kvdepot.server import Server
 
     server = Server(config)

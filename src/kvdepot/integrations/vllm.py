@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,11 +53,21 @@ from kvdepot.config import default_url
 from kvdepot.contract import pack_block_ids
 from kvdepot.devices import share
 from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm_events import Known, StoredKeys
+from kvdepot.integrations.vllm_stats import KVDepotMetrics, KVDepotStats
 from kvdepot.keys import ChunkChain, derive_root, salt_tag
 from kvdepot.layout import Layout, build_layout
+from kvdepot.operation import Operation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -92,6 +102,7 @@ class _Transfer:
     block_ids: bytes
     skip_blocks: int = 0
     salt: bytes = b""
+    trace: dict[str, str] | None = None  # the request's W3C trace headers, where it has some
 
 
 @dataclass
@@ -172,6 +183,20 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
             self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens, client=client)
+        self._stats = KVDepotStats()
+        self._spans: Callable[[Operation], None] | None = None
+        self._traces: dict[str, dict[str, str]] = {}  # a worker's: headers of what it loads and stores
+        if vllm_config.observability_config.otlp_traces_endpoint:
+            from kvdepot.tracing import Spans  # vLLM has OpenTelemetry then
+
+            self._spans = Spans(headers=self._trace_headers)
+        told = vllm_config.kv_events_config
+        self._tells = told is not None and told.enable_kv_cache_events
+        self._known: Known | None = None  # the scheduler's
+        self._stored_keys = StoredKeys()  # a worker's, since the last step
+        if self._tells and self._scheduler is not None:
+            self._known = Known(ranks, self._scheduler.chunk_size, block_tokens)
+        (self._scheduler or self._moves).watch = self._ended_operation
         self._context = context
         self._gpu: torch.device | None = None  # where the KV is, if on one
         self._tracked: dict[str, _Tracked] = {}
@@ -184,6 +209,57 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A dropped store is a future miss, nothing worse."""
         return False
+
+    # -- both sides: figures
+
+    def _ended_operation(self, operation: Operation) -> None:
+        self._stats.count(operation)
+        if self._tells:
+            self._stored_keys.add(operation.stored)
+        if self._spans is not None:
+            self._spans(operation)
+
+    def _note_trace(self, transfer: _Transfer) -> None:
+        if transfer.trace:
+            self._traces[transfer.request_id] = transfer.trace
+
+    def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
+        tracked = self._tracked.get(request_id)
+        return self._traces.get(request_id) if tracked is None else tracked.request.trace_headers
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has ended since the last step; None where nothing has."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, KVDepotStats()
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Stats as they came out of another process."""
+        return KVDepotStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """`vllm:kvdepot_*` among vLLM's metrics."""
+        return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def build_connector_worker_meta(self) -> StoredKeys | None:
+        """What this worker has stored since the last step."""
+        if not self._stored_keys.keys:
+            return None
+        stored, self._stored_keys = self._stored_keys, StoredKeys()
+        return stored
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the scheduler has learned of the depot's chunks since the last step."""
+        return self._known.take() if self._known is not None else ()
 
     # -- scheduler: what is cached
 
@@ -224,6 +300,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if cached is None:
             return None, False
         tracked.saved_chunks = cached // self._asks.chunk_size
+        if self._known is not None:
+            self._known.looked_up(request, tracked.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         return (new_tokens, True) if new_tokens > 0 else (0, False)
@@ -252,6 +330,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return _Transfer(
             tracked.request.request_id, chain.parent(first), first, chain.slice(first, end),
             pack_block_ids(block_ids), skip_blocks, salt_tag(tracked.request.cache_salt or ""),
+            dict(tracked.request.trace_headers) if self._spans is not None and tracked.request.trace_headers else None,
         )  # fmt: skip
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> _Metadata:
@@ -297,12 +376,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         (block_ids,) = state.resolve_block_ids(request.request_id)
         first, per_chunk = tracked.saved_chunks, self._asks.blocks_in_chunk
         meta.stores.append(self._transfer(tracked, first, end, block_ids[first * per_chunk : end * per_chunk]))
+        if self._known is not None:
+            self._known.ordered(request, tracked.chain, first, end)
         tracked.saved_chunks = end
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Loads have ended: release their pins, and remember what failed."""
         failed = connector_output.invalid_block_ids or set()
+        if self._known is not None and isinstance(stored := connector_output.kv_connector_worker_meta, StoredKeys):
+            self._known.stored(stored.keys)
         for request_id in connector_output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -312,6 +395,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._asks.end_session(request_id, saved, saved / self._prefill.speed if self._prefill.speed else 0.0)
             tracked.load_tokens = 0
             if not is_whole:
+                if self._known is not None and tracked.load is not None:
+                    self._known.lost(tracked.load.hashes)
                 # What is recomputed is stored again; the server skips what it has after all.
                 tracked.saved_chunks = 0
                 self._asks.cleanup_lookup_result(request_id)
@@ -341,6 +426,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Forget what is stored for this model (its weights changed, say). Blocks 1 s at most."""
         self._asks.mq_client.ask(wire.Clear(self._asks.model_name)).result(1.0)
+        if self._known is not None:
+            self._known.clear()
         return True
 
     # -- worker: moving bytes
@@ -377,6 +464,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         loads = self._orders.loads
         event = self._queued() if loads else None
         for load in loads:
+            self._note_trace(load)
             self._moves.submit_shards([load.request_id], self._shards([load]), event, is_store=False)
 
     def wait_for_save(self) -> None:
@@ -384,6 +472,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         stores = self._orders.stores
         if stores:
             ids = [store.request_id for store in stores]
+            for store in stores:
+                self._note_trace(store)
             self._moves.submit_shards(ids, self._shards(stores), self._queued(), is_store=True)
 
     def _queued(self) -> torch.cuda.Event | None:
@@ -417,6 +507,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if orders.idle:
             self._moves.wait_any(_IDLE_S)
         stored, loaded = self._moves.get_finished(finished_req_ids)
+        for request_id in self._traces.keys() - self._moves.store_futures.keys() - self._moves.retrieve_futures.keys():
+            del self._traces[request_id]
         # Ids come twice, or for requests that never stored; vLLM asserts that it waits for each it is told.
         stored = (stored or set()) & self._ended
         self._ended -= stored

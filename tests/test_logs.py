@@ -1,0 +1,163 @@
+"""What a log's lines say, and that each is one line whatever others sent."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvdepot import logs, wire
+from kvdepot.client import MessageQueueClient
+from kvdepot.errors import KVDepotError
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+
+from .conftest import Depot, StartDepot
+from .test_depot import Desk, lookup, prompt, retrieve, store
+from .test_server import CHUNK, Engine
+from .test_tiering import new_host
+
+Configure = Callable[[str], io.StringIO]
+
+
+@pytest.fixture
+def configure() -> Iterator[Configure]:
+    """Set logging up and give what it writes; as it was before, after the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+
+    def set_up(form: str) -> io.StringIO:
+        stream = io.StringIO()
+        logs.configure("debug", form, stream)
+        return stream
+
+    yield set_up
+    root.handlers = handlers
+    root.setLevel(level)
+
+
+def test_a_json_line_has_when_how_grave_who_what_and_its_fields(configure: Configure) -> None:
+    stream = configure("json")
+    before = time.time()
+    logging.getLogger("kvdepot.part").warning("lost %d", 3, extra={"request": "r1", "tier": "disk", "client": ""})
+    said = json.loads(stream.getvalue())
+    assert before - 1 <= said.pop("ts") <= time.time()
+    assert said == {"level": "warning", "logger": "kvdepot.part", "message": "lost 3", "request": "r1", "tier": "disk"}
+
+
+def test_a_json_line_of_a_failure_has_its_traceback(configure: Configure) -> None:
+    stream = configure("json")
+    try:
+        raise KVDepotError("why")
+    except KVDepotError:
+        logging.getLogger("kvdepot.part").exception("failed")
+    (line,) = stream.getvalue().splitlines()
+    assert "Traceback" in json.loads(line)["exception"] and "KVDepotError: why" in json.loads(line)["exception"]
+
+
+def test_a_line_for_people_ends_in_its_fields(configure: Configure) -> None:
+    stream = configure("human")
+    logging.getLogger("kvdepot").info("a store is dropped", extra={"client": "0a1b", "request": "two words"})
+    logging.getLogger("kvdepot").info("plain")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("INFO a store is dropped [client=0a1b request='two words']")
+    assert second.endswith("INFO plain")
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+@pytest.mark.parametrize("evil", ["a\nERROR b", "\r\n", "\x1b[31m", "x" * 100_000, "\udcff", '"}\n{"', "]\u2028"])
+def test_what_others_sent_stays_within_its_line_and_bounds(configure: Configure, form: str, evil: str) -> None:
+    stream = configure(form)
+    logging.getLogger("kvdepot").info("asked", extra={"request": evil})
+    text = stream.getvalue()
+    assert text.count("\n") == 1 and text.endswith("\n") and "\r" not in text and "\x1b" not in text
+    assert len(text) < 2000
+    assert text.encode()
+
+
+def test_a_message_for_people_stays_within_its_line(configure: Configure) -> None:
+    stream = configure("human")
+    logging.getLogger("kvdepot").info("no file %s", "a\nERROR b\x1b[31m")
+    assert stream.getvalue().endswith("INFO no file a\\nERROR b\\x1b[31m\n")
+
+
+# -- what is said of requests
+
+
+def about(caplog: pytest.LogCaptureFixture, request: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if getattr(record, "request", "") == request]
+
+
+@pytest.fixture(autouse=True)
+def _debug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvdepot")
+
+
+def test_a_request_that_fails_is_told_with_its_id_and_client(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    client = desk.hello()
+    refused = msgspec.structs.replace(lookup(prompt("a", 2), "cmpl-7"), hashes=b"odd")
+    assert isinstance(desk.ask(client, refused), KVDepotError)
+    assert len(about(caplog, "cmpl-7")) == 1
+    assert caplog.records[-1].client == client.hex()[:8]  # type: ignore[attr-defined]
+
+
+def test_chunks_that_are_dropped_or_cannot_be_had_are_told_with_their_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    desk = Desk(pages=4)
+    client = desk.hello()
+    desk.register(client)
+    long = prompt("a", 8)
+    assert desk.ask(client, store(long, request="cmpl-1")) is False
+    assert about(caplog, "cmpl-1") == ["4 chunks of a store dropped: no room for them"]
+    desk.ask(client, retrieve(prompt("b", 2), request="cmpl-2"))
+    assert about(caplog, "cmpl-2") == ["2 of 2 chunks of a retrieve cannot be had"]
+
+
+def test_a_search_that_a_tier_answers_late_is_told_with_its_request_and_tier(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    host = new_host(MemoryTier())
+    host.send(b"one", lookup(prompt("a", 2), "cmpl-9"))
+    host.pass_time(60.0)
+    assert len(about(caplog, "cmpl-9")) == 1
+    (late,) = [record for record in caplog.records if getattr(record, "request", "")]
+    assert late.tier == "disk:///d"  # type: ignore[attr-defined]
+
+
+def test_a_tier_that_fails_is_told_with_the_requests_that_it_failed(caplog: pytest.LogCaptureFixture) -> None:
+    tier = FaultyTier(MemoryTier())
+    host = new_host(tier)
+    tier.inject(down=1)
+    host.find(b"one", lookup(prompt("a", 2), "cmpl-10"))
+    assert len(about(caplog, "cmpl-10")) == 1
+
+
+# -- a real server
+
+
+def lines(server: Depot) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.logged().splitlines()]
+
+
+def test_a_server_logs_json_from_its_first_line_to_its_last(start_depot: StartDepot) -> None:
+    server = start_depot("--log-format", "json", "--log-level", "debug")
+    engine = Engine(server)
+    engine.store(list(range(CHUNK)), [0, 1, 2, 3])
+    client = MessageQueueClient(server.url, server.context)
+    with pytest.raises(KVDepotError):
+        client.ask(wire.Lookup(engine.model, 1, 4, "cmpl-3", 1, b"odd")).result(10.0)
+    client.close()
+    engine.close()
+    assert server.stop() == 0
+    said = lines(server)
+    assert said[-1]["message"] == "stopped" and {"ts", "level", "logger"} <= said[0].keys()
+    (failed,) = [line for line in said if line.get("request") == "cmpl-3"]
+    assert failed["level"] == "debug" and len(failed["client"]) == 8

@@ -1,0 +1,285 @@
+"""What a real engine's connector and a depot tell of themselves: vLLM's metrics, its KV events, its traces."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+from tests.conftest import StartDepot, eventually
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+
+
+class Events:
+    """A subscriber that reads with vLLM's own decoder."""
+
+    def __init__(self, endpoint: str) -> None:
+        from vllm.distributed.kv_events import KVEventBatch
+
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.socket.connect(endpoint)
+        self.decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.events: list[Any] = []
+        self.batches = 0
+
+    def hear(self) -> list[Any]:
+        """All events so far."""
+        while self.socket.poll(0):
+            _, _, payload = self.socket.recv_multipart()
+            self.events += self.decoder.decode(payload).events
+            self.batches += 1
+        return self.events
+
+    def of(self, kind: str, since: int = 0) -> list[Any]:
+        return [event for event in self.hear()[since:] if type(event).__name__ == kind]
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class Collector:
+    """An OpenTelemetry collector: OTLP over HTTP, spans by name."""
+
+    def __init__(self) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        spans = self.spans = []  # type: ignore[var-annotated]
+
+        class Receiver(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+                spans.extend(span for each in sent.resource_spans for scope in each.scope_spans for span in scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
+    start_depot: StartDepot,
+    models: dict[str, Path],
+    start_engine: StartEngine,
+    collector: Collector,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100",
+        "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    server = start_depot("--kv-events", f"ipc://{tmp_path}/depot", arena_mib=256)
+    depots = Events(f"ipc://{tmp_path}/depot")
+    eventually(lambda: depots.hear() or depots.batches)
+    engine = start_engine(
+        models["gqa"], server.url, otlp_traces_endpoint=collector.url,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/engine"},
+    )  # fmt: skip
+    engines = Events(f"ipc://{tmp_path}/engine")
+    engine.wait_started()
+    tokens = prompt(1, 2 * 256 + 9)
+    trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{parent}-01"}
+    assert engine.run(tokens, trace_headers=headers)["cached"] == 0
+    assert engine.run_fresh(tokens, trace_headers=headers)["cached"] == 512
+
+    # metrics: as asked, and as the server counts
+    status = server.status()
+    metrics = engine.tell("metrics")
+    assert metrics == {f"vllm:kvdepot_{name}": value for name, value in {
+        "lookup_chunks": 4, "hit_chunks": 2, "lookup_errors": 0, "lookup_seconds": 2,
+        "stored_shards": 2, "stored_bytes": status["stored_bytes"], "store_failed_shards": 0,
+        "store_seconds": metrics["vllm:kvdepot_store_seconds"],
+        "retrieved_shards": 2, "retrieved_bytes": status["retrieved_bytes"], "retrieve_failed_shards": 0,
+        "retrieve_seconds": 1,
+    }.items()}  # fmt: skip
+    assert status["stored_bytes"] == status["retrieved_bytes"] > 0
+    assert 1 <= metrics["vllm:kvdepot_store_seconds"] <= 2
+
+    # the depot's own events
+    stored = depots.of("BlockStored")
+    keys = [key for event in stored for key in event.block_hashes]
+    assert len(keys) == 2 and all(len(key) == 32 for key in keys)
+    assert {(event.medium, event.block_size, tuple(event.token_ids)) for event in stored} == {("CPU", 256, ())}
+
+    # the connector's, among the engine's: blocks by the engine's own hashes, with their tokens
+    engines.hear()
+    own = {tuple(e.block_hashes): e for e in engines.of("BlockStored") if e.medium == "GPU"}
+    chunks = [event for event in engines.of("BlockStored") if event.medium == "CPU"]
+    assert [token for event in chunks for token in event.token_ids] == tokens[:512]
+    blocks = [each for event in chunks for each in event.block_hashes]
+    assert set(blocks) <= {each for hashes in own for each in hashes}
+    assert chunks[0].parent_block_hash is None and chunks[1].parent_block_hash == chunks[0].block_hashes[-1]
+    assert chunks[0].block_size * len(chunks[0].block_hashes) == 256
+    assert not [event for event in engines.of("BlockRemoved") if event.medium == "CPU"]
+
+    # what the depot has forgotten is believed until a lookup misses it
+    since = len(depots.hear())
+    client = MessageQueueClient(server.url, server.context)
+    client.ask(wire.Forget("", b"")).result(10.0)
+    client.close()
+    eventually(lambda: depots.of("AllBlocksCleared", since))
+    since = len(engines.hear())
+    assert engine.run_fresh(tokens)["cached"] == 0
+    engines.hear()
+    removed = [event for event in engines.of("BlockRemoved", since) if event.medium == "CPU"]
+    assert [each for event in removed for each in event.block_hashes] == blocks
+    again = [event for event in engines.of("BlockStored", since) if event.medium == "CPU"]
+    assert [each for event in again for each in event.block_hashes] == blocks
+
+    # traces
+    def joined() -> list[Any]:
+        return [span for span in collector.spans if span.trace_id.hex() == trace_id and "kvdepot" in span.name]
+
+    eventually(lambda: len(joined()) >= 4)
+    names = [span.name for span in joined()]
+    assert names.count("kvdepot.lookup") == 2 and names.count("kvdepot.retrieve") == 1 and "kvdepot.store" in names
+    assert {span.parent_span_id.hex() for span in joined()} == {parent}
+    depots.close(), engines.close()
+    engine.stop()
+
+
+# -- the connector's parts, without an engine
+
+
+class Prompt:
+    """What is read of vLLM's request: hashed blocks of 4 tokens, 8 tokens a chunk."""
+
+    lora_request = None
+
+    def __init__(self, seed: int, chunks: int) -> None:
+        from kvdepot.keys import ChunkChain, derive_root
+
+        self.all_token_ids = prompt(seed, 8 * chunks)
+        self.block_hashes = [f"{seed}.{i}".encode().rjust(32, b"-") for i in range(2 * chunks)]
+        self.chain = ChunkChain(8, derive_root())
+        self.chain.extend(self.all_token_ids)
+
+    def keys(self, first: int, end: int) -> Counter[bytes]:
+        return Counter(self.chain.slice(i, i + 1) for i in range(first, end))
+
+
+def told(known: Any) -> list[tuple[str, list[bytes]]]:
+    """Events by their hashes, of which vLLM tells the last 64 bits."""
+    return [
+        (type(event).__name__, [each.to_bytes(8, "big").rjust(32, b"-") for each in event.block_hashes])
+        for event in known.take()
+    ]
+
+
+def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one = Known(ranks=2, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
+    known.ordered(one, one.chain, 0, 3)
+    known.stored(one.keys(0, 2))
+    assert told(known) == []
+    known.stored(one.keys(1, 3))
+    assert told(known) == [("BlockStored", one.block_hashes[2:4])]
+    known.stored(one.keys(0, 1))
+    assert told(known) == [("BlockStored", one.block_hashes[:2])]
+    known.ordered(one, one.chain, 2, 3)  # its first order was dropped by a rank: both must store it anew
+    known.stored(one.keys(2, 3))
+    assert told(known) == []
+    known.stored(one.keys(2, 3))
+    assert told(known) == [("BlockStored", one.block_hashes[4:6])]
+
+
+def test_a_lookup_tells_what_is_there_and_takes_back_what_is_not_or_could_not_be_loaded() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one = Known(ranks=1, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
+    known.looked_up(one, one.chain, 2)
+    assert told(known) == [("BlockStored", one.block_hashes[:2]), ("BlockStored", one.block_hashes[2:4])]
+    known.looked_up(one, one.chain, 2)
+    assert told(known) == []
+    known.looked_up(one, one.chain, 1)
+    assert told(known) == [("BlockRemoved", one.block_hashes[2:4])]
+    known.lost(one.chain.slice(0, 3))
+    assert told(known) == [("BlockRemoved", one.block_hashes[:2])]
+    known.looked_up(one, one.chain, 3)
+    told(known)
+    known.clear()
+    assert [kind for kind, _ in told(known)] == ["BlockRemoved"] * 3
+
+
+def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one, two = Known(1, 8, 4, most=3), Prompt(1, 3), Prompt(2, 1)
+    known.looked_up(one, one.chain, 3)
+    known.looked_up(one, Prompt(1, 1).chain, 1)  # its first chunk again
+    told(known)
+    known.looked_up(two, two.chain, 1)
+    assert told(known) == [("BlockStored", two.block_hashes), ("BlockRemoved", one.block_hashes[2:4])]
+
+
+def test_chunks_that_the_engine_does_not_hash_are_not_told() -> None:
+    from kvdepot.integrations.vllm_events import Known
+
+    known, one = Known(1, 8, 4), Prompt(1, 2)
+    del one.block_hashes[3:]
+    known.looked_up(one, one.chain, 2)
+    assert told(known) == [("BlockStored", one.block_hashes[:2])]
+
+
+def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
+    from kvdepot.integrations.vllm_stats import KVDepotStats
+    from kvdepot.operation import Began, Operation
+
+    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: str = "") -> Operation:
+        return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)
+
+    one, two = KVDepotStats(), KVDepotStats()
+    assert one.is_empty() and one.reduce() == {}
+    one.count(operation("lookup", 0.001, 4, 3))
+    one.count(operation("lookup", 0.003, 4, 0, error="deadline: late"))
+    one.count(operation("retrieve", 0.2, 3, 2, 2000))
+    two.count(operation("retrieve", 0.4, 3, 3, 3000))
+    two.count(operation("store", 0.5, 2, 0))
+    one.aggregate(two)
+    assert one.data == {
+        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookup_seconds": [0.001, 0.003],
+        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieve_seconds": [0.2, 0.4],
+        "stored_shards": 0, "stored_bytes": 0, "store_failed_shards": 2, "store_seconds": [0.5],
+    }  # fmt: skip
+    assert one.reduce() == {
+        "lookup_chunks": 8, "hit_chunks": 3, "lookup_errors": 1, "lookups": 2, "lookup_seconds (median)": 0.002,
+        "retrieved_shards": 5, "retrieved_bytes": 5000, "retrieve_failed_shards": 1, "retrieves": 2,
+        "retrieve_seconds (median)": 0.3, "store_failed_shards": 2, "stores": 1, "store_seconds (median)": 0.5,
+    }  # fmt: skip
+    one.reset()
+    assert one.is_empty()
