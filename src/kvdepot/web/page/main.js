@@ -1,0 +1,100 @@
+// The page's loop: ask for a status each second while somebody looks, and show it.
+
+import { CHARTS, Chart, load } from "./charts.js";
+import { $ } from "./dom.js";
+import { clock, duration, moment } from "./format.js";
+import { verdict } from "./health.js";
+import { showAll, showVerdict } from "./panels.js";
+import { History, point } from "./series.js";
+import { Refusal, ask, useToken } from "./source.js";
+
+const EVERY_MS = 1000;
+/** After so long without a status its points are asked for again. */
+const GAP_S = 5;
+
+const history = new History();
+let charts = [];
+let status = null; // the latest that came
+let changed_ms = 0; // when it last differed from the one before, on this machine's clock
+let range_s = 900;
+let waiting = 0; // the timer until the next request
+
+async function turn() {
+  clearTimeout(waiting);
+  if (document.hidden) return; // `visibilitychange` goes on
+  try {
+    await accept(await ask("v1/status"));
+    show(null);
+  } catch (problem) {
+    show(explain(problem));
+  }
+  clearTimeout(waiting);
+  waiting = setTimeout(turn, EVERY_MS);
+}
+
+async function accept(next) {
+  const before = status;
+  if (before?.wall_s !== next.wall_s || before.boot !== next.boot) changed_ms = performance.now();
+  const goesOn = before?.boot === next.boot && next.wall_s - before.wall_s < GAP_S && next.wall_s >= before.wall_s;
+  if (!goesOn) await recall();
+  else if (next.wall_s > before.wall_s) history.add(next.wall_s, point(before, next));
+  status = next;
+}
+
+/** What the server has kept of the time before. Without it charts begin now. */
+async function recall() {
+  try {
+    history.restart(await ask("v1/history"));
+  } catch (problem) {
+    if (problem instanceof Refusal && problem.status === 401) throw problem;
+  }
+}
+
+function explain(problem) {
+  const isRefusal = problem instanceof Refusal;
+  const needsToken = isRefusal && problem.status === 401;
+  $("token").hidden = !needsToken;
+  if (needsToken) {
+    return { headline: "A token is needed", reasons: ["kvdepot open, on the server's machine, opens this page with it."] };
+  }
+  if (!isRefusal && problem.name !== "TimeoutError" && !(problem instanceof TypeError)) throw problem; // our own bug
+  const old = status ? ` The figures below are of ${clock(status.wall_s)}.` : "";
+  return isRefusal
+    ? { headline: "Not answering", reasons: [`${problem.message}.${old}`] }
+    : { headline: "Not reachable", reasons: [`No answer from ${location.host}; asking again each second.${old}`] };
+}
+
+function show(failure) {
+  document.body.classList.toggle("old", failure !== null && status !== null);
+  const silent_s = (performance.now() - changed_ms) / 1000;
+  const began = status ? status.wall_s - status.uptime_s : 0;
+  const since = status && !failure ? `since ${moment(began, status.wall_s)}, ${duration(Math.floor(status.uptime_s))}` : "";
+  showVerdict(verdict(status, silent_s, failure), since);
+  if (failure) return;
+  $("token").hidden = true;
+  showAll(status);
+  for (const chart of charts) chart.update(history, status, range_s);
+}
+
+$("token").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useToken($("token-value").value.trim());
+  $("token-value").value = "";
+  turn();
+});
+$("range").addEventListener("change", (event) => {
+  range_s = Number(event.target.value);
+  if (status) for (const chart of charts) chart.update(history, status, range_s);
+});
+addEventListener("colours", () => {
+  for (const chart of charts) chart.recolour();
+  if (status) for (const chart of charts) chart.update(history, status, range_s);
+});
+document.addEventListener("visibilitychange", turn);
+
+range_s = Number($("range").querySelector("input:checked").value); // browsers keep it over a reload
+const uPlot = await load();
+$("charts-missing").hidden = uPlot !== null;
+charts = CHARTS.map((spec) => new Chart(uPlot, spec));
+$("charts").append(...charts.map((chart) => chart.element));
+await turn();
