@@ -479,7 +479,9 @@ class Desk:
             self.finish(0)
         self.index.validate()
         status = self.depot.status()
-        left = {name: status[name] for name in ("clients", "sessions", "holds", "reserved_shards", "operations")}
+        left = {
+            name: getattr(status, name) for name in ("clients", "sessions", "holds", "reserved_shards", "operations")
+        }
         assert not any(left.values()), left
         self.depot.index.clear()
         assert self.index.space.free_bytes == self.index.space.capacity, "bytes belong to nobody"

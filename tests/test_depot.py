@@ -624,7 +624,7 @@ def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_not
     desk.hello()
     answer = desk.ask(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK))
     assert isinstance(answer, LayoutError) and "no such file" in str(answer)
-    assert desk.depot.status()["instances"] == 0
+    assert desk.depot.status().instances == 0
     assert desk.ask(b"one", wire.Unregister(1)) is None
     assert desk.index.namespaces() == []
 
@@ -645,7 +645,7 @@ def test_a_refused_registration_leaves_nothing_behind_that_could_keep_a_later_on
 ) -> None:
     desk.hello()
     assert isinstance(desk.ask(b"one", wire.Register(1, layout(), *fields)), BadRequest)
-    assert desk.depot.status()["instances"] == 0
+    assert desk.depot.status().instances == 0
     assert desk.ask(b"one", wire.Unregister(1)) is None
     desk.register(b"one")
 
@@ -850,8 +850,8 @@ def test_status_counts_what_there_is(desk: Desk, client: bytes) -> None:
     desk.ask(client, lookup(chain))
     status = desk.ask(client, wire.Status())
     shown = ("chunks", "used_bytes", "reserved_shards", "clients", "sessions", "instances", "operations")
-    assert [status[name] for name in shown] == [3, 3 * PAGE, 0, 1, 1, 1, 0]
-    assert (status["counters"]["stored_chunks"], status["counters"]["hit_chunks"]) == (3, 3)
+    assert [getattr(status, name) for name in shown] == [3, 3 * PAGE, 0, 1, 1, 1, 0]
+    assert (status.counters["stored_chunks"], status.counters["hit_chunks"]) == (3, 3)
 
 
 # -- all of it at once
@@ -994,7 +994,7 @@ class DepotMachine(RuleBasedStateMachine):
         assert desk.index.namespaces() == []
         assert all(mapped.closed for mapped in desk.mapped)
         status = desk.depot.status()
-        assert [status[name] for name in ("clients", "sessions", "instances")] == [0, 0, 0]
+        assert [getattr(status, name) for name in ("clients", "sessions", "instances")] == [0, 0, 0]
 
 
 TestDepotMachine = DepotMachine.TestCase

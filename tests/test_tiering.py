@@ -259,7 +259,7 @@ def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None
     wrong = name.replace(bytes(one.hashes).hex(), bytes(two.hashes).hex())
     tier.objects[wrong] = tier.objects[name]
     assert there.find(b"one", look(two)) == 0
-    assert wrong not in tier.objects and there.depot.tiering.status()[0]["counters"]["spoilt_chunks"] == 1
+    assert wrong not in tier.objects and there.depot.tiering.status()[0].counters["spoilt_chunks"] == 1
     there.assert_quiet()
 
 
@@ -347,7 +347,7 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
     faulty.inject(down=1)
     for chain in chains[:FAILURES]:
         assert host.find(b"one", look(chain)) == 0
-    assert host.depot.tiering.status()[0]["state"] == "left alone"
+    assert host.depot.tiering.status()[0].state == "left alone"
     asked = host.send(b"one", look(chains[FAILURES]))
     assert host.answers[asked] == 0 and not host.errands  # nobody asks it
     faulty.inject()
@@ -355,7 +355,7 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
     host.take(host.depot.tick(host.now, 1001.0))
     assert host.kinds() == ["Probe"]
     host.work()
-    assert host.depot.tiering.status()[0]["state"] == "up"
+    assert host.depot.tiering.status()[0].state == "up"
     assert host.find(b"one", store(chains[0])) is True
     assert len(tier.objects) == 2
 
@@ -373,7 +373,7 @@ def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) ->
     host.assert_quiet()  # the hung finds return, which nobody wants any more
     host.take(host.depot.tick(5.0, 1005.0))
     host.assert_quiet()
-    assert host.depot.tiering.status()[0]["state"] == "up"
+    assert host.depot.tiering.status()[0].state == "up"
 
 
 def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:
@@ -392,7 +392,7 @@ def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> No
         assert there.index.chunks == 0
         here.index.clear()
         here.find(b"one", store(chain))
-    assert there.depot.tiering.status()[0]["counters"]["spoilt_chunks"] == 9
+    assert there.depot.tiering.status()[0].counters["spoilt_chunks"] == 9
     there.assert_quiet()
 
 
@@ -458,12 +458,12 @@ def test_stores_beyond_the_queue_are_dropped_and_counted(tier: MemoryTier) -> No
     for first in range(0, 384, 32):
         host.ask(b"one", wire.Store(1, 1, [shards(chain, first, first + 32, blocks=list(range(64)))]))
     status = host.depot.tiering.status()[0]
-    assert status["queued_bytes"] <= 1 << 20
+    assert status.queued_bytes <= 1 << 20
     host.rest()
     status = host.depot.tiering.status()[0]
-    dropped = status["counters"]["dropped_chunks"]
-    assert dropped > 0 and len(tier.objects) == 384 - dropped == status["counters"]["saved_chunks"]
-    assert status["queued_bytes"] == 0
+    dropped = status.counters["dropped_chunks"]
+    assert dropped > 0 and len(tier.objects) == 384 - dropped == status.counters["saved_chunks"]
+    assert status.queued_bytes == 0
     host.assert_quiet()
 
 
@@ -472,7 +472,7 @@ def test_what_was_evicted_before_its_turn_is_not_written(tier: MemoryTier) -> No
     for name in "abcd":
         host.ask(b"one", store(prompt(name, 2)))
     host.rest()
-    counters = host.depot.tiering.status()[0]["counters"]
+    counters = host.depot.tiering.status()[0].counters
     assert counters["overtaken_chunks"] > 0
     assert len(tier.objects) == 8 - counters["overtaken_chunks"]
     host.assert_quiet()
@@ -483,7 +483,7 @@ def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier:
     chains = [prompt(f"p{i}", 2) for i in range(40)]
     for chain in chains:
         assert host.find(b"one", store(chain)) is True
-    counters = host.depot.tiering.status()[0]["counters"]
+    counters = host.depot.tiering.status()[0].counters
     assert counters.get("undemoted_chunks", 0) == 0
     assert len(tier.objects) >= 80 - 32
     for chain in chains:
@@ -637,7 +637,7 @@ def test_a_pin_by_name_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier:
     there.die(b"two")
     for i in range(8):
         there.find(b"one", store(prompt(f"o{i}", 4)))
-    assert there.ask(b"one", wire.Status())["pinned"][0]["name"] == "system prompt"
+    assert there.ask(b"one", wire.Status()).pinned[0].name == "system prompt"
     asked = there.send(b"one", look(chain, "r2"))
     assert there.answers[asked] == 4
     there.ask(b"one", wire.EndSession("r2"))
@@ -702,7 +702,7 @@ def test_quiet_tiers_are_looked_after() -> None:
     assert isinstance(probe, Probe)
     for second in range(12, 40):
         host.take(host.depot.tick(float(second), 1000.0 + second))
-    assert host.depot.tiering.status()[0]["state"] == "left alone"
+    assert host.depot.tiering.status()[0].state == "left alone"
     assert len(host.errands) == 1
 
 

@@ -94,7 +94,7 @@ def test_a_name_that_is_unpinned_while_its_pin_looks_behind_memory_is_not_pinned
     unpinning = host.send(b"one", wire.Unpin("name"))
     assert (host.answers[pinning], host.answers[unpinning]) == (0, False)
     host.rest()
-    assert host.depot.status()["pinned"] == []
+    assert host.depot.status().pinned == []
     host.assert_quiet()
 
 

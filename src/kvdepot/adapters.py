@@ -209,10 +209,15 @@ class LMCacheMPSchedulerAdapter:
         """Forget the local lookup state of a request; unknown ids are fine."""
         self.lookup_futures.pop(request_id, None)
 
-    def end_session(self, request_id: str) -> None:
-        """Tell the server that the request is over: pins it still holds are released. Fire and forget."""
+    def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
+        """Tell the server that the request is over: pins it still holds are released. Fire and forget.
+
+        saved_tokens, saved_s: see wire.EndSession.
+        """
         self.mq_client.chains.drop(request_id)
-        self.mq_client.ask(wire.EndSession(request_id), deadline_s=None)  # a living server must hear it, however late
+        self.mq_client.ask(
+            wire.EndSession(request_id, saved_tokens, saved_s), deadline_s=None
+        )  # a living server must hear it, however late
         self.mq_client.pump()
 
     def shutdown(self) -> None:

@@ -54,6 +54,7 @@ class Session:
     chunks: list[Chunk]
     matched: int  # chunks that are pinned by holding these
     remaining: int  # retrieved keys until the pins go by themselves
+    readers: int = 1  # keys that are retrieved per chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +91,9 @@ class Client:
     identity: bytes
     card: Card
     tenant: str = ""
+    came: float = 0.0
+    heard: float = 0.0  # when it last asked for something
+    model: str = ""  # it last looked up
     pins: int = 0  # chunks that the sessions matched
     sessions: dict[str, Session] = field(default_factory=dict)
     asking: dict[str, Asking] = field(default_factory=dict)  # lookups that await tiers, by request

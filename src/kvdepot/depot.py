@@ -8,9 +8,8 @@ its client's death.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -23,13 +22,15 @@ from kvdepot.ceiling import Ceiling
 from kvdepot.clients import Action, Asking, Card, Client, Instance, Reply
 from kvdepot.config import Config
 from kvdepot.devices.cpu import HostTensors
-from kvdepot.errors import Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
+from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
 from kvdepot.index import Chunk, Index
 from kvdepot.keys import HASH_BYTES
 from kvdepot.layout import Layout
 from kvdepot.mover import Copy, CopyPiece, Mapped
 from kvdepot.registrations import Registrations, Remapping
+from kvdepot.report import Report
 from kvdepot.sessions import Sessions
+from kvdepot.status import Device, Status
 from kvdepot.tiering import MOST_FORGETTINGS, Tiering, Token
 from kvdepot.tiers import TierConfig
 
@@ -37,10 +38,12 @@ __all__ = ["Action", "Depot", "Reply"]
 
 _QUEUED_CHUNKS = 1 << 18
 """A client with so many chunks in flight waits until some have been copied."""
-_STATUS_NAMESPACES = 100
-"""The largest namespaces that a status lists, so that it stays small."""
 _SAMPLED = 16
 """With `verify = "sampled"`, one chunk in so many is summed up."""
+
+
+_MOST_SAVED = 1 << 32
+"""Tokens, or seconds, that one request can have saved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +80,8 @@ class Depot:
         index: Index,
         map_layout: Callable[[Layout], Mapped] = HostTensors.open,
         tiers: Sequence[TierConfig] = (),
-        device_status: Callable[[], list[dict[str, Any]]] = list,
+        device_status: Callable[[], list[Device]] = list,
+        boot: bytes = b"",
     ) -> None:
         self.index = index
         self.counters: Counter[str] = Counter()
@@ -87,12 +91,14 @@ class Depot:
         self.operations = 0
         self.max_clients = config.max_clients  # less where there are not descriptors enough
         self._config = config
-        self._device_status = device_status
         self._verify = config.verify
         self._clients: dict[bytes, Client] = {}
-        self._ceiling = Ceiling(0.0)
-        self._now = 0.0
-        self._wall = 0  # seconds since 1970, as of the last tick
+        self.ceiling = Ceiling(0.0)
+        self.stored_bytes = self.retrieved_bytes = 0
+        self.saved_tokens, self.saved_s = 0, 0.0  # as engines said
+        self.now = 0.0
+        self.wall = 0  # seconds since 1970, as of the last tick
+        self.report = Report(self, device_status, boot)
 
     def __repr__(self) -> str:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
@@ -106,18 +112,19 @@ class Depot:
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the most that max_clients or open files allow")
-        self._clients[identity] = Client(identity, card, tenant)
+        self._clients[identity] = Client(identity, card, tenant, self.now, self.now)
 
     def knows(self, identity: bytes) -> bool:
         return identity in self._clients
 
     def handle(self, identity: bytes, number: bytes, request: wire.Request, now: float = 0.0) -> list[Action]:
         """Decide one request. Never raises a KVDepotError: it becomes the reply."""
-        self._now = now
+        self.now = now
         try:
             client = self._clients.get(identity)
             if client is None:
                 raise UnknownClient("say hello first: this server has not met you")
+            client.heard = now
             chunks = chunks_named(request)
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
@@ -131,18 +138,20 @@ class Depot:
         value: Any = None
         match request:
             case wire.Lookup():
-                actions = self.sessions.lookup(Asking(client, number, client, request, 0), self._now)
-                self._ceiling.count(request.hashes)
+                actions = self.sessions.lookup(Asking(client, number, client, request, 0), self.now)
+                self.ceiling.count(request.hashes)
                 return actions
             case wire.Store():
                 return self._store(client, number, request)
             case wire.Retrieve():
                 return self._retrieve(client, number, request)
             case wire.EndSession():
+                self._count_saved(request)
                 actions = self.sessions.give_up(client, request.request)
                 self.sessions.end(client, request.request)
                 return [*actions, Reply(client.identity, number, None)]
             case wire.Register():
+                self.report.note("engine", f"{_called(client)} registers KV tensors of {request.model or 'a model'}")
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
                 return self.registrations.unregister(client, request.instance, [number])
@@ -153,7 +162,7 @@ class Depot:
             case wire.Clear():
                 self.counters["cleared_chunks"] += self.index.clear(request.model, client.tenant)
             case wire.Pin():
-                return self.sessions.pin(client, number, request, self._now)
+                return self.sessions.pin(client, number, request, self.now)
             case wire.Unpin():
                 return self.sessions.unpin(client, number, request.name)
             case wire.Forget():
@@ -166,7 +175,7 @@ class Depot:
 
     def finished(self, token: Any, outcome: Any, now: float = 0.0) -> list[Action]:
         """A task or an errand has ended; `outcome` as in mover.Mover and carrier.Carrier."""
-        self._now = now
+        self.now = now
         if isinstance(token, Token):
             return [*self.tiering.finished(token, outcome, now), *self.tiering.make_room()]
         if isinstance(token, _Part):
@@ -180,15 +189,16 @@ class Depot:
 
     def expire(self, now: float) -> list[Action]:
         """Answer what has waited for tiers long enough."""
-        self._now = now
+        self.now = now
         return self.tiering.expire(now)
 
     def tick(self, now: float, wall: float) -> list[Action]:
         """Once a second. wall: seconds since 1970."""
-        self._now, self._wall = now, int(wall)
+        self.now, self.wall = now, int(wall)
         self.sessions.tick(now)
-        self._ceiling.tick(now, self.counters["hit_chunks"])
-        self.counters["expired_chunks"] += self.index.expire(self._wall)
+        self.ceiling.tick(now, self.counters["hit_chunks"])
+        self.counters["expired_chunks"] += self.index.expire(self.wall)
+        self.report.tick(now)
         return self.tiering.tick(now)
 
     def stop_searching(self) -> list[Action]:
@@ -201,11 +211,19 @@ class Depot:
         if client is None:
             return []
         self.counters["clients_died"] += 1
+        if client.instances or client.model:
+            self.report.note("engine", f"{_called(client)} is gone")
         client.dead = True
         actions = self.sessions.leave(client)
         for number in list(client.instances):
             actions += self.registrations.unregister(client, number, [])
         return actions
+
+    def _count_saved(self, request: wire.EndSession) -> None:
+        if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
+            raise BadRequest(f"{request.saved_tokens} tokens and {request.saved_s} s are no saving")
+        self.saved_tokens += request.saved_tokens
+        self.saved_s += request.saved_s
 
     def _forget(self, client: Client, number: bytes, request: wire.Forget) -> list[Action]:
         check_names("", request.model)
@@ -219,6 +237,8 @@ class Depot:
                 forgotten += chunk.sealed > 0
                 self.index.doom(chunk)
         self.sessions.forget()
+        what = f"{request.model or 'every model'}{', one salt' if salt else ''}"
+        self.report.note("forget", f"{what}: {forgotten} chunks")
         self.counters["forgotten_chunks"] += forgotten
 
         def done(said: dict[str, Any]) -> list[Action]:
@@ -226,7 +246,7 @@ class Depot:
 
         # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
         tenant = client.tenant if self._config.keys or request.model else None
-        return self.tiering.forget(tenant, request.model, salt, self._now, done)
+        return self.tiering.forget(tenant, request.model, salt, self.now, done)
 
     # -- store and retrieve
 
@@ -265,7 +285,7 @@ class Depot:
                     pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], 0, self._sums(key)))
                 else:
                     self.counters["known_chunks"] += 1
-                    self.index.renew(space, part.rank, key, self._wall)
+                    self.index.renew(space, part.rank, key, self.wall)
                 parent = key if part.parent else b""
         operation.results = [complete]
         if not pieces:
@@ -389,8 +409,9 @@ class Depot:
         sealed = []
         for i, (chunk, rank) in enumerate(operation.chunks):
             if i in arrived and not chunk.doomed:
-                self.index.seal(chunk, rank, arrived[i], self._wall)
+                self.index.seal(chunk, rank, arrived[i], self.wall)
                 self.counters["stored_chunks"] += 1
+                self.stored_bytes += chunk.shards[rank].size
                 sealed.append((chunk, rank))
             else:
                 self.index.discard(chunk, rank)
@@ -402,51 +423,28 @@ class Depot:
     def _end_retrieve(self, operation: _Operation) -> None:
         self.index.release([chunk for chunk, _ in operation.chunks])
         self.counters["retrieved_chunks"] += sum(operation.results)
+        for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
+            self.retrieved_bytes += chunk.shards[rank].size if operation.results[place] else 0
         for request, model, keys in operation.requests:
             self.sessions.count_retrieved(operation.client.tenant, request, model, keys)
 
     # -- what people see
 
-    def status(self, tenant: str = "") -> dict[str, Any]:
-        """Counts of what there is and what has happened. Sizes in bytes.
+    @property
+    def clients(self) -> Collection[Client]:
+        """All that have said hello and live."""
+        return self._clients.values()
 
-        tenant: whose namespaces are listed, the largest first; empty: everybody's.
-        """
-        index = self.index
-        spaces = [space for space in index.namespaces() if not tenant or space.tenant == tenant]
-        return {
-            "chunk_size_tokens": self._config.chunk_size,
-            "capacity_bytes": index.space.capacity,
-            "used_bytes": index.space.capacity - index.space.free_bytes,
-            "chunks": index.chunks,
-            "reserved_shards": index.reserved,
-            "holds": index.held,
-            "evicted_chunks": index.evicted,
-            "record_slots": index.records.capacity,
-            "record_slots_used": index.records.used,
-            "unrecorded_shards": index.unrecorded,
-            "operations": self.operations,
-            "clients": len(self._clients),
-            "sessions": sum(len(client.sessions) for client in self._clients.values()),
-            "instances": sum(len(client.instances) for client in self._clients.values()),
-            "namespaces": [
-                {
-                    "tenant": space.tenant,
-                    "model": space.model[:256],
-                    "world_size": space.world_size,
-                    "blocks_in_chunk": space.blocks_in_chunk,
-                    "chunks": len(space.chunks),
-                    "bytes": space.bytes,
-                    "engines": space.live,
-                }
-                for space in heapq.nlargest(_STATUS_NAMESPACES, spaces, key=lambda space: space.bytes)
-            ],
-            "hit_rates": [
-                {"window_s": window_s, "chunks": chunks, "hit_rate": hits, "ceiling": ceiling}
-                for window_s, chunks, hits, ceiling in self._ceiling.rates(self.counters["hit_chunks"])
-            ],
-            "pinned": self.sessions.kept(tenant, self._now),
-            "devices": self._device_status(),
-            "tiers": self.tiering.status(),
-            "counters": dict(self.counters),
-        }
+    @property
+    def chunk_size(self) -> int:
+        """Tokens a chunk."""
+        return self._config.chunk_size
+
+    def status(self, tenant: str = "") -> Status:
+        """What there is and what has happened; see report.py."""
+        return self.report.status(tenant)
+
+
+def _called(client: Client) -> str:
+    """How the journal calls a client; a status lists it under the same name."""
+    return f"client {client.identity.hex()[:8]}"

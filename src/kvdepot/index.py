@@ -86,8 +86,8 @@ class Namespace:
     clients are bound to tenants, of one tenant, so that no other can tell whether they are there."""
 
     __slots__ = (
-        "blocks_in_chunk", "bytes", "chunks", "facts", "gone", "layouts", "live", "model", "number", "recorded",
-        "sizes", "slot", "tenant", "world_size",
+        "blocks_in_chunk", "bytes", "chunks", "facts", "gone", "hit_chunks", "layouts", "live", "lookup_chunks",
+        "model", "number", "recorded", "sizes", "slot", "tenant", "world_size",
     )  # fmt: skip
 
     def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
@@ -101,6 +101,7 @@ class Namespace:
         self.facts: dict[int, Facts] = {}  # rank -> what tiers call it, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
+        self.lookup_chunks = self.hit_chunks = 0  # asked for, and there
         self.gone = False  # the index has dropped it
         self.bytes = 0
         self.slot = -1  # where it is recorded

@@ -101,7 +101,7 @@ class Server:
         try:
             self._open_tiers()
             devices = self._devices
-            self.depot = Depot(config, self._restore(), devices.map, config.tier_configs, devices.status)
+            self.depot = Depot(config, self._restore(), devices.map, config.tier_configs, devices.status, self.boot)
         except BaseException:
             self._door.close()
             self._socket.close()
@@ -217,6 +217,7 @@ class Server:
                 number, request = wire.decode_request(frame)
                 if isinstance(request, KVDepotError):
                     raise request
+                self.depot.report.latencies.begin(identity, number, type(request).__name__, time.monotonic())
                 self._serve(identity, user, number, request)
             except KVDepotError as exc:
                 self.depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1
@@ -289,7 +290,9 @@ class Server:
                     self._carriers[action.tier].submit(action)
 
     def _send(self, identity: bytes, number: bytes, value: Any) -> None:
-        encode = wire.encode_failure if isinstance(value, KVDepotError) else wire.encode_answer
+        failed = isinstance(value, KVDepotError)
+        self.depot.report.latencies.end(identity, number, failed, time.monotonic())
+        encode = wire.encode_failure if failed else wire.encode_answer
         try:
             self._socket.send_multipart((identity, encode(number, self.boot, value)), zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -316,6 +319,7 @@ class Server:
             if not card.is_alive():
                 log.info("client %s is gone", identity.hex()[:8])
                 self._act(self.depot.died(identity))
+                self.depot.report.latencies.gone(identity)
                 del self._cards[identity]
                 self._users.pop(identity, None)
                 card.close(remove=True)

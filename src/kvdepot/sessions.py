@@ -18,6 +18,7 @@ from kvdepot.config import Config
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.index import Index, Namespace, Pin
 from kvdepot.keys import HASH_BYTES
+from kvdepot.status import Kept
 from kvdepot.tiering import Tiering
 
 __all__ = ["Sessions"]
@@ -40,6 +41,7 @@ class Sessions:
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
         self._keepers: dict[str, Client] = {}  # by tenant: whose sessions are the pins by name
         self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # tenant, name -> bytes, when it ends
+        self.retrieved_chunks = 0  # on all their ranks, by sessions that are over
 
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
@@ -56,7 +58,10 @@ class Sessions:
         actions = self.give_up(client, request.request)  # a lookup anew: whoever asked before has stopped listening
         self._counters["lookups"] += 1
         self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
+        asking.asker.model = request.model
         spaces, pins, asking.first = self._match(client, request)
+        for space in spaces:
+            space.lookup_chunks += len(request.hashes) // HASH_BYTES
         if self._tiering and len(spaces) == 1 and asking.first < len(request.hashes) // HASH_BYTES:
             salt = tenant_salt(client.tenant, request.salt)
             found = self._tiering.search(
@@ -69,7 +74,7 @@ class Sessions:
                     asking.search = search
                     client.asking[request.request] = asking
                 return [*actions, *errands]
-        return [*actions, self._reply(asking, pins, asking.first)]
+        return [*actions, self._reply(asking, spaces, pins, asking.first)]
 
     def _match(self, client: Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
         """Where to look, what is there of the prefix, and how many chunks of it are everywhere."""
@@ -91,14 +96,16 @@ class Sessions:
             del owner.asking[request]
         if asking.given_up or asking.asker.dead:
             return [] if asking.asker.dead else [Reply(asking.asker.identity, asking.number, 0)]
-        _, pins, matched = self._match(owner, asking.lookup)
+        spaces, pins, matched = self._match(owner, asking.lookup)
         self._counters["tier_hit_chunks"] += max(0, matched - asking.first)
-        return [self._reply(asking, pins, matched)]
+        return [self._reply(asking, spaces, pins, matched)]
 
-    def _reply(self, asking: Asking, pins: list[Pin], matched: int) -> Reply:
+    def _reply(self, asking: Asking, spaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
         value: Any
         try:
             value = self._pin(asking, pins, matched)
+            for space in spaces:
+                space.hit_chunks += matched
         except KVDepotError as exc:
             self._counters["errors"] += 1
             value = exc
@@ -127,7 +134,7 @@ class Sessions:
             self.end(client, request.request)
         if chunks:
             readers = max(1, request.readers)
-            session = Session(client, request.request, request.model, chunks, matched, matched * readers)
+            session = Session(client, request.request, request.model, chunks, matched, matched * readers, readers)
             client.pins += matched
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
@@ -140,6 +147,8 @@ class Sessions:
         if session is None:
             return
         client.pins -= session.matched
+        # Where retrieves name their request; vLLM's connector says itself what it saved.
+        self.retrieved_chunks += (session.matched * session.readers - max(0, session.remaining)) // session.readers
         sessions = self._by_request[client.tenant, request, session.model]
         sessions.remove(session)
         if not sessions:
@@ -219,10 +228,10 @@ class Sessions:
             if ends <= now:
                 self._unpin(*name)
 
-    def kept(self, tenant: str, now: float) -> list[dict[str, Any]]:
+    def kept(self, tenant: str, now: float) -> list[Kept]:
         """What a status shows of the pins by name."""
         mine = [item for item in self._kept.items() if not tenant or item[0][0] == tenant]
         return [
-            {"name": name[:256], "bytes": size, "ends_in_s": None if ends == float("inf") else round(ends - now)}
+            Kept(name[:256], size, None if ends == float("inf") else round(ends - now))
             for (_, name), (size, ends) in islice(mine, _MOST_LISTED)
         ]

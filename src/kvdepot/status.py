@@ -12,7 +12,7 @@ import msgspec
 
 from kvdepot.metrics import Event, Latency
 
-__all__ = ["Engine", "HitRate", "Kept", "NamespaceStatus", "Saved", "Status", "TierStatus", "read"]
+__all__ = ["Device", "Engine", "HitRate", "Kept", "NamespaceStatus", "Saved", "Status", "TierStatus", "read"]
 
 
 class HitRate(msgspec.Struct, frozen=True):
@@ -35,19 +35,22 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """One client of the server: a scheduler, a worker, or a person's command."""
+    """One client that looks up or has registered tensors: an engine's scheduler, or one of its workers.
+
+    since_s, idle_s: seconds since it came, and since it was last heard of. device: where its tensors lie, empty for the
+    processor's memory. queued: stores and retrieves under way.
+    """
 
     id: str
     since_s: float
-    models: list[str] = []
-    ranks: list[int] = []
-    device: str = ""
-    tenant: str = ""
-    sessions: int = 0
-    pinned_chunks: int = 0
-    queued: int = 0
-    idle_s: float = 0.0
-    prefill_tokens_s: float = 0.0
+    idle_s: float
+    models: list[str]
+    ranks: list[int]
+    device: str
+    tenant: str
+    sessions: int
+    pinned_chunks: int
+    queued: int
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
@@ -79,13 +82,28 @@ class TierStatus(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A pin by name. left_s: None = no end."""
+    """A pin by name. ends_in_s: None = no end."""
 
     name: str
-    chunks: int
     bytes: int
-    left_s: float | None
-    tenant: str = ""
+    ends_in_s: int | None
+
+
+class Device(msgspec.Struct, frozen=True):
+    """A GPU in use, and what the server holds of it.
+
+    ways: by direction, from how many bytes a copy on which way is taken. context_bytes: None where nobody can tell.
+    failure: what the driver said of the last copy, empty when it succeeded.
+    """
+
+    uuid: str
+    name: str
+    registrations: int
+    context_bytes: int | None
+    staging_bytes: int
+    ways: dict[str, list[tuple[int, str]]]
+    pinned_bytes: int
+    failure: str
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +135,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     latencies: list[Latency] = []
     namespaces: list[NamespaceStatus] = []
     engines: list[Engine] = []
-    pinned: list[dict[str, Any]] = []
+    pinned: list[Kept] = []
     tiers: list[TierStatus] = []
-    devices: list[dict[str, Any]] = []
+    devices: list[Device] = []
     counters: dict[str, int] = {}
     events: list[Event] = []
 

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from kvdepot.errors import KVDepotError
 from kvdepot.index import Chunk, Index, Namespace, Shard
 from kvdepot.keys import HASH_BYTES, ROOT
+from kvdepot.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.carrier import MOST_PARTS, Erase, Find, Forget, Load, Part, Probe, Save
@@ -658,24 +659,24 @@ class Tiering:
         """Whether anything is being saved, loaded or forgotten."""
         return bool(self._arriving_bytes or self._forgettings or any(t.saving or t.queue for t in self._tiers))
 
-    def status(self) -> list[dict[str, Any]]:
-        """What people see of each tier. Sizes in bytes."""
+    def status(self) -> list[TierStatus]:
+        """What people see of each tier."""
         return [
-            {
-                "name": tier.config.name,
-                "write": tier.config.options.write,
-                "state": "up" if tier.breaker.usable else "left alone",
-                "objects": tier.usage.objects if tier.usage is not None else None,
-                "bytes": tier.usage.bytes if tier.usage is not None else None,
-                "capacity_bytes": tier.usage.capacity_bytes if tier.usage is not None else None,
-                "queued_bytes": tier.queued_bytes,
-                "saves": len(tier.saving),
-                "counters": {
+            TierStatus(
+                name=tier.config.name,
+                write=tier.config.options.write,
+                state="up" if tier.breaker.usable else "left alone",
+                objects=tier.usage.objects if tier.usage is not None else None,
+                bytes=tier.usage.bytes if tier.usage is not None else None,
+                capacity_bytes=tier.usage.capacity_bytes if tier.usage is not None else None,
+                queued_bytes=tier.queued_bytes,
+                saves=len(tier.saving),
+                counters={
                     **(tier.usage.counters if tier.usage is not None else {}),
                     **tier.counters,
                     "left_alone": tier.breaker.trips,
                 },
-            }
+            )
             for tier in self._tiers
         ]
 

@@ -154,9 +154,15 @@ class Retrieve(_Message, frozen=True):
 
 
 class EndSession(_Message, frozen=True):
-    """Release what `request` still pins. Answer: None."""
+    """Release what `request` still pins. Answer: None.
+
+    saved_tokens, saved_s: what its engine did not have to compute, and how long that would have taken; 0 where the
+    engine does not know, or its retrieves say it.
+    """
 
     request: str
+    saved_tokens: int = 0
+    saved_s: float = 0.0
 
 
 class ChunkSize(_Message, frozen=True):

@@ -286,7 +286,7 @@ def test_an_arena_that_cannot_be_pinned_is_copied_all_the_same(
     with suite.case(worker, devices, arena, small()) as case:
         extents = ((arena.header.chunks_start, 20 * PAGE),)
         case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 1)
-        assert devices.status()[0]["pinned_bytes"] <= SMALL_PIECES
+        assert devices.status()[0].pinned_bytes <= SMALL_PIECES
 
 
 def test_two_gpus_are_in_use_one_by_one_and_pinned_memory_outlives_the_first(
@@ -318,7 +318,7 @@ def test_a_gpu_whose_engine_took_all_memory_is_copied_without_staging(
         machine.fail("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", nth=2, times=10**6, pid=os.getpid())
         case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [((arena.header.chunks_start, 20 * PAGE),)], 0)
         (told,) = devices.status()
-        assert told["staging_bytes"] == 0
+        assert told.staging_bytes == 0
     devices.close()
     assert machine.failures() == []
 
@@ -331,9 +331,9 @@ def test_the_status_tells_why_copies_of_a_gpu_fail_until_one_succeeds(
         machine.fail("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN", pid=os.getpid())
         with pytest.raises(DeviceError):
             case.move([piece], True)
-        assert "CUDA_ERROR_UNKNOWN" in devices.status()[0]["failure"]
+        assert "CUDA_ERROR_UNKNOWN" in devices.status()[0].failure
         case.move([piece], True)
-        assert devices.status()[0]["failure"] == ""
+        assert devices.status()[0].failure == ""
 
 
 @pytest.mark.parametrize("function", ["cuMemHostUnregister", "cuCtxPushCurrent"])
@@ -347,7 +347,7 @@ def test_a_gpu_that_is_lost_is_left_and_does_not_stop_the_copies_of_others(
         machine.fail(function, "CUDA_ERROR_UNKNOWN", times=10**6, pid=os.getpid())
         second.mapped.close()
         machine.heal()
-        assert [gpu["registrations"] for gpu in devices.status()] == [1]
+        assert [gpu.registrations for gpu in devices.status()] == [1]
         with ThreadPoolExecutor(1) as pool:
             pool.submit(first.there_and_back, [[1, 4, 2]], [[5, 0, 3]], [extents], 0).result(TIMEOUT_S)
     other.close()
@@ -428,7 +428,7 @@ def test_nothing_is_taken_of_a_gpu_before_a_worker_registers_from_it(
     assert os.getpid() not in machine.contexts(0) | machine.contexts(1)
     with suite.case(worker, devices, arena, small()) as case:
         assert machine.contexts(0) == {os.getpid(), worker.process.pid} and machine.used_bytes(1) == 0
-        assert [gpu["registrations"] for gpu in devices.status()] == [1]
+        assert [gpu.registrations for gpu in devices.status()] == [1]
         extents = ((arena.header.chunks_start, 20 * PAGE),)
         case.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
         mine = machine.held_by(os.getpid())["memory"]

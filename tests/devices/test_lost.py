@@ -48,9 +48,9 @@ def test_a_gpu_that_is_left_without_its_context_keeps_nothing_and_stops_no_other
             first.mapped.close()  # its three looks at the GPU: memory, registrations, what copies had
             machine.heal()
             assert me not in machine.contexts(0) and me in machine.contexts(1)
-            assert [gpu["registrations"] for gpu in devices.status()] == [1]
+            assert [gpu.registrations for gpu in devices.status()] == [1]
             second.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
-            eventually(lambda: devices.status()[0]["pinned_bytes"] == len(arena.bytes))
+            eventually(lambda: devices.status()[0].pinned_bytes == len(arena.bytes))
         with suite.case(lost, devices, arena, model) as again:
             again.there_and_back([[1, 4, 2]], [[5, 0, 3]], [extents], 0)
         assert devices.status() == [] and me not in machine.contexts(0) | machine.contexts(1)

@@ -212,11 +212,11 @@ class Checks:
     def check_quiet(self) -> None:
         """All clients are gone: nothing is held for anybody."""
         self.host.check_pins(self)
-        for pin in self.depot.status()["pinned"]:
-            assert self.depot.sessions._unpin("", pin["name"]), pin
+        for pin in self.depot.status().pinned:
+            assert self.depot.sessions._unpin("", pin.name), pin
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
-            assert status[what] == 0, f"all clients left, and there are {status[what]} {what}"
+            assert getattr(status, what) == 0, f"all clients left, and there are {getattr(status, what)} {what}"
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
         left = self.met.intersection(self.host.cards)
         assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"

@@ -268,7 +268,7 @@ class Server(Checks):
         counters["tier_hit_chunks"] += self.depot.counters["tier_hit_chunks"]
         counters["expired_chunks"] += self.depot.counters["expired_chunks"]
         for tier in self.depot.tiering.status():
-            counters.update({f"tier_{name}": count for name, count in tier["counters"].items()})
+            counters.update({f"tier_{name}": count for name, count in tier.counters.items()})
 
     # -- hearing and answering
 

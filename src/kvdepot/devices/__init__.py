@@ -7,12 +7,13 @@ is, and what a device needs (a driver, a context, pinned memory) is taken when t
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import LayoutError
 from kvdepot.layout import Layout, TensorView
 from kvdepot.mover import Mapped, Memory
+from kvdepot.status import Device
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +72,8 @@ class Devices:
                 self._gpus = Gpus(self._memory, self._staging_bytes)
         return self._gpus.map(layout)
 
-    def status(self) -> list[dict[str, Any]]:
-        """One dict a GPU that is in use. Never blocks."""
+    def status(self) -> list[Device]:
+        """Each GPU that is in use. Never blocks."""
         return self._gpus.status() if self._gpus is not None else []
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks too, de
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +75,8 @@ _ANSWER_S = 0.0005
 """How long the scheduler awaits a lookup that is under way, once per scheduling attempt."""
 _PREEMPTION_S = 0.05
 """How long a worker awaits the stores of preempted requests before it makes them void."""
+_LARGE_STEP = 256
+"""Tokens of a step that says how fast prompts are computed; smaller ones are mostly overhead."""
 _IDLE_S = 0.002
 """How long a worker with nothing to compute awaits a load, rather than spin on a core that copies need."""
 
@@ -115,8 +118,25 @@ class _Tracked:
     saved_chunks: int = 0  # from the start, in the depot or on their way
     load: _Transfer | None = None
     load_blocks: frozenset[int] = frozenset()
+    load_tokens: int = 0
     may_load: bool = True
     stores_open: bool = False  # a worker may be storing its blocks
+
+
+class _PrefillSpeed:
+    """How fast this engine computes prompts, in tokens a second: the fastest of its large steps, so that what a load
+    saved is not overstated. A step's time is that until the next one is built."""
+
+    def __init__(self) -> None:
+        self.speed = 0.0  # 0: not known yet
+        self._tokens, self._built = 0, 0.0
+
+    def step(self, tokens: int) -> None:
+        """A step of so many tokens is built."""
+        now = time.monotonic()
+        if self._tokens >= _LARGE_STEP and now > self._built:
+            self.speed = max(self.speed, self._tokens / (now - self._built))
+        self._tokens, self._built = tokens, now
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -156,6 +176,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._gpu: torch.device | None = None  # where the KV is, if on one
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[_Transfer] = []
+        self._prefill = _PrefillSpeed()
         self._ended: set[str] = set()
         log.info("kvdepot: %s at %s as %s", role.name.lower(), settings["url"], model)
 
@@ -220,6 +241,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         skip = tracked.local_tokens % chunk_size * per_chunk // chunk_size
         tracked.load = self._transfer(tracked, first, end, targets, skip)
         tracked.load_blocks = frozenset(targets[skip:])
+        tracked.load_tokens = num_external_tokens
         tracked.may_load = False  # whatever becomes of it, this request is not loaded twice
         self._new_loads.append(tracked.load)
 
@@ -241,6 +263,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             idle=scheduler_output.total_num_scheduled_tokens == 0,
         )
         self._new_loads, self._ended = [], set()
+        self._prefill.step(scheduler_output.total_num_scheduled_tokens)
         for request_id in meta.preempted:
             if request_id in self._tracked:
                 self._tracked[request_id].stores_open = False
@@ -284,8 +307,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            self._asks.end_session(request_id)
-            if not failed.isdisjoint(tracked.load_blocks):
+            is_whole = failed.isdisjoint(tracked.load_blocks)
+            saved = tracked.load_tokens if is_whole else 0
+            self._asks.end_session(request_id, saved, saved / self._prefill.speed if self._prefill.speed else 0.0)
+            tracked.load_tokens = 0
+            if not is_whole:
                 # What is recomputed is stored again; the server skips what it has after all.
                 tracked.saved_chunks = 0
                 self._asks.cleanup_lookup_result(request_id)

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from kvdepot.devices.cuda import calibrate
 from kvdepot.devices.cuda.driver import Driver, DriverError, load
@@ -24,6 +23,7 @@ from kvdepot.devices.cuda.ways import Choice, Ways
 from kvdepot.errors import DeviceError
 from kvdepot.layout import Layout
 from kvdepot.mover import CopyPiece, Mapped, Memory
+from kvdepot.status import Device
 
 __all__ = ["DeviceTensors", "Gpu", "Gpus"]
 
@@ -223,22 +223,19 @@ class Gpus:
         self.pins.resume()
         log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
 
-    def status(self) -> list[dict[str, Any]]:
-        """One dict a GPU in use. Never blocks."""
+    def status(self) -> list[Device]:
+        """Each GPU in use. Never blocks."""
         return [
-            {
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "registrations": gpu.registrations,
-                "context_bytes": gpu.context_bytes,
-                "staging_bytes": gpu.ways.device_bytes,
-                "ways": {
-                    direction: [[size, way] for size, way in gpu.ways.choice[is_store]]
-                    for direction, is_store in (("store", True), ("retrieve", False))
-                },
-                "pinned_bytes": self.pins.pinned_bytes,
-                "failure": gpu.failure,
-            }
+            Device(
+                uuid=gpu.uuid,
+                name=gpu.name,
+                registrations=gpu.registrations,
+                context_bytes=gpu.context_bytes,
+                staging_bytes=gpu.ways.device_bytes,
+                ways={"store": gpu.ways.choice[True], "retrieve": gpu.ways.choice[False]},
+                pinned_bytes=self.pins.pinned_bytes,
+                failure=gpu.failure,
+            )
             for gpu in tuple(self._gpus.values())
         ]
 

@@ -1,0 +1,160 @@
+"""What a depot tells people: its status put together, and the journal of what has happened. Reads, decides nothing.
+
+Called by depot.py on the deciding thread. The one law: it takes a time that does not grow with the number of chunks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from kvdepot import __version__
+from kvdepot.clients import Client
+from kvdepot.metrics import Journal, Latencies
+from kvdepot.status import Device, Engine, HitRate, NamespaceStatus, Saved, Status
+
+if TYPE_CHECKING:
+    from kvdepot.depot import Depot
+
+__all__ = ["Report"]
+
+_NAMESPACES = 100
+"""The largest namespaces that a status lists, and the engines heard of last, so that it stays small."""
+_ENGINES = 256
+_NAME = 256
+"""Characters of a model's name."""
+_QUIET_S = 60.0
+"""A counter that goes on rising is told of once in so long."""
+_TOLD = {
+    "corrupt_chunks": "chunks in memory were not what had been stored",
+    "dropped_chunks": "chunks were not stored: no room",
+    "failed_chunks": "chunks were not stored: a copy failed, or its engine gave up",
+    "registrations_refused": "registrations of KV tensors were refused",
+    "pins_refused": "pins were refused: more than max_pins, or half of the arena",
+    "clients_refused": "clients were refused: more than max_clients",
+    "keys_refused": "connections came with an unknown key",
+    "requests_refused": "requests were refused: more than max_rate a second",
+    "operations_refused": "stores and retrieves were refused: more than max_queued",
+}
+"""Counters that the journal tells of when they rise."""
+
+
+class Report:
+    """What one depot tells."""
+
+    def __init__(self, depot: Depot, devices: Callable[[], list[Device]], boot: bytes) -> None:
+        self.journal = Journal()
+        self.latencies = Latencies()
+        self._depot = depot
+        self._devices = devices
+        self._boot = boot
+        self._began: float | None = None  # when time was first told
+        self._counted: Counter[str] = Counter()  # as last told of
+        self._told: dict[str, float] = {}  # when
+        self._tiers: dict[str, str] = {}  # their states
+
+    def __repr__(self) -> str:
+        return f"<Report {self.journal}, {self.latencies}>"
+
+    def note(self, kind: str, text: str) -> None:
+        """Keep an event."""
+        self.journal.note(self._depot.wall, kind, text)
+
+    def tick(self, now: float) -> None:
+        """Once a second: what counters and tiers say of what has happened."""
+        if self._began is None:
+            self._began = now
+            self.note("start", f"kvdepot {__version__} began to serve")
+        for name, text in _TOLD.items():
+            count = self._depot.counters.get(name, 0)
+            if count > self._counted[name] and now >= self._told.get(name, 0.0):
+                self.note(name, f"{count - self._counted[name]} {text}")
+                self._counted[name], self._told[name] = count, now + _QUIET_S
+        for tier in self._depot.tiering.status():
+            if self._tiers.setdefault(tier.name, "up") != tier.state:
+                self._tiers[tier.name] = tier.state
+                self.note("tier", f"{tier.name} is {tier.state}")
+
+    def status(self, tenant: str = "") -> Status:
+        """What there is and what has happened. tenant: whose namespaces and engines are listed; empty: everybody's."""
+        depot, index = self._depot, self._depot.index
+        clients = depot.clients
+        now = depot.now
+        return Status(
+            version=__version__,
+            boot=self._boot.hex(),
+            pid=os.getpid(),
+            wall_s=depot.wall,
+            uptime_s=now - self._began if self._began is not None else 0.0,
+            chunk_size_tokens=depot.chunk_size,
+            capacity_bytes=index.space.capacity,
+            used_bytes=index.space.capacity - index.space.free_bytes,
+            chunks=index.chunks,
+            reserved_shards=index.reserved,
+            holds=index.held,
+            evicted_chunks=index.evicted,
+            record_slots=index.records.capacity,
+            record_slots_used=index.records.used,
+            unrecorded_shards=index.unrecorded,
+            operations=depot.operations,
+            clients=len(clients),
+            sessions=sum(len(client.sessions) for client in clients),
+            instances=sum(len(client.instances) for client in clients),
+            stored_bytes=depot.stored_bytes,
+            retrieved_bytes=depot.retrieved_bytes,
+            saved=Saved(depot.saved_tokens + depot.sessions.retrieved_chunks * depot.chunk_size, depot.saved_s),
+            hit_rates=[HitRate(*rate) for rate in depot.ceiling.rates(depot.counters["hit_chunks"])],
+            latencies=self.latencies.figures(),
+            namespaces=self._namespaces(tenant),
+            engines=self._engines(clients, tenant, now),
+            pinned=depot.sessions.kept(tenant, now),
+            tiers=depot.tiering.status(),
+            devices=self._devices(),
+            counters=dict(depot.counters),
+            events=[] if tenant else self.journal.events(),
+        )
+
+    def _namespaces(self, tenant: str) -> list[NamespaceStatus]:
+        spaces = [space for space in self._depot.index.namespaces() if not tenant or space.tenant == tenant]
+        return [
+            NamespaceStatus(
+                tenant=space.tenant,
+                model=space.model[:_NAME],
+                world_size=space.world_size,
+                blocks_in_chunk=space.blocks_in_chunk,
+                chunks=len(space.chunks),
+                bytes=space.bytes,
+                engines=space.live,
+                lookup_chunks=space.lookup_chunks,
+                hit_chunks=space.hit_chunks,
+            )
+            for space in heapq.nlargest(_NAMESPACES, spaces, key=lambda space: space.bytes)
+        ]
+
+    def _engines(self, clients: Iterable[Client], tenant: str, now: float) -> list[Engine]:
+        theirs = [
+            client
+            for client in clients
+            if (client.instances or client.model) and (not tenant or client.tenant == tenant)
+        ]
+        return [
+            Engine(
+                id=client.identity.hex()[:8],
+                since_s=now - client.came,
+                idle_s=now - client.heard,
+                models=sorted(
+                    {model[:_NAME] for each in client.instances.values() for model, *_ in each.namespaces}
+                    | ({client.model[:_NAME]} if client.model else set())
+                ),
+                ranks=sorted({rank for each in client.instances.values() for _, _, rank, _ in each.namespaces}),
+                device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
+                tenant=client.tenant,
+                sessions=len(client.sessions),
+                pinned_chunks=client.pins,
+                queued=client.queued,
+            )
+            for client in heapq.nlargest(_ENGINES, theirs, key=lambda client: client.heard)
+        ]

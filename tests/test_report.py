@@ -1,0 +1,119 @@
+"""What a server tells of itself is what has happened to it: counted by the traffic that a test drives."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvdepot import status, wire
+from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.errors import BadRequest
+from kvdepot.metrics import BOUNDS_S, Journal, Latencies
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from conftest import Depot, StartDepot
+
+CHUNK = 256
+BLOCK = 16
+BLOCK_BYTES = 4 * BLOCK * 64 * 4
+CHUNK_BYTES = BLOCK_BYTES * CHUNK // BLOCK
+
+
+def told(depot: Depot) -> status.Status:
+    return status.read(depot.status())
+
+
+@pytest.fixture
+def depot(start_depot: StartDepot) -> Depot:
+    return start_depot(arena_mib=32)
+
+
+def an_engine(depot: Depot) -> tuple[LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter]:
+    place = (depot.url, depot.context, "toy", 1, 0, BLOCK)
+    scheduler, worker = LMCacheMPSchedulerAdapter(*place), LMCacheMPWorkerAdapter(*place)
+    worker.register_kv_caches({f"layer {i}": torch.zeros(64, BLOCK, 64) for i in range(4)}, [0] * 4)
+    return scheduler, worker
+
+
+def move(worker: LMCacheMPWorkerAdapter, request: str, tokens: list[int], is_store: bool) -> None:
+    op = LoadStoreOp(list(range(len(tokens) // BLOCK)), tokens, None, 0, len(tokens))
+    (worker.submit_store_request if is_store else worker.submit_retrieve_request)(request, op, None)
+    futures = worker.store_futures if is_store else worker.retrieve_futures
+    eventually(lambda: worker.get_finished(set()) and not futures)
+
+
+def test_what_engines_do_is_told_byte_by_byte_and_token_by_token(depot: Depot) -> None:
+    scheduler, worker = an_engine(depot)
+    tokens = list(range(2 * CHUNK))
+    move(worker, "first", tokens, is_store=True)
+    scheduler.maybe_submit_lookup_request("again", token_ids=tokens)
+    assert eventually(lambda: scheduler.check_lookup_result("again")) == 2 * CHUNK
+    scheduler.maybe_submit_lookup_request("other", token_ids=[7] * CHUNK)
+    eventually(lambda: scheduler.check_lookup_result("other") is not None)
+    move(worker, "again", tokens, is_store=False)
+    scheduler.end_session("again")
+    scheduler.end_session("other", saved_tokens=100, saved_s=0.25)
+
+    now = eventually(lambda: (seen := told(depot)).saved.tokens == 2 * CHUNK + 100 and seen)
+    assert now.stored_bytes == now.retrieved_bytes == now.used_bytes == 2 * CHUNK_BYTES
+    assert now.saved.prefill_s == 0.25
+    (space,) = now.namespaces
+    assert (space.model, space.chunks, space.lookup_chunks, space.hit_chunks) == ("toy", 2, 3, 2)
+    by_rank = {tuple(engine.ranks): engine for engine in now.engines}
+    assert by_rank[0,].models == by_rank[()].models == ["toy"] and len(now.engines) == 2
+    assert all(0 <= engine.idle_s <= engine.since_s <= now.uptime_s + 1 for engine in now.engines)
+    times = {latency.request: latency for latency in now.latencies}
+    assert {name: times[name].count for name in ("Store", "Retrieve", "Lookup")} == {
+        "Store": 1, "Retrieve": 1, "Lookup": 2,
+    }  # fmt: skip
+    for latency in now.latencies:
+        assert sum(latency.buckets) == latency.count and not latency.errors
+        assert 0 <= latency.sum_s < 30
+    assert abs(now.wall_s - time.time()) < 3 and now.version and len(now.boot) == 16
+    assert [event.kind for event in now.events] == ["start", "engine"]
+    worker.shutdown()
+    scheduler.shutdown()
+    eventually(lambda: not told(depot).engines)
+    assert "is gone" in told(depot).events[-1].text
+
+
+def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
+    scheduler, _ = an_engine(depot)
+    with pytest.raises(BadRequest, match="no saving"):
+        scheduler.mq_client.ask(wire.EndSession("r", -1)).result(5.0)
+    with pytest.raises(BadRequest, match="no saving"):
+        scheduler.mq_client.ask(wire.EndSession("r", 1, float("nan"))).result(5.0)
+    (ends,) = (latency for latency in told(depot).latencies if latency.request == "EndSession")
+    assert (ends.count, ends.errors) == (2, 2) and told(depot).saved == status.Saved()
+
+
+def test_times_fall_into_the_bucket_that_ends_at_or_above_them() -> None:
+    latencies = Latencies()
+    for number, took in enumerate((BOUNDS_S[0], BOUNDS_S[0] + 1e-9, 3.0, 1000.0)):
+        latencies.begin(b"c", bytes([number]), "Lookup", 0.0)
+        latencies.end(b"c", bytes([number]), took > 100, took)
+    (lookup,) = latencies.figures()
+    filled = {i: count for i, count in enumerate(lookup.buckets) if count}
+    assert filled == {0: 1, 1: 1, BOUNDS_S.index(5.0): 1, len(BOUNDS_S): 1}
+    assert (lookup.count, lookup.errors) == (4, 1)
+
+
+def test_an_answer_to_nobody_and_questions_of_the_dead_are_not_counted() -> None:
+    latencies = Latencies()
+    latencies.end(b"c", b"1", False, 1.0)
+    latencies.begin(b"c", b"2", "Store", 1.0)
+    latencies.gone(b"c")
+    latencies.end(b"c", b"2", False, 2.0)
+    assert latencies.figures() == [] and not latencies._asked
+
+
+def test_the_journal_keeps_the_latest_events() -> None:
+    journal = Journal()
+    for number in range(1000):
+        journal.note(number, "kind", f"{number} " + "x" * 1000)
+    events = journal.events()
+    assert len(events) == 256 and events[-1].text.startswith("999 ") and len(events[0].text) == 300
