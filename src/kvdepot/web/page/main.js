@@ -55,12 +55,13 @@ function explain(problem) {
   const needsToken = isRefusal && problem.status === 401;
   $("token").hidden = !needsToken;
   if (needsToken) {
-    return { headline: "A token is needed", reasons: ["kvdepot open, on the server's machine, opens this page with it."] };
+    const reason = "On the server's machine `kvdepot open` opens this page with its token, and `kvdepot token` prints it.";
+    return { headline: "A token is needed", reasons: [reason] };
   }
   if (!isRefusal && problem.name !== "TimeoutError" && !(problem instanceof TypeError)) throw problem; // our own bug
   const old = status ? ` The figures below are of ${clock(status.wall_s)}.` : "";
   return isRefusal
-    ? { headline: "Not answering", reasons: [`${problem.message}.${old}`] }
+    ? { headline: problem.status === 503 ? "Not answering" : "Refused", reasons: [`${problem.message}.${old}`] }
     : { headline: "Not reachable", reasons: [`No answer from ${location.host}; asking again each second.${old}`] };
 }
 
