@@ -205,7 +205,7 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
 
 
 def _pictures(folder: Path) -> None:
-    from tests.web.browser import chromium
+    from .browser import chromium
 
     folder.mkdir(parents=True, exist_ok=True)
     site = Site()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import socket
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +16,10 @@ import pytest
 
 from kvdepot.metrics import BOUNDS_S, Event
 from kvdepot.status import Engine, NamespaceStatus, Saved
-from tests.conftest import eventually
-from tests.web.browser import chromium, executable
-from tests.web.site import VENDOR, Site, empty_status, example_history
+
+from ..conftest import StartDepot, eventually
+from .browser import chromium, executable
+from .site import VENDOR, Site, empty_status, example_history, example_status
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -437,3 +441,89 @@ def test_what_stays_the_same_is_not_drawn_anew(site: Site, open_page: OpenPage) 
     asked = site.asked.count("/v1/status")
     eventually(lambda: site.asked.count("/v1/status") > asked + 2)
     assert page.evaluate("drawn") == []
+
+
+# -- with a real server
+
+
+@pytest.fixture
+def port() -> int:
+    """One that is free, for servers that follow each other."""
+    if importlib.util.find_spec("kvdepot.web.app") is None:
+        _needed(False, "kvdepot[web]")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        found: int = unused.getsockname()[1]
+    return found
+
+
+def ask(port: int, path: str) -> Any:
+    """What a real server answers; None while there is none."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return json.load(answer)
+    except OSError:
+        return None
+
+
+def test_what_the_page_shows_is_what_a_real_server_says(
+    start_depot: StartDepot, port: int, open_page: OpenPage
+) -> None:
+    from ..test_server import Engine as RealEngine
+
+    depot = start_depot("--http", f"127.0.0.1:{port}")
+    engine, tokens = RealEngine(depot), list(range(512))
+    assert engine.lookup(tokens) == 0
+    engine.store(tokens, list(range(8)))
+    assert engine.lookup(tokens) == 512
+    assert engine.retrieve(tokens, list(range(8, 16))) == set()
+    status = eventually(lambda: (now := ask(port, "/v1/status")) and now["saved"]["tokens"] == 512 and now, 20.0)
+    page = open_page(f"http://127.0.0.1:{port}/")
+    shows(page, "#saved-tokens", "512")
+    assert rows(page, "namespaces") == [[engine.model, "2 KiB", "<0.1%", "2", "50.0%", "1"]]
+    assert sorted(row[0] for row in rows(page, "engines")) == sorted(each["id"] for each in status["engines"])
+    times = {row[0]: row[1] for row in rows(page, "latencies")}
+    assert (times["Lookup"], times["Store"], times["Retrieve"]) == ("2", "1", "1")
+    assert "Chunks kept 2" in text(page, "#facts")
+    assert f"of {status['capacity_bytes'] // 2**20} MiB" in text(page, "#stores .of")
+    assert [event["text"] for event in reversed(status["events"])] == page.locator(
+        "#events li span:last-child"
+    ).all_inner_texts()
+    engine.close()
+
+
+def test_the_page_comes_back_by_itself_after_a_real_server_was_killed(
+    start_depot: StartDepot, port: int, open_page: OpenPage
+) -> None:
+    first = start_depot("--http", f"127.0.0.1:{port}")
+    boot = eventually(lambda: ask(port, "/v1/status"), 20.0)["boot"]
+    page = open_page(f"http://127.0.0.1:{port}/")
+    first.process.kill()
+    shows(page, "#state", "Not")
+    start_depot("--http", f"127.0.0.1:{port}", name=first.name)
+    eventually(lambda: (now := ask(port, "/v1/status")) and now["boot"] != boot, 30.0)
+    page.wait_for_selector(".verdict[data-level=good]")
+
+
+def test_the_page_goes_on_a_line_as_the_server_would(port: int, open_page: OpenPage, site: Site) -> None:
+    """Both make points of two statuses: one in JavaScript, so that /v1/history is asked for once."""
+    from kvdepot.web.history import measure
+
+    before = example_status(1000.0)
+    lookup = next(each for each in before.latencies if each.request == "Lookup")
+    buckets = [count + 3 * i for i, count in enumerate(lookup.buckets)]
+    after = msgspec.structs.replace(
+        before,
+        wall_s=1002.0,
+        stored_bytes=before.stored_bytes + 12345,
+        evicted_chunks=before.evicted_chunks + 7,
+        counters={**before.counters, "dropped_chunks": before.counters["dropped_chunks"] + 3},
+        latencies=[msgspec.structs.replace(lookup, buckets=buckets)],
+    )
+    wanted = {name: value for name, value in measure(before, after, 2.0).items() if value == value}
+    page = open_page()
+    drawn = page.evaluate(
+        "([before, after]) => import('/series.js').then(module => module.point(before, after))",
+        [msgspec.to_builtins(before), msgspec.to_builtins(after)],
+    )
+    assert {name: value for name, value in drawn.items() if value is not None} == pytest.approx(wanted)

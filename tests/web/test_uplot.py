@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.web.site import VENDOR
+from .site import VENDOR
 
 ROOT = Path(__file__).parents[2]
 
