@@ -39,6 +39,7 @@ class Site:
         self.ticks = True  # whether the status's time goes on by itself
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
+        self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
         self._began = time.time()
@@ -76,6 +77,8 @@ class Site:
         if path.startswith("/v1/"):
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
+            elif self.gibberish:
+                kind, body = "text/html", b"<h1>Welcome</h1>"
             elif self.trouble:
                 status = HTTPStatus.SERVICE_UNAVAILABLE
                 body = msgspec.json.encode({"code": "unavailable", "message": self.trouble})

@@ -221,6 +221,22 @@ def test_the_page_survives_a_restart_of_the_server_and_says_so(site: Site, open_
         again.close()
 
 
+def test_the_page_of_an_older_server_loads_itself_anew(site: Site, open_page: OpenPage) -> None:
+    page = open_page()
+    page.evaluate("window.old = true")
+    site.status = msgspec.structs.replace(site.status, version="0.2.0")
+    shows(page, "#version", "0.2.0")
+    page.wait_for_function("window.old === undefined")
+
+
+def test_an_answer_that_is_no_status_does_not_end_the_asking(site: Site, open_page: OpenPage) -> None:
+    page = open_page()
+    site.gibberish = True
+    shows(page, "#state", "Not reachable")
+    site.gibberish = False
+    page.wait_for_selector(".verdict[data-level=good]")
+
+
 def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(site: Site, open_page: OpenPage) -> None:
     page = open_page()
     site.trouble = "the depot has not answered for 4.2 s"

@@ -22,22 +22,29 @@ let waiting = 0; // the timer until the next request
 async function turn() {
   clearTimeout(waiting);
   if (document.hidden) return; // `visibilitychange` goes on
+  let next = null;
+  let failure = null;
   try {
-    await accept(await ask("v1/status"));
-    show(null);
+    next = await ask("v1/status");
+    if (!follows(next)) await recall();
   } catch (problem) {
-    show(explain(problem));
+    failure = explain(problem);
   }
-  clearTimeout(waiting);
-  waiting = setTimeout(turn, EVERY_MS);
+  clearTimeout(waiting); // of a turn that was under way at the same time
+  waiting = setTimeout(turn, EVERY_MS); // before drawing, whose faults must not be the end
+  if (!failure) accept(next);
+  show(failure);
 }
 
-async function accept(next) {
-  const before = status;
-  if (before?.wall_s !== next.wall_s || before.boot !== next.boot) changed_ms = performance.now();
-  const goesOn = before?.boot === next.boot && next.wall_s - before.wall_s < GAP_S && next.wall_s >= before.wall_s;
-  if (!goesOn) await recall();
-  else if (next.wall_s > before.wall_s) history.add(next.wall_s, point(before, next));
+/** Whether a line from the latest status to this one is true. */
+function follows(next) {
+  return status?.boot === next.boot && next.wall_s >= status.wall_s && next.wall_s - status.wall_s < GAP_S;
+}
+
+function accept(next) {
+  if (status && status.version !== next.version) location.reload(); // another server's page
+  if (status?.wall_s !== next.wall_s) changed_ms = performance.now();
+  if (follows(next) && next.wall_s > status.wall_s) history.add(next.wall_s, point(status, next));
   status = next;
 }
 
@@ -58,7 +65,6 @@ function explain(problem) {
     const reason = "On the server's machine `kvdepot open` opens this page with its token, and `kvdepot token` prints it.";
     return { headline: "A token is needed", reasons: [reason] };
   }
-  if (!isRefusal && problem.name !== "TimeoutError" && !(problem instanceof TypeError)) throw problem; // our own bug
   const old = status ? ` The figures below are of ${clock(status.wall_s)}.` : "";
   return isRefusal
     ? { headline: problem.status === 503 ? "Not answering" : "Refused", reasons: [`${problem.message}.${old}`] }
@@ -66,6 +72,7 @@ function explain(problem) {
 }
 
 function show(failure) {
+  document.body.classList.toggle("known", status !== null);
   document.body.classList.toggle("old", failure !== null && status !== null);
   const silent_s = (performance.now() - changed_ms) / 1000;
   const began = status ? status.wall_s - status.uptime_s : 0;
