@@ -39,6 +39,11 @@ function* concerns(status) {
   }
 }
 
+/** Which part of an engine a process is. */
+export function enginePart(engine) {
+  return engine.ranks.length ? `worker ${engine.ranks.join(", ")}` : "scheduler";
+}
+
 /** In which state an engine is. */
 export function engineState(engine) {
   if (engine.queued) return "copying";

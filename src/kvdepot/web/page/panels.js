@@ -2,7 +2,7 @@
 
 import { $, bar, list, make, rows, say, set } from "./dom.js";
 import { ago, bytes, count, duration, exact, moment, none, share } from "./format.js";
-import { engineState } from "./health.js";
+import { enginePart, engineState } from "./health.js";
 import { percentile } from "./series.js";
 
 const HEADLINE_S = 3600;
@@ -57,7 +57,7 @@ export function showAll(status) {
 
 function showFacts(status) {
   const facts = [
-    ["Engines", count(status.engines.length)],
+    ["Engine processes", count(status.engines.length)],
     ["Requests under way", count(status.sessions)],
     ["Chunks kept", count(status.chunks)],
     ["Tokens a chunk", count(status.chunk_size_tokens)],
@@ -197,9 +197,9 @@ function showUsers(status) {
   say($("engines-count"), status.engines.length ? count(status.engines.length) : "");
   rows($("engines"), status.engines, (engine) => engine.id, [
     ["mono", (engine) => engine.id, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],
+    ["", enginePart],
     ["", engineState],
     ["name", (engine) => engine.models.join(", ") || none, (engine) => engine.models.join("\n")],
-    ["num", (engine) => engine.ranks.join(", ") || none],
     ["num", (engine) => count(engine.sessions)],
     ["num", (engine) => count(engine.pinned_chunks)],
     ["num", (engine) => duration(Math.round(engine.since_s))],
