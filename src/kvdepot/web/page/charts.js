@@ -4,21 +4,25 @@ import { make, say, set } from "./dom.js";
 import * as format from "./format.js";
 import { risen } from "./series.js";
 
-const HEIGHT = 190;
+const HEIGHT = 180;
 const TABLE_ROWS = 12;
 const FONT = "12px system-ui, sans-serif";
 
-const GIB_STEPS = Array.from({ length: 50 }, (_, power) => 2 ** power);
-const LATENCY_RANGE = [1e-5, 10];
+const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => 2 ** power);
+const TIME_STEPS = [
+  0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200,
+  14_400, 21_600, 43_200, 86_400, 172_800, 432_000, 864_000,
+];
 
 /**
  * What each chart shows. colour: of style.css. dash: lines are told apart by more than their colours. rises: shown from
- * 0 at the window's beginning. top: the axis's end, where it is fixed. more: lines that only a status knows of.
+ * 0 at the window's beginning. top: the axis's end, where it is fixed. ticks: as format, on the axis. more: lines that only a status knows of.
  */
 export const CHARTS = [
   {
     title: "Hit rate beside its ceiling",
     format: format.share,
+    ticks: (value) => `${Math.round(100 * value)}%`,
     top: 1,
     lines: [
       { name: "ceiling", label: "Ceiling", colour: "--grey", dash: [5, 4] },
@@ -33,12 +37,13 @@ export const CHARTS = [
   {
     title: "Prefill time saved, in this time",
     format: format.duration,
+    steps: TIME_STEPS,
     lines: [{ name: "saved_prefill_s", label: "Time", colour: "--teal", filled: true, rises: true }],
   },
   {
     title: "Bytes kept",
     format: format.bytes,
-    steps: GIB_STEPS,
+    steps: BYTE_STEPS,
     lines: [{ name: "used_bytes", label: "Memory", colour: "--blue" }],
     more: (status) =>
       status.tiers.map((tier, i) => ({
@@ -164,16 +169,22 @@ export class Chart {
   }
 
   #span() {
-    if (this.#spec.logarithmic) return { min: LATENCY_RANGE[0], max: LATENCY_RANGE[1] };
     if (this.#spec.top) return { min: 0, max: this.#spec.top };
-    let most = 0;
-    for (const line of this.#data.slice(1)) for (const value of line) if (value > most) most = value;
-    return { min: 0, max: most ? most * 1.1 : 1 };
+    let [least, most] = [Infinity, 0];
+    for (const line of this.#data.slice(1)) {
+      for (const value of line) {
+        if (value > most) most = value;
+        if (value > 0 && value < least) least = value;
+      }
+    }
+    if (!this.#spec.logarithmic) return { min: 0, max: most ? most * 1.1 : 1 };
+    if (!most) return { min: 0.0001, max: 1 };
+    return { min: 10 ** Math.floor(Math.log10(least)), max: 10 ** Math.ceil(Math.log10(most * 1.01)) };
   }
 
   #draw() {
     const [ink, grid] = [colour("--soft"), colour("--grid")];
-    const { format: text, logarithmic, steps } = this.#spec;
+    const { logarithmic, steps, ticks: text = this.#spec.format } = this.#spec;
     const axis = { stroke: ink, font: FONT, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const options = {
       width: this.area.clientWidth || 300,
@@ -185,6 +196,7 @@ export class Chart {
       axes: [
         {
           ...axis,
+          size: 28,
           space: 70,
           values: (_, times) => times.map((time) => (time % 60 ? format.clock(time) : format.clockMinute(time))),
         },

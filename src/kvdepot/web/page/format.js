@@ -37,6 +37,9 @@ export function share(value) {
   return `${percent.toFixed(1)}%`;
 }
 
+/** How long, in one unit: 12 s, 3 h. */
+export const rough = (value) => duration(value).split(" ").slice(0, 2).join(" ");
+
 /** How long: 0.4 ms, 12 s, 3 h 12 min. */
 export function duration(value) {
   if (value == null) return NONE;

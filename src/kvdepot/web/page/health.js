@@ -48,5 +48,5 @@ export function enginePart(engine) {
 export function engineState(engine) {
   if (engine.queued) return "copying";
   if (engine.sessions) return "serving";
-  return engine.idle_s < 60 ? "ready" : `idle ${duration(Math.round(engine.idle_s))}`;
+  return engine.idle_s < 60 ? "ready" : `idle ${duration(60 * Math.floor(engine.idle_s / 60))}`;
 }

@@ -76,7 +76,7 @@ function show(failure) {
   document.body.classList.toggle("old", failure !== null && status !== null);
   const silent_s = (performance.now() - changed_ms) / 1000;
   const began = status ? status.wall_s - status.uptime_s : 0;
-  const since = status && !failure ? `since ${moment(began, status.wall_s)}, ${duration(Math.floor(status.uptime_s))}` : "";
+  const since = status && !failure ? `version ${status.version}, since ${moment(began, status.wall_s)} (${duration(Math.floor(status.uptime_s))})` : "";
   showVerdict(verdict(status, silent_s, failure), since);
   if (failure) return;
   $("token").hidden = true;

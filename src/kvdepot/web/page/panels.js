@@ -1,7 +1,7 @@
 // The sections of the page, each filled from one status.
 
 import { $, bar, list, make, rows, say, set } from "./dom.js";
-import { ago, bytes, count, duration, exact, moment, none, share } from "./format.js";
+import { ago, bytes, count, duration, exact, moment, none, rough, share } from "./format.js";
 import { enginePart, engineState } from "./health.js";
 import { percentile } from "./series.js";
 
@@ -46,7 +46,6 @@ export function showVerdict({ level, headline, reasons }, since) {
 }
 
 export function showAll(status) {
-  say($("version"), status.version);
   showFacts(status);
   showGain(status);
   showStores(status);
@@ -61,10 +60,14 @@ function showFacts(status) {
     ["Requests under way", count(status.sessions)],
     ["Chunks kept", count(status.chunks)],
     ["Tokens a chunk", count(status.chunk_size_tokens)],
-    ["Version", status.version || none],
   ];
+  fillFacts($("facts"), facts);
+}
+
+/** Names with their values. */
+function fillFacts(part, facts) {
   list(
-    $("facts"),
+    part,
     facts,
     ([name]) => name,
     ([name]) => make("div", {}, make("dt", {}, name), make("dd")),
@@ -99,6 +102,15 @@ function showGain(status) {
   say($("saved-tokens"), count(status.saved.tokens));
   set($("saved-tokens"), "title", exact(status.saved.tokens));
   say($("saved-prefill"), duration(status.saved.prefill_s));
+  fillFacts($("gain-hits"), [
+    ["Lookups", count(status.counters.lookups ?? 0)],
+    ["Chunks that hit", count(status.counters.hit_chunks ?? 0)],
+    ["of these, from tiers", count(status.counters.tier_hit_chunks ?? 0)],
+  ]);
+  fillFacts($("gain-bytes"), [
+    ["Given back", bytes(status.retrieved_bytes)],
+    ["Stored", bytes(status.stored_bytes)],
+  ]);
   say(
     $("saved-prefill-note"),
     status.saved.tokens && !status.saved.prefill_s
@@ -184,25 +196,19 @@ function fillStore(card, store) {
   meter.hidden = !store.capacity;
   if (store.capacity) bar(meter, part, text);
   say(card.querySelector(".of"), text);
-  list(
-    card.querySelector("dl"),
-    store.facts,
-    ([name]) => name,
-    ([name]) => make("div", {}, make("dt", {}, name), make("dd")),
-    (item, [, value]) => say(item.lastElementChild, value),
-  );
+  fillFacts(card.querySelector("dl"), store.facts);
 }
 
 function showUsers(status) {
   say($("engines-count"), status.engines.length ? count(status.engines.length) : "");
   rows($("engines"), status.engines, (engine) => engine.id, [
-    ["mono", (engine) => engine.id, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],
-    ["", enginePart],
+    ["", enginePart, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],
+    ["mono soft", (engine) => engine.id],
     ["", engineState],
     ["name", (engine) => engine.models.join(", ") || none, (engine) => engine.models.join("\n")],
     ["num", (engine) => count(engine.sessions)],
     ["num", (engine) => count(engine.pinned_chunks)],
-    ["num", (engine) => duration(Math.round(engine.since_s))],
+    ["num", (engine) => rough(engine.since_s), (engine) => duration(Math.round(engine.since_s))],
   ]);
   say($("namespaces-count"), status.namespaces.length > 1 ? count(status.namespaces.length) : "");
   const full = (space) => [space.tenant, space.model, `${space.world_size} ranks`, `${space.blocks_in_chunk} blocks a chunk`];
@@ -271,13 +277,11 @@ function showDetails(status) {
 }
 
 function losses(status) {
-  const isLoss = (name) => name in LOSSES || name.endsWith("_refused");
-  const of = (where, counters) =>
+  const of = (counters, where) =>
     Object.entries(counters)
-      .filter(([name, value]) => value && isLoss(name))
-      .map(([name, value]) => ({ where, name, value }));
-  const evicted = status.evicted_chunks
-    ? [{ where: "Memory", name: "evicted to make room", value: status.evicted_chunks }]
-    : [];
-  return [...evicted, ...of("Memory", status.counters), ...status.tiers.flatMap((tier) => of(tier.name, tier.counters))];
+      .filter(([name, value]) => value && (name in LOSSES || name.endsWith("_refused")))
+      .map(([name, value]) => ({ where: where(name), name, value }));
+  const evicted = status.evicted_chunks ? [{ where: "Memory", name: "evicted to make room", value: status.evicted_chunks }] : [];
+  const place = (name) => (name.endsWith("_chunks") ? "Memory" : "Requests");
+  return [...evicted, ...of(status.counters, place), ...status.tiers.flatMap((tier) => of(tier.counters, () => tier.name))];
 }
