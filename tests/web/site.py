@@ -145,8 +145,8 @@ def example_status(wall_s: float = 0.0) -> Status:
                        {"saved_chunks": 181_000, "loaded_chunks": 2_311, "failures": 12, "left_alone": 1}),
         ],
         counters={
-            "lookups": 91_422, "lookup_chunks": 1_410_226, "hit_chunks": 984_716, "tier_hit_chunks": 11_431, "stored_chunks": 214_426,
-            "dropped_chunks": 12, "expired_chunks": 840, "clients_died": 1, "requests_refused": 0,
+            "lookups": 91_422, "lookup_chunks": 1_410_226, "hit_chunks": 984_716, "tier_hit_chunks": 11_431,
+            "stored_chunks": 214_426, "dropped_chunks": 12, "expired_chunks": 840, "clients_died": 1,
         },
         events=[
             Event(now - 84_000, "clients_died", "engine 71c0e0d1 died; what it held is free"),

@@ -488,23 +488,27 @@ def ask(port: int, path: str) -> Any:
 def test_what_the_page_shows_is_what_a_real_server_says(
     start_depot: StartDepot, port: int, open_page: OpenPage
 ) -> None:
+    from kvdepot.adapters import LoadStoreOp
+
     from ..test_server import Engine as RealEngine
 
     depot = start_depot("--http", f"127.0.0.1:{port}")
     engine, tokens = RealEngine(depot), list(range(512))
     assert engine.lookup(tokens) == 0
     engine.store(tokens, list(range(8)))
-    assert engine.lookup(tokens) == 512
-    assert engine.retrieve(tokens, list(range(8, 16))) == set()
+    engine.scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
+    assert engine.scheduler.wait_lookup_result("r", 10.0) == 512
+    engine.worker.submit_retrieve_request("r", LoadStoreOp(list(range(8, 16)), token_ids=tokens), None)
+    eventually(lambda: engine.worker.get_finished(set())[1])
     status = eventually(lambda: (now := ask(port, "/v1/status")) and now["saved"]["tokens"] == 512 and now, 20.0)
     page = open_page(f"http://127.0.0.1:{port}/")
     shows(page, "#saved-tokens", "512")
-    assert rows(page, "namespaces") == [[engine.model, "2 KiB", "<0.1%", "2", "50.0%", "1"]]
+    assert rows(page, "namespaces") == [[engine.model, "8 KiB", "<0.1%", "2", "50.0%", "1"]]
     assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["id"] for each in status["engines"])
     times = {row[0]: row[1] for row in rows(page, "latencies")}
     assert (times["Lookup"], times["Store"], times["Retrieve"]) == ("2", "1", "1")
     assert "Chunks kept 2" in text(page, "#facts")
-    assert f"of {status['capacity_bytes'] // 2**20} MiB" in text(page, "#stores .of")
+    assert f"of {status['capacity_bytes'] / 2**20:.1f} MiB" in text(page, "#stores .of")
     assert [event["text"] for event in reversed(status["events"])] == page.locator(
         "#events li span:last-child"
     ).all_inner_texts()
