@@ -16,7 +16,7 @@ const TIME_STEPS = [
 
 /**
  * What each chart shows. colour: of style.css. dash: lines are told apart by more than their colours. rises: shown from
- * 0 at the window's beginning. top: the axis's end, where it is fixed. ticks: as format, on the axis. more: lines that only a status knows of.
+ * 0 at the window's beginning. top: the axis's end, where it is fixed; idle: where there is nothing. ticks: as format, on the axis. more: lines that only a status knows of.
  */
 export const CHARTS = [
   {
@@ -31,17 +31,20 @@ export const CHARTS = [
   },
   {
     title: "Tokens not computed again, in this time",
+    idle: 1000,
     format: format.count,
     lines: [{ name: "saved_tokens", label: "Tokens", colour: "--blue", filled: true, rises: true }],
   },
   {
     title: "Prefill time saved, in this time",
+    idle: 60,
     format: format.duration,
     steps: TIME_STEPS,
     lines: [{ name: "saved_prefill_s", label: "Time", colour: "--teal", filled: true, rises: true }],
   },
   {
     title: "Bytes kept",
+    idle: 2 ** 30,
     format: format.bytes,
     steps: BYTE_STEPS,
     lines: [{ name: "used_bytes", label: "Memory", colour: "--blue" }],
@@ -55,6 +58,7 @@ export const CHARTS = [
   },
   {
     title: "Stored and retrieved",
+    idle: 1e9,
     format: format.byteRate,
     lines: [
       { name: "retrieved_bytes_s", label: "Retrieved", colour: "--blue" },
@@ -74,6 +78,7 @@ export const CHARTS = [
   },
   {
     title: "Chunks evicted and dropped",
+    idle: 10,
     format: format.rate,
     lines: [
       { name: "evicted_chunks_s", label: "Evicted", colour: "--blue" },
@@ -177,7 +182,7 @@ export class Chart {
         if (value > 0 && value < least) least = value;
       }
     }
-    if (!this.#spec.logarithmic) return { min: 0, max: most ? most * 1.1 : 1 };
+    if (!this.#spec.logarithmic) return { min: 0, max: most ? most * 1.1 : this.#spec.idle };
     if (!most) return { min: 0.0001, max: 1 };
     return { min: 10 ** Math.floor(Math.log10(least)), max: 10 ** Math.ceil(Math.log10(most * 1.01)) };
   }

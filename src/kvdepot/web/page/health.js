@@ -2,9 +2,9 @@
 
 import { count, duration, share } from "./format.js";
 
-/** Level (good, look, bad), headline, and what to look at. failure: why no status came, if none did. */
+/** Level (good, look, bad, wait), headline, and what to look at. failure: why no status came, if none did. */
 export function verdict(status, silent_s, failure) {
-  if (failure) return { level: "bad", headline: failure.headline, reasons: failure.reasons };
+  if (failure) return { level: "bad", ...failure };
   if (silent_s > 5) {
     return {
       level: "bad",

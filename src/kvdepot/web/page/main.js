@@ -62,14 +62,16 @@ function explain(problem) {
   const needsToken = isRefusal && problem.status === 401;
   $("token").hidden = !needsToken;
   if (needsToken) {
-    const reason = "On the server's machine `kvdepot open` opens this page with its token, and `kvdepot token` prints it.";
-    return { headline: "A token is needed", reasons: [reason] };
+    const reason = "Run kvdepot open on the server's machine: it opens this page with its token, which kvdepot token prints.";
+    return { level: "wait", headline: "A token is needed", reasons: [reason] };
   }
   const old = status ? ` The figures below are of ${clock(status.wall_s)}.` : "";
   return isRefusal
-    ? { headline: problem.status === 503 ? "Not answering" : "Refused", reasons: [`${problem.message}.${old}`] }
+    ? { headline: problem.status === 503 ? "Not answering" : "Refused", reasons: [`${sentence(problem.message)}${old}`] }
     : { headline: "Not reachable", reasons: [`No answer from ${location.host}; asking again each second.${old}`] };
 }
+
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function show(failure) {
   document.body.classList.toggle("known", status !== null);

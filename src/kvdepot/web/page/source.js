@@ -44,7 +44,7 @@ export async function ask(path) {
   if (answer.ok) return answer.json();
   let message = `HTTP ${answer.status}`;
   try {
-    message = (await answer.json()).message ?? message;
+    message = (await answer.json()).message || message;
   } catch {
     // not one of our answers: a proxy's
   }
