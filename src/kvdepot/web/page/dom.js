@@ -1,0 +1,76 @@
+// Changing the document as little as possible: what stays is not touched, so that focus, selections and screen readers
+// stay where they are.
+
+export const $ = (id) => document.getElementById(id);
+
+/** A new element: make("td", { class: "num" }, "12"). */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function set(element, name, value) {
+  const text = String(value);
+  if (element.getAttribute(name) !== text) element.setAttribute(name, text);
+}
+
+/**
+ * Give `parent` one child an item, in order. key(item) tells them apart; make(item) makes a child; fill(child, item)
+ * writes what may change.
+ */
+export function list(parent, items, key, make, fill) {
+  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let at = parent.firstElementChild;
+  for (const item of items) {
+    const name = String(key(item));
+    let child = old.get(name);
+    old.delete(name);
+    if (!child) {
+      child = make(item);
+      child.dataset.key = name;
+    }
+    if (child === at) at = at.nextElementSibling;
+    else parent.insertBefore(child, at);
+    fill(child, item);
+  }
+  for (const child of old.values()) child.remove();
+}
+
+/** Rows of a table: columns are [class, text of an item], the first one names the row. */
+export function rows(table, items, key, columns) {
+  const none = document.getElementById(`${table.id}-none`);
+  if (none) none.hidden = items.length > 0;
+  const region = table.closest(".scroll");
+  if (region && none) region.hidden = items.length === 0;
+  list(
+    table.tBodies[0],
+    items,
+    key,
+    () =>
+      make(
+        "tr",
+        {},
+        ...columns.map(([kind], i) => make(i ? "td" : "th", { class: kind, ...(i ? {} : { scope: "row" }) })),
+      ),
+    (row, item) => {
+      columns.forEach(([, text, title], i) => {
+        say(row.cells[i], text(item));
+        if (title) set(row.cells[i], "title", title(item));
+      });
+    },
+  );
+}
+
+/** A bar that is full to `part` (0 to 1), for eyes and for screen readers. */
+export function bar(element, part, text) {
+  const percent = Math.min(Math.max(100 * (part || 0), 0), 100);
+  set(element, "aria-valuenow", percent.toFixed(1));
+  set(element, "aria-valuetext", text);
+  element.querySelector(".fill").style.inlineSize = `${percent}%`;
+}

@@ -1,0 +1,287 @@
+// The sections of the page, each filled from one status.
+
+import { $, bar, list, make, rows, say, set } from "./dom.js";
+import { ago, bytes, count, duration, exact, moment, none, rough, share } from "./format.js";
+import { enginePart, engineState } from "./health.js";
+import { percentile } from "./series.js";
+
+const HEADLINE_S = 3600;
+
+const LOSSES = {
+  dropped_chunks: "found no room",
+  failed_chunks: "copy failed, or engine gave up",
+  corrupt_chunks: "damaged, found by its checksum",
+  expired_chunks: "too old",
+  forgotten_chunks: "forgotten on request",
+  cleared_chunks: "cleared on request",
+  refused_chunks: "refused by the tier",
+  spoilt_chunks: "damaged, found by its checksum",
+  failures: "errand failed",
+  late: "came after its deadline",
+  left_alone: "times it was left alone",
+  searches_refused: "searches refused: too many",
+  undemoted_chunks: "evicted before they were saved",
+  replies_dropped: "replies that nobody read",
+  retrieve_misses: "chunks asked for that had gone",
+  bad_messages: "messages that could not be read",
+  errors: "requests that failed",
+  clients_died: "clients that died",
+};
+
+const windowName = (window_s) =>
+  ({ 60: "minute", 600: "10 min", 3600: "hour", 86400: "day" })[window_s] ?? duration(window_s);
+
+export function showVerdict({ level, headline, reasons }, since) {
+  set($("verdict"), "data-level", level);
+  say($("state"), headline);
+  say($("since"), since);
+  list(
+    $("reasons"),
+    reasons,
+    (reason) => reason,
+    () => make("li"),
+    (item, reason) => say(item, reason),
+  );
+  document.title = level === "good" ? "kvdepot" : `${headline} · kvdepot`;
+}
+
+export function showAll(status) {
+  showFacts(status);
+  showGain(status);
+  showStores(status);
+  showUsers(status);
+  showEvents(status);
+  showDetails(status);
+}
+
+function showFacts(status) {
+  const facts = [
+    ["Engine processes", count(status.engines.length)],
+    ["Requests under way", count(status.sessions)],
+    ["Chunks kept", count(status.chunks)],
+    ["Tokens a chunk", count(status.chunk_size_tokens)],
+  ];
+  fillFacts($("facts"), facts);
+}
+
+/** Names with their values. */
+function fillFacts(part, facts) {
+  list(
+    part,
+    facts,
+    ([name]) => name,
+    ([name]) => make("div", {}, make("dt", {}, name), make("dd")),
+    (item, [, value]) => say(item.lastElementChild, value),
+  );
+}
+
+function showGain(status) {
+  const windows = status.hit_rates;
+  const asked = status.counters.lookup_chunks ?? 0;
+  const overall = { window_s: 0, chunks: asked, hit_rate: asked ? (status.counters.hit_chunks ?? 0) / asked : 0 };
+  const headline = windows.find((window) => window.window_s === HEADLINE_S && window.chunks) ?? overall;
+  say($("hit-window"), headline === overall ? "since the start" : `last ${windowName(headline.window_s)}`);
+  say($("hit-rate"), headline.chunks ? share(headline.hit_rate) : none);
+  const mark = $("hit-bar").querySelector(".mark");
+  const hasCeiling = headline.chunks > 0 && headline.ceiling !== undefined;
+  mark.hidden = !hasCeiling;
+  if (hasCeiling) mark.style.insetInlineStart = `${100 * headline.ceiling}%`;
+  bar($("hit-bar"), headline.hit_rate, `${share(headline.hit_rate)}${hasCeiling ? ` of at most ${share(headline.ceiling)}` : ""}`);
+  say($("hit-ceiling"), ceilingText(headline, windows));
+
+  const table = $("hit-windows");
+  table.hidden = !windows.length;
+  const lines = { hit: "hit_rate", ceiling: "ceiling", chunks: "chunks" };
+  fillCells(table.tHead.rows[0], windows, "th", (window) => windowName(window.window_s));
+  for (const row of table.tBodies[0].rows) {
+    const name = lines[row.dataset.row];
+    const text = name === "chunks" ? (window) => count(window.chunks) : (window) => (window.chunks ? share(window[name]) : none);
+    fillCells(row, windows, "td", text);
+  }
+
+  say($("saved-tokens"), count(status.saved.tokens));
+  set($("saved-tokens"), "title", exact(status.saved.tokens));
+  say($("saved-prefill"), duration(status.saved.prefill_s));
+  fillFacts($("gain-hits"), [
+    ["Lookups", count(status.counters.lookups ?? 0)],
+    ["Chunks that hit", count(status.counters.hit_chunks ?? 0)],
+    ["of these, from tiers", count(status.counters.tier_hit_chunks ?? 0)],
+  ]);
+  fillFacts($("gain-bytes"), [
+    ["Given back", bytes(status.retrieved_bytes)],
+    ["Stored", bytes(status.stored_bytes)],
+  ]);
+  say(
+    $("saved-prefill-note"),
+    status.saved.tokens && !status.saved.prefill_s
+      ? "no engine has told its prefill speed yet"
+      : "by the speed each engine measured of itself",
+  );
+}
+
+function ceilingText(headline, windows) {
+  if (!headline.chunks) return "Nothing has been looked up yet.";
+  if (headline.ceiling === undefined) {
+    return windows.length ? "" : "For the ceiling install kvdepot[ceiling].";
+  }
+  return `of at most ${share(headline.ceiling)}, were memory endless`;
+}
+
+function fillCells(row, windows, tag, text) {
+  while (row.cells.length > windows.length + 1) row.lastElementChild.remove();
+  while (row.cells.length <= windows.length) row.append(make(tag, { class: "num", ...(tag === "th" ? { scope: "col" } : {}) }));
+  windows.forEach((window, i) => say(row.cells[i + 1], text(window)));
+}
+
+function showStores(status) {
+  const evicted = status.evicted_chunks;
+  const memory = {
+    name: "Memory",
+    state: "",
+    bytes: status.used_bytes,
+    capacity: status.capacity_bytes,
+    facts: [
+      ["Chunks", count(status.chunks)],
+      ["Held just now", count(status.holds)],
+      ["Evicted since the start", count(evicted)],
+    ],
+  };
+  const tiers = status.tiers.map((tier) => ({
+    name: tier.name,
+    state: tier.state,
+    bytes: tier.bytes,
+    capacity: tier.capacity_bytes,
+    facts: [
+      ["Objects", count(tier.objects)],
+      ["Waiting to be saved", bytes(tier.queued_bytes)],
+      ["Writes", tier.write.replaceAll("_", " ")],
+    ],
+  }));
+  list($("stores"), [memory, ...tiers], (store) => store.name, makeStore, fillStore);
+  $("kept-part").hidden = !status.pinned.length;
+  rows($("kept"), status.pinned, (kept) => kept.name, [
+    ["", (kept) => kept.name],
+    ["num", (kept) => bytes(kept.bytes)],
+    ["num", (kept) => (kept.ends_in_s == null ? "never" : duration(kept.ends_in_s))],
+  ]);
+}
+
+function makeStore(store) {
+  const meter = make(
+    "div",
+    { class: "bar", role: "meter", "aria-label": `${store.name} in use`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": 0 },
+    make("span", { class: "fill" }),
+  );
+  return make(
+    "article",
+    { class: "card tile" },
+    make("h3", {}, make("span", { class: "ellipsis" }, store.name), make("span", { class: "tag" })),
+    make("p", { class: "big" }),
+    meter,
+    make("p", { class: "soft of" }),
+    make("dl", { class: "small" }),
+  );
+}
+
+function fillStore(card, store) {
+  const tag = card.querySelector(".tag");
+  tag.hidden = !store.state;
+  say(tag, store.state);
+  set(tag, "data-level", store.state === "up" ? "good" : "look");
+  set(card.querySelector(".ellipsis"), "title", store.name);
+  say(card.querySelector(".big"), bytes(store.bytes));
+  const part = store.capacity ? store.bytes / store.capacity : 0;
+  const text = store.capacity ? `${share(part)} of ${bytes(store.capacity)}` : "it has not told how much it may hold";
+  const meter = card.querySelector(".bar");
+  meter.hidden = !store.capacity;
+  if (store.capacity) bar(meter, part, text);
+  say(card.querySelector(".of"), text);
+  fillFacts(card.querySelector("dl"), store.facts);
+}
+
+function showUsers(status) {
+  say($("engines-count"), status.engines.length ? count(status.engines.length) : "");
+  rows($("engines"), status.engines, (engine) => engine.id, [
+    ["", enginePart, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],
+    ["mono soft", (engine) => engine.id],
+    ["", engineState],
+    ["name", (engine) => engine.models.join(", ") || none, (engine) => engine.models.join("\n")],
+    ["num", (engine) => count(engine.sessions)],
+    ["num", (engine) => count(engine.pinned_chunks)],
+    ["num", (engine) => rough(engine.since_s), (engine) => duration(Math.round(engine.since_s))],
+  ]);
+  say($("namespaces-count"), status.namespaces.length > 1 ? count(status.namespaces.length) : "");
+  const full = (space) => [space.tenant, space.model, `${space.world_size} ranks`, `${space.blocks_in_chunk} blocks a chunk`];
+  rows($("namespaces"), status.namespaces, (space) => JSON.stringify(full(space)), [
+    ["name", (space) => (space.tenant ? `${space.tenant}: ${space.model}` : space.model), (space) => full(space).filter(Boolean).join(", ")],
+    ["num", (space) => bytes(space.bytes)],
+    ["num", (space) => share(status.capacity_bytes ? space.bytes / status.capacity_bytes : null)],
+    ["num", (space) => count(space.chunks)],
+    ["num", (space) => share(space.lookup_chunks ? space.hit_chunks / space.lookup_chunks : null)],
+    ["num", (space) => count(space.engines)],
+  ]);
+}
+
+function showEvents(status) {
+  const seen = new Map(); // events of one instant and kind differ in their number alone
+  const events = status.events
+    .map((event) => {
+      const name = `${event.wall_s} ${event.kind} ${event.text}`;
+      seen.set(name, (seen.get(name) ?? 0) + 1);
+      return { ...event, key: `${name} ${seen.get(name)}` };
+    })
+    .reverse();
+  $("events-none").hidden = events.length > 0;
+  $("events").parentElement.hidden = events.length === 0;
+  list(
+    $("events"),
+    events,
+    (event) => event.key,
+    (event) => make("li", {}, make("time"), make("span", { class: "kind" }, event.kind.replaceAll("_", " ")), make("span", {}, event.text)),
+    (item, event) => {
+      const time = item.firstElementChild;
+      set(time, "datetime", new Date(event.wall_s * 1000).toISOString());
+      set(time, "title", ago(status.wall_s - event.wall_s));
+      say(time, moment(event.wall_s, status.wall_s));
+    },
+  );
+}
+
+function showDetails(status) {
+  rows(
+    $("latencies"),
+    status.latencies.filter((latency) => latency.count),
+    (latency) => latency.request,
+    [
+      ["", (latency) => latency.request],
+      ["num", (latency) => count(latency.count)],
+      ["num", (latency) => count(latency.errors)],
+      ["num", (latency) => duration(percentile(latency.buckets, 0.5))],
+      ["num", (latency) => duration(percentile(latency.buckets, 0.99))],
+      ["num", (latency) => duration(latency.sum_s / latency.count)],
+    ],
+  );
+  rows($("losses"), losses(status), (loss) => `${loss.where} ${loss.name}`, [
+    ["", (loss) => loss.where],
+    ["", (loss) => LOSSES[loss.name] ?? loss.name.replaceAll("_", " "), (loss) => loss.name],
+    ["num", (loss) => count(loss.value), (loss) => exact(loss.value)],
+  ]);
+  $("devices-part").hidden = !status.devices.length;
+  rows($("devices"), status.devices, (device) => device.uuid, [
+    ["", (device) => device.name, (device) => device.uuid],
+    ["", (device) => device.failure || "working"],
+    ["num", (device) => count(device.registrations)],
+    ["num", (device) => bytes(device.context_bytes)],
+    ["num", (device) => bytes(device.staging_bytes)],
+  ]);
+}
+
+function losses(status) {
+  const of = (counters, where) =>
+    Object.entries(counters)
+      .filter(([name, value]) => value && (name in LOSSES || name.endsWith("_refused")))
+      .map(([name, value]) => ({ where: where(name), name, value }));
+  const evicted = status.evicted_chunks ? [{ where: "Memory", name: "evicted to make room", value: status.evicted_chunks }] : [];
+  const place = (name) => (name.endsWith("_chunks") ? "Memory" : "Requests");
+  return [...evicted, ...of(status.counters, place), ...status.tiers.flatMap((tier) => of(tier.counters, () => tier.name))];
+}

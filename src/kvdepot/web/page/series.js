@@ -1,0 +1,108 @@
+// Figures over time: what the server kept (/v1/history), continued from one status to the next.
+
+/** Upper ends of the buckets of latencies (kvdepot.metrics.BOUNDS_S), in seconds; one more is for what took longer. */
+export const BOUNDS_S = [
+  0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+];
+
+const MOST_POINTS = 6000;
+
+/** The time that `part` of the requests in these buckets took at most: linear within a bucket. null without any. */
+export function percentile(buckets, part) {
+  const total = buckets.reduce((sum, value) => sum + value, 0);
+  if (!total) return null;
+  const wanted = part * total;
+  let seen = 0;
+  for (let i = 0; i < BOUNDS_S.length; i++) {
+    if (buckets[i] && seen + buckets[i] >= wanted) {
+      const low = i ? BOUNDS_S[i - 1] : 0;
+      return low + ((BOUNDS_S[i] - low) * (wanted - seen)) / buckets[i];
+    }
+    seen += buckets[i];
+  }
+  return BOUNDS_S.at(-1);
+}
+
+const counter = (name) => (status) => status.counters[name] ?? 0;
+
+function bucketsOf(status, request) {
+  return status.latencies.find((latency) => latency.request === request)?.buckets ?? [];
+}
+
+/** The values of all series between two statuses of one boot, as kvdepot.web.history.measure has them. */
+export function point(before, now) {
+  const elapsed_s = now.wall_s - before.wall_s;
+  const a_second = (value) => Math.max(value(now) - value(before), 0) / elapsed_s;
+  const newest = now.hit_rates[0];
+  const values = {
+    hit_rate: newest?.chunks ? newest.hit_rate : null,
+    ceiling: newest?.chunks ? newest.ceiling : null,
+    saved_tokens: now.saved.tokens,
+    saved_prefill_s: now.saved.prefill_s,
+    stored_bytes_s: a_second((status) => status.stored_bytes),
+    retrieved_bytes_s: a_second((status) => status.retrieved_bytes),
+    used_bytes: now.used_bytes,
+    evicted_chunks_s: a_second((status) => status.evicted_chunks),
+    dropped_chunks_s: a_second(counter("dropped_chunks")),
+  };
+  const asked = counter("lookup_chunks")(now) - counter("lookup_chunks")(before);
+  if (!newest && asked > 0) values.hit_rate = (counter("hit_chunks")(now) - counter("hit_chunks")(before)) / asked;
+  for (const request of ["Lookup", "Retrieve"]) {
+    const old = bucketsOf(before, request);
+    const buckets = bucketsOf(now, request).map((value, i) => value - (old[i] ?? 0));
+    values[`${request.toLowerCase()}_p50_s`] = percentile(buckets, 0.5);
+    values[`${request.toLowerCase()}_p99_s`] = percentile(buckets, 0.99);
+  }
+  for (const tier of now.tiers) values[`tier_bytes.${tier.name}`] = tier.bytes;
+  return values;
+}
+
+/** A count since the server's start as one since the window's beginning; a restart, which sets it to 0, is no loss. */
+export function risen(line) {
+  let total = 0;
+  let before = null;
+  return line.map((value) => {
+    if (value === null) return null;
+    if (before !== null) total += value >= before ? value - before : value;
+    before = value;
+    return total;
+  });
+}
+
+/** All series, on one axis of time (seconds since 1970); null where there is nothing. */
+export class History {
+  times = [];
+  series = {};
+
+  /** Begin anew with what the server kept. */
+  restart(kept) {
+    this.times = [...kept.times_s];
+    this.series = Object.fromEntries(Object.entries(kept.series).map(([name, values]) => [name, [...values]]));
+  }
+
+  add(wall_s, values) {
+    if (this.times.length && wall_s <= this.times.at(-1)) return;
+    for (const name of Object.keys(values)) {
+      this.series[name] ??= new Array(this.times.length).fill(null);
+    }
+    this.times.push(wall_s);
+    for (const [name, line] of Object.entries(this.series)) line.push(values[name] ?? null);
+    if (this.times.length > MOST_POINTS) {
+      const first = this.times.length - MOST_POINTS;
+      this.times.splice(0, first);
+      for (const line of Object.values(this.series)) line.splice(0, first);
+    }
+  }
+
+  /** The last `range_s` seconds of some series: times first, one line each. */
+  window(names, range_s) {
+    const from = (this.times.at(-1) ?? 0) - range_s;
+    let first = this.times.findIndex((time) => time >= from);
+    if (first < 0) first = this.times.length;
+    const times = this.times.slice(first);
+    return [
+      times,
+      ...names.map((name) => this.series[name]?.slice(first) ?? new Array(times.length).fill(null)),
+    ];
+  }
+}

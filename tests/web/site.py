@@ -1,0 +1,232 @@
+"""A small site that serves the page, with a status that a test decides; and figures of a day at work for pictures.
+
+`python -m tests.web.site FOLDER` makes the screenshots of the documentation there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Saved, Status, TierStatus
+
+PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
+VENDOR = PAGE / "vendor"
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+GIB = 2**30
+
+
+class Site:
+    """Serves the page under the strictest rules for its content, and `status` and `history` as they are just now."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.status: Status = example_status()
+        self.history: dict[str, Any] = {"times_s": [], "series": {}}
+        self.ticks = True  # whether the status's time goes on by itself
+        self.token = ""  # asked for when set
+        self.trouble = ""  # why there is no status
+        self.gibberish = False  # whether a proxy answers with a page of its own
+        self.missing = ""  # a folder that is not there
+        self.asked: list[str] = []
+        self._began = time.time()
+        site = self
+
+        class Requests(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                site._answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Requests)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}/"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _now(self) -> Status:
+        since = time.time() - self._began if self.ticks else 0.0
+        return msgspec.structs.replace(
+            self.status, wall_s=self.status.wall_s + since, uptime_s=self.status.uptime_s + since
+        )
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        path = request.path.split("?")[0]
+        self.asked.append(path)
+        status, kind, body = HTTPStatus.OK, "application/json", b""
+        if path.startswith("/v1/"):
+            if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
+                status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
+            elif self.gibberish:
+                kind, body = "text/html", b"<h1>Welcome</h1>"
+            elif self.trouble:
+                status = HTTPStatus.SERVICE_UNAVAILABLE
+                body = msgspec.json.encode({"code": "unavailable", "message": self.trouble})
+            else:
+                body = msgspec.json.encode(self._now() if path == "/v1/status" else self.history)
+        else:
+            file = PAGE / (path[1:] or "index.html")
+            if file.is_file() and not (self.missing and path.startswith(self.missing)):
+                kind, body = _TYPES[file.suffix], file.read_bytes()
+            else:
+                status = HTTPStatus.NOT_FOUND
+        request.send_response(status)
+        request.send_header("Content-Type", f"{kind}; charset=utf-8")
+        request.send_header("Content-Length", str(len(body)))
+        request.send_header("Content-Security-Policy", CSP)
+        request.end_headers()
+        request.wfile.write(body)
+
+
+def empty_status(**changes: Any) -> Status:
+    """A server that has just started."""
+    return Status(
+        version="0.1.0", boot="00", wall_s=time.time(), uptime_s=1.0, chunk_size_tokens=256,
+        capacity_bytes=64 * GIB, used_bytes=0, chunks=0, reserved_shards=0, holds=0, evicted_chunks=0,
+        record_slots=4096, record_slots_used=0, unrecorded_shards=0, operations=0, clients=0, sessions=0, instances=0,
+        **changes,
+    )  # fmt: skip
+
+
+def example_status(wall_s: float = 0.0) -> Status:
+    """A depot of two engines and two tiers after some days of work."""
+    now = wall_s or time.time()
+    return Status(
+        version="0.1.0", boot="a1", pid=4711, wall_s=now, uptime_s=3 * 86400 + 4 * 3600 + 60, chunk_size_tokens=256,
+        capacity_bytes=256 * GIB, used_bytes=int(241.3 * GIB), chunks=31_482, reserved_shards=2, holds=61,
+        evicted_chunks=182_944, record_slots=65536, record_slots_used=31_482, unrecorded_shards=0, operations=3,
+        clients=5, sessions=9, instances=3, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
+        saved=Saved(tokens=198_734_336, prefill_s=41_220.0),
+        hit_rates=[
+            HitRate(60.0, 1_204, 0.781, 0.842), HitRate(600.0, 12_880, 0.752, 0.829),
+            HitRate(3600.0, 71_345, 0.724, 0.811), HitRate(86400.0, 1_410_226, 0.698, 0.834),
+        ],
+        latencies=[
+            _latency("EndSession", 88_000, 0.0001), _latency("Lookup", 91_422, 0.0004, errors=2),
+            _latency("Retrieve", 64_210, 0.012, errors=1), _latency("Store", 51_877, 0.019),
+        ],
+        namespaces=[
+            NamespaceStatus("", "meta-llama/Llama-3.3-70B", 2, 16, 19_244, int(150.4 * GIB), 2, 812_400, 611_300),
+            NamespaceStatus("", "Qwen/Qwen3-32B", 1, 16, 9_610, int(75.1 * GIB), 1, 505_700, 322_010),
+            NamespaceStatus("research", "mistralai/Mistral-Small-24B", 1, 8, 2_628, int(15.8 * GIB), 0, 92_126, 51_406),
+        ],
+        engines=[
+            Engine("9f31c2aa", 273_600.0, 0.2, ["meta-llama/Llama-3.3-70B"], [], "", "", 6, 48, 0),
+            Engine("4b7d0e15", 273_598.0, 0.1, ["meta-llama/Llama-3.3-70B"], [0], "cuda:0", "", 0, 0, 2),
+            Engine("c80a9d42", 273_598.0, 0.1, ["meta-llama/Llama-3.3-70B"], [1], "cuda:1", "", 0, 0, 1),
+            Engine("17e5f6b9", 18_200.0, 0.8, ["Qwen/Qwen3-32B"], [], "", "", 3, 13, 0),
+            Engine("e2c4418d", 18_199.0, 640.0, ["Qwen/Qwen3-32B"], [0], "cuda:2", "", 0, 0, 0),
+        ],
+        pinned=[Kept("system-prompt", int(1.2 * GIB), None), Kept("handbook", int(4.7 * GIB), 5_400)],
+        tiers=[
+            TierStatus("disk", "through", "up", 201_882, int(1.43 * 1024 * GIB), 2048 * GIB, 3 * 2**20, 2,
+                       {"saved_chunks": 214_001, "loaded_chunks": 9_120, "dropped_chunks": 311, "late": 4}),
+            TierStatus("s3", "on_evict", "up", 640_113, int(4.8 * 1024 * GIB), None, 0, 0,
+                       {"saved_chunks": 181_000, "loaded_chunks": 2_311, "failures": 12, "left_alone": 1}),
+        ],
+        counters={
+            "lookups": 91_422, "lookup_chunks": 1_410_226, "hit_chunks": 984_716, "tier_hit_chunks": 11_431,
+            "stored_chunks": 214_426, "dropped_chunks": 12, "expired_chunks": 840, "clients_died": 1,
+        },
+        events=[
+            Event(now - 84_000, "clients_died", "engine 71c0e0d1 died; what it held is free"),
+            Event(now - 40_110, "tier", "s3 is left alone"),
+            Event(now - 40_050, "tier", "s3 is up"),
+            Event(now - 18_200, "engine", "engine 17e5f6b9 came: Qwen/Qwen3-32B"),
+            Event(now - 3_320, "dropped_chunks", "12 chunks were not stored: no room"),
+            Event(now - 95, "pin", "handbook is kept: 4.7 GiB for 2 h"),
+        ],
+    )  # fmt: skip
+
+
+def _latency(request: str, count: int, middle_s: float, errors: int = 0) -> Latency:
+    buckets = [0] * (len(BOUNDS_S) + 1)
+    weights = [math.exp(-((math.log(bound / middle_s)) ** 2) / 0.9) for bound in BOUNDS_S]
+    for i, weight in enumerate(weights):
+        buckets[i] = int(count * weight / sum(weights))
+    return Latency(request, sum(buckets), errors, sum(buckets) * middle_s * 1.2, buckets)
+
+
+def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
+    """The quarter of an hour before, as the server keeps it."""
+    chance = random.Random(6)
+    times = [now - seconds + i for i in range(seconds)]
+    wave = [math.sin(i / 90) + 0.4 * math.sin(i / 23) for i in range(seconds)]
+
+    def noisy(middle: float, swing: float, noise: float) -> list[float]:
+        return [max(middle + swing * w + chance.gauss(0, noise), 0.0) for w in wave]
+
+    hits = [min(v, 0.97) for v in noisy(0.76, 0.03, 0.003)]
+    tokens, seconds_saved = 198_734_336.0 - 900 * 700, 41_220.0 - 900 * 0.14
+    saved_tokens, saved_prefill = [], []
+    for w in wave:
+        tokens += max(700 + 400 * w, 0)
+        seconds_saved += max(0.14 + 0.08 * w, 0)
+        saved_tokens.append(tokens)
+        saved_prefill.append(seconds_saved)
+    lookups, retrieves = noisy(0.00042, 0.0001, 0.00003), noisy(0.013, 0.003, 0.0008)
+    return {
+        "times_s": times,
+        "series": {
+            "hit_rate": hits,
+            "ceiling": [min(hit + 0.06 + 0.008 * w, 1.0) for hit, w in zip(hits, wave, strict=True)],
+            "saved_tokens": saved_tokens,
+            "saved_prefill_s": saved_prefill,
+            "stored_bytes_s": noisy(1.9e9, 0.8e9, 0.12e9),
+            "retrieved_bytes_s": noisy(6.3e9, 2.2e9, 0.3e9),
+            "used_bytes": [min(232 + i / 85, 241.3) * GIB for i in range(seconds)],
+            "tier_bytes.disk": [(1459 + i / 160) * GIB for i in range(seconds)],
+            "tier_bytes.s3": [(4912 + i / 300) * GIB for i in range(seconds)],
+            "evicted_chunks_s": noisy(21, 11, 2),
+            "dropped_chunks_s": [4.0 if 300 < i < 306 else 0.0 for i in range(seconds)],
+            "lookup_p50_s": lookups,
+            "lookup_p99_s": [v * 4.2 for v in lookups],
+            "retrieve_p50_s": retrieves,
+            "retrieve_p99_s": [v * 3.1 for v in retrieves],
+        },
+    }
+
+
+def _pictures(folder: Path) -> None:
+    from .browser import chromium
+
+    folder.mkdir(parents=True, exist_ok=True)
+    site = Site()
+    now = float(int(time.time()))
+    site.status, site.history = example_status(now), example_history(now)
+    with chromium() as browser:
+        for name, width, theme in (
+            ("light", 1360, "light"), ("dark", 1360, "dark"), ("narrow", 400, "light"),
+        ):  # fmt: skip
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+            page.goto(site.url)
+            page.wait_for_selector(".verdict[data-level=good]")
+            page.wait_for_selector(".plot canvas")
+            page.mouse.move(0, 0)
+            page.screenshot(path=folder / f"page-{name}.png", full_page=True)
+            page.close()
+    site.close()
+
+
+if __name__ == "__main__":
+    _pictures(Path(sys.argv[1]))
