@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -68,6 +69,29 @@ def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartW
     eventually(web.is_well, 20.0)
     assert web.get("/v1/status").status == 200
     assert "kvdepot_up 1.0" in web.get("/metrics").body.decode()
+
+
+def test_a_loop_that_gets_to_requests_late_is_behind(start_web: StartWeb) -> None:
+    web = start_web()
+    done = threading.Event()
+
+    def hold_up() -> None:
+        while not done.is_set():
+            os.kill(web.depot.process.pid, signal.SIGSTOP)
+            done.wait(1.6)
+            os.kill(web.depot.process.pid, signal.SIGCONT)
+            done.wait(0.05)
+
+    slow = threading.Thread(target=hold_up)
+    slow.start()
+    try:
+        ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer, 30.0)
+        assert "the depot is behind" in ill.value["message"]
+        assert web.get("/readyz").status == 200
+    finally:
+        done.set()
+        slow.join()
+    eventually(web.is_well)
 
 
 def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot: StartDepot) -> None:
