@@ -58,6 +58,15 @@ def test_every_path_answers_and_says_that_nobody_may_keep_or_embed_it(web: Web, 
         json.loads(answer.body)
 
 
+@pytest.mark.parametrize("path", [*READ, "/no-such-file"])
+def test_the_head_alone_is_that_of_the_whole(web: Web, path: str) -> None:
+    head, whole = web.ask("HEAD", path), web.get(path)
+    assert head.status == whole.status
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert int(head.headers["content-length"]) > 0
+    assert head.body == b""
+
+
 def test_what_http_says_is_what_the_depot_says(start_web: StartWeb, tmp_path: Path) -> None:
     web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
     engine = Engine(web.depot)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -70,6 +71,29 @@ def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartW
     assert "kvdepot_up 1.0" in web.get("/metrics").body.decode()
 
 
+def test_a_loop_that_gets_to_requests_late_is_behind(start_web: StartWeb) -> None:
+    web = start_web()
+    done = threading.Event()
+
+    def hold_up() -> None:
+        while not done.is_set():
+            os.kill(web.depot.process.pid, signal.SIGSTOP)
+            done.wait(1.6)
+            os.kill(web.depot.process.pid, signal.SIGCONT)
+            done.wait(0.05)
+
+    slow = threading.Thread(target=hold_up)
+    slow.start()
+    try:
+        ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer, 30.0)
+        assert "the depot is behind" in ill.value["message"]
+        assert web.get("/readyz").status == 200
+    finally:
+        done.set()
+        slow.join()
+    eventually(web.is_well)
+
+
 def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot: StartDepot) -> None:
     need(*NEEDED)
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -128,6 +152,29 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
         assert client.ask(wire.Noop()).result(10.0) == "ok"
     finally:
         client.close()
+
+
+def test_a_server_at_a_tcp_port_is_found_and_its_token_lies_where_its_user_looks(
+    start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    web = start_web(url=url)
+    config = load(flags={"url": url, "arena_name": web.depot.name}, environ={})
+    assert token_path(config).parent.parent == tmp_path
+    assert web.ask("POST", "/v1/forget", {"all": True}, read_token(config)).value == {"memory": 0}
+
+
+def test_http_at_a_loopback_address_of_ipv6(start_web: StartWeb) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    web = start_web(http="[::1]:0", host="::1")
+    assert web.get("/v1/status").status == 200
+    assert web.get("/v1/status", headers={"Host": "evil.example"}).status == 403
 
 
 # -- the token

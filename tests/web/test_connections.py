@@ -105,7 +105,7 @@ def test_a_crowd_of_connections_is_bounded_and_those_that_come_later_are_served(
     with contextlib.ExitStack() as crowd:
         for _ in range(400):
             crowd.enter_context(connect(web))
-        eventually(lambda: open_connections(web) <= 256)
+        eventually(lambda: open_connections(web) <= 128)
     eventually(lambda: open_connections(web) == 0)
     assert web.get("/healthz").status == 200
 

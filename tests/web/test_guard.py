@@ -71,6 +71,11 @@ def test_beyond_this_host_metrics_need_the_token_and_probes_none(public: Web) ->
         assert public.ask("POST", probe).status == 401
 
 
+def test_the_log_says_when_other_hosts_can_reach_it(web: Web, public: Web) -> None:
+    assert "other hosts can reach it" in public.depot.logged()
+    assert "other hosts" not in web.depot.logged()
+
+
 def test_beyond_this_host_any_name_may_be_used(public: Web) -> None:
     assert public.get("/v1/status", token=public.token, headers={"Host": "depot.example"}).status == 200
 

@@ -34,8 +34,8 @@ def main() -> int:
     except msgspec.DecodeError:
         print("kvdepot.web is started by `kvdepot serve`, not by people", file=sys.stderr)
         return 2
-    ended = threading.Event()
-    threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
+    ended, serving = threading.Event(), threading.Event()
+    threading.Thread(target=_await_end, args=(ended, serving), daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -43,22 +43,23 @@ def main() -> int:
         level=order.log_level.upper(), format="%(asctime)s %(levelname)s web: %(message)s", stream=sys.stderr
     )
     try:
-        return _serve(order, ended)
+        return _serve(order, ended, serving)
     except KVDepotError as exc:
         log.error("%s", exc)
         return 1
 
 
-def _await_end(ended: threading.Event) -> None:
-    """Set the event when the server has gone, or wants us to; and see to it that we do."""
+def _await_end(ended: threading.Event, serving: threading.Event) -> None:
+    """Set `ended` when the server has gone, or wants us to go; and see to it that we do."""
     while os.read(0, 1):  # not sys.stdin: its lock would hang the interpreter's end
         pass
     ended.set()
-    threading.Event().wait(_END_S)
+    if serving.is_set():
+        threading.Event().wait(_END_S)
     os._exit(0)
 
 
-def _serve(order: Order, ended: threading.Event) -> int:
+def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> int:
     import uvicorn
 
     from kvdepot.web.app import make_app
@@ -66,6 +67,7 @@ def _serve(order: Order, ended: threading.Event) -> int:
     from kvdepot.web.poll import Poll
 
     key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
+    serving.set()
     poll = Poll(order.url, key)
     try:
         config = uvicorn.Config(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdepot.config import Config, masked
-from kvdepot.curve import Key
+from kvdepot.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ __all__ = ["Child", "Order", "split_address"]
 log = logging.getLogger(__name__)
 
 _NEEDS = ("litestar", "uvicorn", "prometheus_client")
+_GRACE_S = 0.3
+"""Whoever has waited for the server comes first."""
 _LISTEN_S = 5.0
 """Between two tries to listen where somebody else does."""
 _WELL_S = 30.0
@@ -105,6 +107,8 @@ class Child:
     # -- on the thread
 
     def _run(self) -> None:
+        if self._stopping.wait(_GRACE_S):
+            return
         missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
         if missing:
             log.info("no HTTP: %s is missing; pip install 'kvdepot[web]', or say --http off", missing[0])
@@ -173,6 +177,8 @@ class Child:
                 process.stdin.write(msgspec.json.encode(order) + b"\n")
                 process.stdin.flush()
             log.info("web page, metrics and API: http://%s", address)
+            if not is_loopback(f"tcp://{address}"):
+                log.warning("other hosts can reach it: with the token, which nothing encrypts but a proxy in front")
             return process.wait()
         finally:
             with self._lock:

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["MOST_CONNECTIONS", "Connection"]
 
-MOST_CONNECTIONS = 256
+MOST_CONNECTIONS = 128
 _LOOK_S = 1.0
 _REQUEST_S = 10.0
 """From a connection, or an answer's end, to the end of the next request's headers; then again to its body's end."""

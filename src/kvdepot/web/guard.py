@@ -68,7 +68,9 @@ class Guard:
 
         refused = self._refusal(scope)
         if refused is None:
-            await self._app(scope, receive, send_guarded)
+            # Who asks for the head alone gets that of the whole: uvicorn leaves the body out.
+            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(inner, receive, send_guarded)
             return
         status, problem = refused
         body = msgspec.json.encode(problem)
