@@ -373,6 +373,9 @@ def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None
     done = run("top", "--url", depot.url)
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs a terminal" in done.stderr and "kvdepot status" in done.stderr
+    with terminal("top", "--url", depot.url, TERM="dumb") as dumb:
+        assert dumb.end() == 2
+        assert "needs a terminal" in dumb.text
 
 
 # -- a server that is not there
