@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import click
 import pytest
 
 import kvdepot
@@ -88,6 +89,7 @@ class Terminal:
         code = self.process.wait(30)
         os.close(self.inner)
         self._reader.join(10)
+        os.close(self.outer)
         return code
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: 
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert re.findall(r"^    (\d+)  ", said, re.MULTILINE) == ["0", "1", "2", "130"]
-    for name in root.commands or root.list_commands(root.make_context("kvdepot", ["status"])):
+    for name in root.list_commands(click.Context(root)):
         assert re.search(rf"^  {name} +\w", said, re.MULTILINE), name
         assert cli.main([name, "--help"]) == 0
         assert f"Usage: kvdepot {name} " in capsys.readouterr().out
@@ -371,6 +373,9 @@ def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None
     done = run("top", "--url", depot.url)
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs a terminal" in done.stderr and "kvdepot status" in done.stderr
+    with terminal("top", "--url", depot.url, TERM="dumb") as dumb:
+        assert dumb.end() == 2
+        assert "needs a terminal" in dumb.text
 
 
 # -- a server that is not there

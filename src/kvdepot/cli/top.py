@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["top"]
 
+_NO_TERMINAL = "top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` a line a look"
 _KEYS_S = 0.1
 """How long a look at the keyboard takes; a change of the terminal's size is seen as often."""
 
@@ -43,7 +44,7 @@ def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int
     if as_json:
         return _print_lines(url, key, interval)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` a line a look")
+        raise ConfigError(_NO_TERMINAL)
     with connect(url, key) as client:
         _watch(client, interval)
     return 0
@@ -67,6 +68,8 @@ def _watch(client: MessageQueueClient, interval: float) -> None:
     from kvdepot.cli.screen import Screen
 
     console = Console(highlight=False, markup=False)
+    if console.is_dumb_terminal:
+        raise ConfigError(_NO_TERMINAL)
     screen = Screen(client.server_url)
     asked = time.monotonic()
     future: MessagingFuture[Any] | None = client.ask(wire.Status())
