@@ -185,6 +185,19 @@ def test_a_registration_that_takes_long_is_waited_for(talk: Talk, start_server: 
     assert answers == [None]
 
 
+def test_the_end_of_a_session_whose_answer_was_lost_is_told_again(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """It has no deadline, for what it pins would stay pinned; nothing else is under way that would find out."""
+    talk.server = start_server()
+    talk.ask(wire.Noop(), lambda value: None)
+    answers: list[Any] = []
+    talk.connection.ask(wire.EndSession("r"), answers.append, deadline_s=None)
+    talk.replies.clear()  # with the connection that it came by
+    talk.wait(60.0)
+    assert answers == [None]
+
+
 @pytest.mark.parametrize("device", ["", "GPU-0"])
 @pytest.mark.parametrize("successor", ["none", "at once"])
 def test_a_killed_servers_copies_end_at_once_on_the_processor_and_a_moment_later_on_a_gpu(

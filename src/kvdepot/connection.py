@@ -363,9 +363,9 @@ class Connection:
                 for number in self._recovering:  # it will not answer these: begin anew, or callers wait for them
                     self._pending.pop(number, None)
                 self._recovering.clear()
-        # Only copies: all else has a deadline, and recovering ends what just takes long (registering from a GPU).
-        copies = (item for item in self._pending.values() if isinstance(item.request, wire.Store | wire.Retrieve))
-        oldest = next(copies, None) if self.welcomed else None
+        # Only what has no deadline (copies, ends of sessions): recovering would end what just takes long, as registering.
+        endless = (item for item in self._pending.values() if item.deadline == float("inf"))
+        oldest = next(endless, None) if self.welcomed else None
         if oldest is not None and now - oldest.born > _STALE_S:
             self.welcomed = False  # its answer may be lost: recovering tells
             oldest.born = now

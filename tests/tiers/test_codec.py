@@ -190,6 +190,7 @@ def test_other_threads_run_while_bytes_are_coded(codec: Codec) -> None:
             while thread.is_alive():
                 time.sleep(0)
                 seen.append(time.perf_counter())
+            seen.append(time.perf_counter())
             shares.append(max(np.diff(seen)) / (seen[-1] - seen[0]))
     finally:
         sys.setswitchinterval(interval)
