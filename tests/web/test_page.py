@@ -111,7 +111,7 @@ def test_what_is_gained_is_the_hit_rate_of_the_last_hour_beside_its_ceiling_and_
 ) -> None:
     page = open_page()
     assert text(page, "#hit-rate") == "72.4%"
-    assert text(page, "#hit-ceiling") == "of at most 81.1%, were memory endless"
+    assert text(page, "#hit-ceiling") == "of about 81.1% at most, were memory endless"
     assert page.get_attribute("#hit-bar", "aria-valuenow") == "72.4"
     assert text(page, "#hit-windows [data-row=hit]") == "Hit rate 78.1% 75.2% 72.4% 69.8%"
     assert text(page, "#hit-windows [data-row=ceiling]") == "Ceiling 84.2% 82.9% 81.1% 83.4%"

@@ -86,7 +86,7 @@ function showGain(status) {
   const hasCeiling = headline.chunks > 0 && headline.ceiling !== undefined;
   mark.hidden = !hasCeiling;
   if (hasCeiling) mark.style.insetInlineStart = `${100 * headline.ceiling}%`;
-  bar($("hit-bar"), headline.hit_rate, `${share(headline.hit_rate)}${hasCeiling ? ` of at most ${share(headline.ceiling)}` : ""}`);
+  bar($("hit-bar"), headline.hit_rate, `${share(headline.hit_rate)}${hasCeiling ? ` of about ${share(headline.ceiling)} at most` : ""}`);
   say($("hit-ceiling"), ceilingText(headline, windows));
 
   const table = $("hit-windows");
@@ -124,7 +124,7 @@ function ceilingText(headline, windows) {
   if (headline.ceiling === undefined) {
     return windows.length ? "" : "For the ceiling install kvdepot[ceiling].";
   }
-  return `of at most ${share(headline.ceiling)}, were memory endless`;
+  return `of about ${share(headline.ceiling)} at most, were memory endless`;
 }
 
 function fillCells(row, windows, tag, text) {
