@@ -58,6 +58,7 @@ _KEPT_MESSAGES = 20_000
 _KEPT_BYTES = 64 << 20
 """Messages are kept for replays up to these limits, and beyond them as many as tell of all that is there."""
 _BEAT_S = 1.0
+_GATHER_S = 0.01
 _MARGIN = 64
 """Messages that a replay of all that is there repeats at its end, for subscribers that stop reading a replay at the
 number before the message that showed them the gap."""
@@ -399,6 +400,9 @@ class Publisher:
         elif ready == self._feed.wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._feed.wake)
+            # What comes with the first change is told with it: a message each would have the deciding thread fight
+            # for the interpreter's lock all the time.
+            time.sleep(0.0 if self._stopping else _GATHER_S)
         else:
             self._count(ready)
 
