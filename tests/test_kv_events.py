@@ -71,7 +71,7 @@ class Subscriber:
                     continue
                 if seq > self.last + 1:
                     self._replay(self.last + 1 if self.last >= 0 else 0)
-                if seq > self.last:
+                if seq == self.last + 1:  # else the replay has it, or did not come to an end: the next tells of the gap
                     self._take(seq, payload)
         except BaseException as exc:  # noqa: BLE001 - the test's thread raises it
             self.failure = exc
@@ -88,7 +88,6 @@ class Subscriber:
             seq = int.from_bytes(number, "big")
             if seq > self.last:
                 self._take(seq, payload)
-        assert self.stopping, "a replay did not end"
 
     def _take(self, seq: int, payload: bytes) -> None:
         at, events = msgspec.msgpack.decode(payload)
