@@ -1,10 +1,8 @@
 """What is in memory, told to routers: vLLM's KV events over ZeroMQ, so that requests go where their prefix lies.
 
-A `Feed` is fed by index.py on the deciding thread, which appends to a bounded queue and does nothing else; a
-`Publisher` encodes and sends on a thread of its own. The one law: a subscriber that reads every message, or asks for
-what it missed, never believes of a chunk that it is there once that is no longer so, or that it is not, for longer
-than the messages take. Where the feed loses count (its queue is full) it says that nothing is there, and then anew
-what is.
+A `Publisher` encodes and sends what a feed (kv_feed.py) tells, on a thread of its own. The one law: a subscriber that
+reads every message, or asks for what it missed, never believes of a chunk that it is there once that is no longer so,
+for longer than the messages take.
 
 A message is `[topic, seq, payload]` as vLLM's own publisher sends it (vllm/distributed/kv_events.py, 0.32): seq is 8
 bytes, big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A
@@ -28,36 +26,31 @@ import os
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import zmq
 
-from kvdepot import shm
+from kvdepot import kv_feed, shm
 from kvdepot.errors import Unavailable
-from kvdepot.index import Chunk, Index, Namespace
+from kvdepot.kv_feed import AllBlocksCleared, Belief, Event, Feed
 
-__all__ = ["END", "TOPIC", "AllBlocksCleared", "BlockRemoved", "BlockStored", "Feed", "Publisher", "replay_endpoint"]
+__all__ = ["END", "TOPIC", "Publisher", "replay_endpoint"]
 
 log = logging.getLogger(__name__)
 
 TOPIC = b"kvdepot"
-MEDIUM = "CPU"
 END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
 _LAST = (b"", END, b"")
-_BATCH = 512
-"""Chunks that one message tells of at most."""
-_MOST_QUEUED = 1 << 17
-_LISTED_A_TICK = 1 << 14
-"""Chunks that the deciding thread tells of in one go, when all must be told anew: some milliseconds."""
 _KEPT_MESSAGES = 20_000
 _KEPT_BYTES = 64 << 20
 """Messages are kept for replays up to these limits, and beyond them as many as tell of all that is there."""
 _BEAT_S = 1.0
+_GATHER_S = 0.01
 _MARGIN = 64
 """Messages that a replay of all that is there repeats at its end, for subscribers that stop reading a replay at the
 number before the message that showed them the gap."""
@@ -73,204 +66,12 @@ _RETRY_MS = 10
 _EVENT = struct.Struct("=Hi")
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Chunks are there, each behind the one before it. Field by field as vLLM has it."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Chunks are there no more."""
-
-    block_hashes: list[bytes]
-    medium: str | None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """Nothing is there."""
-
-
-_Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_Change: TypeAlias = "tuple[bool, Namespace, bytes, bytes | None] | None"
-"""Whether a chunk is there, its namespace, key and parent; None: forget all that was said."""
-
-
 def replay_endpoint(endpoint: str) -> str:
     """Where replays are asked for: the next TCP port, or the unix socket of that name with `.replay` behind it."""
     if endpoint.startswith("tcp://"):
         host, _, port = endpoint.rpartition(":")
         return f"{host}:{int(port) + 1}"
     return endpoint + ".replay"
-
-
-class Feed:
-    """What changes in an index, queued. `changed` and `tick` are for the deciding thread, the rest for the reader's."""
-
-    def __init__(self, index: Index, counters: Counter[str], most: int = _MOST_QUEUED) -> None:
-        self._index = index
-        self._counters = counters
-        self._most = most
-        self._queue: deque[_Change] = deque([None])
-        self._full = False
-        self._listing: Iterator[Chunk] | None = self._all()
-        self._asleep = False  # set by the reader before it waits, cleared by whoever wakes it
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        index.watch = self.changed
-
-    def __repr__(self) -> str:
-        return f"<Feed of {len(self._queue)} changes{', full' * self._full}>"
-
-    # -- the deciding thread
-
-    def changed(self, chunk: Chunk, there: bool) -> None:
-        """A chunk is visible now, or not any more. Saying so twice does no harm."""
-        if self._full:
-            return
-        queue = self._queue
-        if len(queue) >= self._most:
-            # From here on nothing is known: whoever reads this believes in nothing, and hears it all anew later.
-            self._full, self._listing = True, None
-            self._counters["kv_event_overflows"] += 1
-            queue.append(None)
-        else:
-            before = chunk.parent
-            queue.append((there, chunk.namespace, chunk.key, None if before is None else before.key))
-        if self._asleep:
-            self.rouse()
-
-    def rouse(self) -> None:
-        """Wake the reader."""
-        self._asleep = False
-        os.eventfd_write(self.wake, 1)
-
-    def tick(self) -> None:
-        """Once a second: go on telling what was there before the feed was, or before its queue was full."""
-        if len(self._queue) > self._most // 2:
-            return
-        if self._full:
-            self._full, self._listing = False, self._all()
-        room = min(_LISTED_A_TICK, self._most // 2)
-        while self._listing is not None and room:
-            chunk = next(self._listing, None)
-            if chunk is None:
-                self._listing = None
-                return
-            room -= 1
-            if self._index.is_there(chunk):
-                self.changed(chunk, True)
-
-    def _all(self) -> Iterator[Chunk]:
-        for space in self._index.namespaces():
-            yield from list(space.chunks.values())
-
-    # -- the reader's
-
-    def take(self, most: int) -> list[_Change]:
-        """The oldest changes."""
-        taken: list[_Change] = []
-        queue = self._queue
-        while queue and len(taken) < most:
-            taken.append(queue.popleft())
-        return taken
-
-    def may_sleep(self) -> bool:
-        """Whether nothing is there to take; after that, `wake` becomes readable when something is."""
-        self._asleep = True
-        if self._queue:
-            self._asleep = False
-        return self._asleep
-
-    def close(self) -> None:
-        """When the reader is done with it."""
-        self._index.watch = None
-        os.close(self.wake)
-
-
-class _Belief:
-    """What a subscriber that has read everything believes to be there: parents by key, by namespace."""
-
-    def __init__(self) -> None:
-        self.there: dict[Namespace, dict[bytes, bytes | None]] = {}
-        self.count = 0
-
-    def apply(self, changes: list[_Change], chunk_tokens: int) -> list[_Event]:
-        """Take changes in; the events that tell of them."""
-        events: list[_Event] = []
-        removed = False
-        for change in changes:
-            if change is None:
-                self.there.clear()
-                self.count = 0
-                events = [AllBlocksCleared()]
-                continue
-            is_there, space, key, parent = change
-            keys = self.there.get(space)
-            if is_there == (keys is not None and key in keys):
-                continue
-            if is_there:
-                self.there.setdefault(space, {})[key] = parent
-                self.count += 1
-                _add_stored(events, space, key, parent, chunk_tokens)
-            else:
-                assert keys is not None
-                del keys[key]
-                self.count -= 1
-                removed = True
-                if not keys:
-                    del self.there[space]
-                _add_removed(events, space, key)
-        # What was removed last, of all there was: one word for it, however it was told.
-        return [AllBlocksCleared()] if removed and not self.count else events
-
-    def listing(self, chunk_tokens: int) -> Iterator[list[_Event]]:
-        """All of it as of now, a message's events at a time; `messages` of them."""
-        known = [(space, key, parent) for space, keys in self.there.items() for key, parent in keys.items()]
-
-        def batches() -> Iterator[list[_Event]]:
-            for first in range(0, max(1, len(known)), _BATCH):
-                events: list[_Event] = [] if first else [AllBlocksCleared()]
-                for space, key, parent in known[first : first + _BATCH]:
-                    _add_stored(events, space, key, parent, chunk_tokens)
-                yield events
-
-        return batches()
-
-    @property
-    def messages(self) -> int:
-        """How many messages tell of all of it."""
-        return max(1, -(-self.count // _BATCH))
-
-
-def _add_stored(events: list[_Event], space: Namespace, key: bytes, parent: bytes | None, chunk_tokens: int) -> None:
-    last = events[-1] if events else None
-    owner = _owner(space)
-    if isinstance(last, BlockStored) and last.ownership == owner and parent == last.block_hashes[-1]:
-        last.block_hashes.append(key)
-    else:
-        events.append(BlockStored([key], parent, [], chunk_tokens, None, MEDIUM, None, "LOCAL", owner))
-
-
-def _add_removed(events: list[_Event], space: Namespace, key: bytes) -> None:
-    last = events[-1] if events else None
-    owner = _owner(space)
-    if isinstance(last, BlockRemoved) and last.ownership == owner:
-        last.block_hashes.append(key)
-    else:
-        events.append(BlockRemoved([key], MEDIUM, "LOCAL", owner))
-
-
-def _owner(space: Namespace) -> str:
-    return f"{space.tenant}/{space.model}" if space.tenant else space.model
 
 
 class _Sent:
@@ -320,7 +121,7 @@ class Publisher:
         self._feed = feed
         self._endpoint = endpoint
         self._chunk_tokens = chunk_tokens
-        self._belief = _Belief()
+        self._belief = Belief()
         self._sent = _Sent(kept_messages, kept_bytes)
         self._encode = msgspec.msgpack.Encoder().encode
         self._next_beat = 0.0
@@ -399,18 +200,21 @@ class Publisher:
         elif ready == self._feed.wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._feed.wake)
+            # What comes with the first change is told with it: a message each would have the deciding thread fight
+            # for the interpreter's lock all the time.
+            time.sleep(0.0 if self._stopping else _GATHER_S)
         else:
             self._count(ready)
 
     def _drain(self) -> None:
         """Publish what is queued, in order."""
-        while not self._stopping and (changes := self._feed.take(_BATCH)):
+        while not self._stopping and (changes := self._feed.take(kv_feed.BATCH)):
             events = self._belief.apply(changes, self._chunk_tokens)
             if events:
                 self._publish(events)
             time.sleep(0)  # gives the interpreter's lock away: the deciding thread must not wait for us
 
-    def _publish(self, events: list[_Event]) -> None:
+    def _publish(self, events: list[Event]) -> None:
         payload = self._encode((time.time(), events))
         seq = self._sent.add(payload, self._belief.messages)
         self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload))  # drops for who does not read: a gap

@@ -33,7 +33,8 @@ from kvdepot.door import Door
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, Unavailable, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
-from kvdepot.kv_events import Feed, Publisher
+from kvdepot.kv_events import Publisher
+from kvdepot.kv_feed import Feed
 from kvdepot.mover import Call, Copy, Mover
 from kvdepot.rates import Rates
 from kvdepot.records import Records
