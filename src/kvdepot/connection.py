@@ -363,7 +363,7 @@ class Connection:
                 for number in self._recovering:  # it will not answer these: begin anew, or callers wait for them
                     self._pending.pop(number, None)
                 self._recovering.clear()
-        # Only what has no deadline (copies, ends of sessions): what just takes long, as registering may, would be ended.
+        # Only what has no deadline (copies, ends of sessions): what just takes long, as registering may, would end.
         endless = (item for item in self._pending.values() if item.deadline == float("inf"))
         oldest = next(endless, None) if self.welcomed else None
         if oldest is not None and now - oldest.born > _STALE_S:
