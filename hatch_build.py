@@ -1,8 +1,8 @@
 """Brings uPlot, which draws the web page's charts, from the npm registry into the package. Called by hatchling.
 
 Runs before a wheel, an editable install or an sdist is made, and fetches nothing where the pinned version lies already
-(in an sdist, say). The one law: what does not have the pinned hash is not unpacked. Without network the install goes
-on: the page says that its charts are missing.
+(in an sdist, say). The one law: what does not have the pinned hash is not unpacked. Without npm or network the install
+goes on: the page says that its charts are missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _VERSION = "1.6.32"
 _INTEGRITY = "sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw=="
-_URL = f"https://registry.npmjs.org/uplot/-/uplot-{_VERSION}.tgz"
 _FILES = ("package/dist/uPlot.esm.js", "package/dist/uPlot.min.css", "package/LICENSE")
 _FOLDER = "src/kvdepot/web/page/vendor"
 _TIMEOUT_S = 30
@@ -42,16 +40,15 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             unpack(fetch(), folder)
         except (OSError, subprocess.SubprocessError) as exc:
             self.app.display_warning(
-                f"the web page will have no charts: uplot {_VERSION} cannot be had ({exc}); install again with network"
+                f"the web page will have no charts: uplot {_VERSION} cannot be had ({exc}); install again with npm and network"
             )
 
 
 def fetch() -> bytes:
-    """The pinned package: by npm where there is one (it knows its user's mirror and proxies), else straight."""
+    """The pinned package, by npm (which knows its user's mirror and proxies). Raises OSError without npm or network."""
     npm = shutil.which("npm")
     if npm is None:
-        with urllib.request.urlopen(_URL, timeout=_TIMEOUT_S) as answer:
-            return bytes(answer.read())
+        raise OSError("npm is not installed")
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", "--silent", f"uplot@{_VERSION}"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=_TIMEOUT_S)

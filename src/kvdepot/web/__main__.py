@@ -16,6 +16,7 @@ import threading
 
 import msgspec
 
+from kvdepot import logs
 from kvdepot.curve import Key
 from kvdepot.errors import KVDepotError
 from kvdepot.web.child import Order
@@ -39,9 +40,7 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=order.log_level.upper(), format="%(asctime)s %(levelname)s web: %(message)s", stream=sys.stderr
-    )
+    logs.configure(order.log_level, order.settings["log_format"])
     try:
         return _serve(order, ended, serving)
     except KVDepotError as exc:
