@@ -40,7 +40,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             unpack(fetch(), folder)
         except (OSError, subprocess.SubprocessError) as exc:
             self.app.display_warning(
-                f"the web page will have no charts: uplot {_VERSION} cannot be had ({exc}); install again with npm and network"
+                f"the web page will have no charts: uplot {_VERSION} cannot be had ({exc}); install again with npm "
+                "and network"
             )
 
 

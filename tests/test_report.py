@@ -116,4 +116,4 @@ def test_the_journal_keeps_the_latest_events() -> None:
     for number in range(1000):
         journal.note(number, "kind", f"{number} " + "x" * 1000)
     events = journal.events()
-    assert len(events) == 256 and events[-1].text.startswith("999 ") and len(events[0].text) == 300
+    assert len(events) == 100 and events[-1].text.startswith("999 ") and len(events[0].text) == 200

@@ -117,8 +117,10 @@ class Ceiling:
         for window_s, marks in zip(WINDOWS_S, self._marks, strict=True):
             _, chunks, new, before = marks[0]
             chunks, new = self._chunks - chunks, self._new - new
-            ceiling = min(max(1 - new / chunks, 0.0), 1.0) if chunks else 0.0
-            rates.append((window_s, chunks, (hits - before) / chunks if chunks else 0.0, ceiling))
+            rate = (hits - before) / chunks if chunks else 0.0
+            # An estimate: it may come out a little below what did hit.
+            ceiling = min(max(1 - new / chunks, rate), 1.0) if chunks else 0.0
+            rates.append((window_s, chunks, rate, ceiling))
         return rates
 
 

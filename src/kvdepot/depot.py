@@ -45,6 +45,8 @@ _SAMPLED = 16
 """With `verify = "sampled"`, one chunk in so many is summed up."""
 
 
+_SHOWN = 80
+"""Characters of a model's name in the journal."""
 _MOST_SAVED = 1 << 32
 """Tokens, or seconds, that one request can have saved."""
 
@@ -157,7 +159,7 @@ class Depot:
                 return [*actions, Reply(client.identity, number, None)]
             case wire.Register():
                 self.report.note(
-                    "engine", f"client {client.called} registers KV tensors of {request.model or 'a model'}"
+                    "engine", f"client {client.called} registers KV tensors of {request.model[:_SHOWN] or 'a model'}"
                 )
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
@@ -244,7 +246,7 @@ class Depot:
                 forgotten += chunk.sealed > 0
                 self.index.doom(chunk)
         self.sessions.forget()
-        what = f"{request.model or 'every model'}{', one salt' if salt else ''}"
+        what = f"{request.model[:_SHOWN] or 'every model'}{', one salt' if salt else ''}"
         self.report.note("forget", f"{what}: {forgotten} chunks")
         self.counters["forgotten_chunks"] += forgotten
 

@@ -17,8 +17,8 @@ BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 """Upper ends of the buckets that times fall into, inclusive; one more is for what took longer."""
-_MOST_EVENTS = 256
-_MOST_TEXT = 300
+_MOST_EVENTS = 100
+_MOST_TEXT = 200
 
 
 class Latency(msgspec.Struct):

@@ -23,9 +23,11 @@ __all__ = ["Report"]
 
 _NAMESPACES = 100
 """The largest namespaces that a status lists, and the engines heard of last, so that it stays small."""
-_ENGINES = 256
-_NAME = 256
-"""Characters of a model's name."""
+_ENGINES = 64
+_MODELS = 4
+"""Of one engine."""
+_NAME, _SHORT = 256, 100
+"""Characters of a model's name, in its own line and in an engine's."""
 _QUIET_S = 60.0
 """A counter that goes on rising is told of once in so long."""
 _TOLD = {
@@ -146,9 +148,9 @@ class Report:
                 since_s=now - client.came,
                 idle_s=now - client.heard,
                 models=sorted(
-                    {model[:_NAME] for each in client.instances.values() for model, *_ in each.namespaces}
-                    | ({client.model[:_NAME]} if client.model else set())
-                ),
+                    {model[:_SHORT] for each in client.instances.values() for model, *_ in each.namespaces}
+                    | ({client.model[:_SHORT]} if client.model else set())
+                )[:_MODELS],
                 ranks=sorted({rank for each in client.instances.values() for _, _, rank, _ in each.namespaces}),
                 device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
                 tenant=client.tenant,
