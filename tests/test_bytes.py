@@ -33,6 +33,7 @@ from kvdepot.keys import ChunkChain
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, CopyPiece, Mover
 from kvdepot.space import PAGE, Space
+from tests.devices.conformance import block_orders
 
 if TYPE_CHECKING:
     from conftest import Depot, StartDepot
@@ -97,21 +98,6 @@ def models(draw: st.DrawFn, nb: int) -> tuple[dict[str, torch.Tensor], list[int]
             layers[f"layer {len(layers)}"] = tensor
             axes.append(axis)
     return layers, axes
-
-
-def block_orders(nb: int, count: int) -> st.SearchStrategy[list[int]]:
-    """`count` of `nb` block ids: in any order, adjacent, or in adjacent runs."""
-
-    def runs(cuts: tuple[int, int]) -> list[int]:
-        cut, offset = cuts
-        ids = [(offset + i) % nb for i in range(count)]
-        return ids[cut:] + ids[:cut]
-
-    return st.one_of(
-        st.permutations(range(nb)).map(lambda ids: ids[:count]),
-        st.integers(0, nb - count).map(lambda first: list(range(first, first + count))),
-        st.tuples(st.integers(0, count), st.integers(0, nb - 1)).map(runs),
-    )
 
 
 Memories = dict[int, "npt.NDArray[np.uint8]"]

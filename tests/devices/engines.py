@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -81,3 +83,17 @@ def settled(depot: Depot, **expected: int) -> None:
     """The server holds nothing for anyone; or for as many as expected."""
     nothing = {"instances": 0, "sessions": 0, "operations": 0, "reserved_shards": 0, "holds": 0} | expected
     eventually(lambda: nothing.items() <= depot.status().items())
+
+
+def round_trips_at_once(engines: list[Engine], rounds: int) -> None:
+    """Each engine stores and retrieves on a thread of its own; what one of them finds wrong fails the test."""
+
+    def work(engine: Engine, seed: int) -> None:
+        draw = random.Random(seed)
+        for number in range(rounds):
+            order = draw.sample(range(BLOCKS), 24)
+            engine.round_trip(order[:12], order[12:], tokens_of(1000 * seed + number, 3))
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        for done in [pool.submit(work, engine, i + 1) for i, engine in enumerate(engines)]:
+            done.result()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +31,10 @@ KIB = 1 << 10
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
     """Two GPUs, for this process and those it starts."""
-    made = Machine()
-    try:
+    with closing(Machine()) as made:
         with made.here():
             yield made
         assert made.failures() == []
-    finally:
-        made.close()
 
 
 # -- the choice

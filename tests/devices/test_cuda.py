@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, ClassVar
 
 import numpy as np
@@ -102,12 +103,8 @@ class TestAllocationsApart(OnStandIn):
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Machine]:
-    made = Machine()
-    try:
-        with made.here():
-            yield made
-    finally:
-        made.close()
+    with closing(Machine()) as made, made.here():
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -20,12 +21,8 @@ ELSEWHERE = "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     """One GPU that sees registered memory at other addresses than the processor."""
-    made = Machine(gpus=1, attributes={ELSEWHERE: 0})
-    try:
-        with made.here():
-            yield made
-    finally:
-        made.close()
+    with closing(Machine(gpus=1, attributes={ELSEWHERE: 0})) as made, made.here():
+        yield made
 
 
 def test_bindings_that_hold_the_gil_while_they_wait_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -23,12 +24,8 @@ suite = DeviceConformance()
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    made = Machine()
-    try:
-        with made.here():
-            yield made
-    finally:
-        made.close()
+    with closing(Machine()) as made, made.here():
+        yield made
 
 
 @pytest.mark.parametrize("how", ["one", "virtual"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,12 +75,8 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
-    made = Machine()
-    try:
-        with made.here():
-            yield made
-    finally:
-        made.close()
+    with closing(Machine()) as made, made.here():
+        yield made
 
 
 @pytest.fixture(scope="module")

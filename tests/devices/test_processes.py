@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from tests.conftest import Depot, StartDepot, eventually
-from tests.devices.engines import BLOCK, BLOCKS, Engine, settled, tokens_of
+from tests.devices.engines import BLOCK, BLOCKS, Engine, round_trips_at_once, settled, tokens_of
 from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults
@@ -77,23 +76,7 @@ def test_two_workers_store_and_retrieve_at_once(
     """On one GPU each, in one small arena; each sees its own bytes, and the other's where it asks for them."""
     depot = start_depot(arena_mib=8)
     engines = [start_engine(depot, gpu=gpu, name=f"model {gpu}") for gpu in (0, 1)]
-    failed: list[BaseException] = []
-
-    def work(engine: Engine, seed: int) -> None:
-        draw = random.Random(seed)
-        try:
-            for number in range(12):
-                order = draw.sample(range(BLOCKS), 24)
-                engine.round_trip(order[:12], order[12:], tokens_of(1000 * seed + number, 3))
-        except BaseException as exc:  # noqa: BLE001 - the top of a thread: told to the test
-            failed.append(exc)
-
-    threads = [threading.Thread(target=work, args=(engine, i + 1)) for i, engine in enumerate(engines)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    round_trips_at_once(engines, 12)
     settled(depot, instances=2)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -13,7 +12,7 @@ import pytest
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
 from tests.conftest import Depot, StartDepot, eventually
-from tests.devices.engines import BLOCKS, Engine, settled, tokens_of
+from tests.devices.engines import BLOCKS, Engine, round_trips_at_once, settled, tokens_of
 from tests.devices.worker import WorkerProcess
 
 SCALE = 8192
@@ -70,23 +69,7 @@ def test_what_a_worker_stored_comes_back_byte_for_byte_and_to_another_worker_too
 def test_two_workers_store_and_retrieve_at_once(start_depot: StartDepot, start_engine: StartEngine) -> None:
     depot = start_depot(arena_mib=512)
     engines = [start_engine(depot, name=f"model {i}", scale=16) for i in range(2)]
-    failed: list[BaseException] = []
-
-    def work(engine: Engine, seed: int) -> None:
-        draw = random.Random(seed)
-        try:
-            for number in range(20):
-                order = draw.sample(range(BLOCKS), 24)
-                engine.round_trip(order[:12], order[12:], tokens_of(1000 * seed + number, 3))
-        except BaseException as exc:  # noqa: BLE001 - the top of a thread: told to the test
-            failed.append(exc)
-
-    threads = [threading.Thread(target=work, args=(engine, i + 1)) for i, engine in enumerate(engines)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    round_trips_at_once(engines, 20)
     settled(depot, instances=2)
 
 

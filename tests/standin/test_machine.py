@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,8 @@ SIZE = 1 << 16
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    made = Machine()
-    try:
-        with made.here():
-            yield made
-    finally:
-        made.close()
+    with closing(Machine()) as made, made.here():
+        yield made
 
 
 class Cuda:

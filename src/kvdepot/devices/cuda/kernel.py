@@ -94,13 +94,10 @@ class CopyKernel:
         """
         if not count:
             return
-        grid = min(programs, count)
+        grid, block = (min(programs, count), 1, 1), (self._compiled.threads, 1, 1)
         parameters = ((table, count, *self._nulls), self._types)
         shared = self._compiled.shared_bytes
-        threads = self._compiled.threads
-        self._driver.call(
-            "cuLaunchKernel", self._function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0
-        )  # fmt: skip
+        self._driver.call("cuLaunchKernel", self._function, *grid, *block, shared, stream, parameters, 0)
 
     def close(self) -> None:
         """Unload; no launch may be under way. Safe twice."""
