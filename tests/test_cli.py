@@ -229,6 +229,7 @@ def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: E
     assert any(line.startswith(used.model) and "scheduler" in line for line in lines)
 
 
+@pytest.mark.faults
 def test_colours_are_for_terminals_that_want_them(depot: Depot) -> None:
     assert "\x1b" not in run("status", "--url", depot.url).stdout
     colour = re.compile(r"\x1b\[(?:\d+;)*3\d")
@@ -355,6 +356,7 @@ def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_
     assert empty == max(0, height - whole), "room is left empty only where there is nothing more to show"
 
 
+@pytest.mark.faults
 def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start_depot: StartDepot) -> None:
     depot = start_depot(arena_mib=8)
     with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
@@ -381,6 +383,7 @@ def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None
 # -- a server that is not there
 
 
+@pytest.mark.faults
 def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_path: Path) -> None:
     with terminal("status", "--url", f"ipc://{tmp_path}/x", columns=200) as waits:
         eventually(lambda: f"waiting for a server at ipc://{tmp_path}/x" in waits.text)
@@ -392,6 +395,7 @@ def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_
 # -- chunks
 
 
+@pytest.mark.faults
 def test_what_people_do_to_chunks_is_told_as_json(depot: Depot, used: Engine, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps([1] * CHUNK))
@@ -492,6 +496,7 @@ def test_doctor_tells_a_key_that_cannot_be_used(tmp_path: Path) -> None:
     assert code == 1 and found["key"][0]["state"] == "fail" and "missing.key" in found["key"][0]["text"]
 
 
+@pytest.mark.faults
 def test_doctor_tells_an_arena_that_no_server_has(start_depot: StartDepot) -> None:
     def told() -> bool:
         texts = [finding["text"] for finding in doctor("--url", left.url)[1]["shared memory"]]
@@ -588,6 +593,7 @@ def test_bench_refuses_a_family_of_figures_that_there_is_not() -> None:
 # -- the web page
 
 
+@pytest.mark.faults
 def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(start_depot: StartDepot) -> None:
     need(modules=["litestar", "uvicorn", "prometheus_client"])
     at = f"127.0.0.1:{free_port()}"

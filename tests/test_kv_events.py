@@ -389,6 +389,7 @@ def test_what_goes_while_all_is_told_anew_is_not_believed(start_desk: StartDesk,
     assert len(router.believed) == 2
 
 
+@pytest.mark.faults
 def test_a_replay_that_nobody_reads_stops_neither_events_nor_the_next_replay(
     start_desk: StartDesk, subscribe: StartSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +431,7 @@ def test_what_is_no_question_for_a_replay_is_passed_over(
     ready(desk, router)
 
 
+@pytest.mark.faults
 def test_connections_beyond_the_limit_are_shut(start_desk: StartDesk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "_MOST_CONNECTIONS", 5)
     desk = start_desk().start()
@@ -471,6 +473,7 @@ def test_a_place_that_is_taken_or_too_long_is_refused_by_name() -> None:
 # -- a real server
 
 
+@pytest.mark.faults
 def test_a_server_tells_what_is_stored_evicted_forgotten_and_that_it_ends(
     start_depot: StartDepot, endpoint: str, subscribe: StartSubscriber
 ) -> None:
@@ -505,6 +508,7 @@ def test_a_server_tells_what_is_stored_evicted_forgotten_and_that_it_ends(
     assert router.events()[-1] == {"type": "AllBlocksCleared"}
 
 
+@pytest.mark.faults
 def test_after_a_crash_the_next_server_tells_what_it_took_over(
     start_depot: StartDepot, endpoint: str, subscribe: StartSubscriber
 ) -> None:
@@ -541,6 +545,7 @@ def test_an_endpoint_that_is_none_is_refused(wrong: str) -> None:
     assert ended.returncode == 2 and "kv_events" in ended.stderr
 
 
+@pytest.mark.faults
 def test_with_keys_events_are_for_clients_with_a_key_and_no_tenant(
     start_depot: StartDepot, endpoint: str, subscribe: StartSubscriber, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ LEAN = ("--gpu-staging-mib", "0")
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Two GPUs, for all processes that the test starts."""
     made = Machine()
-    for name in ("PYTHONPATH", "KVDEPOT_STANDIN"):
+    for name in ("PYTHONPATH", "CUDA_STANDIN"):
         monkeypatch.setenv(name, made.environment()[name])
     yield made
     failures = made.failures()

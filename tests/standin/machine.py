@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-VARIABLE = "KVDEPOT_STANDIN"
+VARIABLE = "CUDA_STANDIN"
 """Names the machine's folder; without it there is no GPU."""
 
 

@@ -19,6 +19,8 @@ from ..conftest import eventually
 from ..test_server import CHUNK, PER_CHUNK, Engine
 from .conftest import Answer, StartWeb, Web, need
 
+pytestmark = pytest.mark.faults  # a server and a web process each
+
 READ = (
     "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
     "/v1/config", "/metrics", "/schema/openapi.json",

@@ -23,6 +23,8 @@ from ..conftest import Depot, StartDepot, eventually
 from ..test_server import run_serve, works
 from .conftest import NEEDED, StartWeb, Web, lives, need
 
+pytestmark = pytest.mark.faults  # a server and a web process each
+
 
 def test_a_web_process_that_is_killed_is_back_within_seconds_at_the_same_address(start_web: StartWeb) -> None:
     web = start_web()

@@ -10,6 +10,8 @@ import pytest
 from ..conftest import Depot
 from .conftest import NEEDED, Web, need
 
+pytestmark = pytest.mark.faults  # a server and a web process each
+
 CHANGES = ("/v1/forget", "/v1/warm", "/v1/pin", "/v1/unpin")
 READS = ("/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events", "/v1/config")
 

@@ -40,16 +40,15 @@ def build(hook: ModuleType, root: Path) -> list[str]:
     return artifacts
 
 
-def no_registry(hook: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens where the registry should be, and there is no npm."""
+def no_npm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no npm."""
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(hook, "_URL", "http://127.0.0.1:9/uplot.tgz")
 
 
-def test_without_a_network_the_install_goes_on_and_says_what_will_be_missing(
+def test_without_npm_the_install_goes_on_and_says_what_will_be_missing(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    no_registry(hook, monkeypatch)
+    no_npm(monkeypatch)
     build(hook, tmp_path)
     assert "the web page will have no charts" in "".join(capfd.readouterr())
     assert not (tmp_path / hook._FOLDER).exists()
@@ -68,7 +67,7 @@ def test_a_package_that_is_not_the_pinned_one_is_not_unpacked(hook: ModuleType, 
 def test_what_is_there_is_not_fetched_again_and_is_packed(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    no_registry(hook, monkeypatch)
+    no_npm(monkeypatch)
     folder = tmp_path / hook._FOLDER
     folder.mkdir(parents=True)
     (folder / "INTEGRITY").write_text(hook._INTEGRITY)
