@@ -371,6 +371,7 @@ def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start
         assert "Traceback" not in top.text and "\x1b[?1049l" in top.raw
 
 
+@pytest.mark.faults
 def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None:
     done = run("top", "--url", depot.url)
     assert (done.returncode, done.stdout) == (2, "")
@@ -437,6 +438,7 @@ def test_keygen_names_the_files_it_made_as_json(tmp_path: Path) -> None:
     assert all(Path(file).is_file() for file in files) and str(tmp_path / "keys" / "alice.key") in files
 
 
+@pytest.mark.faults
 def test_progress_is_shown_on_a_terminal_alone(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({"timestamp": n, "hash_ids": [n, 1]}) + "\n" for n in range(50)))
@@ -462,6 +464,7 @@ def doctor(*words: str, **environ: str) -> tuple[int, dict[str, list[dict[str, s
     return done.returncode, found
 
 
+@pytest.mark.faults
 def test_doctor_finds_a_server_that_works(depot: Depot) -> None:
     code, found = doctor("--url", depot.url, KVDEPOT_ARENA_NAME=depot.name, KVDEPOT_ARENA_GIB="0.0625")
     (server,) = found["server"]

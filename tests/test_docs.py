@@ -310,6 +310,7 @@ def _missing(names: set[str]) -> list[str]:
     return sorted(name for name in names if f"`{name}`" not in text)
 
 
+@pytest.mark.faults
 def test_every_counter_stands_in_the_operating_guide() -> None:
     assert len(counters()) > 40
     assert _missing(counters()) == []
@@ -321,11 +322,13 @@ def test_every_error_code_stands_in_the_operating_guide() -> None:
     assert _missing(codes) == []
 
 
+@pytest.mark.faults
 def test_every_warning_and_error_of_the_log_stands_in_the_operating_guide() -> None:
     assert len(log_lines()) > 20
     assert _missing(log_lines()) == []
 
 
+@pytest.mark.faults
 def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
     names = {
         alert
@@ -350,6 +353,7 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
 # -- pictures and site
 
 
+@pytest.mark.faults
 def test_the_demos_numbers_become_pictures(tmp_path: Path) -> None:
     need(modules=["matplotlib"])
     numbers = DOCS / "plots" / "demo.json"

@@ -371,6 +371,7 @@ def test_capacities_spread_up_to_all_blocks_unless_they_are_given(
     assert all(1.8 < after / before < 2.3 for before, after in itertools.pairwise(capacities))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_a_plot_is_written(chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     pytest.importorskip("matplotlib")

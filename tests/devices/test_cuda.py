@@ -156,6 +156,7 @@ def test_a_call_that_fails_is_an_error_and_touches_neither_side(
     with suite.case(worker, devices, arena, small()) as case:
         before = case.fill_arena()
         extents = ((arena.header.chunks_start, 4 * PAGE),)
+        eventually(lambda: devices.status()[0].pinned_bytes == len(arena.bytes))  # or pinning meets the failure
         machine.fail(function, "CUDA_ERROR_OUT_OF_MEMORY", pid=os.getpid())
         with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
             case.move([CopyPiece(extents, np.array([1, 4], np.intp))], is_store)
@@ -173,6 +174,7 @@ def test_a_copy_that_fails_under_way_leaves_the_side_that_it_read_untouched(
     with suite.case(worker, devices, arena, small()) as case:
         before = case.fill_arena()
         piece = CopyPiece(((arena.header.chunks_start, 4 * PAGE),), np.array([1, 4], np.intp))
+        eventually(lambda: devices.status()[0].pinned_bytes == len(arena.bytes))  # or pinning meets the failure
         machine.fail("copy", "CUDA_ERROR_ECC_UNCORRECTABLE", nth=2, pid=os.getpid())
         for _ in range(2):
             with pytest.raises(DeviceError, match="ECC_UNCORRECTABLE"):
