@@ -28,14 +28,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
 from kvdepot import kv_feed, shm
-from kvdepot.errors import Unavailable
+from kvdepot.endpoints import listen
 from kvdepot.kv_feed import AllBlocksCleared, Belief, Event, Feed
 
 __all__ = ["END", "TOPIC", "Publisher", "replay_endpoint"]
@@ -117,7 +116,10 @@ class Publisher:
         kept_messages: int = _KEPT_MESSAGES,
         kept_bytes: int = _KEPT_BYTES,
     ) -> None:
-        """Listen; `start` publishes. guard: sets a socket's keys before it listens. Raises Unavailable."""
+        """Listen; `start` publishes. guard: sets a socket's keys before it listens. Raises Unavailable.
+
+        The place is the caller's (endpoints.Claim) until the context has ended.
+        """
         self._feed = feed
         self._endpoint = endpoint
         self._chunk_tokens = chunk_tokens
@@ -145,7 +147,7 @@ class Publisher:
                 socket.setsockopt(zmq.LINGER, 200)
                 guard(socket)
                 self._monitors.append(socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
-                _bind(socket, url)
+                listen(socket, url)
         except BaseException:
             self._close_sockets()
             raise
@@ -295,16 +297,3 @@ class Publisher:
 def _numbered(first: int, payloads: Iterable[bytes]) -> Iterator[tuple[bytes, ...]]:
     for seq, payload in enumerate(payloads, first):
         yield TOPIC, seq.to_bytes(8, "big"), payload
-
-
-def _bind(socket: zmq.Socket[Any], url: str) -> None:
-    """Listen; a unix socket is for this user alone."""
-    old = os.umask(0o177)
-    try:
-        if url.startswith("ipc://") and len(os.fsencode(Path(url[len("ipc://") :]))) > 107:
-            raise Unavailable(f"cannot publish at {url}: a unix socket's path has at most 107 bytes")
-        socket.bind(url)
-    except zmq.ZMQError as exc:
-        raise Unavailable(f"cannot publish at {url}: {exc.strerror}") from exc
-    finally:
-        os.umask(old)
