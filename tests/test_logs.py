@@ -189,9 +189,36 @@ def test_chunks_that_are_dropped_or_cannot_be_had_are_told_with_their_request(
     desk.register(client)
     long = prompt("a", 8)
     assert desk.ask(client, store(long, request="cmpl-1")) is False
-    assert about(caplog, "cmpl-1") == ["4 chunks of a store dropped: no room for them"]
+    assert about(caplog, "cmpl-1") == [
+        "4 chunks of a store dropped: no room for them", "stored 4 of 4 new chunks",
+    ]  # fmt: skip
     desk.ask(client, retrieve(prompt("b", 2), request="cmpl-2"))
-    assert about(caplog, "cmpl-2") == ["2 of 2 chunks of a retrieve cannot be had"]
+    assert about(caplog, "cmpl-2") == ["retrieved 0 of 2 chunks"]
+
+
+def test_a_request_can_be_followed_from_its_lookup_to_its_store(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    client = desk.hello()
+    desk.register(client)
+    chain = prompt("a", 3)
+    desk.ask(client, lookup(chain, "cmpl-1"))
+    desk.ask(client, store(chain, request="cmpl-1"))
+    desk.ask(client, store(chain, request="cmpl-2"))
+    desk.ask(client, lookup(chain, "cmpl-2"))
+    desk.ask(client, retrieve(chain, request="cmpl-2"))
+    assert about(caplog, "cmpl-1") == ["found 0 of 3 chunks", "stored 3 of 3 new chunks"]
+    assert about(caplog, "cmpl-2") == ["stored 0 of 0 new chunks", "found 3 of 3 chunks", "retrieved 3 of 3 chunks"]
+    assert all(record.client == client.hex()[:8] for record in caplog.records if getattr(record, "request", ""))
+
+
+def test_what_a_request_gets_from_a_tier_is_told_with_its_id_and_the_tier(caplog: pytest.LogCaptureFixture) -> None:
+    host, chain = new_host(MemoryTier()), prompt("a", 2)
+    host.find(b"one", store(chain, request="cmpl-7"))
+    host.index.clear()
+    assert host.find(b"one", lookup(chain, "cmpl-8")) == 2
+    assert about(caplog, "cmpl-8") == ["a search loads 2 shards from this tier", "found 2 of 2 chunks"]
+    (loads,) = [record for record in caplog.records if "loads" in record.getMessage()]
+    assert loads.tier == "disk:///d"  # type: ignore[attr-defined]
 
 
 def test_a_search_that_a_tier_answers_late_is_told_with_its_request_and_tier(
@@ -200,8 +227,9 @@ def test_a_search_that_a_tier_answers_late_is_told_with_its_request_and_tier(
     host = new_host(MemoryTier())
     host.send(b"one", lookup(prompt("a", 2), "cmpl-9"))
     host.pass_time(60.0)
-    assert len(about(caplog, "cmpl-9")) == 1
-    (late,) = [record for record in caplog.records if getattr(record, "request", "")]
+    assert about(caplog, "cmpl-9")[1:] == ["found 0 of 2 chunks"]
+    late = next(record for record in caplog.records if getattr(record, "request", ""))
+    assert "too late" in late.getMessage()
     assert late.tier == "disk:///d"  # type: ignore[attr-defined]
 
 
@@ -210,7 +238,8 @@ def test_a_tier_that_fails_is_told_with_the_requests_that_it_failed(caplog: pyte
     host = new_host(tier)
     tier.inject(down=1)
     host.find(b"one", lookup(prompt("a", 2), "cmpl-10"))
-    assert len(about(caplog, "cmpl-10")) == 1
+    told, found = about(caplog, "cmpl-10")
+    assert "cannot learn what this tier has" in told and found == "found 0 of 2 chunks"
 
 
 # -- a real server

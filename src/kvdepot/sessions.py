@@ -109,10 +109,13 @@ class Sessions:
             value = self._pin(asking, pins, matched)
             for space in spaces:
                 space.hit_chunks += matched
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug(
+                    "found %d of %d chunks", matched, len(asking.lookup.hashes) // HASH_BYTES, extra=_about(asking)
+                )
         except KVDepotError as exc:
             self._counters["errors"] += 1
-            asked = {"client": asking.asker.called, "request": asking.lookup.request}
-            log.debug("Lookup failed: %s", exc, extra=asked)
+            log.debug("Lookup failed: %s", exc, extra=_about(asking))
             value = exc
         return Reply(asking.asker.identity, asking.number, value)
 
@@ -240,3 +243,8 @@ class Sessions:
             Kept(name[:256], size, None if ends == float("inf") else round(ends - now))
             for (_, name), (size, ends) in islice(mine, _MOST_LISTED)
         ]
+
+
+def _about(asking: Asking) -> dict[str, str]:
+    """Fields of a line of the log."""
+    return {"client": asking.asker.called, "request": asking.lookup.request}

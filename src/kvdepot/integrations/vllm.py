@@ -183,6 +183,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
             self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens, client=client)
+            # The scheduler ends pins when a load has ended; and two engines may well number their requests alike.
+            self._worker.unpins = False
         self._stats = KVDepotStats()
         self._spans: Callable[[Operation], None] | None = None
         self._traces: dict[str, dict[str, str]] = {}  # a worker's: headers of what it loads and stores
@@ -488,10 +490,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return event
 
     def _shards(self, transfers: Iterable[_Transfer]) -> list[wire.Shards]:
-        # No request id: the scheduler ends pins itself when a load has ended, and two engines may well number
-        # their requests alike.
         return [
-            self._moves.shards("", t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt) for t in transfers
+            self._moves.shards(t.request_id, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt)
+            for t in transfers
         ]
 
     @property
