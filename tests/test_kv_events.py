@@ -411,6 +411,30 @@ def test_a_replay_that_nobody_reads_stops_neither_events_nor_the_next_replay(
         assert len(router.believed) == 8003
 
 
+@pytest.mark.faults
+def test_who_asks_for_replays_all_the_time_gets_a_share_of_the_processor_and_no_more(
+    start_desk: StartDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_MARGIN", 0)
+    desk = start_desk(pages=20_000).start()
+    for number in range(200):
+        desk.shelf.store(keys(f"c{number}", 100))
+    eventually(lambda: repr(desk.publisher).find("20000 chunks") > 0)
+    clock = time.pthread_getcpuclockid(desk.publisher._thread.ident or 0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
+        greedy.setsockopt(zmq.LINGER, 0)
+        greedy.connect(replay_endpoint(desk.endpoint))
+        begun, worked = time.monotonic(), time.clock_gettime(clock)
+        replays = 0
+        while time.monotonic() < begun + 1.5:
+            greedy.send_multipart((b"", bytes(8)))
+            while greedy.recv_multipart()[2] != END:
+                pass
+            replays += 1
+        share = (time.clock_gettime(clock) - worked) / (time.monotonic() - begun)
+        assert replays >= 2 and share < 0.35
+
+
 @pytest.mark.parametrize(
     "frames", [[b""], [b"x" * 8], [b"", b"1"], [b"", b"x" * 9], [b"", b"x" * 8, b""], [b"a", b"x" * 8]]
 )

@@ -55,12 +55,18 @@ _MARGIN = 64
 number before the message that showed them the gap."""
 _MOST_CONNECTIONS = 64
 """Subscribers and replays together: each takes a descriptor."""
+_MOST_UNREAD = 1024
+"""Messages that wait for one subscriber; it asks for the others. Subscribers share the memory of one that waits."""
 _MOST_WAITING = 64
 """Replays that wait for their turn."""
 _REPLAY_S = 10.0
 """A replay whose reader takes nothing for so long is over."""
 _AT_ONCE = 16
 """Messages of a replay between two looks at what is new."""
+_REST = 4.0
+"""Replays rest so many times as long as they work: they must not keep the interpreter's lock from who decides."""
+_PAUSE_S = 0.1
+"""In the middle of a replay no rest is longer: who reads it would take it for the end. What is left is for later."""
 _RETRY_MS = 10
 _EVENT = struct.Struct("=Hi")
 
@@ -131,6 +137,8 @@ class Publisher:
         self._replay: Iterator[tuple[bytes, ...]] | None = None  # of the first that waits
         self._unsent: tuple[bytes, ...] | None = None
         self._give_up_at = 0.0
+        self._rest_until = 0.0
+        self._owed_s = 0.0  # of rest
         self._connections = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvdepot-kv-events", daemon=True)
@@ -138,13 +146,13 @@ class Publisher:
         self._router = context.socket(zmq.ROUTER)
         self._monitors: list[zmq.Socket[Any]] = []
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._pub.setsockopt(zmq.SNDHWM, 4096)
+        self._pub.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
         self._router.setsockopt(zmq.SNDHWM, 4 * _AT_ONCE)
         self._router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
-        self._router.setsockopt(zmq.MAXMSGSIZE, 1024)
         try:
             for socket, url in ((self._pub, endpoint), (self._router, replay_endpoint(endpoint))):
                 socket.setsockopt(zmq.LINGER, 200)
+                socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # what they may send us
                 guard(socket)
                 self._monitors.append(socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
                 listen(socket, url)
@@ -187,7 +195,8 @@ class Publisher:
                 wait_s = self._next_beat - time.monotonic() if self._feed.may_sleep() else 0.0
                 wait_ms = max(0, int(wait_s * 1000) + 1) if wait_s > 0 else 0
                 if self._waiting:
-                    wait_ms = min(wait_ms, _RETRY_MS if self._unsent else 0)
+                    rest_s = self._rest_until - time.monotonic()
+                    wait_ms = min(wait_ms, max(_RETRY_MS if self._unsent else 0, int(rest_s * 1000) + 1))
                 for ready, _ in poller.poll(wait_ms):
                     self._hear(ready)
             self._publish([AllBlocksCleared()])
@@ -234,7 +243,18 @@ class Publisher:
                     self._waiting.setdefault(frames[0], int.from_bytes(frames[2], "big"))
 
     def _answer(self) -> None:
-        """Send a little of the replay whose turn it is."""
+        """Send a little of the replay whose turn it is, and see to its rest."""
+        began = time.monotonic()
+        if not self._waiting or began < self._rest_until:
+            return
+        self._send_some()
+        ended = time.monotonic()
+        self._owed_s += _REST * (ended - began)
+        rest_s = self._owed_s if self._replay is None else min(self._owed_s, _PAUSE_S)
+        self._owed_s -= rest_s
+        self._rest_until = ended + rest_s
+
+    def _send_some(self) -> None:
         for _ in range(_AT_ONCE):
             if not self._waiting:
                 return
