@@ -109,14 +109,14 @@ class Sessions:
             value = self._pin(asking, pins, matched)
             for space in spaces:
                 space.hit_chunks += matched
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug(
-                    "found %d of %d chunks", matched, len(asking.lookup.hashes) // HASH_BYTES, extra=_about(asking)
-                )
         except KVDepotError as exc:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(asking))
             value = exc
+        else:
+            if log.isEnabledFor(logging.DEBUG):
+                chunks = len(asking.lookup.hashes) // HASH_BYTES
+                log.debug("found %d of %d chunks", matched, chunks, extra=_about(asking))
         return Reply(asking.asker.identity, asking.number, value)
 
     def give_up(self, client: Client, request: str) -> list[Action]:
