@@ -4,6 +4,11 @@ A `Publisher` encodes and sends what a feed (kv_feed.py) tells, on a thread of i
 reads every message, or asks for what it missed, never believes of a chunk that it is there once that is no longer so,
 for longer than the messages take.
 
+Keys are kvdepot's own, not hashes of vLLM's blocks: whoever routes computes them from a prompt's tokens, as
+`ChunkChain(chunk_size, derive_root())` does (keys.py; what else goes into a root or a key: `_root` and `_extras` of
+integrations/vllm.py). A router that knows only vLLM's hashes listens to the engines instead, where the connector tells
+what it knows (integrations/vllm_events.py).
+
 A message is `[topic, seq, payload]` as vLLM's own publisher sends it (vllm/distributed/kv_events.py, 0.32): seq is 8
 bytes, big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A
 `BlockStored` names chunks that follow each other by their keys; its `token_ids` are empty, for the depot does not know

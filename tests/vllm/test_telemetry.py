@@ -15,8 +15,9 @@ import zmq
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
+from kvdepot.keys import ChunkChain, derive_root
 from tests.conftest import StartDepot, eventually
-from tests.test_index import keys
+from tests.test_index import keys as chunks_of
 from tests.test_kv_events import Desk
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
@@ -150,7 +151,9 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     # the depot's own events
     stored = depots.of("BlockStored")
     keys = [key for event in stored for key in event.block_hashes]
-    assert len(keys) == 2 and all(len(key) == 32 for key in keys)
+    chain = ChunkChain(256, derive_root())  # as a router computes them
+    chain.extend(tokens)
+    assert keys == [chain.slice(i, i + 1) for i in range(2)]
     assert {(event.medium, event.block_size, tuple(event.token_ids)) for event in stored} == {("CPU", 256, ())}
 
     # the connector's, among the engine's: blocks by the engine's own hashes, with their tokens
@@ -193,14 +196,14 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
 def test_what_the_depot_publishes_is_what_vllm_reads(tmp_path: Path) -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-    endpoint, chain = f"ipc://{tmp_path}/depot", keys("c", 3)
+    endpoint, chain = f"ipc://{tmp_path}/depot", chunks_of("c", 3)
     desk = Desk(endpoint, pages=8).start()
     router = Events(endpoint)
     try:
         eventually(lambda: router.hear() or router.batches)
         desk.shelf.store(chain)
         eventually(lambda: router.of("BlockStored"))
-        desk.shelf.store(keys("d", 6))
+        desk.shelf.store(chunks_of("d", 6))
         eventually(lambda: router.of("BlockRemoved"))
         before = len(router.hear())
         desk.index.clear()
@@ -226,8 +229,6 @@ class Prompt:
     lora_request = None
 
     def __init__(self, seed: int, chunks: int) -> None:
-        from kvdepot.keys import ChunkChain, derive_root
-
         self.all_token_ids = prompt(seed, 8 * chunks)
         self.block_hashes = [f"{seed}.{i}".encode().rjust(32, b"-") for i in range(2 * chunks)]
         self.chain = ChunkChain(8, derive_root())
