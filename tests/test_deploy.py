@@ -185,6 +185,7 @@ def test_the_compose_file_names_stages_and_settings_that_exist() -> None:
     transfer = json.loads(vllm["command"][vllm["command"].index("--kv-transfer-config") + 1])
     assert transfer["kv_connector"] == "KVDepotConnector"
     assert transfer["kv_connector_extra_config"]["kvdepot.url"] == config.url
+    assert config.on_stop == "keep"  # the volume outlives the container, and the memory is given back with it
 
 
 # -- containers
@@ -252,6 +253,7 @@ def test_the_units_settings_file_is_one() -> None:
     text = (DEPLOY / "kvdepot.service").read_text()
     assert config.url == "ipc:///run/kvdepot/depot.sock"
     assert "RuntimeDirectory=kvdepot\n" in text
+    assert "RuntimeDirectoryPreserve=yes\n" in text  # the token that pages and scripts know
     stop = re.search(r"TimeoutStopSec=(\d+)", text)
     assert stop is not None and int(stop[1]) > config.drain_s + 10
 
@@ -431,7 +433,7 @@ def test_kubernetes_takes_the_example_pods(name: str) -> None:
     for container in [*made["spec"].get("initContainers", []), *made["spec"]["containers"]]:
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
         if container["name"] == "depot":
-            settings(environment(container))
+            assert settings(environment(container)).on_stop == "keep"
         else:
             (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
             assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}

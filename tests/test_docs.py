@@ -287,7 +287,9 @@ def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
     assert isinstance(settings, ast.Dict)
     read = {f"kvdepot.{name}" for key in settings.keys if key is not None for name in _strings(key)}
     assert set(re.findall(r"^\| `(kvdepot\.\w+)` \|", (DOCS / "vllm.md").read_text(), re.M)) == read
-    told = [found for page in PAGES for found in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text(), re.S)]
+    told = [
+        found for page in PAGES for found in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text(), re.S)
+    ]
     assert told
     for text in told:
         config = json.loads(text)
@@ -301,7 +303,9 @@ def test_every_module_has_its_place_in_the_architecture() -> None:
     told = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", (ROOT / "ARCHITECTURE.md").read_text()))
     modules = {path.name for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
     assert modules - told == set()
-    assert told - modules - {"__init__.py", "__main__.py", "test_*.py"} - {p.name for p in ROOT.glob("t*/*.py")} == set()
+    assert (
+        told - modules - {"__init__.py", "__main__.py", "test_*.py"} - {p.name for p in ROOT.glob("t*/*.py")} == set()
+    )
 
 
 # -- what stands in operating.md
