@@ -161,6 +161,10 @@ def compose() -> dict[str, Any]:
     return document
 
 
+def test_the_compose_file_is_one_by_its_specification() -> None:
+    run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml")
+
+
 def test_depot_and_engine_of_the_compose_file_share_a_user_and_dev_shm_and_nothing_of_the_host() -> None:
     document = compose()
     services = document["services"]
@@ -170,6 +174,7 @@ def test_depot_and_engine_of_the_compose_file_share_a_user_and_dev_shm_and_nothi
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    assert services["depot"]["read_only"] is True
     (user,) = {service["build"]["args"]["UID"] for service in services.values()}
     assert f"uid={user},gid={user}" in document["volumes"]["shm"]["driver_opts"]["o"]
 
@@ -430,10 +435,14 @@ def test_kubernetes_takes_the_example_pods(name: str) -> None:
         assert made["spec"]["securityContext"]["runAsUser"] == values["user"]
     else:
         assert not [volume for volume in volumes.values() if "hostPath" in volume]
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     for container in [*made["spec"].get("initContainers", []), *made["spec"]["containers"]]:
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
         if container["name"] == "depot":
-            assert settings(environment(container)).on_stop == "keep"
+            config = settings(environment(container))
+            assert config.on_stop == "keep"
+            for room in (container["resources"]["limits"]["memory"], volumes["shm"]["emptyDir"]["sizeLimit"]):
+                assert room.endswith("Gi") and int(room[:-2]) > config.arena_gib
         else:
             (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
             assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}
