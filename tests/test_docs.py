@@ -311,6 +311,14 @@ def test_every_module_has_its_place_in_the_architecture() -> None:
     )
 
 
+def test_every_kind_of_thread_stands_in_the_architecture() -> None:
+    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    named = set(re.findall(r'(?:name=f?|EventQueue\()"(kvdepot-[a-z-]*[a-z])', source))
+    assert len(named) > 8
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert [name for name in sorted(named) if f"`{name}" not in text] == []
+
+
 # -- what stands in operating.md
 
 
