@@ -34,6 +34,8 @@ CHART = DEPLOY / "helm" / "kvdepot"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KUBERNETES = "1.31"
 
+pytestmark = pytest.mark.faults  # most start a program that reads what we ship
+
 
 _YAML = """
 extends: default
@@ -66,7 +68,6 @@ def contents(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-@pytest.mark.faults
 def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) -> None:
     wheel = build(ROOT, tmp_path, "wheel")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -76,7 +77,6 @@ def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) ->
     assert {"kvdepot/py.typed", "kvdepot/observability/dashboard.py"} <= names
 
 
-@pytest.mark.faults
 def test_an_unpacked_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
     sdist = build(ROOT, tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as archive:
@@ -214,7 +214,6 @@ exit $code
 """
 
 
-@pytest.mark.faults
 def test_server_and_engine_need_no_namespace_in_common_but_dev_shm() -> None:
     config = settings(variables((DEPLOY / "Dockerfile").read_text()))
     environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_URL": config.url, "KVDEPOT_HTTP": "off"}
