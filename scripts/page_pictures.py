@@ -105,8 +105,9 @@ def look(address: str, folder: Path) -> None:
             page.check(f"input[value='{RANGE_S}']")
             page.wait_for_selector(".plot canvas")
             page.wait_for_timeout(2000)  # for some points of its own
-            picture = Image.open(io.BytesIO(page.screenshot(full_page=True)))
-            picture.convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(folder / f"page-{name}.png", optimize=True)
+            picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+            few = picture.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+            few.save(folder / f"page-{name}.png", optimize=True)
             page.close()
 
 

@@ -125,7 +125,7 @@ def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Si
     assert cards.count() == 3
     memory, disk, s3 = (" ".join(cards.nth(i).inner_text().split()) for i in range(3))
     assert memory.startswith("Memory 241 GiB 94.3% of 256 GiB")
-    assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "Waiting to be saved 3 MiB" in disk
+    assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "To be saved 3 MiB" in disk
     assert "it has not told how much it may hold" in s3
     bars = page.locator("#stores [role=meter]:visible")
     assert [bars.nth(i).get_attribute("aria-valuenow") for i in range(bars.count())] == ["94.3", "71.5"]
@@ -464,7 +464,8 @@ def test_figures_are_rounded_to_what_is_true(open_page: OpenPage) -> None:
         " duration(0.99991), latency(0.00004), latency(0.004), latency(10), latency(null)])"
     )
     assert said == [
-        "1 GiB", "1 GB/s", "0%", "<0.1%", ">99.9%", "100.0%", "1 s", "<0.1 ms", "4 ms", "\N{GREATER-THAN OR EQUAL TO}10 s", NONE,
+        "1 GiB", "1 GB/s", "0%", "<0.1%", ">99.9%", "100.0%", "1 s", "<0.1 ms", "4 ms",
+        "\N{GREATER-THAN OR EQUAL TO}10 s", NONE,
     ]  # fmt: skip
 
 

@@ -134,7 +134,6 @@ function fillCells(row, windows, tag, text) {
 }
 
 function showStores(status) {
-  const evicted = status.evicted_chunks;
   const memory = {
     name: "Memory",
     state: "",
@@ -142,8 +141,8 @@ function showStores(status) {
     capacity: status.capacity_bytes,
     facts: [
       ["Chunks", count(status.chunks)],
-      ["Held just now", count(status.holds)],
-      ["Evicted since the start", count(evicted)],
+      ["Held now", count(status.holds)],
+      ["Evicted so far", count(status.evicted_chunks)],
     ],
   };
   const tiers = status.tiers.map((tier) => ({
@@ -153,7 +152,7 @@ function showStores(status) {
     capacity: tier.capacity_bytes,
     facts: [
       ["Objects", count(tier.objects)],
-      ["Waiting to be saved", bytes(tier.queued_bytes)],
+      ["To be saved", bytes(tier.queued_bytes)],
       ["Writes", tier.write.replaceAll("_", " ")],
     ],
   }));
