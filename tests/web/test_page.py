@@ -126,7 +126,7 @@ def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Si
     memory, disk, s3 = (" ".join(cards.nth(i).inner_text().split()) for i in range(3))
     assert memory.startswith("Memory 241 GiB 94.3% of 256 GiB")
     assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "To be saved 3 MiB" in disk
-    assert "it has not told how much it may hold" in s3
+    assert "capacity not known" in s3
     bars = page.locator("#stores [role=meter]:visible")
     assert [bars.nth(i).get_attribute("aria-valuenow") for i in range(bars.count())] == ["94.3", "71.5"]
 
@@ -643,6 +643,8 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     times = {row[0]: row[1] for row in rows(page, "latencies")}
     assert (times["Lookup"], times["Store"], times["Retrieve"]) == ("2", "1", "1")
     assert "Chunks kept 2" in text(page, "#facts")
+    assert text(page, "#hit-rate") == "50.0%"
+    assert text(page, "#stores .big") == f"{status['used_bytes'] / 1024:g} KiB"
     assert f"of {status['capacity_bytes'] / 2**20:.1f} MiB" in text(page, "#stores .of")
     assert [event["text"] for event in reversed(status["events"])] == page.locator(
         "#events li span:last-child"

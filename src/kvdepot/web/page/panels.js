@@ -189,7 +189,7 @@ function fillStore(card, store) {
   set(card.querySelector("h3 .ellipsis"), "title", store.name);
   say(card.querySelector(".big"), bytes(store.bytes));
   const part = store.capacity ? store.bytes / store.capacity : 0;
-  const text = store.capacity ? `${share(part)} of ${bytes(store.capacity)}` : "it has not told how much it may hold";
+  const text = store.capacity ? `${share(part)} of ${bytes(store.capacity)}` : "capacity not known";
   const meter = card.querySelector(".bar");
   meter.hidden = !store.capacity;
   if (store.capacity) bar(meter, part, text);
