@@ -33,6 +33,7 @@ class Site:
         self.ticks = True  # whether the status's time goes on by itself
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
+        self.lag = ""  # what is wrong although there is one
         self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
@@ -68,7 +69,12 @@ class Site:
         path = request.path.split("?")[0]
         self.asked.append(path)
         status, kind, body = HTTPStatus.OK, "application/json", b""
-        if path.startswith("/v1/"):
+        if path == "/healthz" and (self.lag or self.trouble):
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            body = msgspec.json.encode({"code": "unavailable", "message": self.lag or self.trouble})
+        elif path == "/healthz":
+            body = b'{"status": "ok", "lag_s": 0.001}'
+        elif path.startswith("/v1/"):
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
             elif self.gibberish:

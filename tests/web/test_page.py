@@ -270,6 +270,15 @@ def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(sit
     page.wait_for_selector(".verdict[data-level=good]")
 
 
+def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open_page: OpenPage) -> None:
+    page = open_page()
+    site.lag = "the depot is behind: its last answer took 1.4 s"
+    shows(page, "#state", "Working, with something to look at")
+    assert text(page, "#reasons") == "The depot is behind: its last answer took 1.4 s."
+    site.lag = ""
+    page.wait_for_selector(".verdict[data-level=good]")
+
+
 def test_what_the_page_cannot_show_does_not_leave_it_saying_that_all_is_well(site: Site, open_page: OpenPage) -> None:
     page = open_page()
     good, site.status = site.status, msgspec.structs.replace(site.status, tiers=None)  # type: ignore[arg-type]

@@ -5,15 +5,16 @@ import { count, duration } from "./format.js";
 /** What counts as lately. */
 export const RECENT_S = 300;
 
-/** Level (good, look, bad, wait), headline, and what to look at. dropped: chunks without room, in RECENT_S. */
-export function verdict(status, dropped) {
-  const reasons = [...concerns(status, dropped)];
+/** Level (good, look, bad, wait), headline, and what to look at. slow: what its probe says; dropped: chunks without room, in RECENT_S. */
+export function verdict(status, slow, dropped) {
+  const reasons = [...concerns(status, slow, dropped)];
   return reasons.length
     ? { level: "look", headline: "Working, with something to look at", reasons }
     : { level: "good", headline: "Working", reasons };
 }
 
-function* concerns(status, dropped) {
+function* concerns(status, slow, dropped) {
+  if (slow) yield slow;
   for (const tier of status.tiers) {
     if (tier.state !== "up") yield `${tier.name} is ${tier.state}: it fails, and is tried again from time to time.`;
   }

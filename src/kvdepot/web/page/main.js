@@ -22,9 +22,10 @@ async function turn() {
   clearTimeout(waiting);
   if (document.hidden) return; // `visibilitychange` goes on
   let next = null;
+  let slow = "";
   let failure = null;
   try {
-    next = await ask("v1/status");
+    [next, slow] = await Promise.all([ask("v1/status"), trouble()]);
     if (!follows(next)) await recall(next.wall_s);
   } catch (problem) {
     failure = explain(problem);
@@ -33,10 +34,20 @@ async function turn() {
   waiting = setTimeout(turn, EVERY_MS);
   try {
     if (failure) showFailure(failure);
-    else show(next);
+    else show(next, slow);
   } catch (problem) {
     console.error(problem); // figures that stand still must not say that all is well
     showFailure({ headline: "This page has a fault", reasons: [`It cannot show what the server says: ${problem.message}`] });
+  }
+}
+
+/** What the server's own probe finds wrong while it still answers: that it is slow to. */
+async function trouble() {
+  try {
+    await ask("healthz");
+    return "";
+  } catch (problem) {
+    return problem instanceof Refusal ? sentence(problem.message) : "";
   }
 }
 
@@ -73,12 +84,12 @@ function explain(problem) {
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
-function show(next) {
+function show(next, slow) {
   if (status && status.version !== next.version) location.reload(); // another server's page
   if (follows(next) && next.wall_s > status.wall_s) history.add(next.wall_s, point(status, next));
   const began = moment(next.wall_s - next.uptime_s, next.wall_s);
   const since = `version ${next.version}, since ${began} (${duration(Math.floor(next.uptime_s))})`;
-  showVerdict(verdict(next, history.total("dropped_chunks_s", RECENT_S)), since);
+  showVerdict(verdict(next, slow, history.total("dropped_chunks_s", RECENT_S)), since);
   showAll(next);
   status = next; // it can be shown
   document.body.classList.add("known");
