@@ -29,7 +29,9 @@ from kvdepot import upkeep
 SECONDS = 330.0
 RANGE_S = 300
 """What the charts show; one of the page's own."""
-FAMILIES, CHUNKS = 160, 6
+FAMILIES, CHUNKS = 300, 6
+NEW_FAMILIES_S = 8
+"""Prompts come into use, and go out of it, as conversations do."""
 WIDTH = 512
 """A block has 64 times as many bytes: half a MiB a chunk."""
 PACE_S = 0.004
@@ -80,9 +82,11 @@ def drive(depot: Depot, address: str, folder: Path, seconds: float) -> None:
     is_over = threading.Event()
 
     def work() -> None:
+        began = time.monotonic()
         while not is_over.wait(PACE_S):
+            oldest = int(NEW_FAMILIES_S * (time.monotonic() - began))
             for engine in engines:
-                engine.step(families=FAMILIES, chunks=CHUNKS)
+                engine.step(families=FAMILIES, chunks=CHUNKS, first_family=oldest)
         for engine in engines:
             engine.close()
 
