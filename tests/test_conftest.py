@@ -15,7 +15,7 @@ def test_a_server_that_ends_while_it_starts_is_told_of_at_once_with_its_log() ->
     began = time.monotonic()
     depot = Depot("--policy", "by-the-moon")
     try:
-        with pytest.raises(pytest.fail.Exception, match="(?s)ended with status 2.*by-the-moon"):
+        with pytest.raises(pytest.fail.Exception, match=r"(?s)ended with status 2.*by-the-moon"):
             depot.wait_ready()
     finally:
         depot.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kvdepot.errors import ProtocolError
 from kvdepot.metrics import Event, Latency
 
 __all__ = ["Device", "Engine", "HitRate", "Kept", "NamespaceStatus", "Saved", "Status", "TierStatus", "read"]
@@ -143,5 +144,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(value: Any) -> Status:
-    """A server's answer to `wire.Status`; parts that a newer server added are passed over."""
-    return msgspec.convert(value, Status)
+    """A server's answer to `wire.Status`; parts that a newer server added are passed over. Raises ProtocolError."""
+    try:
+        return msgspec.convert(value, Status)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not a status as this version knows it: {exc}") from exc

@@ -141,14 +141,14 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
     curve.generate(tmp_path / "keys", ["web"], "tenant-of-web")
     monkeypatch.setenv("KVDEPOT_KEY", str(tmp_path / "keys" / "web.key"))
     web = start_web("--keys", str(tmp_path / "keys"))
-    assert web.status()["clients"] >= 1
+    assert web.get("/v1/status", token=web.token).value["clients"] >= 1
     place = Path(f"/proc/{web.child()}")
     told = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
     assert web.token.encode() not in told
     assert b"KVDEPOT_KEY" not in told
     # A client in a file may be called web, and is not taken for the process, nor the process for it.
     assert web.change("/v1/forget", {"all": True}).value == {"memory": 0}
-    assert web.status()["counters"].get("keys_refused", 0) == 0
+    assert web.get("/v1/status", token=web.token).value["counters"].get("keys_refused", 0) == 0
     client = MessageQueueClient(web.depot.url, web.depot.context)
     try:
         assert client.ask(wire.Noop()).result(10.0) == "ok"

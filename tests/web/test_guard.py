@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from ..conftest import Depot
+from kvdepot import curve
+
+from ..conftest import Depot, eventually
 from .conftest import NEEDED, Web, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -71,6 +76,38 @@ def test_beyond_this_host_metrics_need_the_token_and_probes_none(public: Web) ->
     for probe in ("/healthz", "/readyz"):
         assert public.get(probe).status == 200
         assert public.ask("POST", probe).status == 401
+
+
+def test_where_clients_need_keys_reading_needs_the_token_and_probes_and_page_none(tmp_path: Path) -> None:
+    need(*NEEDED)
+    curve.generate(tmp_path / "keys", ["engine"])
+    server = Depot("--http", "127.0.0.1:0", "--keys", str(tmp_path / "keys"))
+    try:
+        guarded = Web(server)
+        for path in (*READS, "/metrics", "/schema/openapi.json"):
+            assert guarded.get(path).status == 401
+            assert guarded.get(path, token=guarded.token).status == 200
+        assert guarded.get("/healthz", headers={"Host": "evil.example"}).status == 403
+        assert {guarded.get(path).status for path in ("/healthz", "/readyz", "/")} == {200}
+    finally:
+        server.close()
+
+
+def test_a_probe_tells_a_stranger_no_path_and_no_name(public: Web) -> None:
+    os.kill(public.depot.process.pid, signal.SIGSTOP)
+    try:
+        ill = eventually(lambda: (answer := public.get("/healthz")).status == 503 and answer, 20.0)
+        deaf = eventually(
+            lambda: (answer := public.get("/healthz")) and b"does not answer" in answer.body and answer, 20.0
+        )
+        late = eventually(lambda: (answer := public.get("/readyz")).status == 503 and answer, 20.0)
+    finally:
+        os.kill(public.depot.process.pid, signal.SIGCONT)
+    for answer in (ill, deaf, late):
+        assert answer.value["code"] == "unavailable"
+        said = answer.body.decode()
+        assert "/" not in said and public.depot.name not in said
+    eventually(public.is_well, 20.0)
 
 
 def test_the_log_says_when_other_hosts_can_reach_it(web: Web, public: Web) -> None:

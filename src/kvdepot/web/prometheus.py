@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvdepot.errors import Unavailable
 from kvdepot.metrics import BOUNDS_S
 from kvdepot.status import Device, NamespaceStatus, Status, TierStatus
 from kvdepot.web.poll import Poll
@@ -72,10 +73,11 @@ class StatusCollector(Collector):
         self._poll = poll
 
     def collect(self) -> Iterator[Metric]:
-        trouble = self._poll.trouble()
-        yield GaugeMetricFamily("kvdepot_up", "1 while the depot answers and is not behind.", float(not trouble))
-        answer = self._poll.latest()
-        if answer is None or trouble.startswith("the depot does not answer"):
+        up = not self._poll.trouble()
+        yield GaugeMetricFamily("kvdepot_up", "1 while the depot answers and is not behind.", float(up))
+        try:
+            answer = self._poll.latest()
+        except Unavailable:
             return
         yield GaugeMetricFamily(
             "kvdepot_loop_lag_seconds", "How long the depot took to get to a request.", answer.lag_s
@@ -124,6 +126,8 @@ def _hit_rates(status: Status) -> Iterator[Metric]:
         "kvdepot_hit_ratio_ceiling", "That of a cache without an end.", labels=["window_seconds"]
     )
     for window in status.hit_rates:
+        if not window.chunks:  # nothing was looked up: a share of nothing is not 0
+            continue
         rate.add_metric([f"{window.window_s:g}"], window.hit_rate)
         ceiling.add_metric([f"{window.window_s:g}"], window.ceiling)
     yield rate
