@@ -12,6 +12,7 @@ import torch
 
 from kvdepot import status, upkeep, wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import BadRequest
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
 from tests.conftest import eventually
@@ -31,7 +32,7 @@ def told(depot: Depot) -> status.Status:
 
 @pytest.fixture
 def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=32)
+    return start_depot(arena_mib=128)
 
 
 def an_engine(depot: Depot) -> tuple[LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter]:
@@ -134,6 +135,25 @@ def test_what_people_warm_or_pin_makes_them_no_engine_and_is_no_lookup(depot: De
     assert all((rate.chunks, rate.hit_rate) == (0, 0.0) for rate in now.hit_rates)
     worker.shutdown()
     scheduler.shutdown()
+
+
+def test_engines_and_pins_are_all_counted_where_only_some_are_listed(depot: Depot) -> None:
+    scheduler, worker = an_engine(depot)
+    tokens = list(range(CHUNK))
+    move(worker, "first", tokens, is_store=True)
+    others = [MessageQueueClient(depot.url, depot.context) for _ in range(70)]
+    for other in others:
+        other.ask(wire.Lookup("toy", 1, 0, "r", 1, bytes(32))).result(10.0)
+    with upkeep.connect(depot.url) as client:
+        prompt = upkeep.make_prompt(client, tokens, b"", "toy", "")
+        for number in range(120):
+            upkeep.pin(client, f"pin {number}", prompt)
+    now = told(depot)
+    assert (now.engine_count, len(now.engines)) == (71, 64)
+    assert (now.pinned_count, len(now.pinned)) == (120, 100)
+    assert now.pinned_bytes == 120 * CHUNK_BYTES
+    for each in (*others, scheduler, worker):
+        (each.close if isinstance(each, MessageQueueClient) else each.shutdown)()
 
 
 def test_times_fall_into_the_bucket_that_ends_at_or_above_them() -> None:

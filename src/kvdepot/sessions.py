@@ -236,6 +236,11 @@ class Sessions:
             if ends <= now:
                 self._unpin(*name)
 
+    def kept_in_all(self, tenant: str) -> tuple[int, int]:
+        """How many pins by name there are, and the bytes that they keep."""
+        sizes = [size for (whose, _), (size, _) in self._kept.items() if tenant in ("", whose)]
+        return len(sizes), sum(sizes)
+
     def kept(self, tenant: str, now: float) -> list[Kept]:
         """What a status shows of the pins by name."""
         mine = [item for item in self._kept.items() if not tenant or item[0][0] == tenant]

@@ -108,7 +108,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """One server, now."""
+    """One server, now. engines and pinned list some; engine_count, pinned_count and pinned_bytes are of all."""
 
     version: str = ""
     boot: str = ""
@@ -129,6 +129,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     clients: int
     sessions: int
     instances: int
+    engine_count: int = 0
+    pinned_count: int = 0
+    pinned_bytes: int = 0
     stored_bytes: int = 0
     retrieved_bytes: int = 0
     saved: Saved = Saved()

@@ -40,6 +40,9 @@ _GAUGES = {
     "clients": ("clients", "Clients that are connected."),
     "sessions": ("sessions", "Requests that hold pins."),
     "instances": ("instances", "Registrations of KV tensors."),
+    "engine_count": ("engines", "Schedulers and workers of engines."),
+    "pinned_count": ("pinned_names", "Pins by name."),
+    "pinned_bytes": ("pinned_bytes", "Bytes that pins by name keep."),
 }
 """Field of the status: name and meaning of the metric."""
 _COUNTERS = {
@@ -90,9 +93,6 @@ def families(status: Status) -> Iterator[Metric]:
     yield InfoMetricFamily("kvdepot", "The server.", {"version": status.version, "boot": status.boot})
     for field, (name, meaning) in _GAUGES.items():
         yield GaugeMetricFamily(f"kvdepot_{name}", meaning, getattr(status, field))
-    yield GaugeMetricFamily("kvdepot_engines", "Schedulers and workers of engines.", len(status.engines))
-    yield GaugeMetricFamily("kvdepot_pinned_names", "Pins by name.", len(status.pinned))
-    yield GaugeMetricFamily("kvdepot_pinned_bytes", "Bytes that they keep.", sum(pin.bytes for pin in status.pinned))
     yield from _counters(status)
     yield from _hit_rates(status)
     yield from _latencies(status)
@@ -212,7 +212,9 @@ def _devices(devices: Sequence[Device]) -> Iterator[Metric]:
             "kvdepot_device_staging_bytes", "Memory of a GPU that copies take.", labels=["device"]
         ),
         "pinned_bytes": GaugeMetricFamily(
-            "kvdepot_device_pinned_bytes", "Bytes of the arena that are registered with drivers.", labels=["device"]
+            "kvdepot_device_pinned_bytes",
+            "Bytes of the arena that are registered with the driver, once for all GPUs.",
+            labels=["device"],
         ),
     }
     for device in devices:
