@@ -13,14 +13,14 @@ from typing import ClassVar
 
 import pytest
 
-from kvdepot import curve, wire
+from kvdepot import curve, upkeep, wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
 from kvdepot.web.token import obtain_token, read_token, token_path
 
 from ..conftest import Depot, StartDepot, eventually
-from ..test_server import run_serve, works
+from ..test_server import CHUNK, PER_CHUNK, Engine, run_serve, works
 from .conftest import NEEDED, StartWeb, Web, lives, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -177,6 +177,33 @@ def test_http_at_a_loopback_address_of_ipv6(start_web: StartWeb) -> None:
     web = start_web(http="[::1]:0", host="::1")
     assert web.get("/v1/status").status == 200
     assert web.get("/v1/status", headers={"Host": "evil.example"}).status == 403
+
+
+def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_theirs(
+    start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve.generate(tmp_path / "keys", ["engine"], "blue")
+    monkeypatch.setenv("KVDEPOT_KEY", str(tmp_path / "keys" / "engine.key"))
+    web = start_web("--keys", str(tmp_path / "keys"))
+    engine = Engine(web.depot)
+    tokens = list(range(2 * CHUNK))
+    engine.store(tokens, list(range(2 * PER_CHUNK)))
+    with upkeep.connect(web.depot.url) as client:
+        upkeep.pin(client, "system", upkeep.make_prompt(client, tokens, b"", engine.model, ""))
+    seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["pinned"] and said)
+    assert [space["tenant"] for space in seen["namespaces"]] == ["blue"]
+    assert [each["tenant"] for each in seen["engines"]] == ["blue"]
+    assert seen["pinned_count"] == 1
+    for path in ("/v1/warm", "/v1/pin"):
+        body = {"tokens": tokens, "model": engine.model, **({"name": "system"} if path == "/v1/pin" else {})}
+        assert web.change(path, body).value == {"chunks": 0, "of_chunks": 2}
+    assert web.change("/v1/unpin", {"name": "system"}).status == 400
+    for what in ({"all": True}, {"model": engine.model}):
+        assert web.change("/v1/forget", what).value == {"memory": 0}
+    assert engine.lookup(tokens) == 2 * CHUNK
+    with upkeep.connect(web.depot.url) as client:
+        upkeep.unpin(client, "system")
+    engine.close()
 
 
 # -- the token
