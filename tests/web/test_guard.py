@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,6 +192,27 @@ def test_what_is_no_http_harms_nobody(web: Web, request_: bytes) -> None:
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1 << 16)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 403")
     assert web.get("/v1/status").status == 200
+    assert "Traceback" not in web.depot.logged()
+
+
+@pytest.mark.parametrize("body", [b"no chunk", b"1\r\nx\r\n0\r\nX: %b\r\n\r\n" % (b"x" * (64 << 10))])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("what", [b"GET /healthz", b"POST /v1/warm", b"GET /v1/status"])
+def test_a_body_that_breaks_off_into_nonsense_is_no_error_of_ours(
+    web: Web, what: bytes, is_late: bool, body: bytes
+) -> None:
+    head = b"%b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % (what, web.token.encode())
+    with socket.create_connection((web.host, web.port), timeout=20) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"" if is_late else body))
+        with contextlib.suppress(ConnectionError):
+            if is_late:
+                if what.startswith(b"GET"):
+                    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                connection.sendall(body + b"\r\n")
+            while connection.recv(1 << 16):
+                pass
+    assert web.get("/healthz").status == 200
+    assert "ERROR" not in web.depot.logged()
     assert "Traceback" not in web.depot.logged()
 
 

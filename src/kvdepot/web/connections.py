@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["MOST_CONNECTIONS", "Connection"]
@@ -33,6 +34,15 @@ class Connection(H11Protocol):
         others: list[Any] = [each for each in self.connections if each is not self and not each.transport.is_closing()]
         if len(others) >= MOST_CONNECTIONS:
             min(others, key=lambda each: each._since).transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. Where a request is being answered, or has been, uvicorn would answer it twice."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # this is the answer
+        super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look.cancel()
