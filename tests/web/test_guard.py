@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvdepot import curve
 from kvdepot.web.poll import Poll
 
 from ..conftest import Depot, StartDepot, eventually
-from .conftest import NEEDED, Web, need
+from .conftest import NEEDED, StartWeb, Web, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -214,6 +215,43 @@ def test_a_body_that_breaks_off_into_nonsense_is_no_error_of_ours(
     assert web.get("/healthz").status == 200
     assert "ERROR" not in web.depot.logged()
     assert "Traceback" not in web.depot.logged()
+
+
+LINES = (
+    b"GET / HTTP/1.1", b"GET /v1/status HTTP/1.1", b"POST /v1/warm HTTP/1.1", b"HEAD /metrics HTTP/1.1",
+    b"OPTIONS * HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"GET http://x/ HTTP/1.1", b"GET /%ff%00 HTTP/1.1",
+    b"GET /?%ff=\xff HTTP/1.1", b"GET //// HTTP/1.0", b"get / HTTP/1.1", b"DELETE /x HTTP/1.1",
+)  # fmt: skip
+HEADERS = (
+    b"Host: localhost", b"Host: localhost", b"Host: localhost", b"Content-Length: 5", b"Content-Length: 0",
+    b"Transfer-Encoding: chunked", b"Connection: close", b"Connection: upgrade\r\nUpgrade: h2c",
+    b"Expect: 100-continue", b"Content-Type: application/x-www-form-urlencoded", b"Content-Type: multipart/form-data",
+    b"Accept: \xff", b"Accept: text/html;q=z,,;", b"Cookie: a=\xff; ;;=", b"Authorization: Bearer TOKEN",
+    b"Origin: \xff",
+)  # fmt: skip
+BODIES = (b"", b"{}", b"5\r\nhello\r\n0\r\n\r\n", b'{"tokens":[1]}', b"[[[[[[", b"\xff\xfe", b'{"all":true}')
+
+
+def test_whatever_is_sent_is_no_error_of_ours(start_web: StartWeb) -> None:
+    web = start_web()
+    draw = random.Random(5)
+    for _ in range(600):
+        message = b""
+        for _ in range(draw.randint(1, 3)):
+            head = (draw.choice(LINES), *draw.sample(HEADERS, draw.randint(1, 5)))
+            message += b"\r\n".join(head).replace(b"TOKEN", web.token.encode()) + b"\r\n\r\n" + draw.choice(BODIES)
+        if draw.random() < 0.3:
+            at = draw.randrange(len(message))
+            message = message[:at] + draw.randbytes(1) + message[at + 1 :]
+        with socket.create_connection((web.host, web.port), timeout=5) as connection, contextlib.suppress(OSError):
+            connection.sendall(message)
+            if draw.random() < 0.5:
+                connection.shutdown(socket.SHUT_WR)
+            if draw.random() < 0.7:
+                connection.settimeout(0.02)
+                connection.recv(1 << 16)
+    assert web.get("/healthz").status == 200
+    assert "ERROR" not in web.depot.logged()
 
 
 def test_an_upgrade_is_answered_like_any_request(web: Web) -> None:

@@ -36,13 +36,13 @@ class Connection(H11Protocol):
             min(others, key=lambda each: each._since).transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP. Where a request is being answered, or has been, uvicorn would answer it twice."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+        """What came is no HTTP. Where a request's head has been read, uvicorn would answer that twice."""
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+        else:
+            if self.cycle is not None:
+                self.cycle.disconnected = True
             self.transport.abort()
-            return
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # this is the answer
-        super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look.cancel()
