@@ -69,8 +69,12 @@ class Depot:
     def wait_ready(self) -> Depot:
         client = MessageQueueClient(self.url, self.context)
         try:
-            client.learn_chunk_size(20.0)
-        except KVDepotError:
+            answer = client.ask(wire.ChunkSize(), deadline_s=None)
+            eventually(lambda: answer.query() or self.process.poll() is not None, 20.0)
+            if self.process.poll() is not None:
+                pytest.fail(f"the server ended with status {self.process.returncode}:\n{self.logged()}")
+            answer.result(0.0)
+        except (AssertionError, KVDepotError):
             self.process.kill()
             pytest.fail(f"the server did not answer:\n{self.logged()}")
         finally:

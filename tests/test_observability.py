@@ -15,7 +15,7 @@ import pytest
 
 from kvdepot.metrics import BOUNDS_S, Latency
 from kvdepot.observability import alerts, dashboard
-from kvdepot.status import HitRate, NamespaceStatus, Saved, Status, TierStatus
+from kvdepot.status import Device, HitRate, NamespaceStatus, Saved, Status, TierStatus
 
 from .programs import module, run, tool
 
@@ -33,6 +33,7 @@ def full_status() -> Status:
         latencies=[Latency("Lookup", 1, 0, 0.1, [1] + [0] * len(BOUNDS_S))],
         namespaces=[NamespaceStatus("", "model", 1, 16, 1, 2, 1)],
         tiers=[TierStatus("disk", "through", "up", 1, 2, 4, 0, 0, {"dropped_chunks": 0, "spoilt_chunks": 0})],
+        devices=[Device("GPU-1", "a GPU", 1, 1, 1, {}, 1, "")],
         counters={"lookups_refused": 1},
     )  # fmt: skip
 
@@ -46,12 +47,18 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
+def all_panels() -> list[dict[str, Any]]:
+    """Those too that rows hold which are folded up."""
+    panels = dashboard.dashboard()["panels"]
+    return [each for panel in panels for each in (panel, *panel.get("panels", ()))]
+
+
 def queries() -> Iterator[tuple[str, str]]:
     """Every query, and the legend or text that goes with it, as Prometheus gets them."""
     for alert in alerts.ALERTS:
         labels = re.findall(r"\$labels\.(\w+)", alert.summary + alert.action)
         yield alert.query, " ".join(f"{{{{{label}}}}}" for label in labels)
-    for panel in dashboard.dashboard()["panels"]:
+    for panel in all_panels():
         for target in panel.get("targets", ()):
             query = target["expr"]
             for name, value in (("$__rate_interval", "1m"), ("$__range", "1h"), ("$job", ".*"), ("$instance", ".*")):
@@ -105,7 +112,7 @@ def test_grafanas_own_types_lose_nothing_of_the_dashboard() -> None:
 
 def test_panels_lie_side_by_side_within_the_page() -> None:
     taken: dict[tuple[int, int], str] = {}
-    panels = dashboard.dashboard()["panels"]
+    panels = all_panels()
     for panel in panels:
         place = panel["gridPos"]
         for x in range(place["x"], place["x"] + place["w"]):
@@ -114,6 +121,13 @@ def test_panels_lie_side_by_side_within_the_page() -> None:
                 assert taken.setdefault((x, y), panel["title"]) == panel["title"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     assert all(x + 1 == 24 or (x + 1, y) in taken for x, y in taken), "a row has a gap"
+
+
+def test_what_only_some_depots_have_asks_nothing_until_it_is_opened() -> None:
+    (gpus,) = (panel for panel in dashboard.dashboard()["panels"] if panel.get("collapsed"))
+    asked = " ".join(target["expr"] for panel in gpus["panels"] for target in panel["targets"])
+    for family in module("kvdepot.web.prometheus").families(full_status()):
+        assert not family.name.startswith("kvdepot_device_") or family.name in asked
 
 
 def test_the_operating_guide_has_a_line_for_every_alert_in_their_order() -> None:
@@ -150,6 +164,7 @@ QUIET = {
     f'kvdepot_hit_ratio_ceiling{{{LABELS}, window_seconds="3600"}}': "0.6x300",
     f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x300",
     f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7x300",
+    f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x300",
 }
 """Five hours of a depot that is well, a value a minute."""
 TROUBLE: dict[str, dict[str, str]] = {
@@ -166,6 +181,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotMemorySmall": {f'kvdepot_hit_ratio_ceiling{{{LABELS}, window_seconds="3600"}}': "0.9x300"},
     "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
     "KVDepotTierDropping": {f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7+1x300"},
+    "KVDepotGpuFailing": {f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x200 0x100"},
     "KVDepotTierSpoilt": {  # the first ever: the series begins with it
         f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="spoilt_chunks"}}': "_x220 1x80"
     },

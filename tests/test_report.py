@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from kvdepot import status, wire
+from kvdepot import status, upkeep, wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import BadRequest
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
 from tests.conftest import eventually
@@ -29,7 +32,7 @@ def told(depot: Depot) -> status.Status:
 
 @pytest.fixture
 def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=32)
+    return start_depot(arena_mib=128)
 
 
 def an_engine(depot: Depot) -> tuple[LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter]:
@@ -91,6 +94,68 @@ def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
     assert (ends.count, ends.errors) == (2, 2) and told(depot).saved == status.Saved()
 
 
+def test_who_closes_its_connection_has_not_died_and_who_is_killed_has(depot: Depot) -> None:
+    scheduler, worker = an_engine(depot)
+    worker.shutdown()
+    scheduler.shutdown()
+    killed = subprocess.Popen(
+        [sys.executable, "-c", _CLIENT, depot.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None and killed.stdout.readline() == "ok\n"
+    killed.kill()
+    killed.communicate()
+    now = eventually(lambda: (seen := told(depot)).clients == 1 and seen)  # who asks
+    assert now.counters["clients_died"] == 1
+    assert now.events[-1].text.endswith("is gone")
+
+
+_CLIENT = """
+import sys, zmq
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+print(MessageQueueClient(sys.argv[1], zmq.Context()).ask(wire.Noop()).result(10.0), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_people_warm_or_pin_makes_them_no_engine_and_is_no_lookup(depot: Depot) -> None:
+    scheduler, worker = an_engine(depot)
+    tokens = list(range(2 * CHUNK))
+    move(worker, "first", tokens, is_store=True)
+    with upkeep.connect(depot.url) as client:
+        prompt = upkeep.make_prompt(client, tokens, b"", "toy", "")
+        assert upkeep.warm(client, prompt) == upkeep.pin(client, "system", prompt) == 2
+        now = told(depot)
+    assert [engine.ranks for engine in now.engines] == [[0]]
+    assert now.pinned[0].name == "system"
+    assert {name: now.counters.get(name, 0) for name in ("lookups", "lookup_chunks", "hit_chunks")} == {
+        "lookups": 0, "lookup_chunks": 0, "hit_chunks": 0,
+    }  # fmt: skip
+    assert (now.namespaces[0].lookup_chunks, now.namespaces[0].hit_chunks) == (0, 0)
+    assert all((rate.chunks, rate.hit_rate) == (0, 0.0) for rate in now.hit_rates)
+    worker.shutdown()
+    scheduler.shutdown()
+
+
+def test_engines_and_pins_are_all_counted_where_only_some_are_listed(depot: Depot) -> None:
+    scheduler, worker = an_engine(depot)
+    tokens = list(range(CHUNK))
+    move(worker, "first", tokens, is_store=True)
+    others = [MessageQueueClient(depot.url, depot.context) for _ in range(70)]
+    for other in others:
+        other.ask(wire.Lookup("toy", 1, 0, "r", 1, bytes(32))).result(10.0)
+    with upkeep.connect(depot.url) as client:
+        prompt = upkeep.make_prompt(client, tokens, b"", "toy", "")
+        for number in range(120):
+            upkeep.pin(client, f"pin {number}", prompt)
+    now = told(depot)
+    assert (now.engine_count, len(now.engines)) == (71, 64)
+    assert (now.pinned_count, len(now.pinned)) == (120, 100)
+    assert now.pinned_bytes == 120 * CHUNK_BYTES
+    for each in (*others, scheduler, worker):
+        (each.close if isinstance(each, MessageQueueClient) else each.shutdown)()
+
+
 def test_times_fall_into_the_bucket_that_ends_at_or_above_them() -> None:
     latencies = Latencies()
     for number, took in enumerate((BOUNDS_S[0], BOUNDS_S[0] + 1e-9, 3.0, 1000.0)):
@@ -109,6 +174,14 @@ def test_an_answer_to_nobody_and_questions_of_the_dead_are_not_counted() -> None
     latencies.gone(b"c")
     latencies.end(b"c", b"2", False, 2.0)
     assert latencies.figures() == [] and not latencies._asked
+
+
+def test_a_client_that_is_answered_and_never_introduces_itself_leaves_nothing_behind() -> None:
+    latencies = Latencies()
+    for number in range(100):
+        latencies.begin(b"stranger %d" % number, b"1", "Noop", 0.0)
+        latencies.end(b"stranger %d" % number, b"1", True, 1.0)
+    assert not latencies._asked
 
 
 def test_the_journal_keeps_the_latest_events() -> None:

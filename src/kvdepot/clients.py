@@ -70,6 +70,11 @@ class Asking:
     search: Search | None = None
     given_up: bool = False  # nobody wants the pins any more
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether a person asks, not an engine: what is warmed or pinned by name is no lookup that hits or misses."""
+        return self.owner is not self.asker or not self.lookup.readers
+
 
 @dataclass(slots=True, eq=False)
 class Instance:
@@ -93,7 +98,7 @@ class Client:
     tenant: str = ""
     came: float = 0.0
     heard: float = 0.0  # when it last asked for something
-    model: str = ""  # it last looked up
+    model: str = ""  # it last looked up or registered for
     pins: int = 0  # chunks that the sessions matched
     sessions: dict[str, Session] = field(default_factory=dict)
     asking: dict[str, Asking] = field(default_factory=dict)  # lookups that await tiers, by request

@@ -147,7 +147,8 @@ class Depot:
         match request:
             case wire.Lookup():
                 actions = self.sessions.lookup(Asking(client, number, client, request, 0), self.now)
-                self.ceiling.count(request.hashes)
+                if request.readers:
+                    self.ceiling.count(request.hashes)
                 return actions
             case wire.Store():
                 return self._store(client, number, request)
@@ -215,14 +216,18 @@ class Depot:
         """Answer every request that awaits tiers: the server is about to end."""
         return [*self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
 
-    def died(self, identity: bytes) -> list[Action]:
-        """A client is gone: give up all it holds. What is being copied for it ends first, by itself."""
+    def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
+        """A client is gone: give up all it holds. What is being copied for it ends first, by itself.
+
+        has_left: it closed its connection, and that is no death.
+        """
         client = self._clients.pop(identity, None)
         if client is None:
             return []
-        self.counters["clients_died"] += 1
+        if not has_left:
+            self.counters["clients_died"] += 1
         if client.instances or client.model:
-            self.report.note("engine", f"client {client.called} is gone")
+            self.report.note("engine", f"client {client.called} {'is gone' if has_left else 'died'}")
         client.dead = True
         actions = self.sessions.leave(client)
         for number in list(client.instances):

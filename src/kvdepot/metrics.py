@@ -48,7 +48,10 @@ class Latencies:
 
     def end(self, client: bytes, number: bytes, failed: bool, now: float) -> None:
         """It is answered. What never began (it could not be read, say) is not counted."""
-        kind, began = self._asked.get(client, {}).pop(number, ("", 0.0))
+        asked = self._asked.get(client, {})
+        kind, began = asked.pop(number, ("", 0.0))
+        if not asked:  # or those who never say who they are would stay for ever
+            self._asked.pop(client, None)
         if not kind:
             return
         latency = self._kinds.get(kind)

@@ -85,6 +85,8 @@ class Report:
         depot, index = self._depot, self._depot.index
         clients = depot.clients
         now = depot.now
+        engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
+        pinned_count, pinned_bytes = depot.sessions.kept_in_all(tenant)
         return Status(
             version=__version__,
             boot=self._boot.hex(),
@@ -105,13 +107,16 @@ class Report:
             clients=len(clients),
             sessions=sum(len(client.sessions) for client in clients),
             instances=sum(len(client.instances) for client in clients),
+            engine_count=len(engines),
+            pinned_count=pinned_count,
+            pinned_bytes=pinned_bytes,
             stored_bytes=depot.stored_bytes,
             retrieved_bytes=depot.retrieved_bytes,
             saved=Saved(depot.saved_tokens + depot.sessions.retrieved_chunks * depot.chunk_size, depot.saved_s),
             hit_rates=[HitRate(*rate) for rate in depot.ceiling.rates(depot.counters["hit_chunks"])],
             latencies=self.latencies.figures(),
             namespaces=self._namespaces(tenant),
-            engines=self._engines(clients, tenant, now),
+            engines=_engines(engines, now),
             pinned=depot.sessions.kept(tenant, now),
             tiers=depot.tiering.status(),
             devices=self._devices(),
@@ -136,27 +141,23 @@ class Report:
             for space in heapq.nlargest(_NAMESPACES, spaces, key=lambda space: space.bytes)
         ]
 
-    def _engines(self, clients: Iterable[Client], tenant: str, now: float) -> list[Engine]:
-        theirs = [
-            client
-            for client in clients
-            if (client.instances or client.model) and (not tenant or client.tenant == tenant)
-        ]
-        return [
-            Engine(
-                id=client.called,
-                since_s=now - client.came,
-                idle_s=now - client.heard,
-                models=sorted(
-                    {model[:_SHORT] for each in client.instances.values() for model, *_ in each.namespaces}
-                    | ({client.model[:_SHORT]} if client.model else set())
-                )[:_MODELS],
-                ranks=sorted({rank for each in client.instances.values() for _, _, rank, _ in each.namespaces}),
-                device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
-                tenant=client.tenant,
-                sessions=len(client.sessions),
-                pinned_chunks=client.pins,
-                queued=client.queued,
-            )
-            for client in heapq.nlargest(_ENGINES, theirs, key=lambda client: client.heard)
-        ]
+
+def _engines(clients: Iterable[Client], now: float) -> list[Engine]:
+    return [
+        Engine(
+            id=client.called,
+            since_s=now - client.came,
+            idle_s=now - client.heard,
+            models=sorted(
+                {model[:_SHORT] for each in client.instances.values() for model, *_ in each.namespaces}
+                | ({client.model[:_SHORT]} if client.model else set())
+            )[:_MODELS],
+            ranks=sorted({rank for each in client.instances.values() for _, _, rank, _ in each.namespaces}),
+            device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
+            tenant=client.tenant,
+            sessions=len(client.sessions),
+            pinned_chunks=client.pins,
+            queued=client.queued,
+        )
+        for client in heapq.nlargest(_ENGINES, clients, key=lambda client: client.heard)
+    ]

@@ -352,7 +352,7 @@ class Server:
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
                 log.info("client %s is gone", identity.hex()[:8], extra={"client": identity.hex()[:8]})
-                self._act(self.depot.died(identity))
+                self._act(self.depot.died(identity, card.has_left()))
                 self.depot.report.latencies.gone(identity)
                 del self._cards[identity]
                 self._users.pop(identity, None)

@@ -59,12 +59,13 @@ class Sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the most that max_sessions allows")
         actions = self.give_up(client, request.request)  # a lookup anew: whoever asked before has stopped listening
-        self._counters["lookups"] += 1
-        self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
-        asking.asker.model = request.model
         spaces, pins, asking.first = self._match(client, request)
-        for space in spaces:
-            space.lookup_chunks += len(request.hashes) // HASH_BYTES
+        if not asking.by_hand:
+            asking.asker.model = request.model
+            self._counters["lookups"] += 1
+            self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
+            for space in spaces:
+                space.lookup_chunks += len(request.hashes) // HASH_BYTES
         if self._tiering and len(spaces) == 1 and asking.first < len(request.hashes) // HASH_BYTES:
             salt = tenant_salt(client.tenant, request.salt)
             found = self._tiering.search(
@@ -100,15 +101,18 @@ class Sessions:
         if asking.given_up or asking.asker.dead:
             return [] if asking.asker.dead else [Reply(asking.asker.identity, asking.number, 0)]
         spaces, pins, matched = self._match(owner, asking.lookup)
-        self._counters["tier_hit_chunks"] += max(0, matched - asking.first)
+        if not asking.by_hand:
+            self._counters["tier_hit_chunks"] += max(0, matched - asking.first)
         return [self._reply(asking, spaces, pins, matched)]
 
     def _reply(self, asking: Asking, spaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
         value: Any
         try:
             value = self._pin(asking, pins, matched)
-            for space in spaces:
-                space.hit_chunks += matched
+            if not asking.by_hand:
+                self._counters["hit_chunks"] += matched
+                for space in spaces:
+                    space.hit_chunks += matched
         except KVDepotError as exc:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(asking))
@@ -146,7 +150,6 @@ class Sessions:
             client.pins += matched
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
-        self._counters["hit_chunks"] += matched
         return matched
 
     def end(self, client: Client, request: str) -> None:
@@ -235,6 +238,11 @@ class Sessions:
         for name, (_, ends) in list(self._kept.items()):
             if ends <= now:
                 self._unpin(*name)
+
+    def kept_in_all(self, tenant: str) -> tuple[int, int]:
+        """How many pins by name there are, and the bytes that they keep."""
+        sizes = [size for (whose, _), (size, _) in self._kept.items() if tenant in ("", whose)]
+        return len(sizes), sum(sizes)
 
     def kept(self, tenant: str, now: float) -> list[Kept]:
         """What a status shows of the pins by name."""

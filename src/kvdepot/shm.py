@@ -8,6 +8,7 @@ A **card** is a client's page of shared memory:
 
     offset 0, uint64     fence: stores whose ticket is <= this number must not become visible
     offset 8, 16 bytes   secret: whoever says hello with this card must know it
+    offset 24, uint8     left: 1 once the client has closed its connection; of who was killed or crashed it stays 0
 
 The names of cards can be seen by every user of the host, the page only by its own; so the secret proves, over a TCP
 port that any user can reach, that a client is of this user.
@@ -39,6 +40,7 @@ _CARD = "kvdepot-card-"
 ARENA_MAGIC = b"kvdepot\0"
 """How every arena begins (arena.py)."""
 _SECRET = slice(8, 24)
+_LEFT = 24
 SECRET_BYTES = 16
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -165,8 +167,9 @@ class Card:
         self._fence[0] = max(self._fence[0], ticket)
 
     def close(self) -> None:
-        """Remove the page; the lock goes with it. Safe twice."""
+        """Say goodbye and remove the page; the lock goes with it. Safe twice."""
         if self._fd >= 0:
+            self._page[_LEFT] = 1
             (SHM / self.name).unlink(missing_ok=True)
             self._fence.release()
             self._page.close()
@@ -212,6 +215,10 @@ class CardView:
 
     def is_alive(self) -> bool:
         return is_locked(self._fd)
+
+    def has_left(self) -> bool:
+        """Whether the client closed its connection, so that its end is no death."""
+        return self._page[_LEFT] != 0
 
     def close(self, remove: bool) -> None:
         """Unmap; with `remove`, take the file of a dead client away."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kvdepot.errors import ProtocolError
 from kvdepot.metrics import Event, Latency
 
 __all__ = ["Device", "Engine", "HitRate", "Kept", "NamespaceStatus", "Saved", "Status", "TierStatus", "read"]
@@ -107,7 +108,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """One server, now."""
+    """One server, now. engines and pinned list some; engine_count, pinned_count and pinned_bytes are of all."""
 
     version: str = ""
     boot: str = ""
@@ -128,6 +129,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     clients: int
     sessions: int
     instances: int
+    engine_count: int = 0
+    pinned_count: int = 0
+    pinned_bytes: int = 0
     stored_bytes: int = 0
     retrieved_bytes: int = 0
     saved: Saved = Saved()
@@ -143,5 +147,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(value: Any) -> Status:
-    """A server's answer to `wire.Status`; parts that a newer server added are passed over."""
-    return msgspec.convert(value, Status)
+    """A server's answer to `wire.Status`; parts that a newer server added are passed over. Raises ProtocolError."""
+    try:
+        return msgspec.convert(value, Status)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not a status as this version knows it: {exc}") from exc

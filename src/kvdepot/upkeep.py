@@ -108,9 +108,8 @@ def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None]
     """
     request = f"warm {secrets.token_hex(8)}"
     lookup = wire.Lookup(
-        prompt.model, prompt.world_size, prompt.blocks_in_chunk, request, prompt.world_size, prompt.hashes, True,
-        prompt.salt,
-    )  # fmt: skip
+        prompt.model, prompt.world_size, prompt.blocks_in_chunk, request, 0, prompt.hashes, True, prompt.salt
+    )
     reached = -1
     while True:
         matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))

@@ -101,7 +101,8 @@ class Unregister(_Message, frozen=True):
 class Lookup(_Message, frozen=True):
     """Longest cached prefix of `hashes`. Answer: chunks in it; they are pinned for `request`.
 
-    readers: keys that will be retrieved per chunk (ranks); after that many the pin is gone by itself.
+    readers: keys that will be retrieved per chunk (ranks); after that many the pin is gone by itself. 0: nobody will
+        retrieve them; a person asks, no engine, and it counts as no lookup.
     blocks_in_chunk: 0 where the caller does not know it. chained: each hash names the one before it, from the prompt's
     start. salt: as in Shards. The answer may take up to `Welcome.lookup_s` where there are tiers.
     """

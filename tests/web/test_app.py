@@ -153,6 +153,7 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         found = samples(web.get("/metrics"))
         return (json.loads(before), found) if web.get("/v1/status").body == before else None
 
+    web.status()
     said, told = eventually(steady)
     plain = {name: value for (name, labels), value in told.items() if not labels}
     for field, name in (
@@ -184,6 +185,7 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         assert told["kvdepot_request_errors_total", label] == kind["errors"]
     for window in said["hit_rates"]:
         label = (("window_seconds", f"{window['window_s']:g}"),)
+        assert window["chunks"] == 1, "what was looked up"
         assert told["kvdepot_hit_ratio", label] == pytest.approx(window["hit_rate"])
         assert told["kvdepot_hit_ratio_ceiling", label] == pytest.approx(window["ceiling"])
 

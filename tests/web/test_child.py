@@ -13,14 +13,14 @@ from typing import ClassVar
 
 import pytest
 
-from kvdepot import curve, wire
+from kvdepot import curve, upkeep, wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
 from kvdepot.web.token import obtain_token, read_token, token_path
 
 from ..conftest import Depot, StartDepot, eventually
-from ..test_server import run_serve, works
+from ..test_server import CHUNK, PER_CHUNK, Engine, run_serve, works
 from .conftest import NEEDED, StartWeb, Web, lives, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
@@ -141,14 +141,14 @@ def test_where_clients_need_keys_the_web_process_has_one_that_nobody_can_read(
     curve.generate(tmp_path / "keys", ["web"], "tenant-of-web")
     monkeypatch.setenv("KVDEPOT_KEY", str(tmp_path / "keys" / "web.key"))
     web = start_web("--keys", str(tmp_path / "keys"))
-    assert web.status()["clients"] >= 1
+    assert web.get("/v1/status", token=web.token).value["clients"] >= 1
     place = Path(f"/proc/{web.child()}")
     told = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
     assert web.token.encode() not in told
     assert b"KVDEPOT_KEY" not in told
     # A client in a file may be called web, and is not taken for the process, nor the process for it.
     assert web.change("/v1/forget", {"all": True}).value == {"memory": 0}
-    assert web.status()["counters"].get("keys_refused", 0) == 0
+    assert web.get("/v1/status", token=web.token).value["counters"].get("keys_refused", 0) == 0
     client = MessageQueueClient(web.depot.url, web.depot.context)
     try:
         assert client.ask(wire.Noop()).result(10.0) == "ok"
@@ -177,6 +177,33 @@ def test_http_at_a_loopback_address_of_ipv6(start_web: StartWeb) -> None:
     web = start_web(http="[::1]:0", host="::1")
     assert web.get("/v1/status").status == 200
     assert web.get("/v1/status", headers={"Host": "evil.example"}).status == 403
+
+
+def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_theirs(
+    start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve.generate(tmp_path / "keys", ["engine"], "blue")
+    monkeypatch.setenv("KVDEPOT_KEY", str(tmp_path / "keys" / "engine.key"))
+    web = start_web("--keys", str(tmp_path / "keys"))
+    engine = Engine(web.depot)
+    tokens = list(range(2 * CHUNK))
+    engine.store(tokens, list(range(2 * PER_CHUNK)))
+    with upkeep.connect(web.depot.url) as client:
+        upkeep.pin(client, "system", upkeep.make_prompt(client, tokens, b"", engine.model, ""))
+    seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["pinned"] and said)
+    assert [space["tenant"] for space in seen["namespaces"]] == ["blue"]
+    assert [each["tenant"] for each in seen["engines"]] == ["blue"]
+    assert seen["pinned_count"] == 1
+    for path in ("/v1/warm", "/v1/pin"):
+        body = {"tokens": tokens, "model": engine.model, **({"name": "system"} if path == "/v1/pin" else {})}
+        assert web.change(path, body).value == {"chunks": 0, "of_chunks": 2}
+    assert web.change("/v1/unpin", {"name": "system"}).status == 400
+    for what in ({"all": True}, {"model": engine.model}):
+        assert web.change("/v1/forget", what).value == {"memory": 0}
+    assert engine.lookup(tokens) == 2 * CHUNK
+    with upkeep.connect(web.depot.url) as client:
+        upkeep.unpin(client, "system")
+    engine.close()
 
 
 # -- the token

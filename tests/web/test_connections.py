@@ -110,6 +110,16 @@ def test_a_crowd_of_connections_is_bounded_and_those_that_come_later_are_served(
     assert web.get("/healthz").status == 200
 
 
+def test_a_crowd_that_says_nothing_keeps_nobody_out(web: Web) -> None:
+    with contextlib.ExitStack() as crowd:
+        for _ in range(128):
+            crowd.enter_context(connect(web))
+        eventually(lambda: open_connections(web) == 128)
+        for _ in range(20):
+            assert web.get("/healthz").status == 200
+        assert open_connections(web) <= 128
+
+
 @contextlib.contextmanager
 def crowd_of_readers(web: Web) -> Iterator[None]:
     """Ten that poll once a second as pages do, and twenty that ask for much and read nothing."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from ..conftest import Depot
-from .conftest import NEEDED, Web, need
+from kvdepot import curve
+from kvdepot.web.poll import Poll
+
+from ..conftest import Depot, StartDepot, eventually
+from .conftest import NEEDED, StartWeb, Web, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -71,6 +77,34 @@ def test_beyond_this_host_metrics_need_the_token_and_probes_none(public: Web) ->
     for probe in ("/healthz", "/readyz"):
         assert public.get(probe).status == 200
         assert public.ask("POST", probe).status == 401
+
+
+def test_where_clients_need_keys_reading_needs_the_token_and_probes_and_page_none(tmp_path: Path) -> None:
+    need(*NEEDED)
+    curve.generate(tmp_path / "keys", ["engine"])
+    server = Depot("--http", "127.0.0.1:0", "--keys", str(tmp_path / "keys"))
+    try:
+        guarded = Web(server)
+        for path in (*READS, "/metrics", "/schema/openapi.json"):
+            assert guarded.get(path).status == 401
+            assert guarded.get(path, token=guarded.token).status == 200
+        assert guarded.get("/healthz", headers={"Host": "evil.example"}).status == 403
+        assert {guarded.get(path).status for path in ("/healthz", "/readyz", "/")} == {200}
+    finally:
+        server.close()
+
+
+def test_a_probe_tells_a_stranger_no_path(start_depot: StartDepot) -> None:
+    depot = start_depot()
+    poll = Poll(depot.url, None)
+    try:
+        eventually(lambda: not poll.trouble())
+        depot.process.kill()
+        trouble = eventually(poll.trouble, 20.0)
+    finally:
+        poll.close()
+    assert "does not answer" in trouble
+    assert "/" not in trouble
 
 
 def test_the_log_says_when_other_hosts_can_reach_it(web: Web, public: Web) -> None:
@@ -160,6 +194,64 @@ def test_what_is_no_http_harms_nobody(web: Web, request_: bytes) -> None:
         assert connection.recv(1 << 16)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 403")
     assert web.get("/v1/status").status == 200
     assert "Traceback" not in web.depot.logged()
+
+
+@pytest.mark.parametrize("body", [b"no chunk", b"1\r\nx\r\n0\r\nX: %b\r\n\r\n" % (b"x" * (64 << 10))])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("what", [b"GET /healthz", b"POST /v1/warm", b"GET /v1/status"])
+def test_a_body_that_breaks_off_into_nonsense_is_no_error_of_ours(
+    web: Web, what: bytes, is_late: bool, body: bytes
+) -> None:
+    head = b"%b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % (what, web.token.encode())
+    with socket.create_connection((web.host, web.port), timeout=20) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"" if is_late else body))
+        with contextlib.suppress(ConnectionError):
+            if is_late:
+                if what.startswith(b"GET"):
+                    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                connection.sendall(body + b"\r\n")
+            while connection.recv(1 << 16):
+                pass
+    assert web.get("/healthz").status == 200
+    assert "ERROR" not in web.depot.logged()
+    assert "Traceback" not in web.depot.logged()
+
+
+LINES = (
+    b"GET / HTTP/1.1", b"GET /v1/status HTTP/1.1", b"POST /v1/warm HTTP/1.1", b"HEAD /metrics HTTP/1.1",
+    b"OPTIONS * HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"GET http://x/ HTTP/1.1", b"GET /%ff%00 HTTP/1.1",
+    b"GET /?%ff=\xff HTTP/1.1", b"GET //// HTTP/1.0", b"get / HTTP/1.1", b"DELETE /x HTTP/1.1",
+)  # fmt: skip
+HEADERS = (
+    b"Host: localhost", b"Host: localhost", b"Host: localhost", b"Content-Length: 5", b"Content-Length: 0",
+    b"Transfer-Encoding: chunked", b"Connection: close", b"Connection: upgrade\r\nUpgrade: h2c",
+    b"Expect: 100-continue", b"Content-Type: application/x-www-form-urlencoded", b"Content-Type: multipart/form-data",
+    b"Accept: \xff", b"Accept: text/html;q=z,,;", b"Cookie: a=\xff; ;;=", b"Authorization: Bearer TOKEN",
+    b"Origin: \xff",
+)  # fmt: skip
+BODIES = (b"", b"{}", b"5\r\nhello\r\n0\r\n\r\n", b'{"tokens":[1]}', b"[[[[[[", b"\xff\xfe", b'{"all":true}')
+
+
+def test_whatever_is_sent_is_no_error_of_ours(start_web: StartWeb) -> None:
+    web = start_web()
+    draw = random.Random(5)
+    for _ in range(600):
+        message = b""
+        for _ in range(draw.randint(1, 3)):
+            head = (draw.choice(LINES), *draw.sample(HEADERS, draw.randint(1, 5)))
+            message += b"\r\n".join(head).replace(b"TOKEN", web.token.encode()) + b"\r\n\r\n" + draw.choice(BODIES)
+        if draw.random() < 0.3:
+            at = draw.randrange(len(message))
+            message = message[:at] + draw.randbytes(1) + message[at + 1 :]
+        with socket.create_connection((web.host, web.port), timeout=5) as connection, contextlib.suppress(OSError):
+            connection.sendall(message)
+            if draw.random() < 0.5:
+                connection.shutdown(socket.SHUT_WR)
+            if draw.random() < 0.7:
+                connection.settimeout(0.02)
+                connection.recv(1 << 16)
+    assert web.get("/healthz").status == 200
+    assert "ERROR" not in web.depot.logged()
 
 
 def test_an_upgrade_is_answered_like_any_request(web: Web) -> None:

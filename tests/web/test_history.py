@@ -63,6 +63,23 @@ def test_a_point_holds_what_happened_since_the_one_before() -> None:
     assert 0.1 <= point["retrieve_p99_s"] <= 0.25
 
 
+def test_a_restart_is_no_negative_rate() -> None:
+    before = status(boot="a", stored_bytes=5000, evicted_chunks=7, counters={"dropped_chunks": 4})
+    now = status(boot="b", stored_bytes=10, latencies=[Latency("Lookup", 1, 0, 0.1, buckets(0.1))])
+    assert measure(before, now, 1.0).keys() == measure(None, now, 1.0).keys()
+    after = measure(now, status(boot="b", stored_bytes=30), 2.0)
+    assert after["stored_bytes_s"] == 10
+
+
+def test_times_rise_also_where_the_clock_is_set_back() -> None:
+    history = History()
+    for second in (*range(100, 200), *range(150, 170)):
+        history.add(float(second), {"used_bytes": float(second)})
+    figures = history.figures()
+    assert figures.times_s == [float(second) for second in range(100, 170)]
+    assert figures.series["used_bytes"] == figures.times_s
+
+
 def test_a_hit_rate_is_that_of_the_shortest_window_and_none_where_nothing_was_looked_up() -> None:
     idle = measure(None, status(hit_rates=[HitRate(60.0, 0, 0.0, 0.0)]), 0.0)
     assert math.isnan(idle["hit_rate"]) and math.isnan(idle["ceiling"])

@@ -100,6 +100,13 @@ ALERTS = (
         "The store is slower than what is stored: give it more threads, a longer queue (queue_mib), or write=on_evict.",
     ),
     Alert(
+        "KVDepotGpuFailing", "warning", "5m",
+        "kvdepot_device_up == 0",
+        "Copies to and from {{ $labels.device }} at {{ $labels.instance }} fail.",
+        "`kvdepot status` has what the driver said; engines recompute meanwhile. Restart the engines on that GPU, and "
+        "the server if that does not help.",
+    ),
+    Alert(
         "KVDepotTierSpoilt", "warning", "0m",
         f"increase({_SPOILT}[1h]) > 0 or ({_SPOILT} > 0 unless {_SPOILT} offset 1h)",
         "What {{ $labels.tier }} returns to {{ $labels.instance }} is not what was written.",

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ROWS", "Panel", "dashboard", "render"]
+__all__ = ["FOLDED", "ROWS", "Panel", "dashboard", "render"]
 
 _COLUMNS = 24
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -131,26 +131,51 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ("kvdepot_engines{@}", "{{instance}}"),
         )),
     )),
+    ("GPUs", (
+        Panel("Copies succeed", "1, or 0 after a copy that failed; `kvdepot status` has what the driver said.", (
+            ("kvdepot_device_up{@}", "{{instance}} {{device}}"),
+        ), columns=6, highest=1),
+        Panel("Workers", "Registrations of KV tensors that lie on a GPU.", (
+            ("kvdepot_device_registrations{@}", "{{instance}} {{device}}"),
+        ), columns=6),
+        Panel("Memory of the GPU", "What the server takes of it: its context, and what copies go through.", (
+            ("kvdepot_device_context_bytes{@}", "{{device}} context"),
+            ("kvdepot_device_staging_bytes{@}", "{{device}} staging"),
+        ), "bytes", columns=6),
+        Panel("Memory registered with the driver", "Copies from and to what is not yet go through the driver's own "
+              "buffers, slower.", (
+                  ("max by (instance) (kvdepot_device_pinned_bytes{@})", "{{instance}} registered"),
+                  ("kvdepot_memory_capacity_bytes{@} and on (instance) kvdepot_device_up{@}", "{{instance}} all"),
+              ), "bytes", columns=6),
+    )),
 )  # fmt: skip
 """The rows from top to bottom, and their panels from left to right."""
+FOLDED = ("GPUs",)
+"""Rows that only some depots have figures for: closed, and asking nothing, until somebody opens them."""
 
 
 def dashboard() -> dict[str, Any]:
     """What Grafana imports."""
     panels: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
-        panels.append({"type": "row", "title": title, "gridPos": _place(0, y, _COLUMNS, 1), "collapsed": False})
+        heading: dict[str, Any] = {"type": "row", "title": title, "gridPos": _place(0, y, _COLUMNS, 1)}
+        heading |= {"collapsed": title in FOLDED, "panels": []}
+        panels.append(heading)
+        made.append(heading)
+        into = heading["panels"] if heading["collapsed"] else panels
         x, y = 0, y + 1
         height = 4 if row[0].kind == "stat" else 8
         for panel in row:
             if x + panel.columns > _COLUMNS:
                 x, y = 0, y + height
-            panels.append(_panel(panel) | {"gridPos": _place(x, y, panel.columns, height)})
+            made.append(_panel(panel) | {"gridPos": _place(x, y, panel.columns, height)})
+            into.append(made[-1])
             x += panel.columns
         y += height
-    for number, made in enumerate(panels, 1):
-        made["id"] = number
+    for number, each in enumerate(made, 1):
+        each["id"] = number
     return {
         "uid": "kvdepot",
         "title": "kvdepot",

@@ -62,7 +62,7 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
     import uvicorn
 
     from kvdepot.web.app import make_app
-    from kvdepot.web.connections import Connection
+    from kvdepot.web.connections import MOST_CONNECTIONS, Connection
     from kvdepot.web.poll import Poll
 
     key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
@@ -80,6 +80,7 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=MOST_CONNECTIONS,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 << 10,

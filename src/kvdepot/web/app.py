@@ -144,17 +144,13 @@ def healthz(state: State) -> Well:
     poll = _poll(state)
     if trouble := poll.trouble():
         raise Unavailable(trouble)
-    answer = poll.latest()
-    return Well("ok", answer.lag_s if answer is not None else 0.0)
+    return Well("ok", poll.latest().lag_s)
 
 
 @get("/readyz", responses=_says(503), sync_to_thread=False)
 def readyz(state: State) -> Well:
     """Whether the depot serves: it has answered, and not too long ago."""
-    poll = _poll(state)
-    poll.status()
-    answer = poll.latest()
-    return Well("ok", answer.lag_s if answer is not None else 0.0)
+    return Well("ok", _poll(state).latest().lag_s)
 
 
 @get("/metrics", include_in_schema=False, sync_to_thread=False)
@@ -167,7 +163,7 @@ def metrics(state: State, request: Request[Any, Any, State]) -> Response[bytes]:
 @get("/v1/status", responses=_READ, sync_to_thread=False)
 def status(state: State) -> Status:
     """All that the depot says of itself, at most some seconds ago."""
-    return _poll(state).status()
+    return _poll(state).latest().status
 
 
 @get("/v1/history", responses=_READ, sync_to_thread=False)
@@ -179,25 +175,25 @@ def history(state: State) -> Figures:
 @get("/v1/namespaces", responses=_READ, sync_to_thread=False)
 def namespaces(state: State) -> list[NamespaceStatus]:
     """Models, shapes and layouts that are told from each other; the largest first."""
-    return _poll(state).status().namespaces
+    return _poll(state).latest().status.namespaces
 
 
 @get("/v1/engines", responses=_READ, sync_to_thread=False)
 def engines(state: State) -> list[Engine]:
     """Schedulers and workers that are connected."""
-    return _poll(state).status().engines
+    return _poll(state).latest().status.engines
 
 
 @get("/v1/tiers", responses=_READ, sync_to_thread=False)
 def tiers(state: State) -> list[TierStatus]:
     """What lies behind memory, nearest first."""
-    return _poll(state).status().tiers
+    return _poll(state).latest().status.tiers
 
 
 @get("/v1/events", responses=_READ, sync_to_thread=False)
 def events(state: State) -> list[Event]:
     """What has happened lately, oldest first."""
-    return _poll(state).status().events
+    return _poll(state).latest().status.events
 
 
 @get("/v1/config", responses=_says(401), sync_to_thread=False)
@@ -364,4 +360,5 @@ def make_app(poll: Poll, settings: dict[str, Any], address: str, token: str) -> 
             deep_copy=False,
         ),
     )  # fmt: skip
-    return Guard(app, token, is_loopback(f"tcp://{address}"), pages)
+    is_local = is_loopback(f"tcp://{address}")
+    return Guard(app, token, is_local, is_local and not settings["keys"], pages)

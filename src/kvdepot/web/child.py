@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _NEEDS = ("litestar", "uvicorn", "prometheus_client")
 _GRACE_S = 0.3
 """Whoever has waited for the server comes first."""
-_LISTEN_S = 5.0
+_LISTEN_S = 1.0
 """Between two tries to listen where somebody else does."""
 _WELL_S = 30.0
 """Who lived so long is started again at once; who did not, after 0.5 s, then 1, 2, up to _LONGEST_S."""

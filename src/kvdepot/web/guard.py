@@ -2,8 +2,9 @@
 
 An ASGI application around another. On a loopback address reading is free for whoever is on this host, and the Host
 header must name this host (a page of another site whose name was made to point here sends its own); what changes
-something needs the token, and comes from no other site's page. On any other address everything needs the token but the
-page's own files, which hold nothing, and the two probes. The one law: what is refused reads no body.
+something needs the token, and comes from no other site's page. On any other address, and where the depot's clients need
+keys (a tenant's must not read of other tenants), everything needs the token but the page's own files, which hold
+nothing, and the two probes, which say no more than whether it works. The one law: what is refused reads no body.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class Problem(msgspec.Struct, frozen=True):
 class Guard:
     """Refuses what may not be asked; hands on the rest."""
 
-    def __init__(self, app: App, token: str, is_local: bool, open_paths: Collection[str]) -> None:
-        """is_local: whether only this host can reach us. open_paths: what needs no token anywhere."""
+    def __init__(self, app: App, token: str, is_local: bool, reads_free: bool, open_paths: Collection[str]) -> None:
+        """is_local: whether only this host can reach us. open_paths: what can be read without a token in any case."""
         self._app = app
         self._token = token.encode()
         self._is_local = is_local
+        self._reads_free = reads_free
         self._open = {*open_paths, *_PROBES}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +94,7 @@ class Guard:
         origin = _header(scope, b"origin")
         if is_change and origin is not None and origin.partition("://")[2] != host:
             return 403, Problem("forbidden", "a page of another site may change nothing here")
-        if (is_change or not self._is_local) and not (not is_change and scope["path"] in self._open):
+        if is_change or not (self._reads_free or scope["path"] in self._open):
             given = _header(scope, b"authorization") or ""
             scheme, _, token = given.partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._token):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -44,6 +45,9 @@ class _Points:
         self.columns: dict[str, array[float]] = {}
 
     def add(self, time_s: float, values: Mapping[str, float]) -> None:
+        if (past := bisect_left(self.times, time_s)) < len(self.times):
+            for column in (self.times, *self.columns.values()):
+                del column[past:]
         for name in values:
             if name not in self.columns and len(self.columns) < _MOST_SERIES:
                 self.columns[name] = array("d", [_NAN]) * len(self.times)
@@ -68,7 +72,7 @@ class History:
         return f"<History of {len(self._seconds.times)} seconds and {len(self._tens.times)} tens of seconds>"
 
     def add(self, time_s: float, values: Mapping[str, float]) -> None:
-        """One more point, a second or so after the last."""
+        """One more point, a second or so after the last; a clock that was set back takes the points since with it."""
         values = {name: float(f"{value:.6g}") for name, value in values.items()}
         with self._lock:
             self._seconds.add(time_s, values)
@@ -112,7 +116,10 @@ def percentile(buckets: Sequence[int], share: float) -> float:
 
 
 def measure(before: Status | None, now: Status, took_s: float) -> dict[str, float]:
-    """One point of every series. before: the status `took_s` ago, if there was one."""
+    """One point of every series. before: the status `took_s` ago, if there was one.
+
+    Rates are between two statuses of one boot: with another, all counters began anew.
+    """
     window = now.hit_rates[0] if now.hit_rates else None
     point = {
         "hit_rate": window.hit_rate if window is not None and window.chunks else _NAN,
@@ -123,7 +130,7 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
     }
     for tier in now.tiers:
         point[f"tier_bytes.{tier.name}"] = float(tier.bytes) if tier.bytes is not None else _NAN
-    if before is None:
+    if before is None or before.boot != now.boot or took_s <= 0:
         return point
     point["stored_bytes_s"] = (now.stored_bytes - before.stored_bytes) / took_s
     point["retrieved_bytes_s"] = (now.retrieved_bytes - before.retrieved_bytes) / took_s

@@ -12,13 +12,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import zmq
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.curve import Key
-from kvdepot.errors import KVDepotError, Unavailable
+from kvdepot.errors import InternalError, KVDepotError, Unavailable
 from kvdepot.status import Status, read
 from kvdepot.web.history import History, measure
 
@@ -51,7 +50,7 @@ class Poll:
         self.client = MessageQueueClient(url, self._context, key=key or "")
         self.history = History()
         self._answer: Answer | None = None  # the thread replaces it, whole
-        self._problem = "it has not been asked yet"
+        self._problem = "not asked yet"
         self._began = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-poll", daemon=True)
@@ -61,7 +60,7 @@ class Poll:
         return f"<Poll {self.client.server_url}: {self.trouble() or 'well'}>"
 
     def trouble(self) -> str:
-        """Why the depot is not well; empty when it is."""
+        """Why the depot is not well; empty when it is. Strangers may hear it: the log has the particulars."""
         answer = self._answer
         silent_s = time.monotonic() - (answer.at if answer is not None else self._began)
         if self._problem:
@@ -72,26 +71,28 @@ class Poll:
             return f"the depot is behind: its last answer took {answer.lag_s:.1f} s"
         return ""
 
-    def latest(self) -> Answer | None:
-        """What the depot said last, however long ago."""
-        return self._answer
-
-    def status(self) -> Status:
+    def latest(self) -> Answer:
         """What the depot said last. Raises Unavailable where that was too long ago."""
         answer = self._answer
         if answer is None or time.monotonic() - answer.at > STALE_S:
             raise Unavailable(self.trouble() or "the depot has not answered yet")
-        return answer.status
+        return answer
 
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stopping.is_set():
+            problem = ""
             try:
                 self._ask()
-                self._problem = ""
-            except (KVDepotError, msgspec.ValidationError) as exc:
-                self._problem = str(exc)
-                log.debug("%s", exc)
+            except KVDepotError as exc:
+                problem = exc.code
+                if problem != self._problem:
+                    log.info("the depot does not answer the web process: %s", exc)
+            except Exception:
+                problem = InternalError.code
+                if problem != self._problem:
+                    log.exception("the web process cannot make sense of the depot's answer")
+            self._problem = problem
             due = max(due + POLL_S, time.monotonic())
             self._stopping.wait(due - time.monotonic())
 
@@ -102,7 +103,7 @@ class Poll:
         status = read(self.client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S))
         before, self._answer = self._answer, Answer(status, time.monotonic(), lag_s)
         took_s = self._answer.at - before.at if before is not None else 0.0
-        self.history.add(time.time(), measure(before.status if before is not None and took_s else None, status, took_s))
+        self.history.add(time.time(), measure(before.status if before is not None else None, status, took_s))
 
     def close(self) -> None:
         """Blocks for some seconds at most."""

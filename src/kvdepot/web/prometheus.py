@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvdepot.errors import Unavailable
 from kvdepot.metrics import BOUNDS_S
 from kvdepot.status import Device, NamespaceStatus, Status, TierStatus
 from kvdepot.web.poll import Poll
@@ -39,6 +40,9 @@ _GAUGES = {
     "clients": ("clients", "Clients that are connected."),
     "sessions": ("sessions", "Requests that hold pins."),
     "instances": ("instances", "Registrations of KV tensors."),
+    "engine_count": ("engines", "Schedulers and workers of engines."),
+    "pinned_count": ("pinned_names", "Pins by name."),
+    "pinned_bytes": ("pinned_bytes", "Bytes that pins by name keep."),
 }
 """Field of the status: name and meaning of the metric."""
 _COUNTERS = {
@@ -72,10 +76,11 @@ class StatusCollector(Collector):
         self._poll = poll
 
     def collect(self) -> Iterator[Metric]:
-        trouble = self._poll.trouble()
-        yield GaugeMetricFamily("kvdepot_up", "1 while the depot answers and is not behind.", float(not trouble))
-        answer = self._poll.latest()
-        if answer is None or trouble.startswith("the depot does not answer"):
+        up = not self._poll.trouble()
+        yield GaugeMetricFamily("kvdepot_up", "1 while the depot answers and is not behind.", float(up))
+        try:
+            answer = self._poll.latest()
+        except Unavailable:
             return
         yield GaugeMetricFamily(
             "kvdepot_loop_lag_seconds", "How long the depot took to get to a request.", answer.lag_s
@@ -88,9 +93,6 @@ def families(status: Status) -> Iterator[Metric]:
     yield InfoMetricFamily("kvdepot", "The server.", {"version": status.version, "boot": status.boot})
     for field, (name, meaning) in _GAUGES.items():
         yield GaugeMetricFamily(f"kvdepot_{name}", meaning, getattr(status, field))
-    yield GaugeMetricFamily("kvdepot_engines", "Schedulers and workers of engines.", len(status.engines))
-    yield GaugeMetricFamily("kvdepot_pinned_names", "Pins by name.", len(status.pinned))
-    yield GaugeMetricFamily("kvdepot_pinned_bytes", "Bytes that they keep.", sum(pin.bytes for pin in status.pinned))
     yield from _counters(status)
     yield from _hit_rates(status)
     yield from _latencies(status)
@@ -124,6 +126,8 @@ def _hit_rates(status: Status) -> Iterator[Metric]:
         "kvdepot_hit_ratio_ceiling", "That of a cache without an end.", labels=["window_seconds"]
     )
     for window in status.hit_rates:
+        if not window.chunks:  # nothing was looked up: a share of nothing is not 0
+            continue
         rate.add_metric([f"{window.window_s:g}"], window.hit_rate)
         ceiling.add_metric([f"{window.window_s:g}"], window.ceiling)
     yield rate
@@ -208,7 +212,9 @@ def _devices(devices: Sequence[Device]) -> Iterator[Metric]:
             "kvdepot_device_staging_bytes", "Memory of a GPU that copies take.", labels=["device"]
         ),
         "pinned_bytes": GaugeMetricFamily(
-            "kvdepot_device_pinned_bytes", "Bytes of the arena that are registered with drivers.", labels=["device"]
+            "kvdepot_device_pinned_bytes",
+            "Bytes of the arena that are registered with the driver, once for all GPUs.",
+            labels=["device"],
         ),
     }
     for device in devices:
