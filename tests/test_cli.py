@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -26,10 +27,17 @@ from urllib.parse import unquote
 import click
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 import kvdepot
 from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import Screen
+from kvdepot.config import Config
+from kvdepot.curve import read_client_key
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
 
@@ -182,7 +190,47 @@ def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot)
         assert process.stderr.read() == ""
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("words", [["config"], ["config", "--json"], ["--help"]], ids=" ".join)
+def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvdepot.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(r"kvdepot: .*No space left on device.*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["token", "--http", "127.0.0.1:1"], "--http-token-file"),
+        (["check"], "--on-stop keep"),
+        (["status", "--key", "/nothing/there.key"], "kvdepot keygen"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_what_is_not_there_is_told_with_what_to_do(
+    words: list[str], advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--url", f"ipc://{tmp_path}/x"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.startswith("kvdepot: ") and said.count("\n") == 1
+    assert "No such file" in said and advice in said
+
+
 # -- config
+
+
+def test_the_names_of_settings_are_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert set(Config.__struct_fields__) <= {line.split()[0] for line in lines if not line.startswith(" ")}
 
 
 def test_config_says_of_each_value_where_it_comes_from(tmp_path: Path) -> None:
@@ -258,7 +306,7 @@ def shown(status: Status, width: int = 100) -> str:
     with console.capture() as captured:
         console.print(view.summary(status, "ipc:///x"))
         for listing in view.listings(status):
-            console.print(listing.table())
+            console.print(listing.table(width))
     return captured.get()
 
 
@@ -273,6 +321,21 @@ def test_what_clients_named_can_neither_move_the_cursor_nor_be_taken_for_markup(
     )
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
     assert text.count("[red]x[/red]") >= 4
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_on_a_narrow_terminal_columns_are_left_out_and_no_number_is_cut(width: int) -> None:
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    latencies = [Latency("Lookup", 1_234_567, 0, 1.0), Latency("Retrieve", 999_999, 0, 1.0)]
+    text = shown(
+        a_status(latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1)]), width
+    )
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(line.startswith(start) for line in lines) for start in ("Lookup", "Retrieve", name[:10]))
+    numbers = ("1.2 M", "999,999") if width < 40 else ("1.2 M", "999,999", "654,321")
+    for number in numbers:
+        assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", text), text
 
 
 def test_windows_longer_than_the_servers_life_are_left_out() -> None:
@@ -439,6 +502,32 @@ def test_keygen_names_the_files_it_made_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
+def test_keys_that_there_was_no_room_for_are_taken_back_and_can_be_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    for most_bytes in range(
+        20, 400, 60
+    ):  # the server's key, a client's, and who the clients are, each cut off somewhere
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "kvdepot.cli", "keygen", str(folder), "alice", "bob"],
+            capture_output=True, text=True, timeout=60, check=False,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
+        )  # fmt: skip
+        if done.returncode == 0:
+            break
+        assert re.fullmatch(r"kvdepot: .*: File too large\n", done.stderr)
+        known = tomllib.loads((folder / "clients.toml").read_text()) if (folder / "clients.toml").exists() else {}
+        assert {path.stem for path in folder.glob("*.key")} - {"server"} == set(known)
+        assert all(path.stat().st_size for path in folder.iterdir())
+        for client in known:  # those that could be made stay; another run takes the others
+            (folder / f"{client}.key").unlink()
+        (folder / "clients.toml").unlink(missing_ok=True)
+    else:
+        pytest.fail(done.stderr)
+    assert most_bytes > 80, "it was cut off more than once"
+    assert read_client_key(folder / "bob.key").server == read_client_key(folder / "alice.key").server
+
+
+@pytest.mark.faults
 def test_progress_is_shown_on_a_terminal_alone(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({"timestamp": n, "hash_ids": [n, 1]}) + "\n" for n in range(50)))
@@ -591,6 +680,20 @@ def test_bench_refuses_a_family_of_figures_that_there_is_not() -> None:
     done = run("bench", "--only", "nonsense")
     assert done.returncode == 2
     assert "'nonsense'" in done.stderr
+
+
+@pytest.mark.faults
+def test_the_demo_says_before_it_begins_that_the_server_it_is_to_use_is_not_there(tmp_path: Path) -> None:
+    need(modules=["vllm", "torch", "safetensors"])
+    done = run("demo", "--url", f"ipc://{tmp_path}/x", "--lengths", "2065", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(r"^kvdepot: no kvdepot server answers at .*`kvdepot serve`", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr and "engine A" not in done.stderr
+
+
+def test_a_demo_of_two_depots_takes_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--cluster", "--url"]) == 2
+    assert "--url" in capsys.readouterr().err
 
 
 # -- the web page

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -19,8 +20,8 @@ from kvdepot.status import HitRate, Status
 __all__ = ["Listing", "Speeds", "listings", "quantile", "summary"]
 
 _BAR_CELLS = 20
-_FULL = 0.9
-"""From this share on, what is full is shown so."""
+_NAME_CELLS = 20
+"""What the first column of a table keeps of its width however narrow the terminal is."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,39 @@ class Listing:
     heads: tuple[str, ...]
     rows: list[tuple[str | Text, ...]]
 
-    def table(self, most: int | None = None) -> Table:
-        """The first `most` lines of it; where that is not all, the last line says how many more there are."""
+    def table(self, width: int, most: int | None = None) -> Table:
+        """The first `most` lines of it; where that is not all, the last line says how many more there are.
+
+        Columns that do not fit into `width` are left out from the right: a number cut short is another number.
+        """
+        cut = most is not None and len(self.rows) > most
+        rows = self.rows[: most - 1] if most is not None and cut else self.rows
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-        for number, head in enumerate(self.heads):
+        columns = self._fitting(width)
+        for number, head in enumerate(self.heads[:columns]):
             is_number = head.startswith(">")
             table.add_column(
                 head.lstrip(">"), justify="right" if is_number else "left", no_wrap=number > 0, overflow="ellipsis"
             )
-        cut = most is not None and len(self.rows) > most
-        for row in self.rows[: most - 1] if most is not None and cut else self.rows:
-            table.add_row(*(Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row))
+        for row in rows:
+            cells = (Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row[:columns])
+            table.add_row(*cells)
         if most is not None and cut:
             table.add_row(Text(f"... {len(self.rows) - most + 1} more", "dim", no_wrap=True))
         return table
+
+    def _fitting(self, width: int) -> int:
+        """How many columns fit, and leave the first one enough to tell its lines apart."""
+        widths = [
+            max(cell_len(head.lstrip(">")), *(cell_len(str(row[number])) for row in self.rows))
+            for number, head in enumerate(self.heads)
+        ]
+        left = width - min(widths[0], _NAME_CELLS)
+        for number, cells in enumerate(widths[1:], 1):
+            left -= cells + 2
+            if left < 0:
+                return number
+        return len(widths)
 
 
 def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
