@@ -92,9 +92,11 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     windows = list(zip(now.hit_rates, [HitRate(0.0, 0, 0.0, 0.0), *now.hit_rates], strict=False))
     # A window longer than the server's life says no more than the one before it.
     counted = [rate for rate, shorter in windows if rate.chunks and shorter.window_s < now.uptime_s]
+    longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
     for number, rate in enumerate(counted):
         label = "hits" if not number else ""
-        what = f"in {_window(rate.window_s):<6} of {count(rate.chunks)} chunks; an endless cache {share(rate.ceiling)}"
+        what = f"in {_window(rate.window_s):<{longest}} of {count(rate.chunks)} chunks"
+        what += f"; an endless cache {share(rate.ceiling)}"
         lines.append((label, Text.assemble((f"{share(rate.hit_rate):>7} ", "bold"), what)))
     if not counted:
         hits, chunks = now.counters.get("hit_chunks", 0), now.counters.get("lookup_chunks", 0)
@@ -117,8 +119,14 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
 
 def _state(now: Status) -> Text:
     state = ("working, but look below", "yellow") if _faults(now) else ("working", "green")
-    engines = f"{len(now.engines)} engine{'s' * (len(now.engines) != 1)} of {count(now.clients)} clients"
-    return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {engines}")
+    workers = sum(bool(engine.ranks) for engine in now.engines)
+    who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
+    who += f", {_many(workers, 'worker')}"
+    return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{count(number)} {noun}{'s' * (number != 1)}"
 
 
 def _memory(now: Status) -> Text:
