@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from demo import figures, prepare, report, run_engine, start_server
+from demo import figures, prepare, prompt_length, report, run_engine, start_server
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
@@ -155,7 +155,9 @@ def wait_passed_on(url: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
+    parser.add_argument(
+        "--lengths", type=prompt_length, metavar="N", nargs="+", default=LENGTHS, help="prompt lengths in tokens"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     args = parser.parse_args()
     load = os.getloadavg()[0]

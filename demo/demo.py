@@ -36,6 +36,8 @@ from kvdepot.errors import KVDepotError
 HERE = Path(__file__).parent
 # Lengths just past a chunk's end: the engine's own cache and the depot then hold the same tokens of each.
 LENGTHS = (2048 + 17, 2048 + 33, 8192 + 17, 8192 + 49)
+FEWEST_TOKENS, MOST_TOKENS = 257, 8432
+"""Of a prompt: a chunk and a token that must be computed; what engine.py's model takes, without what it generates."""
 ENGINE_S = 900.0
 """How long an engine may take in all."""
 CONFIG: dict[str, Any] = {
@@ -171,6 +173,15 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
     return f"logprobs by {max(gaps, default=0.0):.4f}{where}"
 
 
+def prompt_length(text: str) -> int:
+    """A value of --lengths."""
+    if not (text.isascii() and text.isdigit() and FEWEST_TOKENS <= int(text) <= MOST_TOKENS):
+        raise argparse.ArgumentTypeError(
+            f"a prompt has {FEWEST_TOKENS} tokens (a chunk, and one more) to {MOST_TOKENS}, not {text!r}"
+        )
+    return int(text)
+
+
 def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
     """Write model and prompts into `folder`, say what this runs on; the prompts by the names that are shown."""
     generator = random.Random(2026)
@@ -187,7 +198,9 @@ def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
+    parser.add_argument(
+        "--lengths", type=prompt_length, metavar="N", nargs="+", default=LENGTHS, help="prompt lengths in tokens"
+    )
     parser.add_argument(
         "--url",
         nargs="?",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import http.client
+import importlib.util
 import json
 import os
 import pty
@@ -442,6 +443,27 @@ def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None
     with terminal("top", "--url", depot.url, TERM="dumb") as dumb:
         assert dumb.end() == 2
         assert "needs a terminal" in dumb.text
+
+
+@pytest.mark.faults
+def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(modules=["torch"])
+    path = Path(__file__).parents[1] / "scripts" / "terminal_pictures.py"
+    spec = importlib.util.spec_from_file_location("terminal_pictures", path)
+    assert spec is not None and spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(pictures)
+    monkeypatch.setattr(pictures, "SECONDS", 2.0)
+    assert pictures.main(tmp_path) == 0
+    for name, words in (("status", ("tiers", "events")), ("top", ("lookups/s", "q&#160;ends"))):
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        shown = (path.parents[1] / "docs" / "screenshots" / f"{name}.svg").read_text()
+        assert not re.search(r"url\(https?:|href", drawn)
+        for word in (f"kvdepot&#160;{kvdepot.__version__}", "toy-llama", *words):
+            assert word in drawn and word in shown, f"{name}: {word}; draw it again"
 
 
 # -- a server that is not there

@@ -65,8 +65,8 @@ class Listing:
     def _fitting(self, width: int) -> int:
         """How many columns fit, and leave the first one enough to tell its lines apart."""
         widths = [
-            max(cell_len(head.lstrip(">")), *(cell_len(str(row[number])) for row in self.rows))
-            for number, head in enumerate(self.heads)
+            max(cell_len(clean(str(cell))) for cell in (head.lstrip(">"), *column))
+            for head, *column in zip(self.heads, *self.rows, strict=True)
         ]
         left = width - min(widths[0], _NAME_CELLS)
         for number, cells in enumerate(widths[1:], 1):
