@@ -40,6 +40,7 @@ from kvdepot.cli.screen import Screen
 from kvdepot.config import Config
 from kvdepot.curve import read_client_key
 from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
 
 from .conftest import Depot, StartDepot, eventually
@@ -337,6 +338,21 @@ def test_on_a_narrow_terminal_columns_are_left_out_and_no_number_is_cut(width: i
     numbers = ("1.2 M", "999,999") if width < 40 else ("1.2 M", "999,999", "654,321")
     for number in numbers:
         assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", text), text
+
+
+def test_engines_stay_in_their_lines_whoever_was_heard_of_last() -> None:
+    rest: dict[str, Any] = {"device": "", "tenant": "", "sessions": 0, "pinned_chunks": 0, "queued": 0}
+    engines = [
+        EngineStatus(id=f"{number}", since_s=9.0, idle_s=0.0, models=[model], ranks=ranks, **rest)
+        for number, (model, ranks) in enumerate([("b", []), ("a", [0]), ("b", [1]), ("b", [0]), ("a", [])])
+    ]
+    lines = [
+        [line.split()[:3] for line in shown(a_status(engines=order)).splitlines() if line[:2] in ("a ", "b ")]
+        for order in (engines, engines[::-1])
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 5
+    assert [line[0] for line in lines[0]] == ["a", "a", "b", "b", "b"]
+    assert "2 schedulers, 3 workers" in shown(a_status(engines=engines))
 
 
 def test_windows_longer_than_the_servers_life_are_left_out() -> None:

@@ -206,7 +206,8 @@ def _engines(now: Status) -> Listing:
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
             count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
         )
-        for engine in now.engines
+        # In an order that stays, for whoever looks again and again.
+        for engine in sorted(now.engines, key=lambda engine: (engine.models, engine.ranks, engine.id))
     ]  # fmt: skip
     return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">heard of"), rows)
 
