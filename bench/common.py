@@ -19,7 +19,7 @@ import zmq
 
 from kvdepot.client import MessageQueueClient
 
-__all__ = ["SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "free_port", "listening", "say"]
+__all__ = ["SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "free_port", "listening", "listening_at", "say"]
 
 SHM = Path("/dev/shm")
 _READY_S = 60.0
@@ -43,6 +43,9 @@ class Scale:
     rate_runs: int = 5
     index_chunks: tuple[int, ...] = (1_000, 100_000, 1_000_000)
     index_lookups: int = 20_000
+    watched_rounds: int = 10
+    watched_seconds: float = 5.0
+    watched_runs: int = 15
     start_runs: int = 7
     recovered_chunks: int = 100_000
     recovery_runs: int = 5
@@ -80,6 +83,9 @@ TINY = Scale(
     rate_runs=1,
     index_chunks=(64, 128, 256),
     index_lookups=50,
+    watched_rounds=1,
+    watched_seconds=0.2,
+    watched_runs=1,
     start_runs=1,
     recovered_chunks=256,
     recovery_runs=1,
@@ -126,19 +132,24 @@ def listening(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[by
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + _READY_S
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1.0).close()
-                    break
-                except OSError as exc:
-                    if process.poll() is not None or time.monotonic() > deadline:
-                        raise RuntimeError(f"{command[0]} does not listen") from exc
-                    time.sleep(0.02)
+            listening_at(port, process)
             yield process
         finally:
             process.kill()
             process.wait()
+
+
+def listening_at(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until somebody listens at `port`, or `process` has ended."""
+    deadline = time.monotonic() + _READY_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError as exc:
+            if (process is not None and process.poll() is not None) or time.monotonic() > deadline:
+                raise RuntimeError(f"nobody listens at {port}") from exc
+            time.sleep(0.02)
 
 
 class Serve:
@@ -156,7 +167,7 @@ class Serve:
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", self.arena,
-                "--chunk-size", str(chunk_size), "--http", "off", *size, *flags,
+                "--chunk-size", str(chunk_size), *([] if "--http" in flags else ["--http", "off"]), *size, *flags,
             ],
             stderr=self._log,
         )  # fmt: skip

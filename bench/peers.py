@@ -3,6 +3,7 @@
     peers.py echo URL REPLY_BYTES                    a ROUTER that answers every message
     peers.py bare URL REQUEST_BYTES                  a bare DEALER that counts round trips
     peers.py matmul                                  products of large bf16 matrices on the first GPU
+    peers.py readers PORT PAGES                      web pages that are open, and a scraper; counts answers
     peers.py depot URL MODEL BLOCK_SIZE CHUNKS HASHES_HEX    the scheduler adapter, counting lookups that all hit
 
 They say `"ready"`; a counting one then reads seconds, a line each, and answers `[count, seconds]`. They end with stdin.
@@ -10,6 +11,7 @@ They say `"ready"`; a counting one then reads seconds, a line each, and answers 
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
@@ -109,11 +111,39 @@ def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> 
     scheduler.shutdown()
 
 
+def readers(port: int, pages: int) -> None:
+    """Each second, spread over it: a status for every page, and the metrics once. Connections stay, as browsers' do."""
+    connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=5.0) for _ in range(pages + 1)]
+    paths = ["/v1/status"] * pages + ["/metrics"]
+
+    def once(number: int) -> None:
+        place = number % len(paths)
+        connections[place].request("GET", paths[place])
+        reply = connections[place].getresponse()
+        reply.read()
+        if reply.status != 200:
+            raise RuntimeError(f"{paths[place]} was answered with {reply.status}")
+
+    for number in range(len(paths)):
+        once(number)
+    answer("ready")
+    for line in sys.stdin:
+        begun = time.perf_counter()
+        turns = max(1, round(float(line) * len(paths)))
+        for number in range(turns):
+            time.sleep(max(0.0, begun + number / len(paths) - time.perf_counter()))
+            once(number)
+        time.sleep(max(0.0, begun + turns / len(paths) - time.perf_counter()))
+        answer([turns, time.perf_counter() - begun])
+
+
 def main(kind: str, *arguments: str) -> None:
     if kind == "echo":
         echo(arguments[0], int(arguments[1]))
     elif kind == "bare":
         bare(arguments[0], int(arguments[1]))
+    elif kind == "readers":
+        readers(int(arguments[0]), int(arguments[1]))
     elif kind == "matmul":
         matmul()
     else:

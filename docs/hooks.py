@@ -1,7 +1,9 @@
 """Tables of the site that are made from the code, so that they cannot be wrong. Called by mkdocs for each page.
 
-<!-- table: settings -->    every setting of the server; or `tier`, `disk`, `redis`, `object`, `mooncake`: options
-<!-- help -->               what `kvdepot --help` prints
+*Table of settings...*               every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
+*What `kvdepot --help` prints...*    that
+
+Each is a paragraph of its own; whoever reads the page elsewhere is told by it where to look.
 """
 
 from __future__ import annotations

@@ -52,6 +52,11 @@ EXPECTED = (
         for chunks in ("1k", "100k", "1M")
     ]
     + [
+        "lookup p99, 10 pages open and metrics scraped",
+        "status with 1M chunks, asked by a client",
+        "status with 1M chunks, kvdepot status --json",
+    ]
+    + [
         "kvdepot serve, launch to first answer",
         "kill -9 to hits again, 100k chunks",
         "kvdepot serve, resident without the arena",

@@ -34,6 +34,8 @@ CHART = DEPLOY / "helm" / "kvdepot"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KUBERNETES = "1.31"
 
+pytestmark = pytest.mark.faults  # most start a program that reads what we ship
+
 
 _YAML = """
 extends: default
@@ -66,7 +68,6 @@ def contents(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-@pytest.mark.faults
 def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) -> None:
     wheel = build(ROOT, tmp_path, "wheel")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -76,7 +77,6 @@ def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) ->
     assert {"kvdepot/py.typed", "kvdepot/observability/dashboard.py"} <= names
 
 
-@pytest.mark.faults
 def test_an_unpacked_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
     sdist = build(ROOT, tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as archive:
@@ -161,6 +161,10 @@ def compose() -> dict[str, Any]:
     return document
 
 
+def test_the_compose_file_is_one_by_its_specification() -> None:
+    run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml")
+
+
 def test_depot_and_engine_of_the_compose_file_share_a_user_and_dev_shm_and_nothing_of_the_host() -> None:
     document = compose()
     services = document["services"]
@@ -170,6 +174,7 @@ def test_depot_and_engine_of_the_compose_file_share_a_user_and_dev_shm_and_nothi
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    assert services["depot"]["read_only"] is True
     (user,) = {service["build"]["args"]["UID"] for service in services.values()}
     assert f"uid={user},gid={user}" in document["volumes"]["shm"]["driver_opts"]["o"]
 
@@ -185,6 +190,7 @@ def test_the_compose_file_names_stages_and_settings_that_exist() -> None:
     transfer = json.loads(vllm["command"][vllm["command"].index("--kv-transfer-config") + 1])
     assert transfer["kv_connector"] == "KVDepotConnector"
     assert transfer["kv_connector_extra_config"]["kvdepot.url"] == config.url
+    assert config.on_stop == "keep"  # the volume outlives the container, and the memory is given back with it
 
 
 # -- containers
@@ -208,7 +214,6 @@ exit $code
 """
 
 
-@pytest.mark.faults
 def test_server_and_engine_need_no_namespace_in_common_but_dev_shm() -> None:
     config = settings(variables((DEPLOY / "Dockerfile").read_text()))
     environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_URL": config.url, "KVDEPOT_HTTP": "off"}
@@ -252,6 +257,7 @@ def test_the_units_settings_file_is_one() -> None:
     text = (DEPLOY / "kvdepot.service").read_text()
     assert config.url == "ipc:///run/kvdepot/depot.sock"
     assert "RuntimeDirectory=kvdepot\n" in text
+    assert "RuntimeDirectoryPreserve=yes\n" in text  # the token that pages and scripts know
     stop = re.search(r"TimeoutStopSec=(\d+)", text)
     assert stop is not None and int(stop[1]) > config.drain_s + 10
 
@@ -428,10 +434,14 @@ def test_kubernetes_takes_the_example_pods(name: str) -> None:
         assert made["spec"]["securityContext"]["runAsUser"] == values["user"]
     else:
         assert not [volume for volume in volumes.values() if "hostPath" in volume]
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     for container in [*made["spec"].get("initContainers", []), *made["spec"]["containers"]]:
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
         if container["name"] == "depot":
-            settings(environment(container))
+            config = settings(environment(container))
+            assert config.on_stop == "keep"
+            for room in (container["resources"]["limits"]["memory"], volumes["shm"]["emptyDir"]["sizeLimit"]):
+                assert room.endswith("Gi") and int(room[:-2]) > config.arena_gib
         else:
             (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
             assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}

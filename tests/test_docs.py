@@ -4,6 +4,7 @@ A block of code in these pages has a mark before it, a comment that readers of t
 
     <!-- run -->              it is run, in the page's order, in an empty folder with an empty home
     <!-- run: PART -->        the same, where `kvdepot.PART` is a package of this tree
+    <!-- run with an engine --> the same, once an engine has stored the prompt of `prompt.json` as the model MODEL
     <!-- run with vLLM -->    the same, by the tests of vLLM
     <!-- file: NAME -->       it is the content of that file, for the blocks behind it
     <!-- prints -->           what the block before it prints; numbers may differ, and `...` is any lines
@@ -38,11 +39,12 @@ from tests.tiers.servers import RedisServer, free_port, need
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvdepot"
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "deploy" / "README.md", *sorted(DOCS.glob("*.md"))]
 OPERATING = DOCS / "operating.md"
 TIMEOUT_S = 120.0
 VLLM_TIMEOUT_S = 600.0
 WITH_VLLM = "run with vLLM"
+WITH_ENGINE = "run with an engine"
 
 # What stands in the pages -> what the tests put in its place; {}: see `_Page`.
 STAND_INS = {
@@ -51,13 +53,35 @@ STAND_INS = {
     "tcp://0.0.0.0:5555": "tcp://127.0.0.1:{port}",
     "tcp://HOST:5555": "tcp://127.0.0.1:{port}",
     "127.0.0.1:7077": "127.0.0.1:{http}",
+    "tcp://127.0.0.1:5557": "tcp://127.0.0.1:{port}",
     ".venv/bin/": "",
     "demo/demo.py": f"{ROOT}/demo/demo.py",
     "kvdepot serve &": "kvdepot serve",
 }
 
+_COLLECTORS_OWN = {"kvdepot_up", "kvdepot_loop_lag_seconds"}
+"""Metrics that say how the web process hears of the depot, and are in no status."""
+
 _FENCE = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n+)?^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
 _NO_CODE = ("text", "mermaid")
+
+_ENGINE = """
+import json
+import torch
+import zmq
+from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.config import default_url
+
+tokens = list(range(1024))
+worker = LMCacheMPWorkerAdapter(default_url(), zmq.Context(), "MODEL", 1, 0, 16)
+worker.register_kv_caches({"layer": torch.zeros(64, 2, 16, 1, 8)})
+worker.submit_store_request("a", LoadStoreOp(list(range(64)), tokens, start=0, end=1024), None)
+while "a" not in (worker.get_finished({"a"})[0] or ()):
+    pass
+worker.shutdown()
+with open("prompt.json", "w") as file:
+    json.dump(tokens, file)
+"""
 
 _PRELUDE = r"""
 set -euo pipefail
@@ -99,7 +123,7 @@ class Block:
     def is_run(self) -> bool:
         """Whether it is run in this tree, without vLLM."""
         word, _, part = self.mark.partition(": ")
-        return word == "file" or (word == "run" and (not part or _is_package(part)))
+        return word in ("file", WITH_ENGINE) or (word == "run" and (not part or _is_package(part)))
 
 
 def blocks(page: Path) -> list[Block]:
@@ -125,7 +149,7 @@ VLLM_PAGES = [page for page in PAGES if any(block.mark == WITH_VLLM for block in
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_code_block_says_whether_it_is_run(page: Path) -> None:
-    known = re.compile(r"run(: \w+| with vLLM)?|file: [\w./-]+|prints|not run: .{10,}")
+    known = re.compile(r"run(: \w+| with vLLM| with an engine)?|file: [\w./-]+|prints|not run: .{10,}")
     for block in blocks(page):
         assert block.kind, f"{block} has no language; of what is no code it is `text`"
         if block.kind not in _NO_CODE or block.mark:
@@ -185,6 +209,7 @@ def _run(
     script = [_PRELUDE, f"cd {here}"]
     here.mkdir()
     (folder / "home").mkdir()
+    (folder / "engine.py").write_text(_ENGINE)
     for number, block in enumerate(chosen):
         text = block.text
         for shown, there in STAND_INS.items():
@@ -195,6 +220,8 @@ def _run(
         script.append(f"echo '=== {number}'; echo '{block}' > {folder}/at")
         if name:
             (here / name).write_text(text)
+        if block.mark == WITH_ENGINE:
+            script.append('python "$FOLDER/engine.py"')
         if block.mark.startswith("run"):
             script.append(text if block.kind == "sh" else f"python {name}")
     script.append("stop_server")
@@ -250,11 +277,46 @@ def test_the_extras_that_the_pages_name_exist() -> None:
             assert set(names.split(",")) <= extras, f"{page.name}: {names}"
 
 
-def test_the_links_of_the_readme_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)|(?:src|srcset)=\"(?!http)([^\"]+)", (ROOT / "README.md").read_text())
-    assert links
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != DOCS], ids=str)  # mkdocs looks at the rest
+def test_the_links_of_a_page_outside_the_site_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)|(?:src|srcset)=\"(?!http)([^\"]+)", page.read_text())
     for link in (one or other for one, other in links):
-        assert (ROOT / link).exists(), link
+        assert (page.parent / link).exists(), link
+
+
+def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
+    source = ast.parse((SOURCE / "integrations" / "vllm.py").read_text())
+    (settings,) = [n.value for n in source.body if isinstance(n, ast.Assign) and _name(n.targets[0]) == "_SETTINGS"]
+    assert isinstance(settings, ast.Dict)
+    read = {f"kvdepot.{name}" for key in settings.keys if key is not None for name in _strings(key)}
+    assert set(re.findall(r"^\| `(kvdepot\.\w+)` \|", (DOCS / "vllm.md").read_text(), re.M)) == read
+    told = [
+        found for page in PAGES for found in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text(), re.S)
+    ]
+    assert told
+    for text in told:
+        config = json.loads(text)
+        assert config.pop("kv_connector") == "KVDepotConnector"
+        assert config.pop("kv_role") in ("kv_both", "kv_producer", "kv_consumer")
+        assert set(config.pop("kv_connector_extra_config", {})) <= read
+        assert not config
+
+
+def test_every_module_has_its_place_in_the_architecture() -> None:
+    told = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    modules = {path.name for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
+    assert modules - told == set()
+    assert (
+        told - modules - {"__init__.py", "__main__.py", "test_*.py"} - {p.name for p in ROOT.glob("t*/*.py")} == set()
+    )
+
+
+def test_every_kind_of_thread_stands_in_the_architecture() -> None:
+    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    named = set(re.findall(r'(?:name=f?|EventQueue\()"(kvdepot-[a-z-]*[a-z])', source))
+    assert len(named) > 8
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert [name for name in sorted(named) if f"`{name}" not in text] == []
 
 
 # -- what stands in operating.md
@@ -289,20 +351,31 @@ def counters() -> set[str]:
     return names
 
 
-def log_lines() -> set[str]:
-    """What is logged as WARNING or ERROR, with `...` for what changes, read from the source."""
-    found: set[str] = set()
+_LEVELS = {"warning": "WARNING", "error": "ERROR", "exception": "ERROR", "critical": "ERROR"}
+
+
+def log_lines() -> set[tuple[str, str]]:
+    """What is logged as WARNING or ERROR, with `...` for what changes, and its level, read from the source."""
+    found: set[tuple[str, str]] = set()
     for _, module in _modules():
         for node in ast.walk(module):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
                 and _name(node.func.value) in ("log", "logger")
-                and node.func.attr in ("warning", "error", "exception", "critical")
+                and node.func.attr in _LEVELS
                 and isinstance(node.args[0], ast.Constant)
             ):
-                found.add(re.sub(r"%[-\d.]*[a-z]", "...", str(node.args[0].value)))
-    return {line for line in found if re.search(r"\w", line)}
+                line = re.sub(r"%[-\d.]*[a-z]", "...", str(node.args[0].value))
+                found.add((line, _LEVELS[node.func.attr]))
+    return {(line, level) for line, level in found if re.search(r"\w", line.replace("...", ""))}
+
+
+def _section(title: str) -> str:
+    """The part of the operating guide under a heading, as far as the next one of its rank."""
+    found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,2}} |\Z)", OPERATING.read_text(), re.M | re.S)
+    assert found, title
+    return found[2]
 
 
 def _missing(names: set[str]) -> list[str]:
@@ -323,9 +396,11 @@ def test_every_error_code_stands_in_the_operating_guide() -> None:
 
 
 @pytest.mark.faults
-def test_every_warning_and_error_of_the_log_stands_in_the_operating_guide() -> None:
-    assert len(log_lines()) > 20
-    assert _missing(log_lines()) == []
+def test_the_operating_guide_has_the_warnings_and_errors_of_the_log_with_their_levels_and_no_others() -> None:
+    rows = re.findall(r"^\| (`.+?`) \| (WARNING|ERROR) \|", _section("The log"), re.M)
+    told = {(line, level) for lines, level in rows for line in re.findall(r"`([^`]+)`", lines)}
+    assert len(told) > 20
+    assert told == log_lines()
 
 
 @pytest.mark.faults
@@ -348,6 +423,8 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
         assert found, counted
         names |= {f"vllm:kvdepot_{name}{ending}" for name in ast.literal_eval(found[1])}
     assert _missing(names - {f"kvdepot_{counter}_total" for counter in counters()}) == []
+    told = set(re.findall(r"`((?:kvdepot|vllm:kvdepot)_\w+)`", _section("Metrics"))) - _COLLECTORS_OWN
+    assert told <= names, "of no metric"
 
 
 # -- pictures and site

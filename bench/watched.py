@@ -1,0 +1,150 @@
+"""A depot that is looked at: what its page and its metrics cost lookups, and how soon it says how it stands.
+
+One server with a large index and its web process; its readers are a process of their own that asks what ten open pages
+and a scraper do. Rounds with and without readers take turns, and every lookup of a round counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+from common import Echo, Peer, Scale, Serve, free_port, listening_at, say
+from lookups import BLOCK_TOKENS, MODEL, fill
+from report import Figure, at_most, below
+
+from kvdepot import wire
+from kvdepot.adapters import LMCacheMPSchedulerAdapter
+from kvdepot.client import MessageQueueClient
+from kvdepot.keys import HASH_BYTES
+
+__all__ = ["run"]
+
+_PAGES = 10
+_REST_S = 0.001
+
+
+def run(scale: Scale, notes: list[str]) -> list[Figure]:
+    """Lookups with readers beside lookups without, and the time of a status."""
+    context: zmq.Context[Any] = zmq.Context()
+    chunks = scale.index_chunks[-1]
+    gib = (chunks + 64) * 4096 * 1.02 / 2**30
+    port = free_port()
+    server = Serve("--http", f"127.0.0.1:{port}", arena_gib=gib, chunk_size=BLOCK_TOKENS)
+    readers = None
+    echo = Echo(context)
+    try:
+        say(f"watched: filling an index with {chunks} chunks")
+        server.wait_populated(context)
+        prompts = fill(context, server.url, chunks, np.random.default_rng(17))
+        status = _status(context, server.url, echo, scale.watched_runs)
+        command = _command(server.url, scale.watched_runs)
+        listening_at(port)
+        readers = Peer("readers", str(port), str(_PAGES))
+        if readers.hear() != "ready":
+            raise RuntimeError("the readers do not begin")
+        say("watched: lookups with and without readers")
+        alone, watched, asked = _rounds(context, server.url, prompts, readers, scale)
+    finally:
+        if readers is not None:
+            readers.close()
+        echo.close()
+        server.close()
+        context.term()
+    notes.append(
+        f"watched: {asked:.0f} answers a second for {_PAGES} pages and a scraper; of {len(alone)} rounds each the p50 "
+        f"{np.median([np.percentile(times, 50) for times in alone]):.3f} ms without readers, "
+        f"{np.median([np.percentile(times, 50) for times in watched]):.3f} ms with"
+    )
+    late = [[float(np.percentile(times, 99)) for times in rounds] for rounds in (watched, alone)]
+    return [
+        at_most("lookup p99, 10 pages open and metrics scraped", "ms", *late, 1.05),
+        below("status with 1M chunks, asked by a client", "ms", *status, 100),
+        below("status with 1M chunks, kvdepot status --json", "ms", *command, 100),
+    ]
+
+
+def _rounds(
+    context: zmq.Context[Any], url: str, prompts: list[bytes], readers: Peer, scale: Scale
+) -> tuple[list[list[float]], list[list[float]], float]:
+    """Milliseconds of each lookup, a list a round: without readers, with them; and the readers' answers a second."""
+    scheduler = LMCacheMPSchedulerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
+    rounds: tuple[list[list[float]], list[list[float]]] = ([], [])
+    answers = seconds = 0.0
+    gc.collect()
+    gc.freeze()
+    try:
+        for number in range(-1, 2 * scale.watched_rounds):  # the first warms up
+            is_watched = number % 2
+            if is_watched:
+                readers.tell(str(scale.watched_seconds))
+            times = _lookups(scheduler, prompts, scale.watched_seconds)
+            if is_watched:
+                done, took = readers.hear()
+                answers += done
+                seconds += took
+            if number >= 0:
+                rounds[is_watched].append(times)
+    finally:
+        gc.unfreeze()
+        scheduler.shutdown()
+    return *rounds, answers / seconds
+
+
+def _lookups(scheduler: LMCacheMPSchedulerAdapter, prompts: list[bytes], seconds: float) -> list[float]:
+    """One lookup after another with a rest in between, as a scheduler's steps have."""
+    times = []
+    end = time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < end:
+        request = str(len(times))
+        hashes = prompts[len(times) % len(prompts)]
+        scheduler.submit_lookup(request, hashes)
+        while (found := scheduler.check_lookup_result(request)) is None:
+            os.sched_yield()
+        times.append((time.perf_counter() - begun) * 1000)
+        if found != len(hashes) // HASH_BYTES * BLOCK_TOKENS:
+            raise RuntimeError(f"{found} tokens found")
+        scheduler.cleanup_lookup_result(request)
+        scheduler.end_session(request)
+        time.sleep(_REST_S)
+    return times
+
+
+def _status(context: zmq.Context[Any], url: str, echo: Echo, runs: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of a status, and of a bare round trip."""
+    client = MessageQueueClient(url, context)
+    values, floors = [], []
+    try:
+        for _ in range(runs):
+            begun = time.perf_counter()
+            client.ask(wire.Status()).result(10.0)
+            values.append((time.perf_counter() - begun) * 1000)
+            begun = time.perf_counter()
+            echo.round_trip(b"0123456789abcdef")
+            floors.append((time.perf_counter() - begun) * 1000)
+    finally:
+        client.close()
+    return values, floors
+
+
+def _command(url: str, runs: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of the whole command, and of a Python that imports what talks to a depot."""
+    values, floors = [], []
+    for number in range(-1, runs):
+        times = []
+        for command in (
+            ["-m", "kvdepot.cli", "status", "--json", "--url", url], ["-c", "import zmq, msgspec, numpy"],
+        ):  # fmt: skip
+            begun = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+            times.append((time.perf_counter() - begun) * 1000)
+        if number >= 0:
+            values.append(times[0])
+            floors.append(times[1])
+    return values, floors
