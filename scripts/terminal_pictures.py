@@ -55,9 +55,7 @@ def main(folder: Path) -> int:
 
 def drive(depot: Depot) -> list[Status]:
     """Two engines on one model, and a look at the server each second."""
-    engines = [
-        ToyEngine(depot.url, "toy-llama", width=WIDTH, seed=seed, context=depot.context) for seed in (0, 1)
-    ]
+    engines = [ToyEngine(depot.url, "toy-llama", width=WIDTH, seed=seed, context=depot.context) for seed in (0, 1)]
     seen: list[Status] = []
     end = time.monotonic() + SECONDS
     with upkeep.connect(depot.url) as client:

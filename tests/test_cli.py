@@ -225,6 +225,18 @@ def test_what_is_not_there_is_told_with_what_to_do(
 # -- config
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--chunk-size", "many"], "'many' is no whole number"), (["--lookup-s", "1s"], "'1s' is no number")],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_a_value_that_is_no_number_is_told_as_it_was_typed(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", *words]) == 2
+    assert re.fullmatch(rf"kvdepot: {words[0]}: .*{said}\n", capsys.readouterr().err)
+
+
 def test_the_names_of_settings_are_whole_on_a_narrow_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
