@@ -49,8 +49,9 @@ class Depot:
         url: str = "",
         name: str = "",
         files: int = 0,
+        stderr: int | None = None,
     ) -> None:
-        """files: how many it may have open."""
+        """files: how many it may have open. stderr: where its log goes; else `logged` has it."""
         self.name = name or f"kvdepot-test-{uuid.uuid4().hex[:12]}"
         self.names.add(self.name)
         self.url = url or f"ipc://{tempfile.gettempdir()}/{self.name}.sock"
@@ -61,7 +62,7 @@ class Depot:
                 *self.command, "serve", "--url", self.url, "--arena-name", self.name,
                 "--arena-gib", str(arena_mib / 1024), "--chunk-size", str(chunk_size), *flags,
             ],
-            stderr=self.log,
+            stderr=self.log if stderr is None else stderr,
             preexec_fn=partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files)) if files else None,
         )  # fmt: skip
 

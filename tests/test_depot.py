@@ -413,6 +413,17 @@ def test_the_pins_of_a_request_go_once_all_its_readers_have_retrieved_all_its_ch
     desk.assert_empty()
 
 
+def test_a_retrieve_whose_engine_ends_pins_itself_leaves_them_alone(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain))
+    held = desk.index.held
+    assert desk.ask(client, msgspec.structs.replace(retrieve(chain), unpins=False)) == [True] * 3
+    assert desk.index.held == held > 0
+    desk.ask(client, wire.EndSession("r"))
+    assert desk.index.held == 0
+
+
 def test_a_retrieve_of_another_request_leaves_the_pins_alone(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 2)
     desk.ask(client, store(chain))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import fcntl
 import json
 import logging
+import os
+import select
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,50 +25,72 @@ from .test_depot import Desk, lookup, prompt, retrieve, store
 from .test_server import CHUNK, Engine
 from .test_tiering import new_host
 
-Configure = Callable[[str], io.StringIO]
+
+class Written:
+    """What a log's reader has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        return self._path.read_bytes().decode()
+
+
+Configure = Callable[[str], Written]
 
 
 @pytest.fixture
-def configure() -> Iterator[Configure]:
-    """Set logging up and give what it writes; as it was before, after the test."""
+def set_up() -> Iterator[Callable[[str, int], None]]:
+    """Set logging up; as it was before, after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers = []
-
-    def set_up(form: str) -> io.StringIO:
-        stream = io.StringIO()
-        logs.configure("debug", form, stream)
-        return stream
-
-    yield set_up
+    yield lambda form, fd: logs.configure("debug", form, fd)
+    for handler in root.handlers:
+        handler.close()
     root.handlers = handlers
     root.setLevel(level)
 
 
+@pytest.fixture
+def configure(set_up: Callable[[str, int], None], tmp_path: Path) -> Iterator[Configure]:
+    """Set logging up and give what it writes."""
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+
+        def start(form: str) -> Written:
+            set_up(form, file.fileno())
+            return Written(path)
+
+        yield start
+
+
 def test_a_json_line_has_when_how_grave_who_what_and_its_fields(configure: Configure) -> None:
-    stream = configure("json")
+    written = configure("json")
     before = time.time()
     logging.getLogger("kvdepot.part").warning("lost %d", 3, extra={"request": "r1", "tier": "disk", "client": ""})
-    said = json.loads(stream.getvalue())
+    said = json.loads(written.read())
     assert before - 1 <= said.pop("ts") <= time.time()
     assert said == {"level": "warning", "logger": "kvdepot.part", "message": "lost 3", "request": "r1", "tier": "disk"}
 
 
 def test_a_json_line_of_a_failure_has_its_traceback(configure: Configure) -> None:
-    stream = configure("json")
+    written = configure("json")
     try:
         raise KVDepotError("why")
     except KVDepotError:
         logging.getLogger("kvdepot.part").exception("failed")
-    (line,) = stream.getvalue().splitlines()
+    (line,) = written.read().splitlines()
     assert "Traceback" in json.loads(line)["exception"] and "KVDepotError: why" in json.loads(line)["exception"]
 
 
 def test_a_line_for_people_ends_in_its_fields(configure: Configure) -> None:
-    stream = configure("human")
+    written = configure("human")
     logging.getLogger("kvdepot").info("a store is dropped", extra={"client": "0a1b", "request": "two words"})
     logging.getLogger("kvdepot").info("plain")
-    first, second = stream.getvalue().splitlines()
+    first, second = written.read().splitlines()
     assert first.endswith("INFO a store is dropped [client=0a1b request='two words']")
     assert second.endswith("INFO plain")
 
@@ -73,18 +98,66 @@ def test_a_line_for_people_ends_in_its_fields(configure: Configure) -> None:
 @pytest.mark.parametrize("form", ["human", "json"])
 @pytest.mark.parametrize("evil", ["a\nERROR b", "\r\n", "\x1b[31m", "x" * 100_000, "\udcff", '"}\n{"', "]\u2028"])
 def test_what_others_sent_stays_within_its_line_and_bounds(configure: Configure, form: str, evil: str) -> None:
-    stream = configure(form)
+    written = configure(form)
     logging.getLogger("kvdepot").info("asked", extra={"request": evil})
-    text = stream.getvalue()
+    text = written.read()
     assert text.count("\n") == 1 and text.endswith("\n") and "\r" not in text and "\x1b" not in text
     assert len(text) < 2000
-    assert text.encode()
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+def test_a_long_message_and_a_long_traceback_are_cut(configure: Configure, form: str) -> None:
+    written = configure(form)
+    try:
+        raise KVDepotError("x" * 100_000 + "the end")
+    except KVDepotError:
+        logging.getLogger("kvdepot").exception("what %s", "y" * 100_000)
+    text = written.read()
+    assert len(text) < 20_000 and "the end" in text
 
 
 def test_a_message_for_people_stays_within_its_line(configure: Configure) -> None:
-    stream = configure("human")
+    written = configure("human")
     logging.getLogger("kvdepot").info("no file %s", "a\nERROR b\x1b[31m")
-    assert stream.getvalue().endswith("INFO no file a\\nERROR b\\x1b[31m\n")
+    assert written.read().endswith("INFO no file a\\nERROR b\\x1b[31m\n")
+
+
+# -- who reads it
+
+
+def pour(pipe: int, least: int) -> str:
+    """At least so many lines of a pipe."""
+    text = b""
+    while text.count(b"\n") < least or not text.endswith(b"\n"):
+        assert select.select([pipe], [], [], 10.0)[0], "nothing comes"
+        text += os.read(pipe, 1 << 20)
+    return text.decode()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_who_logs_does_not_wait_for_who_reads_and_what_is_lost_is_counted(
+    set_up: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    monkeypatch.setattr(logs, "_MOST_LINES", 100)
+    mouth, end = os.pipe()
+    os.set_blocking(end, blocking)
+    log = logging.getLogger("kvdepot")
+    try:
+        set_up("json", end)
+        for number in range(1000):
+            log.info("%d %s", number, "x" * 4000)
+        said = [json.loads(line) for line in pour(mouth, 101).splitlines()]
+        log.info("heard again")
+        while said[-1]["message"] != "heard again":
+            said += [json.loads(line) for line in pour(mouth, 1).splitlines()]
+        lost = sum(int(line["message"].split()[0]) for line in said if "are lost" in line["message"])
+        numbers = [int(line["message"].split()[0]) for line in said if "xxx" in line["message"]]
+        assert numbers == sorted(numbers) and len(numbers) >= 100
+        assert lost and lost + len(numbers) == 1000
+    finally:
+        os.close(mouth)  # whatever still waits for a reader fails
+        logging.getLogger().handlers[0].flush()
+        os.close(end)
 
 
 # -- what is said of requests
@@ -116,9 +189,36 @@ def test_chunks_that_are_dropped_or_cannot_be_had_are_told_with_their_request(
     desk.register(client)
     long = prompt("a", 8)
     assert desk.ask(client, store(long, request="cmpl-1")) is False
-    assert about(caplog, "cmpl-1") == ["4 chunks of a store dropped: no room for them"]
+    assert about(caplog, "cmpl-1") == [
+        "4 chunks of a store dropped: no room for them", "stored 4 of 4 new chunks",
+    ]  # fmt: skip
     desk.ask(client, retrieve(prompt("b", 2), request="cmpl-2"))
-    assert about(caplog, "cmpl-2") == ["2 of 2 chunks of a retrieve cannot be had"]
+    assert about(caplog, "cmpl-2") == ["retrieved 0 of 2 chunks"]
+
+
+def test_a_request_can_be_followed_from_its_lookup_to_its_store(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    client = desk.hello()
+    desk.register(client)
+    chain = prompt("a", 3)
+    desk.ask(client, lookup(chain, "cmpl-1"))
+    desk.ask(client, store(chain, request="cmpl-1"))
+    desk.ask(client, store(chain, request="cmpl-2"))
+    desk.ask(client, lookup(chain, "cmpl-2"))
+    desk.ask(client, retrieve(chain, request="cmpl-2"))
+    assert about(caplog, "cmpl-1") == ["found 0 of 3 chunks", "stored 3 of 3 new chunks"]
+    assert about(caplog, "cmpl-2") == ["stored 0 of 0 new chunks", "found 3 of 3 chunks", "retrieved 3 of 3 chunks"]
+    assert all(record.client == client.hex()[:8] for record in caplog.records if getattr(record, "request", ""))
+
+
+def test_what_a_request_gets_from_a_tier_is_told_with_its_id_and_the_tier(caplog: pytest.LogCaptureFixture) -> None:
+    host, chain = new_host(MemoryTier()), prompt("a", 2)
+    host.find(b"one", store(chain, request="cmpl-7"))
+    host.index.clear()
+    assert host.find(b"one", lookup(chain, "cmpl-8")) == 2
+    assert about(caplog, "cmpl-8") == ["a search loads 2 shards from this tier", "found 2 of 2 chunks"]
+    (loads,) = [record for record in caplog.records if "loads" in record.getMessage()]
+    assert loads.tier == "disk:///d"  # type: ignore[attr-defined]
 
 
 def test_a_search_that_a_tier_answers_late_is_told_with_its_request_and_tier(
@@ -127,8 +227,9 @@ def test_a_search_that_a_tier_answers_late_is_told_with_its_request_and_tier(
     host = new_host(MemoryTier())
     host.send(b"one", lookup(prompt("a", 2), "cmpl-9"))
     host.pass_time(60.0)
-    assert len(about(caplog, "cmpl-9")) == 1
-    (late,) = [record for record in caplog.records if getattr(record, "request", "")]
+    assert about(caplog, "cmpl-9")[1:] == ["found 0 of 2 chunks"]
+    late = next(record for record in caplog.records if getattr(record, "request", ""))
+    assert "too late" in late.getMessage()
     assert late.tier == "disk:///d"  # type: ignore[attr-defined]
 
 
@@ -137,7 +238,8 @@ def test_a_tier_that_fails_is_told_with_the_requests_that_it_failed(caplog: pyte
     host = new_host(tier)
     tier.inject(down=1)
     host.find(b"one", lookup(prompt("a", 2), "cmpl-10"))
-    assert len(about(caplog, "cmpl-10")) == 1
+    told, found = about(caplog, "cmpl-10")
+    assert "cannot learn what this tier has" in told and found == "found 0 of 2 chunks"
 
 
 # -- a real server
@@ -145,6 +247,22 @@ def test_a_tier_that_fails_is_told_with_the_requests_that_it_failed(caplog: pyte
 
 def lines(server: Depot) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.logged().splitlines()]
+
+
+@pytest.mark.faults
+def test_a_server_whose_log_nobody_reads_serves_and_stops(start_depot: StartDepot) -> None:
+    mouth, end = os.pipe()
+    fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096)
+    server = start_depot("--log-level", "debug", stderr=end)
+    os.close(end)
+    engine = Engine(server)
+    for _ in range(200):
+        with pytest.raises(KVDepotError):
+            engine.scheduler.mq_client.ask(wire.Lookup(engine.model, 1, 4, "r", 1, b"odd")).result(10.0)
+    engine.close()
+    assert server.stop() == 0
+    assert "serving at" in pour(mouth, 1)
+    os.close(mouth)
 
 
 def test_a_server_logs_json_from_its_first_line_to_its_last(start_depot: StartDepot) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -125,3 +126,25 @@ def test_each_operation_is_a_span_in_the_trace_of_its_request(engine: Engine) ->
     assert mine.status.status_code is StatusCode.ERROR and mine.status.description == "busy: full"
     assert mine.end_time - mine.start_time == 500_000_000
     assert lookup.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("_needs_otel")
+def test_a_collector_that_never_answers_holds_nobody_up() -> None:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from kvdepot.tracing import Spans
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        exporter = OTLPSpanExporter(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", timeout=1)
+        processor = BatchSpanProcessor(exporter, max_queue_size=512, max_export_batch_size=64)
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(processor)
+        spans, begun = Spans(provider), time.monotonic()
+        for number in range(1000):  # more than the queue takes
+            spans(Operation("lookup", [f"r{number}"], Began.now(), 0.001, 3, 1))
+        assert time.monotonic() < begun + 10.0  # an export alone takes a second
+        silent.close()
+        provider.shutdown()

@@ -303,6 +303,7 @@ class LMCacheMPWorkerAdapter:
         self.previously_finished: OrderedDict[str, None] = OrderedDict()  # returned by get_finished
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # told of each store and retrieve when it has ended
+        self.unpins = True  # as chunks are retrieved; False where whoever looked them up ends its sessions itself
         self._block_bytes = 0
         self._failed_blocks: set[int] = set()
         self._tickets = itertools.count(1)
@@ -389,7 +390,7 @@ class LMCacheMPWorkerAdapter:
         if transfer.is_store:
             request = wire.Store(self.instance_id, transfer.ticket, transfer.shards)
         else:
-            request = wire.Retrieve(self.instance_id, transfer.shards)
+            request = wire.Retrieve(self.instance_id, transfer.shards, self.unpins)
         transfer.future = self.mq_client.ask(request)
 
     def _shards(self, request_ids: list[str], ops: list[LoadStoreOp]) -> list[wire.Shards]:

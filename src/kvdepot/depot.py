@@ -65,6 +65,7 @@ class _Operation:
     places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
     sums: dict[int, int] = field(default_factory=dict)  # of a store, by place in `chunks`: what has arrived
     requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
+    unpins: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -274,6 +275,7 @@ class Depot:
             size = instance.layout.block_bytes * blocks
             parent = part.parent
             salt = tenant_salt(client.tenant, part.salt)
+            operation.requests.append((part.request, part.model, count))
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                 chunk: Chunk | None
@@ -300,6 +302,7 @@ class Depot:
                 parent = key if part.parent else b""
         operation.results = [complete]
         if not pieces:
+            _tell("stored %d of %d new chunks", 0, operation)
             return [Reply(client.identity, number, complete)]
         return self._start(operation, pieces, client.card, request.ticket)
 
@@ -308,7 +311,7 @@ class Depot:
         for part in request.shards:
             check_shards(part, instance.layout)
         check_targets(request.shards)
-        operation = _Operation(client, number, instance, is_store=False, chunks=[])
+        operation = _Operation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
         pieces = []
         for part in request.shards:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
@@ -428,22 +431,19 @@ class Depot:
                 self.index.discard(chunk, rank)
                 self.counters["failed_chunks"] += 1
         operation.results[0] &= len(sealed) == len(operation.chunks)
-        if len(sealed) < len(operation.chunks):
-            lost = len(operation.chunks) - len(sealed)
-            log.debug("%d chunks of a store did not arrive", lost, extra={"client": operation.client.called})
+        _tell("stored %d of %d new chunks", len(sealed), operation)
         self.index.touch([chunk for chunk, _ in sealed])
         return [*self.tiering.stored(sealed), *self.tiering.make_room()] if self.tiering else []
 
     def _end_retrieve(self, operation: _Operation) -> None:
-        if lost := operation.results.count(False):
-            asked = {"client": operation.client.called, "request": " ".join(each[0] for each in operation.requests)}
-            log.debug("%d of %d chunks of a retrieve cannot be had", lost, len(operation.results), extra=asked)
+        _tell("retrieved %d of %d chunks", sum(operation.results), operation)
         self.index.release([chunk for chunk, _ in operation.chunks])
         self.counters["retrieved_chunks"] += sum(operation.results)
         for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
             self.retrieved_bytes += chunk.shards[rank].size if operation.results[place] else 0
-        for request, model, keys in operation.requests:
-            self.sessions.count_retrieved(operation.client.tenant, request, model, keys)
+        if operation.unpins:
+            for request, model, keys in operation.requests:
+                self.sessions.count_retrieved(operation.client.tenant, request, model, keys)
 
     # -- what people see
 
@@ -460,3 +460,11 @@ class Depot:
     def status(self, tenant: str = "") -> Status:
         """What there is and what has happened; see report.py."""
         return self.report.status(tenant)
+
+
+def _tell(what: str, done: int, operation: _Operation) -> None:
+    """How an operation ended, for who follows a request through the log."""
+    if log.isEnabledFor(logging.DEBUG):
+        count = len(operation.chunks) if operation.is_store else len(operation.results)
+        requests = " ".join(dict.fromkeys(request for request, _, _ in operation.requests))
+        log.debug(what, done, count, extra={"client": operation.client.called, "request": requests})

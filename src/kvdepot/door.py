@@ -21,7 +21,8 @@ import zmq
 
 from kvdepot.config import Config
 from kvdepot.curve import Gate, ServerKeys, is_loopback, read_server_keys
-from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.endpoints import listen
+from kvdepot.errors import ConfigError
 from kvdepot.shm import shut
 
 __all__ = ["Door"]
@@ -80,7 +81,7 @@ class Door:
         self._hidden = False
         self._connections = 0
         self._most = 1 << 30
-        self._bind()
+        listen(socket, self._url)
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -91,15 +92,6 @@ class Door:
         """Another socket of the server, which tells of all tenants: with keys, for who has one and no tenant."""
         if self._gate is not None and self.keys is not None:
             self._gate.guard(socket, self.keys.key, all_tenants=True)
-
-    def _bind(self) -> None:
-        old = os.umask(0o177)
-        try:
-            self._socket.bind(self._url)
-        except zmq.ZMQError as exc:
-            raise Unavailable(f"cannot listen on {self._url}: {exc.strerror}") from exc
-        finally:
-            os.umask(old)
 
     def share_out(self, clients: int) -> tuple[int, int]:
         """Divide the descriptors that are left: the most clients (at most `clients`), and files of KV tensors."""

@@ -4,6 +4,11 @@ A `Publisher` encodes and sends what a feed (kv_feed.py) tells, on a thread of i
 reads every message, or asks for what it missed, never believes of a chunk that it is there once that is no longer so,
 for longer than the messages take.
 
+Keys are kvdepot's own, not hashes of vLLM's blocks: whoever routes computes them from a prompt's tokens, as
+`ChunkChain(chunk_size, derive_root())` does (keys.py; what else goes into a root or a key: `_root` and `_extras` of
+integrations/vllm.py). A router that knows only vLLM's hashes listens to the engines instead, where the connector tells
+what it knows (integrations/vllm_events.py).
+
 A message is `[topic, seq, payload]` as vLLM's own publisher sends it (vllm/distributed/kv_events.py, 0.32): seq is 8
 bytes, big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A
 `BlockStored` names chunks that follow each other by their keys; its `token_ids` are empty, for the depot does not know
@@ -28,14 +33,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
 from kvdepot import kv_feed, shm
-from kvdepot.errors import Unavailable
+from kvdepot.endpoints import listen
 from kvdepot.kv_feed import AllBlocksCleared, Belief, Event, Feed
 
 __all__ = ["END", "TOPIC", "Publisher", "replay_endpoint"]
@@ -56,12 +60,18 @@ _MARGIN = 64
 number before the message that showed them the gap."""
 _MOST_CONNECTIONS = 64
 """Subscribers and replays together: each takes a descriptor."""
+_MOST_UNREAD = 1024
+"""Messages that wait for one subscriber; it asks for the others. Subscribers share the memory of one that waits."""
 _MOST_WAITING = 64
 """Replays that wait for their turn."""
 _REPLAY_S = 10.0
 """A replay whose reader takes nothing for so long is over."""
 _AT_ONCE = 16
 """Messages of a replay between two looks at what is new."""
+_REST = 4.0
+"""Replays rest so many times as long as they work: they must not keep the interpreter's lock from who decides."""
+_PAUSE_S = 0.1
+"""In the middle of a replay no rest is longer: who reads it would take it for the end. What is left is for later."""
 _RETRY_MS = 10
 _EVENT = struct.Struct("=Hi")
 
@@ -117,7 +127,10 @@ class Publisher:
         kept_messages: int = _KEPT_MESSAGES,
         kept_bytes: int = _KEPT_BYTES,
     ) -> None:
-        """Listen; `start` publishes. guard: sets a socket's keys before it listens. Raises Unavailable."""
+        """Listen; `start` publishes. guard: sets a socket's keys before it listens. Raises Unavailable.
+
+        The place is the caller's (endpoints.Claim) until the context has ended.
+        """
         self._feed = feed
         self._endpoint = endpoint
         self._chunk_tokens = chunk_tokens
@@ -129,6 +142,8 @@ class Publisher:
         self._replay: Iterator[tuple[bytes, ...]] | None = None  # of the first that waits
         self._unsent: tuple[bytes, ...] | None = None
         self._give_up_at = 0.0
+        self._rest_until = 0.0
+        self._owed_s = 0.0  # of rest
         self._connections = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvdepot-kv-events", daemon=True)
@@ -136,16 +151,16 @@ class Publisher:
         self._router = context.socket(zmq.ROUTER)
         self._monitors: list[zmq.Socket[Any]] = []
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._pub.setsockopt(zmq.SNDHWM, 4096)
+        self._pub.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
         self._router.setsockopt(zmq.SNDHWM, 4 * _AT_ONCE)
         self._router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
-        self._router.setsockopt(zmq.MAXMSGSIZE, 1024)
         try:
             for socket, url in ((self._pub, endpoint), (self._router, replay_endpoint(endpoint))):
                 socket.setsockopt(zmq.LINGER, 200)
+                socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # what they may send us
                 guard(socket)
                 self._monitors.append(socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
-                _bind(socket, url)
+                listen(socket, url)
         except BaseException:
             self._close_sockets()
             raise
@@ -185,7 +200,8 @@ class Publisher:
                 wait_s = self._next_beat - time.monotonic() if self._feed.may_sleep() else 0.0
                 wait_ms = max(0, int(wait_s * 1000) + 1) if wait_s > 0 else 0
                 if self._waiting:
-                    wait_ms = min(wait_ms, _RETRY_MS if self._unsent else 0)
+                    rest_s = self._rest_until - time.monotonic()
+                    wait_ms = min(wait_ms, max(_RETRY_MS if self._unsent else 0, int(rest_s * 1000) + 1))
                 for ready, _ in poller.poll(wait_ms):
                     self._hear(ready)
             self._publish([AllBlocksCleared()])
@@ -232,7 +248,18 @@ class Publisher:
                     self._waiting.setdefault(frames[0], int.from_bytes(frames[2], "big"))
 
     def _answer(self) -> None:
-        """Send a little of the replay whose turn it is."""
+        """Send a little of the replay whose turn it is, and see to its rest."""
+        began = time.monotonic()
+        if not self._waiting or began < self._rest_until:
+            return
+        self._send_some()
+        ended = time.monotonic()
+        self._owed_s += _REST * (ended - began)
+        rest_s = self._owed_s if self._replay is None else min(self._owed_s, _PAUSE_S)
+        self._owed_s -= rest_s
+        self._rest_until = ended + rest_s
+
+    def _send_some(self) -> None:
         for _ in range(_AT_ONCE):
             if not self._waiting:
                 return
@@ -295,16 +322,3 @@ class Publisher:
 def _numbered(first: int, payloads: Iterable[bytes]) -> Iterator[tuple[bytes, ...]]:
     for seq, payload in enumerate(payloads, first):
         yield TOPIC, seq.to_bytes(8, "big"), payload
-
-
-def _bind(socket: zmq.Socket[Any], url: str) -> None:
-    """Listen; a unix socket is for this user alone."""
-    old = os.umask(0o177)
-    try:
-        if url.startswith("ipc://") and len(os.fsencode(Path(url[len("ipc://") :]))) > 107:
-            raise Unavailable(f"cannot publish at {url}: a unix socket's path has at most 107 bytes")
-        socket.bind(url)
-    except zmq.ZMQError as exc:
-        raise Unavailable(f"cannot publish at {url}: {exc.strerror}") from exc
-    finally:
-        os.umask(old)

@@ -22,7 +22,7 @@ MEDIUM = "CPU"
 BATCH = 512
 """Chunks that one message tells of at most."""
 _MOST_QUEUED = 1 << 17
-_LISTED_A_TICK = 1 << 14
+_LISTED_A_TICK = 1 << 13
 """Chunks that the deciding thread tells of in one go, when all must be told anew: some milliseconds."""
 
 

@@ -8,17 +8,13 @@ that a client sends, or fails to read, stops the loop.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import logging
 import os
-import re
 import select
 import signal
-import stat
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -30,10 +26,11 @@ from kvdepot.config import Config
 from kvdepot.depot import Action, Depot, Reply
 from kvdepot.devices import Devices
 from kvdepot.door import Door
-from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, Unavailable, VersionMismatch
+from kvdepot.endpoints import Claim
+from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, VersionMismatch
 from kvdepot.evict import POLICIES
 from kvdepot.index import Index
-from kvdepot.kv_events import Publisher
+from kvdepot.kv_events import Publisher, replay_endpoint
 from kvdepot.kv_feed import Feed
 from kvdepot.mover import Call, Copy, Mover
 from kvdepot.rates import Rates
@@ -76,11 +73,11 @@ class Server:
         size = config.arena_bytes
         if size < smallest_arena():
             raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
-        self._guard = _Guard(config.url)
+        self._claims = _claim(config)
         try:
             self.arena = Arena(config.arena, size, self.boot)
         except BaseException:
-            self._guard.close()
+            self._claims.close()
             raise
         self._stopping = False
         self.hangs = False  # at its end: a thread is still in a driver or a tier
@@ -93,7 +90,7 @@ class Server:
         except BaseException:
             self._context.destroy(linger=0)
             self.arena.close(remove=not self.arena.taken_over)
-            self._guard.close()
+            self._claims.close()
             raise
         self._heard = cast(int, self._socket.getsockopt(zmq.FD))
         self._cards: dict[bytes, shm.CardView] = {}
@@ -117,7 +114,7 @@ class Server:
             self._stop_carriers(0.0)
             self._context.destroy(linger=0)
             self.arena.close(remove=not self.arena.taken_over)
-            self._guard.close()
+            self._claims.close()
             raise
         self._mover = Mover(self.arena, config.copy_threads, self._report)
 
@@ -405,7 +402,7 @@ class Server:
         elif self._config.on_stop == "remove":
             # A thread hangs and may yet touch the arena or blocks: the arena's lock goes with this process, not before.
             self.arena.path.unlink(missing_ok=True)
-        self._guard.close()
+        self._claims.close()
         if idle:
             os.close(self._wake)  # else a thread that hangs may yet write to whatever has that number then
         self.hangs = not idle
@@ -414,36 +411,10 @@ class Server:
         log.info("stopped")
 
 
-class _Guard:
-    """Keeps a second server off a unix socket: ZeroMQ would silently take it over."""
-
-    def __init__(self, url: str) -> None:
-        self._fd = -1
-        if not url.startswith("ipc://"):
-            return
-        self._path = Path(url[len("ipc://") :])
-        if len(os.fsencode(self._path)) > 107:
-            raise Unavailable(f"cannot listen on {url}: a unix socket's path has at most 107 bytes")
-        folder = self._path.parent
-        try:
-            if re.fullmatch(r"kvdepot-\d+", folder.name):
-                folder.mkdir(mode=0o700, exist_ok=True)
-                info = folder.lstat()
-                if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-                    raise Unavailable(f"cannot listen on {url}: {folder} belongs to somebody else")
-            self._lock = self._path.with_name(self._path.name + ".lock")
-            self._fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as exc:
-            raise Unavailable(f"cannot listen on {url}: {exc.strerror}") from exc
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise Unavailable(f"another kvdepot server listens on {url}; stop it, or choose another --url") from None
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            self._path.unlink(missing_ok=True)
-            self._lock.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
+def _claim(config: Config) -> contextlib.ExitStack:
+    """Take the places of all sockets, before anything else is taken. Raises Unavailable."""
+    events = [config.kv_events, replay_endpoint(config.kv_events)] if config.kv_events else []
+    with contextlib.ExitStack() as taken:
+        for url, setting in [(config.url, "--url"), *((url, "--kv-events") for url in events)]:
+            taken.callback(Claim(url, setting).close)
+        return taken.pop_all()

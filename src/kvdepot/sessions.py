@@ -111,9 +111,12 @@ class Sessions:
                 space.hit_chunks += matched
         except KVDepotError as exc:
             self._counters["errors"] += 1
-            asked = {"client": asking.asker.called, "request": asking.lookup.request}
-            log.debug("Lookup failed: %s", exc, extra=asked)
+            log.debug("Lookup failed: %s", exc, extra=_about(asking))
             value = exc
+        else:
+            if log.isEnabledFor(logging.DEBUG):
+                chunks = len(asking.lookup.hashes) // HASH_BYTES
+                log.debug("found %d of %d chunks", matched, chunks, extra=_about(asking))
         return Reply(asking.asker.identity, asking.number, value)
 
     def give_up(self, client: Client, request: str) -> list[Action]:
@@ -240,3 +243,8 @@ class Sessions:
             Kept(name[:256], size, None if ends == float("inf") else round(ends - now))
             for (_, name), (size, ends) in islice(mine, _MOST_LISTED)
         ]
+
+
+def _about(asking: Asking) -> dict[str, str]:
+    """Fields of a line of the log."""
+    return {"client": asking.asker.called, "request": asking.lookup.request}

@@ -337,6 +337,7 @@ class Tiering:
         errands: Errands = []
         for number, arriving in by_tier.items():
             tier = self._tiers[number]
+            log.debug("a search loads %d shards from this tier", len(arriving), extra=_about(tier, search))
             for some in _batches(arriving, lambda item: item[1].size):
                 arrivals = [arrival for arrival, _ in some]
                 token = Token(tier, partial(self._arrived, tier, arrivals))

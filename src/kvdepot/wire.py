@@ -147,10 +147,14 @@ class Store(_Message, frozen=True):
 
 
 class Retrieve(_Message, frozen=True):
-    """Copy chunks into blocks. Answer: list of bool, one a chunk."""
+    """Copy chunks into blocks. Answer: list of bool, one a chunk.
+
+    unpins: whether pins of the requests go as their chunks are retrieved; not where their engine ends them itself.
+    """
 
     instance: int
     shards: list[Shards]
+    unpins: bool = True
 
 
 class EndSession(_Message, frozen=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +15,10 @@ import zmq
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
+from kvdepot.keys import ChunkChain, derive_root
 from tests.conftest import StartDepot, eventually
+from tests.test_index import keys as chunks_of
+from tests.test_kv_events import Desk
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
 
@@ -101,7 +104,9 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
         "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    server = start_depot("--kv-events", f"ipc://{tmp_path}/depot", arena_mib=256)
+    server = start_depot(
+        "--kv-events", f"ipc://{tmp_path}/depot", "--log-level", "debug", "--log-format", "json", arena_mib=256
+    )
     depots = Events(f"ipc://{tmp_path}/depot")
     eventually(lambda: depots.hear() or depots.batches)
     engine = start_engine(
@@ -129,10 +134,26 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     assert status["stored_bytes"] == status["retrieved_bytes"] > 0
     assert 1 <= metrics["vllm:kvdepot_store_seconds"] <= 2
 
+    # the server's log: each request by the id that vLLM gave it
+    def by_request() -> list[list[str]]:
+        said: dict[str, list[str]] = {}
+        for line in map(json.loads, server.logged().splitlines()):
+            if "request" in line:
+                said.setdefault(line["request"], []).append(line["message"])
+        return list(said.values())
+
+    eventually(lambda: sum(map(len, by_request())) >= 4)
+    first, second = by_request()
+    assert first[0] == "found 0 of 2 chunks"
+    assert first[1:] in (["stored 2 of 2 new chunks"], ["stored 1 of 1 new chunks"] * 2)  # in one step, or two
+    assert second == ["found 2 of 2 chunks", "retrieved 2 of 2 chunks"]
+
     # the depot's own events
     stored = depots.of("BlockStored")
     keys = [key for event in stored for key in event.block_hashes]
-    assert len(keys) == 2 and all(len(key) == 32 for key in keys)
+    chain = ChunkChain(256, derive_root())  # as a router computes them
+    chain.extend(tokens)
+    assert keys == [chain.slice(i, i + 1) for i in range(2)]
     assert {(event.medium, event.block_size, tuple(event.token_ids)) for event in stored} == {("CPU", 256, ())}
 
     # the connector's, among the engine's: blocks by the engine's own hashes, with their tokens
@@ -172,6 +193,33 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     engine.stop()
 
 
+def test_what_the_depot_publishes_is_what_vllm_reads(tmp_path: Path) -> None:
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+    endpoint, chain = f"ipc://{tmp_path}/depot", chunks_of("c", 3)
+    desk = Desk(endpoint, pages=8).start()
+    router = Events(endpoint)
+    try:
+        eventually(lambda: router.hear() or router.batches)
+        desk.shelf.store(chain)
+        eventually(lambda: router.of("BlockStored"))
+        desk.shelf.store(chunks_of("d", 6))
+        eventually(lambda: router.of("BlockRemoved"))
+        before = len(router.hear())
+        desk.index.clear()
+        eventually(lambda: router.of("AllBlocksCleared", before))
+    finally:
+        router.close()
+        desk.close()
+    events = [event for event in router.events if not isinstance(event, AllBlocksCleared)]
+    assert events[0] == BlockStored(
+        block_hashes=chain, parent_block_hash=None, token_ids=[], block_size=256, lora_id=None, medium="CPU",
+        lora_name=None, locality="LOCAL", ownership="m",
+    )  # fmt: skip
+    removed = next(event for event in events if isinstance(event, BlockRemoved))
+    assert removed == BlockRemoved(block_hashes=[chain[2]], medium="CPU", locality="LOCAL", ownership="m")
+
+
 # -- the connector's parts, without an engine
 
 
@@ -181,15 +229,21 @@ class Prompt:
     lora_request = None
 
     def __init__(self, seed: int, chunks: int) -> None:
-        from kvdepot.keys import ChunkChain, derive_root
-
         self.all_token_ids = prompt(seed, 8 * chunks)
         self.block_hashes = [f"{seed}.{i}".encode().rjust(32, b"-") for i in range(2 * chunks)]
         self.chain = ChunkChain(8, derive_root())
         self.chain.extend(self.all_token_ids)
 
-    def keys(self, first: int, end: int) -> Counter[bytes]:
-        return Counter(self.chain.slice(i, i + 1) for i in range(first, end))
+    def stored(self, first: int, end: int, *ranks: int) -> Any:
+        """What workers tell of these chunks, in one step."""
+        from kvdepot.integrations.vllm_events import StoredKeys
+
+        told = StoredKeys()
+        for rank in ranks or [0]:
+            one = StoredKeys()
+            one.add(self.chain.slice(first, end), rank)
+            told.aggregate(one)
+        return told
 
 
 def told(known: Any) -> list[tuple[str, list[bytes]]]:
@@ -205,16 +259,17 @@ def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
 
     known, one = Known(ranks=2, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
     known.ordered(one, one.chain, 0, 3)
-    known.stored(one.keys(0, 2))
+    known.stored(one.stored(0, 2, 0))
+    known.stored(one.stored(0, 2, 0))  # for another request with the same beginning
     assert told(known) == []
-    known.stored(one.keys(1, 3))
+    known.stored(one.stored(1, 3, 1))
     assert told(known) == [("BlockStored", one.block_hashes[2:4])]
-    known.stored(one.keys(0, 1))
+    known.stored(one.stored(0, 1, 1))
     assert told(known) == [("BlockStored", one.block_hashes[:2])]
     known.ordered(one, one.chain, 2, 3)  # its first order was dropped by a rank: both must store it anew
-    known.stored(one.keys(2, 3))
+    known.stored(one.stored(2, 3, 1))
     assert told(known) == []
-    known.stored(one.keys(2, 3))
+    known.stored(one.stored(2, 3, 0, 1))
     assert told(known) == [("BlockStored", one.block_hashes[4:6])]
 
 

@@ -1,13 +1,9 @@
-"""A small site that serves the page, with a status that a test decides; and figures of a day at work for pictures.
-
-`python -m tests.web.site FOLDER` makes the screenshots of the documentation there.
-"""
+"""A small site that serves the page, with a status that a test decides; and figures of a depot at work."""
 
 from __future__ import annotations
 
 import math
 import random
-import sys
 import threading
 import time
 from http import HTTPStatus
@@ -19,19 +15,17 @@ import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Saved, Status, TierStatus
+from kvdepot.web.guard import _HEADERS
 
 PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
 VENDOR = PAGE / "vendor"
-CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+CSP = dict(_HEADERS)[b"content-security-policy"].decode()
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 GIB = 2**30
 
 
 class Site:
-    """Serves the page under the strictest rules for its content, and `status` and `history` as they are just now."""
+    """Serves the page under a real server's rules for its content, and `status` and `history` as they are now."""
 
     def __init__(self, port: int = 0) -> None:
         self.status: Status = example_status()
@@ -39,6 +33,7 @@ class Site:
         self.ticks = True  # whether the status's time goes on by itself
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
+        self.lag = ""  # what is wrong although there is one
         self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
@@ -74,7 +69,12 @@ class Site:
         path = request.path.split("?")[0]
         self.asked.append(path)
         status, kind, body = HTTPStatus.OK, "application/json", b""
-        if path.startswith("/v1/"):
+        if path == "/healthz" and (self.lag or self.trouble):
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            body = msgspec.json.encode({"code": "unavailable", "message": self.lag or self.trouble})
+        elif path == "/healthz":
+            body = b'{"status": "ok", "lag_s": 0.001}'
+        elif path.startswith("/v1/"):
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
             elif self.gibberish:
@@ -205,28 +205,3 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
             "retrieve_p99_s": [v * 3.1 for v in retrieves],
         },
     }
-
-
-def _pictures(folder: Path) -> None:
-    from .browser import chromium
-
-    folder.mkdir(parents=True, exist_ok=True)
-    site = Site()
-    now = float(int(time.time()))
-    site.status, site.history = example_status(now), example_history(now)
-    with chromium() as browser:
-        for name, width, theme in (
-            ("light", 1360, "light"), ("dark", 1360, "dark"), ("narrow", 400, "light"),
-        ):  # fmt: skip
-            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
-            page.goto(site.url)
-            page.wait_for_selector(".verdict[data-level=good]")
-            page.wait_for_selector(".plot canvas")
-            page.mouse.move(0, 0)
-            page.screenshot(path=folder / f"page-{name}.png", full_page=True)
-            page.close()
-    site.close()
-
-
-if __name__ == "__main__":
-    _pictures(Path(sys.argv[1]))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvdepot.metrics import BOUNDS_S, Event
-from kvdepot.status import Engine, NamespaceStatus, Saved
+from kvdepot.status import Engine, Kept, NamespaceStatus, Saved
 
 from ..conftest import StartDepot, eventually
 from .browser import chromium, executable
@@ -125,10 +125,31 @@ def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Si
     assert cards.count() == 3
     memory, disk, s3 = (" ".join(cards.nth(i).inner_text().split()) for i in range(3))
     assert memory.startswith("Memory 241 GiB 94.3% of 256 GiB")
-    assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "Waiting to be saved 3 MiB" in disk
-    assert "it has not told how much it may hold" in s3
+    assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "To be saved 3 MiB" in disk
+    assert "capacity not known" in s3
     bars = page.locator("#stores [role=meter]:visible")
     assert [bars.nth(i).get_attribute("aria-valuenow") for i in range(bars.count())] == ["94.3", "71.5"]
+
+
+def test_what_has_one_name_is_listed_once_each_however_long_the_page_is_open(site: Site, open_page: OpenPage) -> None:
+    """Namespaces of one model whose KV cache has another type, say."""
+    twins = [NamespaceStatus("", "twin", 1, 1, chunks, 2**20, 1) for chunks in (1, 2)]
+    tiers = [msgspec.structs.replace(tier, name="twin") for tier in site.status.tiers]
+    site.status = msgspec.structs.replace(site.status, namespaces=twins, tiers=tiers)
+    page = open_page()
+    asked = site.asked.count("/v1/status")
+    eventually(lambda: site.asked.count("/v1/status") > asked + 2)
+    assert [row[3] for row in rows(page, "namespaces")] == ["1", "2"]
+    assert page.locator("#stores .card").count() == 3
+
+
+def test_engines_stay_in_their_places_whoever_was_heard_last(site: Site, open_page: OpenPage) -> None:
+    page = open_page()
+    before = rows(page, "engines")
+    site.status = msgspec.structs.replace(site.status, engines=site.status.engines[::-1])
+    asked = site.asked.count("/v1/status")
+    eventually(lambda: site.asked.count("/v1/status") > asked + 1)
+    assert rows(page, "engines") == before
 
 
 def test_engines_and_namespaces_are_listed_with_their_state_bytes_and_hits(site: Site, open_page: OpenPage) -> None:
@@ -212,7 +233,7 @@ def test_the_page_survives_a_restart_of_the_server_and_says_so(site: Site, open_
     site.close()
     shows(page, "#state", "Not reachable")
     assert text(page, "#hit-rate") == "72.4%"  # the old figures stay, and are said to be old
-    assert "The figures below are of" in text(page, "#reasons")
+    assert "The figures below are of" in text(page, "#since")
     again = Site(site.port)
     try:
         again.status = empty_status()
@@ -243,16 +264,42 @@ def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(sit
     page = open_page()
     site.trouble = "the depot has not answered for 4.2 s"
     shows(page, "#state", "Not answering")
-    assert "The depot has not answered for 4.2 s. The figures below are of" in text(page, "#reasons")
+    assert text(page, "#reasons").startswith("The depot has not answered for 4.2 s. Engines compute for themselves")
+    assert "The figures below are of" in text(page, "#since")
     site.trouble = ""
     page.wait_for_selector(".verdict[data-level=good]")
 
 
-def test_a_status_that_stays_the_same_is_old(site: Site, open_page: OpenPage) -> None:
-    site.ticks = False
+def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open_page: OpenPage) -> None:
     page = open_page()
-    shows(page, "#state", "Not answering")
-    assert "has not answered for" in text(page, "#reasons")
+    site.lag = "the depot is behind: its last answer took 1.4 s"
+    shows(page, "#state", "Working, with something to look at")
+    assert text(page, "#reasons") == "The depot is behind: its last answer took 1.4 s."
+    site.lag = ""
+    page.wait_for_selector(".verdict[data-level=good]")
+
+
+def test_what_the_page_cannot_show_does_not_leave_it_saying_that_all_is_well(site: Site, open_page: OpenPage) -> None:
+    page = open_page()
+    good, site.status = site.status, msgspec.structs.replace(site.status, tiers=None)  # type: ignore[arg-type]
+    shows(page, "#state", "This page has a fault")
+    assert page.get_attribute("#verdict", "data-level") == "bad"
+    site.status = good
+    page.wait_for_selector(".verdict[data-level=good]")
+
+
+def test_chunks_that_find_no_room_are_something_to_look_at_for_as_long_as_it_lasts(
+    site: Site, open_page: OpenPage
+) -> None:
+    now, site.ticks = site.status.wall_s, False
+    times = [now - 400 + i for i in range(401)]
+    drops = [3.0 if i > 390 else 0.0 for i in range(401)]
+    site.history = {"times_s": times, "series": {"dropped_chunks_s": drops}}
+    page = open_page(wait_for="h1:has-text('something to look at')")
+    assert "30 chunks found no room in the last 5 min" in text(page, "#reasons")
+    drops.reverse()
+    page.reload()
+    page.wait_for_selector(".verdict[data-level=good]")
 
 
 def test_a_token_is_taken_from_the_address_and_does_not_stay_there(site: Site, open_page: OpenPage) -> None:
@@ -266,6 +313,9 @@ def test_a_token_is_taken_from_the_address_and_does_not_stay_there(site: Site, o
 def test_a_token_that_is_missing_can_be_typed(site: Site, open_page: OpenPage) -> None:
     site.token = "s3cret"
     page = open_page(wait_for="h1:has-text('A token is needed')")
+    page.get_by_label("Token", exact=True).fill("secret")
+    page.keyboard.press("Enter")
+    shows(page, "#state", "The server has another token")
     page.get_by_label("Token", exact=True).fill("s3cret")
     page.get_by_role("button", name="Open").click()
     page.wait_for_selector(".verdict[data-level=good]")
@@ -304,6 +354,7 @@ def test_charts_are_drawn_from_the_history_and_have_tables_behind_them(site: Sit
     assert f"{100 * last:.1f}%" in " ".join(figure.locator(".legend").inner_text().split())
     assert f"Hit rate {100 * last:.1f}%" in (figure.locator(".plot").get_attribute("aria-label") or "")
     figure.locator("summary").click()
+    figure.locator("tbody tr").first.wait_for()
     cells = figure.locator("tbody tr").first.locator("th, td").all_inner_texts()
     assert cells[2] == f"{100 * last:.1f}%"
 
@@ -318,6 +369,47 @@ def test_lines_go_on_from_one_status_to_the_next(site: Site, open_page: OpenPage
     stored = page.locator("#charts figure", has_text="Stored and retrieved").locator(".legend")
     stored.filter(has_text="2 GB/s").wait_for()
     assert site.asked.count("/v1/history") == 1
+
+
+def test_what_was_before_a_restart_stays_in_the_charts(site: Site, open_page: OpenPage) -> None:
+    now = site.status.wall_s
+    site.history = {"times_s": [now - 60, now - 59], "series": {"used_bytes": [3 * 2**30, 3 * 2**30]}}
+    page = open_page()
+    site.history = {"times_s": [now], "series": {"used_bytes": [2**30]}}
+    site.status = msgspec.structs.replace(site.status, boot="b2")
+    eventually(lambda: site.asked.count("/v1/history") == 2)
+    figure = page.locator("#charts figure", has_text="Bytes kept")
+    figure.locator("summary").click()
+    shows(page, "#charts figure:has-text('Bytes kept') tbody", "3 GiB")
+    texts = figure.locator("tbody tr td:nth-child(2)").all_inner_texts()
+    assert texts[-4:] == ["1 GiB", NONE, "3 GiB", "3 GiB"]  # and nothing is drawn between the two
+
+
+def test_a_page_that_is_open_for_long_keeps_as_much_as_its_charts_show(open_page: OpenPage) -> None:
+    page = open_page()
+    kept, first, last = page.evaluate(
+        "import('/series.js').then(({ History }) => { const all = new History();"
+        " for (let i = 0; i <= 30000; i++) all.add(i, { one: i });"
+        " return [all.times.length, all.times[0], all.window(['one'], 21600)[1][0]]; })"
+    )
+    assert (kept, first, last) == (21601, 8400, 8400)
+
+
+def test_a_value_with_none_beside_it_is_drawn(site: Site, open_page: OpenPage) -> None:
+    """So it is with a request every now and then: most seconds have no percentile."""
+    _needed((VENDOR / "INTEGRITY").is_file(), "uPlot")
+    now, site.ticks = site.status.wall_s, False
+    times = [now - 800 + i for i in range(801)]
+    values = [0.01 if i % 40 == 0 else None for i in range(801)]
+    site.history = {"times_s": times, "series": {"retrieve_p50_s": values}}
+    page = open_page(color_scheme="light")
+    orange = page.eval_on_selector(
+        "figure:has-text('How long') canvas",
+        "canvas => { const all = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+        " let found = 0; for (let i = 0; i < all.length; i += 4)"
+        " if (all[i + 3] > 200 && all[i] - all[i + 2] > 100) found++; return found; }",
+    )
+    assert orange > 20
 
 
 def test_saved_tokens_are_drawn_from_the_beginning_of_the_time_shown(site: Site, open_page: OpenPage) -> None:
@@ -373,6 +465,19 @@ def test_nothing_is_asked_of_others_and_no_rule_for_content_is_broken(
     assert asked and all(url.startswith((site.url, "data:")) for url in asked)
 
 
+def test_figures_are_rounded_to_what_is_true(open_page: OpenPage) -> None:
+    page = open_page()
+    said = page.evaluate(
+        "import('/format.js').then(({ bytes, byteRate, share, duration, latency }) => ["
+        " bytes(2 ** 30 - 1), byteRate(999.96e6), share(0), share(0.00001), share(0.99999), share(1),"
+        " duration(0.99991), latency(0.00004), latency(0.004), latency(10), latency(null)])"
+    )
+    assert said == [
+        "1 GiB", "1 GB/s", "0%", "<0.1%", ">99.9%", "100.0%", "1 s", "<0.1 ms", "4 ms",
+        "\N{GREATER-THAN OR EQUAL TO}10 s", NONE,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("look", ["light", "dark", "narrow", "empty", "down", "no charts"])
 def test_axe_finds_no_fault(site: Site, open_page: OpenPage, look: str) -> None:
     pytest.importorskip("axe_playwright_python") if not os.environ.get("CI") else None
@@ -404,6 +509,45 @@ def test_no_width_needs_scrolling_sideways(site: Site, open_page: OpenPage, widt
         f"all => all.filter(e => e.getBoundingClientRect().right > {width} + 0.5).map(e => e.textContent.slice(0, 40))",
     )
     assert outside == []
+
+
+@pytest.mark.parametrize("width", [400, 1440])
+def test_names_without_end_do_not_widen_the_page(site: Site, open_page: OpenPage, width: int) -> None:
+    name = "\N{RIGHT-TO-LEFT OVERRIDE}" + 250 * "x"
+    site.history = example_history(site.status.wall_s)
+    site.status = msgspec.structs.replace(
+        site.status,
+        tiers=[msgspec.structs.replace(site.status.tiers[0], name=name, state=name)],
+        namespaces=[NamespaceStatus(name, name, 1, 1, 1, 1, 1)],
+        engines=[Engine(name, 1.0, 1.0, [name], [0], "", name, 0, 0, 0)],
+        pinned=[Kept(name, 1, None)],
+        events=[Event(site.status.wall_s, name, name)],
+    )
+    page = open_page(width=width)
+    wide, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert wide <= seen
+
+
+def test_a_first_look_shows_all_four_answers_without_scrolling(site: Site, open_page: OpenPage) -> None:
+    page = open_page(width=1440)
+    for table in ("#state", "#saved-tokens", "#stores .of", "#engines tbody tr:nth-child(3)"):
+        box = page.locator(table).first.bounding_box()
+        assert box is not None and box["y"] + box["height"] <= 900, table
+
+
+def test_readers_of_screens_are_told_of_states_and_not_of_each_second(site: Site, open_page: OpenPage) -> None:
+    site.status = msgspec.structs.replace(site.status, uptime_s=10.0)
+    page = open_page()
+    since = text(page, "#since")
+    page.evaluate(
+        "window.told = 0; new MutationObserver(all => told += all.length)"
+        ".observe(document.querySelector('[role=status]'), { subtree: true, childList: true, characterData: true })"
+    )
+    eventually(lambda: text(page, "#since") != since)
+    assert page.evaluate("told") == 0
+    site.trouble = "it hangs"
+    shows(page, "[role=status]", "Not answering")
+    assert page.evaluate("told") > 0
 
 
 def test_the_colours_follow_the_system_until_somebody_chooses(site: Site, open_page: OpenPage) -> None:
@@ -508,6 +652,8 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     times = {row[0]: row[1] for row in rows(page, "latencies")}
     assert (times["Lookup"], times["Store"], times["Retrieve"]) == ("2", "1", "1")
     assert "Chunks kept 2" in text(page, "#facts")
+    assert text(page, "#hit-rate") == "50.0%"
+    assert text(page, "#stores .big") == f"{status['used_bytes'] / 1024:g} KiB"
     assert f"of {status['capacity_bytes'] / 2**20:.1f} MiB" in text(page, "#stores .of")
     assert [event["text"] for event in reversed(status["events"])] == page.locator(
         "#events li span:last-child"
@@ -540,7 +686,7 @@ def test_the_page_goes_on_a_line_as_the_server_would(port: int, open_page: OpenP
         wall_s=1002.0,
         stored_bytes=before.stored_bytes + 12345,
         evicted_chunks=before.evicted_chunks + 7,
-        counters={**before.counters, "dropped_chunks": before.counters["dropped_chunks"] + 3},
+        counters={**before.counters, "dropped_chunks": before.counters["dropped_chunks"] + 3, "failed_chunks": 5},
         latencies=[msgspec.structs.replace(lookup, buckets=buckets)],
     )
     wanted = {name: value for name, value in measure(before, after, 2.0).items() if value == value}

@@ -176,13 +176,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         place = (settings["url"], context, model, ranks // replicas)
         self._scheduler: LMCacheMPSchedulerAdapter | None = None
         self._worker: LMCacheMPWorkerAdapter | None = None
+        self._rank = 0  # a worker's, among all
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = LMCacheMPSchedulerAdapter(*place, 0, block_tokens, client=client)
         else:
-            rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
-            self._worker = LMCacheMPWorkerAdapter(*place, rank // replicas, block_tokens, client=client)
+            self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
+            self._worker = LMCacheMPWorkerAdapter(*place, self._rank // replicas, block_tokens, client=client)
+            # The scheduler ends pins when a load has ended; and two engines may well number their requests alike.
+            self._worker.unpins = False
         self._stats = KVDepotStats()
         self._spans: Callable[[Operation], None] | None = None
         self._traces: dict[str, dict[str, str]] = {}  # a worker's: headers of what it loads and stores
@@ -215,7 +218,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def _ended_operation(self, operation: Operation) -> None:
         self._stats.count(operation)
         if self._tells:
-            self._stored_keys.add(operation.stored)
+            self._stored_keys.add(operation.stored, self._rank)
         if self._spans is not None:
             self._spans(operation)
 
@@ -385,7 +388,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads have ended: release their pins, and remember what failed."""
         failed = connector_output.invalid_block_ids or set()
         if self._known is not None and isinstance(stored := connector_output.kv_connector_worker_meta, StoredKeys):
-            self._known.stored(stored.keys)
+            self._known.stored(stored)
         for request_id in connector_output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -488,10 +491,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return event
 
     def _shards(self, transfers: Iterable[_Transfer]) -> list[wire.Shards]:
-        # No request id: the scheduler ends pins itself when a load has ended, and two engines may well number
-        # their requests alike.
         return [
-            self._moves.shards("", t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt) for t in transfers
+            self._moves.shards(t.request_id, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt)
+            for t in transfers
         ]
 
     @property

@@ -9,7 +9,7 @@ was stored on every rank or found, and what is believed has a bound.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,18 +32,20 @@ _MOST_ORDERED = 1 << 14
 
 @dataclass
 class StoredKeys(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, which mypy does not follow
-    """Keys of chunks that workers have stored since the last step, by how many of them."""
+    """Keys of chunks that workers have stored since the last step, by the ranks of these workers."""
 
-    keys: Counter[bytes] = field(default_factory=Counter)
+    keys: dict[bytes, set[int]] = field(default_factory=dict)
 
-    def add(self, keys: bytes) -> None:
+    def add(self, keys: bytes, rank: int) -> None:
         """A worker has stored these, 32 bytes each."""
-        self.keys.update(keys[i : i + HASH_BYTES] for i in range(0, len(keys), HASH_BYTES))
+        for i in range(0, len(keys), HASH_BYTES):
+            self.keys.setdefault(keys[i : i + HASH_BYTES], set()).add(rank)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Take another worker's in."""
         assert isinstance(other, StoredKeys)
-        self.keys += other.keys
+        for key, ranks in other.keys.items():
+            self.keys.setdefault(key, set()).update(ranks)
         return self
 
 
@@ -57,7 +59,7 @@ class Known:
         self._most = most
         self._hashes: OrderedDict[bytes, list[Any]] = OrderedDict()  # by chunk key; what was heard of last is last
         self._ordered: OrderedDict[bytes, BlockStored] = OrderedDict()
-        self._stored: Counter[bytes] = Counter()  # ranks that have stored what is ordered
+        self._stored: dict[bytes, set[int]] = {}  # ranks that have stored what is ordered
         self._events: list[KVCacheEvent] = []
 
     def __repr__(self) -> str:
@@ -75,12 +77,13 @@ class Known:
         while len(self._ordered) > _MOST_ORDERED:
             self._stored.pop(self._ordered.popitem(last=False)[0], None)
 
-    def stored(self, keys: Counter[bytes]) -> None:
-        """So many workers have stored these now."""
-        for key, ranks in keys.items():
+    def stored(self, stored: StoredKeys) -> None:
+        """Workers have stored these now."""
+        for key, ranks in stored.keys.items():
             if key in self._ordered:
-                self._stored[key] += ranks
-                if self._stored[key] >= self._ranks:
+                by = self._stored.setdefault(key, set())
+                by |= ranks
+                if len(by) >= self._ranks:
                     del self._stored[key]
                     self._add(key, self._ordered.pop(key))
 

@@ -24,6 +24,8 @@ _SPARE = 64
 """Points more than that before the oldest are dropped, together."""
 _MOST_SERIES = 64
 _NAN = float("nan")
+_LOST = ("dropped_chunks", "failed_chunks", "expired_chunks")
+"""Counters of chunks that were not kept; page/series.js has the same."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -126,8 +128,8 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
     point["stored_bytes_s"] = (now.stored_bytes - before.stored_bytes) / took_s
     point["retrieved_bytes_s"] = (now.retrieved_bytes - before.retrieved_bytes) / took_s
     point["evicted_chunks_s"] = (now.evicted_chunks - before.evicted_chunks) / took_s
-    dropped = now.counters.get("dropped_chunks", 0) - before.counters.get("dropped_chunks", 0)
-    point["dropped_chunks_s"] = dropped / took_s
+    for name in _LOST:
+        point[f"{name}_s"] = (now.counters.get(name, 0) - before.counters.get(name, 0)) / took_s
     looked = now.counters.get("lookup_chunks", 0) - before.counters.get("lookup_chunks", 0)
     if window is None and looked:
         hits = now.counters.get("hit_chunks", 0) - before.counters.get("hit_chunks", 0)

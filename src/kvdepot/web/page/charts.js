@@ -2,7 +2,7 @@
 
 import { make, say, set } from "./dom.js";
 import * as format from "./format.js";
-import { risen } from "./series.js";
+import { alone, risen } from "./series.js";
 
 const HEIGHT = 180;
 const TABLE_ROWS = 12;
@@ -20,7 +20,7 @@ const TIME_STEPS = [
  */
 export const CHARTS = [
   {
-    title: "Hit rate beside its ceiling",
+    title: "Hit rate beside its ceiling, each over a minute",
     format: format.share,
     ticks: (value) => `${Math.round(100 * value)}%`,
     top: 1,
@@ -53,7 +53,7 @@ export const CHARTS = [
         name: `tier_bytes.${tier.name}`,
         label: tier.name,
         colour: ["--orange", "--teal", "--purple", "--grey"][i % 4],
-        dash: [[], [6, 3], [2, 3], [8, 3, 2, 3]][i % 4],
+        dash: [[6, 3], [2, 3], [8, 3, 2, 3], [12, 3]][i % 4],
       })),
   },
   {
@@ -67,7 +67,8 @@ export const CHARTS = [
   },
   {
     title: "How long requests take",
-    format: format.duration,
+    format: format.latency,
+    ticks: format.duration,
     logarithmic: true,
     lines: [
       { name: "lookup_p50_s", label: "Lookup p50", colour: "--blue" },
@@ -77,12 +78,14 @@ export const CHARTS = [
     ],
   },
   {
-    title: "Chunks evicted and dropped",
+    title: "Chunks evicted, and not kept, by reason",
     idle: 10,
     format: format.rate,
     lines: [
       { name: "evicted_chunks_s", label: "Evicted", colour: "--blue" },
-      { name: "dropped_chunks_s", label: "Dropped", colour: "--red", dash: [6, 3] },
+      { name: "dropped_chunks_s", label: "No room", colour: "--red", dash: [6, 3] },
+      { name: "failed_chunks_s", label: "Copy failed", colour: "--purple", dash: [2, 3] },
+      { name: "expired_chunks_s", label: "Too old", colour: "--grey", dash: [8, 3, 2, 3] },
     ],
   },
 ];
@@ -194,7 +197,7 @@ export class Chart {
     const options = {
       width: this.area.clientWidth || 300,
       height: HEIGHT,
-      padding: [8, 8, 0, 0],
+      padding: [8, 24, 0, 0], // half of a time's label
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "kvdepot" }, points: { size: 6 } },
       scales: { x: { time: true, auto: false }, y: { auto: false, distr: logarithmic ? 3 : 1 } },
@@ -221,7 +224,7 @@ export class Chart {
             stroke,
             dash: line.dash?.length ? line.dash : undefined,
             width: 1.75,
-            points: { show: false },
+            points: { show: true, size: 4, fill: stroke, filter: (plot, at) => alone(plot.data[at]) }, // no line shows them
             fill: line.filled ? faint(stroke, 0.1) : undefined,
           };
         }),

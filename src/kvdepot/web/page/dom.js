@@ -21,14 +21,17 @@ export function set(element, name, value) {
 }
 
 /**
- * Give `parent` one child an item, in order. key(item) tells them apart; make(item) makes a child; fill(child, item)
- * writes what may change.
+ * Give `parent` one child an item, in order. key(item) tells them apart, as far as they differ; make(item) makes a
+ * child; fill(child, item) writes what may change.
  */
 export function list(parent, items, key, make, fill) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const seen = new Map(); // how often each key has come
   let at = parent.firstElementChild;
   for (const item of items) {
-    const name = String(key(item));
+    const times = (seen.get(key(item)) ?? 0) + 1;
+    seen.set(key(item), times);
+    const name = `${times} ${key(item)}`;
     let child = old.get(name);
     old.delete(name);
     if (!child) {

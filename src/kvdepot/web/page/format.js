@@ -1,16 +1,18 @@
 // Figures for people. Sizes in binary units, as memory is bought; rates in decimal ones, as buses are.
 
+import { BOUNDS_S } from "./series.js";
+
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const NONE = "–";
 
 function scaled(value, base, units) {
   let unit = 0;
-  while (Math.abs(value) >= base && unit < units.length - 1) {
+  while (value >= base - 0.5 && unit < units.length - 1) { // what would be rounded to the next unit is said in it
     value /= base;
     unit += 1;
   }
-  const digits = unit === 0 || Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2;
+  const digits = unit === 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
   return `${Number(value.toFixed(digits))} ${units[unit]}`;
 }
 
@@ -31,6 +33,7 @@ export const rate = (value) =>
 export function share(value) {
   if (value == null) return NONE;
   const percent = 100 * value;
+  if (percent === 0) return "0%";
   // Never "100%" of what is not whole, nor "0%" of what is there.
   if (percent > 99.9 && percent < 100) return ">99.9%";
   if (percent > 0 && percent < 0.1) return "<0.1%";
@@ -45,7 +48,7 @@ export function duration(value) {
   if (value == null) return NONE;
   if (value === 0) return "0 s";
   if (value < 0.001) return `${Number((value * 1000).toFixed(2))} ms`;
-  if (value < 1) return `${Number((value * 1000).toPrecision(3))} ms`;
+  if (value < 0.9995) return `${Number((value * 1000).toPrecision(3))} ms`;
   if (value < 10) return `${Number(value.toFixed(1))} s`;
   const seconds = Math.round(value);
   for (const [size, unit, small, smallUnit] of [
@@ -58,6 +61,12 @@ export function duration(value) {
     return `${whole.format(Math.floor(seconds / size))} ${unit}${rest ? ` ${rest} ${smallUnit}` : ""}`;
   }
   return `${seconds} s`;
+}
+
+/** How long a request took, as far as its bucket says: the first one begins at 0, the last one has no end. */
+export function latency(value) {
+  if (value > 0 && value < BOUNDS_S[0]) return `<${duration(BOUNDS_S[0])}`;
+  return value >= BOUNDS_S.at(-1) ? `≥${duration(BOUNDS_S.at(-1))}` : duration(value);
 }
 
 export const ago = (value) => (value < 2 ? "just now" : `${duration(Math.round(value))} ago`);

@@ -1,24 +1,20 @@
 // Is it working? What one status says of that, in words. Decides, draws nothing.
 
-import { count, duration, share } from "./format.js";
+import { count, duration } from "./format.js";
 
-/** Level (good, look, bad, wait), headline, and what to look at. failure: why no status came, if none did. */
-export function verdict(status, silent_s, failure) {
-  if (failure) return { level: "bad", ...failure };
-  if (silent_s > 5) {
-    return {
-      level: "bad",
-      headline: "Not answering",
-      reasons: [`The depot has not answered for ${duration(Math.floor(silent_s))}. The figures below are old.`],
-    };
-  }
-  const reasons = [...concerns(status)];
+/** What counts as lately. */
+export const RECENT_S = 300;
+
+/** Level (good, look, bad, wait), headline, and what to look at. slow: what its probe says; dropped: chunks without room, in RECENT_S. */
+export function verdict(status, slow, dropped) {
+  const reasons = [...concerns(status, slow, dropped)];
   return reasons.length
     ? { level: "look", headline: "Working, with something to look at", reasons }
     : { level: "good", headline: "Working", reasons };
 }
 
-function* concerns(status) {
+function* concerns(status, slow, dropped) {
+  if (slow) yield slow;
   for (const tier of status.tiers) {
     if (tier.state !== "up") yield `${tier.name} is ${tier.state}: it fails, and is tried again from time to time.`;
   }
@@ -32,10 +28,8 @@ function* concerns(status) {
   if (status.unrecorded_shards) {
     yield `${count(status.unrecorded_shards)} stored parts have no record: a restart would lose them.`;
   }
-  if (status.capacity_bytes && status.holds && status.used_bytes === status.capacity_bytes && status.counters.dropped_chunks) {
-    const stores = status.counters.stored_chunks + status.counters.dropped_chunks;
-    const part = status.counters.dropped_chunks / stores;
-    if (part > 0.01) yield `Memory is full of what is held: ${share(part)} of the chunks to store found no room.`;
+  if (dropped >= 1) {
+    yield `${count(Math.round(dropped))} chunks found no room in the last ${duration(RECENT_S)}: memory is full of what is in use or kept by name.`;
   }
 }
 

@@ -2,11 +2,11 @@
 
 import { CHARTS, Chart, load } from "./charts.js";
 import { $ } from "./dom.js";
-import { clock, duration, moment } from "./format.js";
-import { verdict } from "./health.js";
+import { duration, moment } from "./format.js";
+import { RECENT_S, verdict } from "./health.js";
 import { showAll, showVerdict } from "./panels.js";
 import { History, point } from "./series.js";
-import { Refusal, ask, useToken } from "./source.js";
+import { Refusal, ask, hasToken, useToken } from "./source.js";
 
 const EVERY_MS = 1000;
 /** After so long without a status its points are asked for again. */
@@ -15,7 +15,6 @@ const GAP_S = 5;
 const history = new History();
 let charts = [];
 let status = null; // the latest that came
-let changed_ms = 0; // when it last differed from the one before, on this machine's clock
 let range_s = 900;
 let waiting = 0; // the timer until the next request
 
@@ -23,17 +22,33 @@ async function turn() {
   clearTimeout(waiting);
   if (document.hidden) return; // `visibilitychange` goes on
   let next = null;
+  let slow = "";
   let failure = null;
   try {
-    next = await ask("v1/status");
-    if (!follows(next)) await recall();
+    [next, slow] = await Promise.all([ask("v1/status"), trouble()]);
+    if (!follows(next)) await recall(next.wall_s);
   } catch (problem) {
     failure = explain(problem);
   }
   clearTimeout(waiting); // of a turn that was under way at the same time
-  waiting = setTimeout(turn, EVERY_MS); // before drawing, whose faults must not be the end
-  if (!failure) accept(next);
-  show(failure);
+  waiting = setTimeout(turn, EVERY_MS);
+  try {
+    if (failure) showFailure(failure);
+    else show(next, slow);
+  } catch (problem) {
+    console.error(problem); // figures that stand still must not say that all is well
+    showFailure({ headline: "This page has a fault", reasons: [`It cannot show what the server says: ${problem.message}`] });
+  }
+}
+
+/** What the server's own probe finds wrong while it still answers: that it is slow to. */
+async function trouble() {
+  try {
+    await ask("healthz");
+    return "";
+  } catch (problem) {
+    return problem instanceof Refusal ? sentence(problem.message) : "";
+  }
 }
 
 /** Whether a line from the latest status to this one is true. */
@@ -41,49 +56,56 @@ function follows(next) {
   return status?.boot === next.boot && next.wall_s >= status.wall_s && next.wall_s - status.wall_s < GAP_S;
 }
 
-function accept(next) {
-  if (status && status.version !== next.version) location.reload(); // another server's page
-  if (status?.wall_s !== next.wall_s) changed_ms = performance.now();
-  if (follows(next) && next.wall_s > status.wall_s) history.add(next.wall_s, point(status, next));
-  status = next;
-}
-
-/** What the server has kept of the time before. Without it charts begin now. */
-async function recall() {
+/** What the server has kept of the time before. Without it charts go on with what is here. */
+async function recall(now_s) {
   try {
-    history.restart(await ask("v1/history"));
+    history.join(await ask("v1/history"), now_s);
   } catch (problem) {
     if (problem instanceof Refusal && problem.status === 401) throw problem;
   }
 }
 
 function explain(problem) {
-  const isRefusal = problem instanceof Refusal;
-  const needsToken = isRefusal && problem.status === 401;
-  $("token").hidden = !needsToken;
-  if (needsToken) {
-    const reason = "Run kvdepot open on the server's machine: it opens this page with its token, which kvdepot token prints.";
-    return { level: "wait", headline: "A token is needed", reasons: [reason] };
+  if (problem instanceof Refusal && problem.status === 401) {
+    const help = "Run kvdepot open on the server's machine: it opens this page with its token, which kvdepot token prints.";
+    return {
+      level: "wait",
+      headline: hasToken() ? "The server has another token" : "A token is needed",
+      reasons: [help],
+      asksToken: true,
+    };
   }
-  const old = status ? ` The figures below are of ${clock(status.wall_s)}.` : "";
-  return isRefusal
-    ? { headline: problem.status === 503 ? "Not answering" : "Refused", reasons: [`${sentence(problem.message)}${old}`] }
-    : { headline: "Not reachable", reasons: [`No answer from ${location.host}; asking again each second.${old}`] };
+  const help = "Engines compute for themselves until it is back. On its machine, kvdepot doctor says what is wrong.";
+  if (!(problem instanceof Refusal)) {
+    return { headline: "Not reachable", reasons: [`No answer from ${location.host}; asking again each second.`, help] };
+  }
+  return { headline: problem.status >= 500 ? "Not answering" : "Refused", reasons: [sentence(problem.message), help] };
 }
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
-function show(failure) {
-  document.body.classList.toggle("known", status !== null);
-  document.body.classList.toggle("old", failure !== null && status !== null);
-  const silent_s = (performance.now() - changed_ms) / 1000;
-  const began = status ? status.wall_s - status.uptime_s : 0;
-  const since = status && !failure ? `version ${status.version}, since ${moment(began, status.wall_s)} (${duration(Math.floor(status.uptime_s))})` : "";
-  showVerdict(verdict(status, silent_s, failure), since);
-  if (failure) return;
+function show(next, slow) {
+  if (status && status.version !== next.version) location.reload(); // another server's page
+  if (follows(next) && next.wall_s > status.wall_s) history.add(next.wall_s, point(status, next));
+  const began = moment(next.wall_s - next.uptime_s, next.wall_s);
+  const since = `version ${next.version}, since ${began} (${duration(Math.floor(next.uptime_s))})`;
+  showVerdict(verdict(next, slow, history.total("dropped_chunks_s", RECENT_S)), since);
+  showAll(next);
+  status = next; // it can be shown
+  document.body.classList.add("known");
+  document.body.classList.remove("old");
   $("token").hidden = true;
-  showAll(status);
-  for (const chart of charts) chart.update(history, status, range_s);
+  showCharts();
+}
+
+function showFailure({ level = "bad", headline, reasons, asksToken = false }) {
+  showVerdict({ level, headline, reasons }, status ? `The figures below are of ${moment(status.wall_s, Date.now() / 1000)}.` : "");
+  document.body.classList.toggle("old", status !== null);
+  $("token").hidden = !asksToken;
+}
+
+function showCharts() {
+  if (status) for (const chart of charts) chart.update(history, status, range_s);
 }
 
 $("token").addEventListener("submit", (event) => {
@@ -94,11 +116,11 @@ $("token").addEventListener("submit", (event) => {
 });
 $("range").addEventListener("change", (event) => {
   range_s = Number(event.target.value);
-  if (status) for (const chart of charts) chart.update(history, status, range_s);
+  showCharts();
 });
 addEventListener("colours", () => {
   for (const chart of charts) chart.recolour();
-  if (status) for (const chart of charts) chart.update(history, status, range_s);
+  showCharts();
 });
 document.addEventListener("visibilitychange", turn);
 

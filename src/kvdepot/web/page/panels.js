@@ -1,7 +1,7 @@
 // The sections of the page, each filled from one status.
 
 import { $, bar, list, make, rows, say, set } from "./dom.js";
-import { ago, bytes, count, duration, exact, moment, none, rough, share } from "./format.js";
+import { ago, bytes, count, duration, exact, latency as latencyTime, moment, none, rough, share } from "./format.js";
 import { enginePart, engineState } from "./health.js";
 import { percentile } from "./series.js";
 
@@ -25,7 +25,7 @@ const LOSSES = {
   retrieve_misses: "chunks asked for that had gone",
   bad_messages: "messages that could not be read",
   errors: "requests that failed",
-  clients_died: "clients that died",
+  clients_died: "clients that left or died",
 };
 
 const windowName = (window_s) =>
@@ -115,7 +115,7 @@ function showGain(status) {
     $("saved-prefill-note"),
     status.saved.tokens && !status.saved.prefill_s
       ? "no engine has told its prefill speed yet"
-      : "by the speed each engine measured of itself",
+      : "by each engine's own measured speed",
   );
 }
 
@@ -134,7 +134,6 @@ function fillCells(row, windows, tag, text) {
 }
 
 function showStores(status) {
-  const evicted = status.evicted_chunks;
   const memory = {
     name: "Memory",
     state: "",
@@ -142,8 +141,8 @@ function showStores(status) {
     capacity: status.capacity_bytes,
     facts: [
       ["Chunks", count(status.chunks)],
-      ["Held just now", count(status.holds)],
-      ["Evicted since the start", count(evicted)],
+      ["Held now", count(status.holds)],
+      ["Evicted so far", count(status.evicted_chunks)],
     ],
   };
   const tiers = status.tiers.map((tier) => ({
@@ -153,14 +152,14 @@ function showStores(status) {
     capacity: tier.capacity_bytes,
     facts: [
       ["Objects", count(tier.objects)],
-      ["Waiting to be saved", bytes(tier.queued_bytes)],
+      ["To be saved", bytes(tier.queued_bytes)],
       ["Writes", tier.write.replaceAll("_", " ")],
     ],
   }));
   list($("stores"), [memory, ...tiers], (store) => store.name, makeStore, fillStore);
   $("kept-part").hidden = !status.pinned.length;
   rows($("kept"), status.pinned, (kept) => kept.name, [
-    ["", (kept) => kept.name],
+    ["name", (kept) => kept.name, (kept) => kept.name],
     ["num", (kept) => bytes(kept.bytes)],
     ["num", (kept) => (kept.ends_in_s == null ? "never" : duration(kept.ends_in_s))],
   ]);
@@ -175,11 +174,10 @@ function makeStore(store) {
   return make(
     "article",
     { class: "card tile" },
-    make("h3", {}, make("span", { class: "ellipsis" }, store.name), make("span", { class: "tag" })),
-    make("p", { class: "big" }),
+    make("h3", {}, make("span", { class: "ellipsis" }, store.name), make("span", { class: "tag ellipsis" })),
+    make("div", { class: "sizes" }, make("p", { class: "big" }), make("p", { class: "soft of" })),
     meter,
-    make("p", { class: "soft of" }),
-    make("dl", { class: "small" }),
+    make("dl", { class: "small beside" }),
   );
 }
 
@@ -188,10 +186,10 @@ function fillStore(card, store) {
   tag.hidden = !store.state;
   say(tag, store.state);
   set(tag, "data-level", store.state === "up" ? "good" : "look");
-  set(card.querySelector(".ellipsis"), "title", store.name);
+  set(card.querySelector("h3 .ellipsis"), "title", store.name);
   say(card.querySelector(".big"), bytes(store.bytes));
   const part = store.capacity ? store.bytes / store.capacity : 0;
-  const text = store.capacity ? `${share(part)} of ${bytes(store.capacity)}` : "it has not told how much it may hold";
+  const text = store.capacity ? `${share(part)} of ${bytes(store.capacity)}` : "capacity not known";
   const meter = card.querySelector(".bar");
   meter.hidden = !store.capacity;
   if (store.capacity) bar(meter, part, text);
@@ -201,7 +199,9 @@ function fillStore(card, store) {
 
 function showUsers(status) {
   say($("engines-count"), status.engines.length ? count(status.engines.length) : "");
-  rows($("engines"), status.engines, (engine) => engine.id, [
+  // As they came: the server names first whom it heard last, which is another one each second.
+  const engines = status.engines.toSorted((a, b) => b.since_s - a.since_s || (a.id < b.id ? -1 : 1));
+  rows($("engines"), engines, (engine) => engine.id, [
     ["", enginePart, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],
     ["mono soft", (engine) => engine.id],
     ["", engineState],
@@ -223,20 +223,13 @@ function showUsers(status) {
 }
 
 function showEvents(status) {
-  const seen = new Map(); // events of one instant and kind differ in their number alone
-  const events = status.events
-    .map((event) => {
-      const name = `${event.wall_s} ${event.kind} ${event.text}`;
-      seen.set(name, (seen.get(name) ?? 0) + 1);
-      return { ...event, key: `${name} ${seen.get(name)}` };
-    })
-    .reverse();
+  const events = [...status.events].reverse();
   $("events-none").hidden = events.length > 0;
   $("events").parentElement.hidden = events.length === 0;
   list(
     $("events"),
     events,
-    (event) => event.key,
+    (event) => `${event.wall_s} ${event.kind} ${event.text}`,
     (event) => make("li", {}, make("time"), make("span", { class: "kind" }, event.kind.replaceAll("_", " ")), make("span", {}, event.text)),
     (item, event) => {
       const time = item.firstElementChild;
@@ -256,14 +249,14 @@ function showDetails(status) {
       ["", (latency) => latency.request],
       ["num", (latency) => count(latency.count)],
       ["num", (latency) => count(latency.errors)],
-      ["num", (latency) => duration(percentile(latency.buckets, 0.5))],
-      ["num", (latency) => duration(percentile(latency.buckets, 0.99))],
+      ["num", (latency) => latencyTime(percentile(latency.buckets, 0.5))],
+      ["num", (latency) => latencyTime(percentile(latency.buckets, 0.99))],
       ["num", (latency) => duration(latency.sum_s / latency.count)],
     ],
   );
   rows($("losses"), losses(status), (loss) => `${loss.where} ${loss.name}`, [
-    ["", (loss) => loss.where],
-    ["", (loss) => LOSSES[loss.name] ?? loss.name.replaceAll("_", " "), (loss) => loss.name],
+    ["name", (loss) => loss.where, (loss) => loss.where],
+    ["why", (loss) => LOSSES[loss.name] ?? loss.name.replaceAll("_", " "), (loss) => loss.name],
     ["num", (loss) => count(loss.value), (loss) => exact(loss.value)],
   ]);
   $("devices-part").hidden = !status.devices.length;

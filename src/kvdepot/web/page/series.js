@@ -5,9 +5,15 @@ export const BOUNDS_S = [
   0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 ];
 
-const MOST_POINTS = 6000;
+/** The longest time that charts show. */
+const LONGEST_S = 6 * 3600;
+/** Two points farther apart than this have nothing known between them: the server keeps older ones ten seconds apart. */
+const GAP_S = 25;
 
-/** The time that `part` of the requests in these buckets took at most: linear within a bucket. null without any. */
+/**
+ * The time that `part` of the requests in these buckets took at most: linear within a bucket; the last bound where that
+ * is not enough. null without any.
+ */
 export function percentile(buckets, part) {
   const total = buckets.reduce((sum, value) => sum + value, 0);
   if (!total) return null;
@@ -22,6 +28,9 @@ export function percentile(buckets, part) {
   }
   return BOUNDS_S.at(-1);
 }
+
+/** Counters of chunks that were not kept, a series each; kvdepot.web.history has the same. */
+const LOST = ["dropped_chunks", "failed_chunks", "expired_chunks"];
 
 const counter = (name) => (status) => status.counters[name] ?? 0;
 
@@ -43,8 +52,8 @@ export function point(before, now) {
     retrieved_bytes_s: a_second((status) => status.retrieved_bytes),
     used_bytes: now.used_bytes,
     evicted_chunks_s: a_second((status) => status.evicted_chunks),
-    dropped_chunks_s: a_second(counter("dropped_chunks")),
   };
+  for (const name of LOST) values[`${name}_s`] = a_second(counter(name));
   const asked = counter("lookup_chunks")(now) - counter("lookup_chunks")(before);
   if (!newest && asked > 0) values.hit_rate = (counter("hit_chunks")(now) - counter("hit_chunks")(before)) / asked;
   for (const request of ["Lookup", "Retrieve"]) {
@@ -69,15 +78,35 @@ export function risen(line) {
   });
 }
 
+/** Indices of values with none beside them, which no line goes through. */
+export function alone(line) {
+  const found = [];
+  line.forEach((value, i) => {
+    if (value != null && line[i - 1] == null && line[i + 1] == null) found.push(i);
+  });
+  return found;
+}
+
 /** All series, on one axis of time (seconds since 1970); null where there is nothing. */
 export class History {
   times = [];
   series = {};
 
-  /** Begin anew with what the server kept. */
-  restart(kept) {
-    this.times = [...kept.times_s];
-    this.series = Object.fromEntries(Object.entries(kept.series).map(([name, values]) => [name, [...values]]));
+  /** Take what the server kept until now; what we have of the time before that, of a server before it, stays. */
+  join(kept, now_s) {
+    const first = kept.times_s[0] ?? now_s;
+    const since = this.times.findIndex((time) => time >= first);
+    const ours = since < 0 ? this.times.length : since;
+    const theirs = kept.times_s.length;
+    const names = new Set([...Object.keys(this.series), ...Object.keys(kept.series)]);
+    const nothing = (points) => new Array(points).fill(null);
+    this.series = Object.fromEntries(
+      [...names].map((name) => [
+        name,
+        [...(this.series[name]?.slice(0, ours) ?? nothing(ours)), ...(kept.series[name] ?? nothing(theirs))],
+      ]),
+    );
+    this.times = [...this.times.slice(0, ours), ...kept.times_s];
   }
 
   add(wall_s, values) {
@@ -87,22 +116,35 @@ export class History {
     }
     this.times.push(wall_s);
     for (const [name, line] of Object.entries(this.series)) line.push(values[name] ?? null);
-    if (this.times.length > MOST_POINTS) {
-      const first = this.times.length - MOST_POINTS;
-      this.times.splice(0, first);
-      for (const line of Object.values(this.series)) line.splice(0, first);
-    }
+    const old = this.#first(LONGEST_S);
+    this.times.splice(0, old);
+    for (const line of Object.values(this.series)) line.splice(0, old);
   }
 
-  /** The last `range_s` seconds of some series: times first, one line each. */
+  /** The last `range_s` seconds of some series: times first, one line each; null also where a gap begins. */
   window(names, range_s) {
+    const times = [];
+    const lines = names.map(() => []);
+    for (let i = this.#first(range_s); i < this.times.length; i++) {
+      if (this.times[i] - times.at(-1) > GAP_S) {
+        times.push(times.at(-1) + 1);
+        for (const line of lines) line.push(null);
+      }
+      times.push(this.times[i]);
+      names.forEach((name, at) => lines[at].push(this.series[name]?.[i] ?? null));
+    }
+    return [times, ...lines];
+  }
+
+  /** What a series of so much a second comes to in the last `range_s` seconds. */
+  total(name, range_s) {
+    const [times, line] = this.window([name], range_s);
+    return line.reduce((sum, value, i) => (i && value !== null ? sum + value * (times[i] - times[i - 1]) : sum), 0);
+  }
+
+  #first(range_s) {
     const from = (this.times.at(-1) ?? 0) - range_s;
-    let first = this.times.findIndex((time) => time >= from);
-    if (first < 0) first = this.times.length;
-    const times = this.times.slice(first);
-    return [
-      times,
-      ...names.map((name) => this.series[name]?.slice(first) ?? new Array(times.length).fill(null)),
-    ];
+    const first = this.times.findIndex((time) => time >= from);
+    return first < 0 ? this.times.length : first;
   }
 }

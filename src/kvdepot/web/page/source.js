@@ -17,6 +17,9 @@ function take() {
   }
 }
 
+/** Whether there is a token to send. */
+export const hasToken = () => Boolean(token);
+
 export function useToken(given) {
   token = given;
   try {
@@ -44,7 +47,7 @@ export async function ask(path) {
   if (answer.ok) return answer.json();
   let message = `HTTP ${answer.status}`;
   try {
-    message = (await answer.json()).message || message;
+    message = String((await answer.json()).message || message);
   } catch {
     // not one of our answers: a proxy's
   }

@@ -1,0 +1,121 @@
+"""Pictures of the web page for the documentation: `python scripts/page_pictures.py DIR [SECONDS]`.
+
+A server with a disk behind it and three toy engines that reuse each other's prompts are started, and after some minutes
+of that traffic what a browser shows of it is kept as PNG.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.conftest import Depot, eventually
+from tests.faults.engine import Request, ToyEngine
+from tests.web.browser import chromium
+
+from kvdepot import upkeep
+
+SECONDS = 330.0
+RANGE_S = 300
+"""What the charts show; one of the page's own."""
+FAMILIES, CHUNKS = 300, 6
+NEW_FAMILIES_S = 8
+"""Prompts come into use, and go out of it, as conversations do."""
+WIDTH = 512
+"""A block has 64 times as many bytes: half a MiB a chunk."""
+PACE_S = 0.004
+COLOURS = 256
+LOOKS = (("light", 1440, "light"), ("dark", 1440, "dark"), ("narrow", 400, "light"))
+
+
+class Engine(ToyEngine):
+    """Tells the server how long what it got back would have taken to compute, by its own speed so far."""
+
+    def __init__(self, url: str, model: str, seed: int, context: zmq.Context[Any]) -> None:
+        super().__init__(url, model, blocks=384, width=WIDTH, seed=seed, context=context)
+        self.computed_blocks, self.computed_s = 0, 0.0
+
+    def _compute(self, request: Request, failed: set[int]) -> None:
+        began = time.monotonic()
+        super()._compute(request, failed)
+        self.computed_s += time.monotonic() - began
+        saved = request.cached * self.per_chunk - len(failed)
+        self.computed_blocks += len(request.blocks) - saved
+        if saved and self.computed_blocks:
+            self.scheduler.end_session(request.id, 0, saved * self.computed_s / self.computed_blocks)
+
+
+def main(folder: Path, seconds: float) -> int:
+    """Write page-light.png, page-dark.png and page-narrow.png into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvdepot-pictures-") as disk:
+        tier = f"disk://{disk}/kv?capacity_gib=1"
+        depot = Depot("--http", "127.0.0.1:0", "--tiers", tier, arena_mib=256).wait_ready()
+        try:
+            port = eventually(lambda: re.search(r"API: http://\S+:(\d+)", depot.logged()), 20.0)[1]
+            drive(depot, f"http://127.0.0.1:{port}/", folder, seconds)
+        finally:
+            depot.close()
+    return 0
+
+
+def drive(depot: Depot, address: str, folder: Path, seconds: float) -> None:
+    """Two engines on one model and one on another; pictures at the end, while they work."""
+    models = ["meta-llama/Llama-3.1-8B-Instruct"] * 2 + ["Qwen/Qwen3-14B"]
+    engines = [Engine(depot.url, model, seed, depot.context) for seed, model in enumerate(models)]
+    engines[0].store(family=0, chunks=CHUNKS)
+    with upkeep.connect(depot.url) as client:
+        prompt = upkeep.make_prompt(client, engines[0].prompt(0, CHUNKS).tokens, b"", models[0], "")
+        upkeep.pin(client, "system-prompt", prompt)
+
+    is_over = threading.Event()
+
+    def work() -> None:
+        began = time.monotonic()
+        while not is_over.wait(PACE_S):
+            oldest = int(NEW_FAMILIES_S * (time.monotonic() - began))
+            for engine in engines:
+                engine.step(families=FAMILIES, chunks=CHUNKS, first_family=oldest)
+        for engine in engines:
+            engine.close()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        time.sleep(seconds)
+        look(address, folder)
+    finally:
+        is_over.set()
+        worker.join()
+
+
+def look(address: str, folder: Path) -> None:
+    """What a browser shows, with few colours, so that the files stay small."""
+    with chromium() as browser:
+        for name, width, theme in LOOKS:
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+            page.goto(address)
+            page.check(f"input[value='{RANGE_S}']")
+            page.wait_for_selector(".plot canvas")
+            page.wait_for_timeout(2000)  # for some points of its own
+            picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+            few = picture.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+            few.save(folder / f"page-{name}.png", optimize=True)
+            page.close()
+
+
+if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit(__doc__)
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else SECONDS))
