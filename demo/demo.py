@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +27,19 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
+from kvdepot import upkeep
 from kvdepot.adapters import MessageQueueClient, get_lmcache_chunk_size
-from kvdepot.config import default_url
+from kvdepot.cli.output import Progress, progress
+from kvdepot.config import load
+from kvdepot.errors import KVDepotError
 
 HERE = Path(__file__).parent
 # Lengths just past a chunk's end: the engine's own cache and the depot then hold the same tokens of each.
 LENGTHS = (2048 + 17, 2048 + 33, 8192 + 17, 8192 + 49)
+FEWEST_TOKENS, MOST_TOKENS = 257, 8432
+"""Of a prompt: a chunk and a token that must be computed; what engine.py's model takes, without what it generates."""
+ENGINE_S = 900.0
+"""How long an engine may take in all."""
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -106,19 +114,45 @@ def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subproces
 
 
 def run_engine(folder: Path, url: str, mode: str, inside: Sequence[str] = ()) -> dict[str, Any]:
-    out = folder / f"{mode}.json"
+    """An engine in a process of its own: runs the prompts, tells what it measured, and is gone."""
+    out, log, steps = folder / f"{mode}.json", folder / f"{mode}.log", folder / f"{mode}.steps"
     environ = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", all_cpus())}
-    done = subprocess.run(
-        [
-            *inside, sys.executable, str(HERE / "engine.py"), str(folder / "model"), url,
-            str(folder / "prompts.json"), str(out), mode,
-        ],
-        env=environ, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-    if done.returncode or not out.exists():
-        sys.exit(f"the {mode} engine failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+    with (
+        progress() as told,
+        log.open("wb") as written,
+        subprocess.Popen(
+            [
+                *inside, sys.executable, str(HERE / "engine.py"), str(folder / "model"), url,
+                str(folder / "prompts.json"), str(out), mode, str(steps),
+            ],
+            env=environ, stdout=written, stderr=subprocess.STDOUT,
+        ) as engine,
+    ):  # fmt: skip
+        try:
+            wait_for(engine, steps, told)
+        finally:
+            engine.kill()
+    if engine.returncode or not out.exists():
+        said = log.read_text(errors="replace")[-12000:]
+        sys.exit(f"{said}\nthe {mode} engine failed; what it said last is above")
     results: dict[str, Any] = json.loads(out.read_text())
     return results
+
+
+def wait_for(engine: subprocess.Popen[bytes], steps: Path, told: Progress) -> None:
+    """Until it has ended; meanwhile how far it is, from the file of steps that it writes."""
+    deadline = time.monotonic() + ENGINE_S
+    told("vLLM starts", 0, 0)
+    while True:
+        try:
+            engine.wait(0.2)
+            return
+        except subprocess.TimeoutExpired:
+            done, _, total = steps.read_text().partition(" ") if steps.exists() else ("", "", "")
+            if total:
+                told("prompts", int(done), int(total))
+        if time.monotonic() > deadline:
+            sys.exit(f"the engine has not ended in {ENGINE_S:.0f} s")
 
 
 def all_cpus() -> str:
@@ -139,6 +173,15 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
     return f"logprobs by {max(gaps, default=0.0):.4f}{where}"
 
 
+def prompt_length(text: str) -> int:
+    """A value of --lengths."""
+    if not (text.isascii() and text.isdigit() and FEWEST_TOKENS <= int(text) <= MOST_TOKENS):
+        raise argparse.ArgumentTypeError(
+            f"a prompt has {FEWEST_TOKENS} tokens (a chunk, and one more) to {MOST_TOKENS}, not {text!r}"
+        )
+    return int(text)
+
+
 def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
     """Write model and prompts into `folder`, say what this runs on; the prompts by the names that are shown."""
     generator = random.Random(2026)
@@ -155,17 +198,22 @@ def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
     parser.add_argument(
-        "--url", nargs="?", const=default_url(), help="use the server that runs there (without a value: this user's)"
+        "--lengths", type=prompt_length, metavar="N", nargs="+", default=LENGTHS, help="prompt lengths in tokens"
+    )
+    parser.add_argument(
+        "--url",
+        nargs="?",
+        const="",
+        help="use the server that runs there (without a value: KVDEPOT_URL's, or this user's)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, for plots.py")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:
         folder = Path(name)
-        prompts = prepare(folder, args.lengths)
         with serving(folder, args.url) as url:
+            prompts = prepare(folder, args.lengths)
             print("engine A: cold prefill, stores its KV", flush=True)
             cold = run_engine(folder, url, "cold")
             print("engine A stopped; engine B: the same prompts from the depot", flush=True)
@@ -177,9 +225,11 @@ def main() -> int:
 
 @contextmanager
 def serving(folder: Path, url: str | None) -> Iterator[str]:
-    """The server at `url`, or one of our own while the demo runs; where it listens."""
-    if url:
-        print(f"using the server at {url}", flush=True)
+    """The server at `url` (empty: this user's), or one of our own while the demo runs; where it listens."""
+    if url is not None:
+        url = load(flags={"url": url or None}).url
+        with upkeep.connect(url):  # before an engine starts, which takes a while
+            print(f"using the server at {url}", flush=True)
         yield url
         return
     print("starting kvdepot serve", flush=True)
@@ -253,4 +303,9 @@ def cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KVDepotError as exc:
+        sys.exit(f"kvdepot: {exc}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,9 +1,10 @@
 """One vLLM engine of the demo, in a process of its own: runs prompts and writes what it measured as JSON.
 
-    python engine.py MODEL_DIR DEPOT_URL PROMPTS.json OUT.json MODE
+    python engine.py MODEL_DIR DEPOT_URL PROMPTS.json OUT.json MODE STEPS
 
 MODE `cold`: every prompt once. MODE `warm`: every prompt twice, first from the depot, then from the engine's own prefix
-cache. The time to first token is that from adding the request until the step that returns its first token.
+cache. The time to first token is that from adding the request until the step that returns its first token. Into the
+file STEPS it writes how many runs of how many are done.
 """
 
 from __future__ import annotations
@@ -46,8 +47,22 @@ def run(llm: LLM, name: str, tokens: list[int]) -> dict[str, Any]:
     }
 
 
+class Steps:
+    """How many runs of how many are done, in a file that is always whole."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._path, self._done, self._total = path, -1, total
+        self.next()
+
+    def next(self) -> None:
+        self._done += 1
+        new = self._path.with_suffix(".new")
+        new.write_text(f"{self._done} {self._total}")
+        new.replace(self._path)
+
+
 def main() -> None:
-    model, url, prompts_file, out, mode = sys.argv[1:]
+    model, url, prompts_file, out, mode, steps = sys.argv[1:]
     prompts: dict[str, list[int]] = json.loads(Path(prompts_file).read_text())
     llm = LLM(
         model=model,
@@ -62,13 +77,21 @@ def main() -> None:
             "kv_connector_extra_config": {"kvdepot.url": url},
         },
     )
-    run(llm, "warm-up", [7] * 2050)  # first-call costs of the engine are not the depot's to gain
+    kinds = ["first", "own"] if mode == "warm" else ["first"]
+    # First calls cost more, and what they cost is not the depot's to gain: a prompt is computed, so that the engine
+    # knows its own speed, and, where the depot has one, another is retrieved.
+    warm_ups = [[8] * 2050, [7] * 2050] if mode == "warm" else [[7] * 2050]
+    told = Steps(Path(steps), len(warm_ups) + len(prompts) * len(kinds))
+    for number, tokens in enumerate(warm_ups):
+        run(llm, f"warm-up-{number}", tokens)
+        told.next()
     results: dict[str, Any] = {}
     for name, tokens in prompts.items():
         llm.reset_prefix_cache()
-        results[name] = {"first": run(llm, f"{name}-first", tokens)}
-        if mode == "warm":
-            results[name]["own"] = run(llm, f"{name}-own", tokens)
+        results[name] = {}
+        for kind in kinds:
+            results[name][kind] = run(llm, f"{name}-{kind}", tokens)
+            told.next()
     Path(out).write_text(json.dumps(results))
     llm.llm_engine.engine_core.shutdown()
 

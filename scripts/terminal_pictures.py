@@ -26,8 +26,9 @@ from kvdepot.cli import view
 from kvdepot.cli.screen import Screen
 from kvdepot.status import Status, read
 
-SECONDS = 8.0
-FAMILIES = 200
+SECONDS = 25.0  # a tier is asked for its figures each ten seconds
+FAMILIES = 400
+WIDTH = 128  # of the toy engines' KV: 128 KiB a chunk
 PLACE = "ipc:///run/user/1000/kvdepot-1000/depot.sock"
 
 
@@ -35,7 +36,7 @@ def main(folder: Path) -> int:
     """Write status.svg and top.svg into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvdepot-pictures-") as disk:
-        depot = Depot("--tiers", f"disk://{disk}/kv?capacity_gib=1", arena_mib=16).wait_ready()
+        depot = Depot("--tiers", f"disk://{disk}/kv?capacity_gib=1", arena_mib=128).wait_ready()
         try:
             seen = drive(depot)
         finally:
@@ -43,7 +44,7 @@ def main(folder: Path) -> int:
     seen = [shown_elsewhere(status) for status in seen[-2:]]
     parts: list[RenderableType] = [view.summary(seen[-1], PLACE)]
     for listing in view.listings(seen[-1]):
-        parts += ["", listing.table()]
+        parts += ["", listing.table(96)]
     draw(folder / "status.svg", "kvdepot status", 96, lambda console: parts)
     screen = Screen(PLACE)
     for number, status in enumerate(seen):
@@ -54,9 +55,7 @@ def main(folder: Path) -> int:
 
 def drive(depot: Depot) -> list[Status]:
     """Two engines on one model, and a look at the server each second."""
-    engines = [
-        ToyEngine(depot.url, "meta-llama/Llama-3.1-8B-Instruct", seed=seed, context=depot.context) for seed in (0, 1)
-    ]
+    engines = [ToyEngine(depot.url, "toy-llama", width=WIDTH, seed=seed, context=depot.context) for seed in (0, 1)]
     seen: list[Status] = []
     end = time.monotonic() + SECONDS
     with upkeep.connect(depot.url) as client:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import http.client
+import importlib.util
 import json
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -26,11 +28,19 @@ from urllib.parse import unquote
 import click
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 import kvdepot
 from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import Screen
+from kvdepot.config import Config
+from kvdepot.curve import read_client_key
 from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
 
 from .conftest import Depot, StartDepot, eventually
@@ -182,7 +192,59 @@ def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot)
         assert process.stderr.read() == ""
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("words", [["config"], ["config", "--json"], ["--help"]], ids=" ".join)
+def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvdepot.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(r"kvdepot: .*No space left on device.*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["token", "--http", "127.0.0.1:1"], "--http-token-file"),
+        (["check"], "--on-stop keep"),
+        (["status", "--key", "/nothing/there.key"], "kvdepot keygen"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_what_is_not_there_is_told_with_what_to_do(
+    words: list[str], advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--url", f"ipc://{tmp_path}/x"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.startswith("kvdepot: ") and said.count("\n") == 1
+    assert "No such file" in said and advice in said
+
+
 # -- config
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--chunk-size", "many"], "'many' is no whole number"), (["--lookup-s", "1s"], "'1s' is no number")],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_a_value_that_is_no_number_is_told_as_it_was_typed(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", *words]) == 2
+    assert re.fullmatch(rf"kvdepot: {words[0]}: .*{said}\n", capsys.readouterr().err)
+
+
+def test_the_names_of_settings_are_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert set(Config.__struct_fields__) <= {line.split()[0] for line in lines if not line.startswith(" ")}
 
 
 def test_config_says_of_each_value_where_it_comes_from(tmp_path: Path) -> None:
@@ -258,7 +320,7 @@ def shown(status: Status, width: int = 100) -> str:
     with console.capture() as captured:
         console.print(view.summary(status, "ipc:///x"))
         for listing in view.listings(status):
-            console.print(listing.table())
+            console.print(listing.table(width))
     return captured.get()
 
 
@@ -273,6 +335,36 @@ def test_what_clients_named_can_neither_move_the_cursor_nor_be_taken_for_markup(
     )
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
     assert text.count("[red]x[/red]") >= 4
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_on_a_narrow_terminal_columns_are_left_out_and_no_number_is_cut(width: int) -> None:
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    latencies = [Latency("Lookup", 1_234_567, 0, 1.0), Latency("Retrieve", 999_999, 0, 1.0)]
+    text = shown(
+        a_status(latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1)]), width
+    )
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(line.startswith(start) for line in lines) for start in ("Lookup", "Retrieve", name[:10]))
+    numbers = ("1.2 M", "999,999") if width < 40 else ("1.2 M", "999,999", "654,321")
+    for number in numbers:
+        assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", text), text
+
+
+def test_engines_stay_in_their_lines_whoever_was_heard_of_last() -> None:
+    rest: dict[str, Any] = {"device": "", "tenant": "", "sessions": 0, "pinned_chunks": 0, "queued": 0}
+    engines = [
+        EngineStatus(id=f"{number}", since_s=9.0, idle_s=0.0, models=[model], ranks=ranks, **rest)
+        for number, (model, ranks) in enumerate([("b", []), ("a", [0]), ("b", [1]), ("b", [0]), ("a", [])])
+    ]
+    lines = [
+        [line.split()[:3] for line in shown(a_status(engines=order)).splitlines() if line[:2] in ("a ", "b ")]
+        for order in (engines, engines[::-1])
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 5
+    assert [line[0] for line in lines[0]] == ["a", "a", "b", "b", "b"]
+    assert "2 schedulers, 3 workers" in shown(a_status(engines=engines))
 
 
 def test_windows_longer_than_the_servers_life_are_left_out() -> None:
@@ -381,6 +473,27 @@ def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None
         assert "needs a terminal" in dumb.text
 
 
+@pytest.mark.faults
+def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(modules=["torch"])
+    path = Path(__file__).parents[1] / "scripts" / "terminal_pictures.py"
+    spec = importlib.util.spec_from_file_location("terminal_pictures", path)
+    assert spec is not None and spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(pictures)
+    monkeypatch.setattr(pictures, "SECONDS", 2.0)
+    assert pictures.main(tmp_path) == 0
+    for name, words in (("status", ("tiers", "events")), ("top", ("lookups/s", "q&#160;ends"))):
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        shown = (path.parents[1] / "docs" / "screenshots" / f"{name}.svg").read_text()
+        assert not re.search(r"url\(https?:|href", drawn)
+        for word in (f"kvdepot&#160;{kvdepot.__version__}", "toy-llama", *words):
+            assert word in drawn and word in shown, f"{name}: {word}; draw it again"
+
+
 # -- a server that is not there
 
 
@@ -436,6 +549,32 @@ def test_keygen_names_the_files_it_made_as_json(tmp_path: Path) -> None:
     assert done.returncode == 0
     files = json.loads(done.stdout)["files"]
     assert all(Path(file).is_file() for file in files) and str(tmp_path / "keys" / "alice.key") in files
+
+
+@pytest.mark.faults
+def test_keys_that_there_was_no_room_for_are_taken_back_and_can_be_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    for most_bytes in range(
+        20, 400, 60
+    ):  # the server's key, a client's, and who the clients are, each cut off somewhere
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "kvdepot.cli", "keygen", str(folder), "alice", "bob"],
+            capture_output=True, text=True, timeout=60, check=False,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
+        )  # fmt: skip
+        if done.returncode == 0:
+            break
+        assert re.fullmatch(r"kvdepot: .*: File too large\n", done.stderr)
+        known = tomllib.loads((folder / "clients.toml").read_text()) if (folder / "clients.toml").exists() else {}
+        assert {path.stem for path in folder.glob("*.key")} - {"server"} == set(known)
+        assert all(path.stat().st_size for path in folder.iterdir())
+        for client in known:  # those that could be made stay; another run takes the others
+            (folder / f"{client}.key").unlink()
+        (folder / "clients.toml").unlink(missing_ok=True)
+    else:
+        pytest.fail(done.stderr)
+    assert most_bytes > 80, "it was cut off more than once"
+    assert read_client_key(folder / "bob.key").server == read_client_key(folder / "alice.key").server
 
 
 @pytest.mark.faults
@@ -591,6 +730,20 @@ def test_bench_refuses_a_family_of_figures_that_there_is_not() -> None:
     done = run("bench", "--only", "nonsense")
     assert done.returncode == 2
     assert "'nonsense'" in done.stderr
+
+
+@pytest.mark.faults
+def test_the_demo_says_before_it_begins_that_the_server_it_is_to_use_is_not_there(tmp_path: Path) -> None:
+    need(modules=["vllm", "torch", "safetensors"])
+    done = run("demo", "--url", f"ipc://{tmp_path}/x", "--lengths", "2065", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(r"^kvdepot: no kvdepot server answers at .*`kvdepot serve`", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr and "engine A" not in done.stderr
+
+
+def test_a_demo_of_two_depots_takes_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--cluster", "--url"]) == 2
+    assert "--url" in capsys.readouterr().err
 
 
 # -- the web page

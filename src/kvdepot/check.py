@@ -66,7 +66,10 @@ def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambd
     try:
         fd = shm.open_shared(name)
     except LayoutError as exc:
-        raise ArenaError(f"there is no arena to check: {exc}") from exc
+        raise ArenaError(
+            f"there is no arena to check: {exc}; a server that ends removes its own unless it has --on-stop keep, and "
+            "--url or --arena-name says which one is meant"
+        ) from exc
     try:
         # To read, we take no lock: clients would take us for the server that died.
         in_use = not shm.lock(fd) if fix else shm.is_locked(fd)

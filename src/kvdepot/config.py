@@ -214,6 +214,8 @@ def load_with_sources(
         name = next(filter(None, found.groups())) if found else ""
         where = f"{source[name]}: " if name in source else ""
         said = re.sub(r" - at `\$(\.\w+)?`$", "", text)
+        if wrong := re.fullmatch(r"Expected `(int|float)`, got `str`", said):
+            said = f"{merged[name]!r} is no {'whole number' if wrong[1] == 'int' else 'number'}"
         raise ConfigError(f"{where}{name}: {said}" if name and not said.startswith(name) else where + said) from exc
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())

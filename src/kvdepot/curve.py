@@ -219,21 +219,34 @@ def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> li
         server = read_server_keys(folder).key.public
         for name in clients:
             public, secret = zmq.curve_keypair()
-            _write(folder / f"{name}.key", {"public": public, "secret": secret, "server": server})
+            path = folder / f"{name}.key"
+            _write(path, {"public": public, "secret": secret, "server": server})
             entry = {"public": public} | ({"tenant": tenant.encode()} if tenant else {})
-            _write(folder / CLIENTS, entry, f"\n[{name}]\n")
-            written.append(folder / f"{name}.key")
+            try:
+                _write(folder / CLIENTS, entry, f"\n[{name}]\n")
+            except OSError:
+                path.unlink()  # a key that no server would know
+                raise
+            written.append(path)
     except OSError as exc:
         raise ConfigError(f"{exc.filename or folder}: {exc.strerror}") from exc
     return written
 
 
 def _write(path: Path, values: dict[str, bytes], heading: str = "") -> None:
-    """Make a file that only this user can read; with a heading, add to it."""
+    """Make a file that only this user can read; with a heading, add to it. What cannot be whole is taken back."""
     once = os.O_APPEND if heading else os.O_EXCL
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | once, 0o600)
-    with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
-        file.write(heading + "".join(f'{name} = "{value.decode()}"\n' for name, value in values.items()))
+    before = os.fstat(fd).st_size
+    try:
+        with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+            file.write(heading + "".join(f'{name} = "{value.decode()}"\n' for name, value in values.items()))
+    except OSError:
+        if before:
+            os.truncate(path, before)
+        else:
+            path.unlink()
+        raise
 
 
 # -- asking

@@ -43,14 +43,16 @@ class Prompt:
 
 @contextmanager
 def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[MessageQueueClient]:
-    """A client that has been welcomed. Raises Unavailable."""
+    """A client that has been welcomed. Raises Unavailable, ConfigError for a key that is none."""
     context: zmq.Context[Any] = zmq.Context()
-    client = MessageQueueClient(url, context, key=key)
     try:
-        client.learn_chunk_size(timeout_s)
-        yield client
+        client = MessageQueueClient(url, context, key=key)
+        try:
+            client.learn_chunk_size(timeout_s)
+            yield client
+        finally:
+            client.close()
     finally:
-        client.close()
         context.term()
 
 

@@ -51,6 +51,16 @@ def _run(script: Path, arguments: Sequence[str], *, quiet: bool = False) -> int:
             return 130
 
 
+def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | None) -> int:
+    """Run a script that writes its figures to the file of a flag, and print them; its exit code."""
+    with tempfile.TemporaryDirectory(prefix="kvdepot-figures-") as folder:
+        file = Path(out or f"{folder}/figures.json")
+        code = _run(script, [*arguments, flag, str(file)], quiet=True)
+        if file.is_file() and (code == 0 or not out):  # a file of the user's may be of an earlier run
+            print_json(json.loads(file.read_text()))
+    return code
+
+
 @click.command()
 @click.option("--engine", type=click.Choice(["vllm"]), help="only the figures of a real engine")
 @click.option("--only", metavar="NAME,...", help="only these families of figures")
@@ -78,25 +88,31 @@ def bench(
         arguments += [flag, value] if value else []
     if not as_json:
         return _run(script, [*arguments, *(["--out", out] if out else [])])
-    with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as folder:
-        file = Path(out or f"{folder}/bench.json")
-        code = _run(script, [*arguments, "--out", str(file)], quiet=True)
-        if code == 0:
-            print_json(json.loads(file.read_text()))
-    return code
+    return _run_for_json(script, arguments, "--out", out)
 
 
 @click.command()
 @click.option("--cluster", is_flag=True, help="over two depots that share a pool of memory (Mooncake Store)")
 @click.option("--lengths", metavar="N,...", help="prompt lengths in tokens")
-def demo(cluster: bool, lengths: str | None) -> int:
+@click.option(
+    "--url", metavar="[URL]", is_flag=False, flag_value="", help="use the server that runs there (without a value: "
+    "KVDEPOT_URL's, or this user's); default: one of its own while it runs",
+)  # fmt: skip
+@options.as_json
+def demo(cluster: bool, lengths: str | None, url: str | None, as_json: bool) -> int:
     """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back; takes some minutes.
 
-    Exit code 1 when an output differs or nothing was retrieved.
+    Exit code 1 when an output differs or nothing was retrieved. With --json what it says goes to standard error and
+    the figures to standard output.
     """
     script = _script("demo/cluster.py" if cluster else "demo/demo.py")
+    if cluster and url is not None:
+        raise click.UsageError("--cluster starts its own servers: it goes without --url")
     _need("torch", "safetensors", "vllm")
     given = lengths.split(",") if lengths else []
-    if not all(length.isascii() and length.isdigit() and int(length) for length in given):
-        raise ConfigError(f"--lengths takes whole numbers from 1 on, separated by commas, not {lengths!r}")
-    return _run(script, ["--lengths", *given] if given else [])
+    arguments = ["--lengths", *given] if given else []
+    if url is not None:
+        arguments += ["--url", url]
+    if not as_json:
+        return _run(script, arguments)
+    return _run_for_json(script, arguments, "--json", None)

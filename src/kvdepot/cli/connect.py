@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvdepot.config import load
+from kvdepot.config import default_key, load
+from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvdepot.client import MessageQueueClient
@@ -29,15 +30,22 @@ def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
     import threading
 
     from kvdepot import upkeep
+    from kvdepot.curve import read_client_key
 
     place = endpoint(url)
+    key = key or default_key()
+    try:
+        if key:
+            read_client_key(key)
+    except ConfigError as exc:
+        raise ConfigError(f"key: {exc}; --key or KVDEPOT_KEY names a client's file that `kvdepot keygen` made") from exc
     told = f"kvdepot: waiting for a server at {place}"
     waiting = threading.Timer(_PATIENCE_S, print, [told], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     if sys.stderr.isatty():
         waiting.start()
     try:
-        with upkeep.connect(place, key or "") as client:
+        with upkeep.connect(place, key) as client:
             waiting.cancel()
             yield client
     finally:

@@ -6,6 +6,7 @@ The one law: what a server or a file said is shown as text, never as markup, and
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -40,8 +41,8 @@ def console() -> Console:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A bar on standard error for what takes a while; nothing where that is no terminal."""
-    if not sys.stderr.isatty():
+    """A bar on standard error for what takes a while; nothing where that is no terminal, or one that draws nothing."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield lambda what, done, total: None
         return
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -47,6 +48,9 @@ _FAMILIES = {
 _COMMANDS = {command: text for family in _FAMILIES.values() for command, text in family.items()}
 COMPLETE = "_KVDEPOT_COMPLETE"
 """The variable by which a shell asks for completions."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a file says that has no room for our output."""
 
 _EPILOG = """\b
 Exit codes:
@@ -145,8 +149,20 @@ def run(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _unwritten()
+    except OSError as exc:
+        if exc.errno not in _FULL:
+            raise
+        print(
+            f"kvdepot: what this prints cannot be written: {exc.strerror}; make room and run it again", file=sys.stderr
+        )
+        return _unwritten()
+
+
+def _unwritten() -> int:
+    """What still waits to be printed goes nowhere, so that the process can end; the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def _context(words: Sequence[str]) -> click.Context:

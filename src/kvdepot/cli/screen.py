@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.layout import Layout
-from rich.table import Table
 from rich.text import Text
 
 from kvdepot.cli import view
@@ -52,7 +51,7 @@ class Screen:
         else:
             summary = view.summary(self._status, self._place, self._speeds)
             taken = len(console.render_lines(summary, pad=False))
-            body = Group(summary, *self._tables(console.size.height - 1 - taken))
+            body = Group(summary, *self._tables(console.size.width, console.size.height - 1 - taken))
         foot = Text(time.strftime("%H:%M:%S  q ends"), "reverse")
         if self._trouble:
             foot = Text(f"{clean(self._trouble)}  q ends", "yellow reverse")
@@ -61,7 +60,7 @@ class Screen:
         whole.split_column(Layout(body, ratio=1), Layout(foot, size=1))
         return whole
 
-    def _tables(self, room: int) -> list[Table]:
+    def _tables(self, width: int, room: int) -> list[RenderableType]:
         assert self._status is not None
         listings = view.listings(self._status)
         while listings and 3 * len(listings) > room:  # a head and two lines each, or it is not worth it
@@ -73,4 +72,7 @@ class Screen:
                 if room > 0 and len(listing.rows) > lines[number]:
                     lines[number] += 1
                     room -= 1
-        return [listing.table(most) for listing, most in zip(listings, lines, strict=True)]
+        tables = [listing.table(width, most) for listing, most in zip(listings, lines, strict=True)]
+        if room < len(tables):
+            return [*tables]
+        return [part for table in tables for part in ("", table)]

@@ -61,12 +61,15 @@ def config(file: str | None, as_json: bool, **given: Any) -> int:
     from rich.text import Text
 
     here = {"arena_gib": size(settings.arena_bytes), "arena_name": settings.arena}
-    table = Table("setting", "value", "from", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", overflow="fold")
     for name, value in shown.items():
         text = "\n".join(map(clean, value)) if isinstance(value, list) else clean(str(value))
         if name in here and not value:
             text = f"{text} ({here[name]})".strip()
         is_default = sources[name] == "default"
-        table.add_row(name, Text(text, overflow="fold"), Text(clean(sources[name])), style="dim" * is_default)
+        table.add_row(name, Text(text), Text(clean(sources[name])), style="dim" * is_default)
     console().print(table)
     return 0

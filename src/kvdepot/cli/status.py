@@ -32,5 +32,5 @@ def status(url: str | None, key: str | None, as_json: bool) -> int:
     out.print(view.summary(now, client.server_url))
     for listing in view.listings(now):
         out.print()
-        out.print(listing.table())
+        out.print(listing.table(out.width))
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -19,8 +20,8 @@ from kvdepot.status import HitRate, Status
 __all__ = ["Listing", "Speeds", "listings", "quantile", "summary"]
 
 _BAR_CELLS = 20
-_FULL = 0.9
-"""From this share on, what is full is shown so."""
+_NAME_CELLS = 20
+"""What the first column of a table keeps of its width however narrow the terminal is."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,39 @@ class Listing:
     heads: tuple[str, ...]
     rows: list[tuple[str | Text, ...]]
 
-    def table(self, most: int | None = None) -> Table:
-        """The first `most` lines of it; where that is not all, the last line says how many more there are."""
+    def table(self, width: int, most: int | None = None) -> Table:
+        """The first `most` lines of it; where that is not all, the last line says how many more there are.
+
+        Columns that do not fit into `width` are left out from the right: a number cut short is another number.
+        """
+        cut = most is not None and len(self.rows) > most
+        rows = self.rows[: most - 1] if most is not None and cut else self.rows
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-        for number, head in enumerate(self.heads):
+        columns = self._fitting(width)
+        for number, head in enumerate(self.heads[:columns]):
             is_number = head.startswith(">")
             table.add_column(
                 head.lstrip(">"), justify="right" if is_number else "left", no_wrap=number > 0, overflow="ellipsis"
             )
-        cut = most is not None and len(self.rows) > most
-        for row in self.rows[: most - 1] if most is not None and cut else self.rows:
-            table.add_row(*(Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row))
+        for row in rows:
+            cells = (Text(clean(cell), no_wrap=True) if isinstance(cell, str) else cell for cell in row[:columns])
+            table.add_row(*cells)
         if most is not None and cut:
             table.add_row(Text(f"... {len(self.rows) - most + 1} more", "dim", no_wrap=True))
         return table
+
+    def _fitting(self, width: int) -> int:
+        """How many columns fit, and leave the first one enough to tell its lines apart."""
+        widths = [
+            max(cell_len(clean(str(cell))) for cell in (head.lstrip(">"), *column))
+            for head, *column in zip(self.heads, *self.rows, strict=True)
+        ]
+        left = width - min(widths[0], _NAME_CELLS)
+        for number, cells in enumerate(widths[1:], 1):
+            left -= cells + 2
+            if left < 0:
+                return number
+        return len(widths)
 
 
 def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
@@ -72,9 +92,11 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     windows = list(zip(now.hit_rates, [HitRate(0.0, 0, 0.0, 0.0), *now.hit_rates], strict=False))
     # A window longer than the server's life says no more than the one before it.
     counted = [rate for rate, shorter in windows if rate.chunks and shorter.window_s < now.uptime_s]
+    longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
     for number, rate in enumerate(counted):
         label = "hits" if not number else ""
-        what = f"in {_window(rate.window_s):<6} of {count(rate.chunks)} chunks; an endless cache {share(rate.ceiling)}"
+        what = f"in {_window(rate.window_s):<{longest}} of {count(rate.chunks)} chunks"
+        what += f"; an endless cache {share(rate.ceiling)}"
         lines.append((label, Text.assemble((f"{share(rate.hit_rate):>7} ", "bold"), what)))
     if not counted:
         hits, chunks = now.counters.get("hit_chunks", 0), now.counters.get("lookup_chunks", 0)
@@ -97,8 +119,14 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
 
 def _state(now: Status) -> Text:
     state = ("working, but look below", "yellow") if _faults(now) else ("working", "green")
-    engines = f"{len(now.engines)} engine{'s' * (len(now.engines) != 1)} of {count(now.clients)} clients"
-    return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {engines}")
+    workers = sum(bool(engine.ranks) for engine in now.engines)
+    who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
+    who += f", {_many(workers, 'worker')}"
+    return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{count(number)} {noun}{'s' * (number != 1)}"
 
 
 def _memory(now: Status) -> Text:
@@ -178,7 +206,8 @@ def _engines(now: Status) -> Listing:
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
             count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
         )
-        for engine in now.engines
+        # In an order that stays, for whoever looks again and again.
+        for engine in sorted(now.engines, key=lambda engine: (engine.models, engine.ranks, engine.id))
     ]  # fmt: skip
     return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">heard of"), rows)
 

@@ -30,9 +30,7 @@ def open(as_json: bool, **which: str | None) -> int:
             f"no page at {_address(config.http)}; `kvdepot serve` has one where kvdepot[web] is installed (--http says "
             "at which address; `kvdepot doctor` looks further)"
         )
-    from kvdepot.web.token import read_token
-
-    page = f"{_address(config.http)}/#token={quote(read_token(config), safe='')}"
+    page = f"{_address(config.http)}/#token={quote(_token(config), safe='')}"
     if as_json:
         print_json({"url": page})
     else:
@@ -46,14 +44,25 @@ def open(as_json: bool, **which: str | None) -> int:
 def token(as_json: bool, **which: str | None) -> int:
     """Print the bearer token that changes over HTTP need, and all of HTTP beyond this host. Anybody who has it can
     forget, pin and load chunks."""
-    from kvdepot.web.token import read_token
-
-    said = read_token(_config(which))
+    said = _token(_config(which))
     if as_json:
         print_json({"token": said})
     else:
         print(said, flush=True)
     return 0
+
+
+def _token(config: Config) -> str:
+    """The token of that server. Raises ConfigError."""
+    from kvdepot.web.token import read_token
+
+    try:
+        return read_token(config)
+    except ConfigError as exc:
+        advice = (
+            "a server makes its token when it starts, for its own user; --url or --http-token-file says which one's"
+        )
+        raise ConfigError(f"{exc}; {advice}") from exc
 
 
 def _config(which: dict[str, str | None]) -> Config:
