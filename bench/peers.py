@@ -112,9 +112,9 @@ def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> 
 
 
 def readers(port: int, pages: int) -> None:
-    """Each second, spread over it: a status for every page, and the metrics once. Connections stay, as browsers' do."""
-    connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=5.0) for _ in range(pages + 1)]
-    paths = ["/v1/status"] * pages + ["/metrics"]
+    """Each second, spread over it: what every page asks, and the metrics once. Connections stay, as browsers' do."""
+    connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=5.0) for _ in range(2 * pages + 1)]
+    paths = ["/v1/status", "/healthz"] * pages + ["/metrics"]
 
     def once(number: int) -> None:
         place = number % len(paths)

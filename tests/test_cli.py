@@ -180,6 +180,7 @@ def test_tiers_can_follow_one_flag_or_each_its_own(capsys: pytest.CaptureFixture
         assert said["chunk_size"] == {"value": 64, "source": "--chunk-size"}
 
 
+@pytest.mark.faults
 def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "kvdepot.cli", "top", "--json", "--interval", "0.1", "--url", depot.url],
@@ -411,6 +412,7 @@ def test_times_are_shown_in_two_units_at_most(value: float, text: str) -> None:
 # -- top
 
 
+@pytest.mark.faults
 def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: Depot, used: Engine) -> None:
     with terminal("top", "--url", depot.url, "--interval", "0.1") as top:
         eventually(lambda: top.text.count("q ends") >= 3)

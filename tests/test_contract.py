@@ -1331,6 +1331,7 @@ def test_with_the_server_dead_lookups_give_0_quickly_stores_are_dropped_and_shut
     assert time.monotonic() - started < 6.0
 
 
+@pytest.mark.faults
 def test_a_server_that_does_not_answer_gives_0_in_time_and_ends_no_store_until_it_is_gone(
     start_depot: StartDepot,
 ) -> None:
@@ -1366,6 +1367,7 @@ def test_a_server_that_does_not_answer_gives_0_in_time_and_ends_no_store_until_i
     engine.close()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("silence", ["asked while it was down", "not asked while it was down"])
 def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_depot: StartDepot, silence: str) -> None:
     first = start_depot()
@@ -1394,6 +1396,7 @@ def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_dep
     assert second.status()["instances"] == 0
 
 
+@pytest.mark.faults
 def test_a_server_that_restarts_with_another_chunk_size_is_never_asked_for_wrong_chunks(
     start_depot: StartDepot,
 ) -> None:

@@ -265,6 +265,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_stops(start_depot: StartDepo
     os.close(mouth)
 
 
+@pytest.mark.faults
 def test_a_server_logs_json_from_its_first_line_to_its_last(start_depot: StartDepot) -> None:
     server = start_depot("--log-format", "json", "--log-level", "debug")
     engine = Engine(server)

@@ -49,6 +49,7 @@ def move(worker: LMCacheMPWorkerAdapter, request: str, tokens: list[int], is_sto
     eventually(lambda: worker.get_finished(set()) and not futures)
 
 
+@pytest.mark.faults
 def test_what_engines_do_is_told_byte_by_byte_and_token_by_token(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     tokens = list(range(2 * CHUNK))
@@ -94,6 +95,7 @@ def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
     assert (ends.count, ends.errors) == (2, 2) and told(depot).saved == status.Saved()
 
 
+@pytest.mark.faults
 def test_who_closes_its_connection_has_not_died_and_who_is_killed_has(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     worker.shutdown()

@@ -444,6 +444,7 @@ def kill(depot: Depot) -> None:
     depot.process.wait(10)
 
 
+@pytest.mark.faults
 def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
     engine = Engine(first, block_bytes=16384, blocks=24)  # 64 KiB a chunk
@@ -468,6 +469,7 @@ def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot:
     assert not any(path.exists() for path in files(first))
 
 
+@pytest.mark.faults
 def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
     engine = Engine(first, block_bytes=MIB // 16)  # 256 KiB a chunk
@@ -493,6 +495,7 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     engine.close()
 
 
+@pytest.mark.faults
 def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
     engine = Engine(first)
@@ -512,6 +515,7 @@ def test_a_server_that_stops_says_so_last(start_depot: StartDepot) -> None:
     assert depot.logged().splitlines()[-1].endswith("stopped")  # nor do libraries complain at the end
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDepot, number: int) -> None:
     first = start_depot("--on-stop", "keep", arena_mib=8)
@@ -656,6 +660,7 @@ def free_port() -> int:
     return port
 
 
+@pytest.mark.faults
 def test_a_tcp_endpoint_on_the_loopback_works_and_is_not_shared(start_depot: StartDepot) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     server = start_depot(url=url, arena_mib=8)

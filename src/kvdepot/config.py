@@ -102,7 +102,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
     http: Annotated[
-        str, Meta(description="HOST:PORT of the web page, metrics and API; off = none; beyond this host: with a token")
+        str,
+        Meta(
+            description="HOST:PORT of page, metrics and API; off = none; beyond this host, or with keys: with a token"
+        ),
     ] = "127.0.0.1:7077"
     http_token_file: Annotated[
         str, Meta(description="file with the token for HTTP (mode 0600); empty = one made beside the unix socket")

@@ -31,15 +31,15 @@ _NAME, _SHORT = 256, 100
 _QUIET_S = 60.0
 """A counter that goes on rising is told of once in so long."""
 _TOLD = {
-    "corrupt_chunks": "chunks in memory were not what had been stored",
-    "dropped_chunks": "chunks were not stored: no room",
-    "failed_chunks": "chunks were not stored: a copy failed, or its engine gave up",
-    "registrations_refused": "registrations of KV tensors were refused",
-    "pins_refused": "pins were refused: more than max_pins, or half of the arena",
-    "clients_refused": "clients were refused: more than max_clients",
-    "keys_refused": "connections came with an unknown key",
-    "requests_refused": "requests were refused: more than max_rate a second",
-    "operations_refused": "stores and retrieves were refused: more than max_queued",
+    "corrupt_chunks": "chunks in memory that were not what had been stored",
+    "dropped_chunks": "chunks not stored, for want of room",
+    "failed_chunks": "chunks not stored, as a copy failed or its engine gave up",
+    "registrations_refused": "registrations of KV tensors refused",
+    "pins_refused": "pins refused, beyond max_pins or half of the arena",
+    "clients_refused": "clients refused, beyond max_clients",
+    "keys_refused": "connections with an unknown key",
+    "requests_refused": "requests refused, beyond max_rate a second",
+    "operations_refused": "stores and retrieves refused, beyond max_queued",
 }
 """Counters that the journal tells of when they rise."""
 
@@ -73,7 +73,7 @@ class Report:
         for name, text in _TOLD.items():
             count = self._depot.counters.get(name, 0)
             if count > self._counted[name] and now >= self._told.get(name, 0.0):
-                self.note(name, f"{count - self._counted[name]} {text}")
+                self.note(name, f"{text}: {count - self._counted[name]}")
                 self._counted[name], self._told[name] = count, now + _QUIET_S
         for tier in self._depot.tiering.status():
             if self._tiers.setdefault(tier.name, "up") != tier.state:

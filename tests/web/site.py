@@ -153,7 +153,7 @@ def example_status(wall_s: float = 0.0) -> Status:
             Event(now - 40_110, "tier", "s3 is left alone"),
             Event(now - 40_050, "tier", "s3 is up"),
             Event(now - 18_200, "engine", "engine 17e5f6b9 came: Qwen/Qwen3-32B"),
-            Event(now - 3_320, "dropped_chunks", "12 chunks were not stored: no room"),
+            Event(now - 3_320, "dropped_chunks", "chunks not stored, for want of room: 12"),
             Event(now - 95, "pin", "handbook is kept: 4.7 GiB for 2 h"),
         ],
     )  # fmt: skip

@@ -122,6 +122,8 @@ def _state(now: Status) -> Text:
     workers = sum(bool(engine.ranks) for engine in now.engines)
     who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
     who += f", {_many(workers, 'worker')}"
+    if now.engine_count > len(now.engines):
+        who += f" among the {len(now.engines)} of {now.engine_count} heard of last"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
 
 

@@ -42,8 +42,8 @@ def open(as_json: bool, **which: str | None) -> int:
 @options.web
 @options.as_json
 def token(as_json: bool, **which: str | None) -> int:
-    """Print the bearer token that changes over HTTP need, and all of HTTP beyond this host. Anybody who has it can
-    forget, pin and load chunks."""
+    """Print the bearer token that changes over HTTP need: beyond this host, or where clients need keys, all of HTTP.
+    Anybody who has it can forget, pin and load chunks."""
     said = _token(_config(which))
     if as_json:
         print_json({"token": said})

@@ -23,6 +23,7 @@ from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
+from litestar.params import FromPath, JSONBody
 from msgspec import Meta
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -226,7 +227,7 @@ def _prompt(poll: Poll, data: Prompt) -> upkeep.Prompt:
 
 
 @post("/v1/warm", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def warm(state: State, data: Prompt) -> Pinned:
+def warm(state: State, data: JSONBody[Prompt]) -> Pinned:
     """Load what tiers have of a prompt into memory."""
     with _change(state):
         prompt = _prompt(_poll(state), data)
@@ -234,7 +235,7 @@ def warm(state: State, data: Prompt) -> Pinned:
 
 
 @post("/v1/pin", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def pin(state: State, data: PinRequest) -> Pinned:
+def pin(state: State, data: JSONBody[PinRequest]) -> Pinned:
     """Keep a prompt's chunks in memory under a name, loading what tiers have of it."""
     with _change(state):
         prompt = _prompt(_poll(state), data)
@@ -242,7 +243,7 @@ def pin(state: State, data: PinRequest) -> Pinned:
 
 
 @post("/v1/unpin", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def unpin(state: State, data: UnpinRequest) -> Unpinned:
+def unpin(state: State, data: JSONBody[UnpinRequest]) -> Unpinned:
     """End a pin."""
     with _change(state):
         upkeep.unpin(_poll(state).client, data.name)
@@ -250,7 +251,7 @@ def unpin(state: State, data: UnpinRequest) -> Unpinned:
 
 
 @post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def forget(state: State, data: ForgetRequest) -> dict[str, int | str]:
+def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int | str]:
     """Remove chunks from memory and all tiers: of each place, how many, or what went wrong."""
     if not (data.model or data.salt or data.all):
         raise BadRequest("say what to forget: `model`, `salt`, or `all`")
@@ -285,10 +286,19 @@ def _read_page() -> dict[str, tuple[bytes, str]]:
     return found
 
 
-@get(["/", "/{path:path}"], include_in_schema=False, sync_to_thread=False)
-def page(state: State, path: str = "/") -> Response[bytes]:
+@get("/", include_in_schema=False, sync_to_thread=False)
+def front(state: State) -> Response[bytes]:
+    """The page."""
+    return _file(state.page, "/")
+
+
+@get("/{path:path}", include_in_schema=False, sync_to_thread=False)
+def page(state: State, path: FromPath[str]) -> Response[bytes]:
     """A file of the page."""
-    pages: Mapping[str, tuple[bytes, str]] = state.page
+    return _file(state.page, path)
+
+
+def _file(pages: Mapping[str, tuple[bytes, str]], path: str) -> Response[bytes]:
     if path not in pages:
         raise HTTPException("there is nothing of that name here", status_code=404)
     body, kind = pages[path]
@@ -334,7 +344,7 @@ def make_app(poll: Poll, settings: dict[str, Any], address: str, token: str) -> 
     app = Litestar(
         [
             healthz, readyz, metrics, status, history, namespaces, engines, tiers, events, config,
-            warm, pin, unpin, forget, page,
+            warm, pin, unpin, forget, front, page,
         ],
         exception_handlers={Exception: _answer_error, HTTPException: _answer_error, KVDepotError: _answer_error},
         logging_config=None,

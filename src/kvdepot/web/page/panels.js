@@ -25,7 +25,7 @@ const LOSSES = {
   retrieve_misses: "chunks asked for that had gone",
   bad_messages: "messages that could not be read",
   errors: "requests that failed",
-  clients_died: "clients that left or died",
+  clients_died: "clients that died",
 };
 
 const windowName = (window_s) =>
@@ -56,7 +56,7 @@ export function showAll(status) {
 
 function showFacts(status) {
   const facts = [
-    ["Engine processes", count(status.engines.length)],
+    ["Engine processes", count(status.engine_count)],
     ["Requests under way", count(status.sessions)],
     ["Chunks kept", count(status.chunks)],
     ["Tokens a chunk", count(status.chunk_size_tokens)],
@@ -76,7 +76,8 @@ function fillFacts(part, facts) {
 }
 
 function showGain(status) {
-  const windows = status.hit_rates;
+  // A window longer than the server's life says no more than the one before it.
+  const windows = status.hit_rates.filter((_, i, all) => (all[i - 1]?.window_s ?? 0) < status.uptime_s);
   const asked = status.counters.lookup_chunks ?? 0;
   const overall = { window_s: 0, chunks: asked, hit_rate: asked ? (status.counters.hit_chunks ?? 0) / asked : 0 };
   const headline = windows.find((window) => window.window_s === HEADLINE_S && window.chunks) ?? overall;
@@ -198,7 +199,7 @@ function fillStore(card, store) {
 }
 
 function showUsers(status) {
-  say($("engines-count"), status.engines.length ? count(status.engines.length) : "");
+  say($("engines-count"), status.engine_count ? count(status.engine_count) : "");
   // As they came: the server names first whom it heard last, which is another one each second.
   const engines = status.engines.toSorted((a, b) => b.since_s - a.since_s || (a.id < b.id ? -1 : 1));
   rows($("engines"), engines, (engine) => engine.id, [
