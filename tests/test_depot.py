@@ -70,7 +70,7 @@ class Desk:
     map_layout: Callable[[Layout], Mapped] | None = None
 
     def __post_init__(self) -> None:
-        self.index = Index(Space(0, self.pages * PAGE), Lru())
+        self.index = Index(Space(0, self.pages * PAGE), Lru(), ttl_s=self.settings.get("ttl_s", 0))
         self.mapped: list[Tensors] = []
         config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
         self.depot = Depot(config, self.index, self.map_layout or self.map)
@@ -803,6 +803,61 @@ def test_a_client_that_dies_during_a_store_leaves_nothing_reserved_or_visible(de
     assert desk.ask(other, lookup(chain)) == 0
     assert desk.ask(other, store(chain)) is True
     desk.assert_empty()
+
+
+def test_a_chunk_that_gets_too_old_while_it_is_retrieved_is_retrieved_all_the_same() -> None:
+    desk = Desk(settings={"ttl_s": 10})
+    client = desk.hello()
+    desk.register(client)
+    desk.take(desk.depot.tick(0.0, 1000.0))
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    asked = desk.send(client, retrieve(chain))
+    desk.take(desk.depot.tick(1.0, 1020.0))
+    desk.settle()
+    assert desk.answers[asked] == [True, True]
+    assert desk.depot.retrieved_bytes == 2 * PAGE
+    assert desk.ask(client, lookup(chain)) == 0
+    desk.assert_empty()
+
+
+def test_what_is_forgotten_between_two_copies_of_a_retrieve_stops_nothing() -> None:
+    block = 2 << 20
+    desk = Desk(pages=2 * PER_CHUNK * block // PAGE)
+    client = desk.hello()
+    desk.register(client, block=block)
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    asked = desk.send(client, retrieve(chain))
+    first, _ = desk.tasks
+    desk.finish(first)
+    desk.send(client, wire.Forget("m", b""))
+    desk.settle()
+    assert len(desk.answers[asked]) == 2 and desk.answers[asked][0]
+    desk.assert_empty()
+
+
+def test_what_could_not_be_retrieved_saved_nothing(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    for outcomes, saved in ((False, 0), (True, 3)):
+        desk.ask(client, lookup(chain))
+        asked = desk.send(client, retrieve(chain))
+        for task in list(desk.tasks):
+            desk.finish(task, outcomes)
+        assert desk.answers[asked] == [outcomes] * 3
+        assert held(desk) == 0
+        assert desk.depot.status().saved.tokens == saved
+
+
+@pytest.mark.parametrize("saved_s", [float("nan"), -1.0, float("inf")])
+def test_a_session_ends_also_where_what_it_saved_is_nonsense(desk: Desk, client: bytes, saved_s: float) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain))
+    assert isinstance(desk.ask(client, wire.EndSession("r", 3, saved_s)), BadRequest)
+    assert held(desk) == 0
+    assert desk.depot.status().saved.tokens == 0
 
 
 def test_a_client_that_dies_during_a_retrieve_leaves_no_hold(desk: Desk, client: bytes) -> None:
