@@ -933,9 +933,13 @@ REQUESTS = st.sampled_from(["r1", "r2"])
 class DepotMachine(RuleBasedStateMachine):
     """Clients that do anything in any order and die at any time: each request is answered once, nothing leaks."""
 
-    @initialize(pages=st.integers(3, 20), queued=st.integers(1, 6), sessions=st.integers(1, 3))
-    def begin(self, pages: int, queued: int, sessions: int) -> None:
-        self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions})
+    @initialize(
+        pages=st.integers(3, 20), queued=st.integers(1, 6), sessions=st.integers(1, 3), ttl_s=st.sampled_from([0, 3])
+    )
+    def begin(self, pages: int, queued: int, sessions: int, ttl_s: int) -> None:
+        self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions, "ttl_s": ttl_s})
+        self.second = 0
+        self.desk.take(self.desk.depot.tick(0.0, 1000.0))
         self.asked: list[tuple[bytes, bytes]] = []
         self.lives: Counter[bytes] = Counter()
         self.sent: dict[tuple[bytes, bytes], int] = {}
@@ -1003,6 +1007,13 @@ class DepotMachine(RuleBasedStateMachine):
     ) -> None:
         first = data.draw(st.integers(0, len(chain) - 1))
         part = shards(chain, first, model=model, request=request, world_size=shape[0], rank=shape[1])
+        self._transfer(client, instance, ticket, part, is_store)
+
+    @rule(client=CLIENTS, is_store=st.booleans())
+    def transfer_what_all_have(self, client: bytes, is_store: bool) -> None:
+        self._transfer(client, 1, 9, shards(prompt("x", 3)), is_store)
+
+    def _transfer(self, client: bytes, instance: int, ticket: int, part: wire.Shards, is_store: bool) -> None:
         known = {id(copy) for copy in self.desk.copies()}
         self.send(client, wire.Store(instance, ticket, [part]) if is_store else wire.Retrieve(instance, [part]))
         self.begun += [(copy, client, instance) for copy in self.desk.copies() if id(copy) not in known]
@@ -1019,6 +1030,15 @@ class DepotMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS, kind=st.sampled_from([wire.Noop, wire.Clear, wire.Status, wire.ChunkSize]))
     def ask_something(self, client: bytes, kind: type[Any]) -> None:
         self.send(client, kind())
+
+    @rule(client=CLIENTS, model=MODELS)
+    def forget(self, client: bytes, model: str) -> None:
+        self.send(client, wire.Forget(model))
+
+    @rule(seconds=st.integers(1, 3))
+    def grow_older(self, seconds: int) -> None:
+        self.second += seconds
+        self.desk.take(self.desk.depot.tick(float(self.second), 1000.0 + self.second))
 
     @precondition(lambda self: self.desk.tasks)
     @rule(data=st.data(), good=st.sampled_from([None, None, False]))
