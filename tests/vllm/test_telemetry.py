@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -118,7 +119,9 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     tokens = prompt(1, 2 * 256 + 9)
     trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     headers = {"traceparent": f"00-{trace_id}-{parent}-01"}
+    began = time.monotonic()
     assert engine.run(tokens, trace_headers=headers)["cached"] == 0
+    took_s = time.monotonic() - began
     assert engine.run_fresh(tokens, trace_headers=headers)["cached"] == 512
 
     # metrics: as asked, and as the server counts
@@ -133,6 +136,10 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     }.items()}  # fmt: skip
     assert status["stored_bytes"] == status["retrieved_bytes"] > 0
     assert 1 <= metrics["vllm:kvdepot_store_seconds"] <= 2
+
+    # what the load saved, by the speed of the step that computed the prompt, which its output ended
+    assert status["saved"]["tokens"] == 512
+    assert 0 < status["saved"]["prefill_s"] < took_s
 
     # the server's log: each request by the id that vLLM gave it
     def by_request() -> list[list[str]]:
@@ -236,11 +243,11 @@ class Prompt:
 
     def stored(self, first: int, end: int, *ranks: int) -> Any:
         """What workers tell of these chunks, in one step."""
-        from kvdepot.integrations.vllm_events import StoredKeys
+        from kvdepot.integrations.vllm_events import WorkerReport
 
-        told = StoredKeys()
+        told = WorkerReport()
         for rank in ranks or [0]:
-            one = StoredKeys()
+            one = WorkerReport()
             one.add(self.chain.slice(first, end), rank)
             told.aggregate(one)
         return told
@@ -252,6 +259,15 @@ def told(known: Any) -> list[tuple[str, list[bytes]]]:
         (type(event).__name__, [each.to_bytes(8, "big").rjust(32, b"-") for each in event.block_hashes])
         for event in known.take()
     ]
+
+
+def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -> None:
+    from kvdepot.integrations.vllm_events import WorkerReport
+
+    told = WorkerReport()
+    told.aggregate(WorkerReport(step=7))
+    told.aggregate(WorkerReport())  # of a rank that is idle in it
+    assert told == WorkerReport(step=7)
 
 
 def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:

@@ -11,7 +11,8 @@ law: vLLM never decodes over a block that is not whole, and neither side ever wa
     worker, before        handle_preemptions          stores of preempted requests end or are made void
     worker, after         start_load_kv, wait_for_save, get_finished
                           (on a GPU the step may still run: both go behind an event on vLLM's own stream)
-    load has ended        update_connector_output     failed blocks: vLLM recomputes, and no second try
+    step has ended        update_connector_output     how long it took; of loads, failed blocks: vLLM recomputes, and no
+                                                      second try
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
 Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, where the server wants
@@ -47,7 +48,8 @@ from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, 
 from kvdepot.contract import pack_block_ids
 from kvdepot.devices import share
 from kvdepot.errors import ConfigError
-from kvdepot.integrations.vllm_events import Known, StoredKeys
+from kvdepot.integrations.prefill_speed import PrefillSpeed
+from kvdepot.integrations.vllm_events import Known, WorkerReport
 from kvdepot.integrations.vllm_identity import extras, namespace, read_settings, refuse_unserved, root
 from kvdepot.integrations.vllm_stats import KVDepotMetrics, KVDepotStats
 from kvdepot.keys import ChunkChain, salt_tag
@@ -78,8 +80,6 @@ _ANSWER_S = 0.0005
 """How long the scheduler awaits a lookup that is under way, once per scheduling attempt."""
 _PREEMPTION_S = 0.05
 """How long a worker awaits the stores of preempted requests before it makes them void."""
-_LARGE_STEP = 256
-"""Tokens of a step that says how fast prompts are computed; smaller ones are mostly overhead."""
 _IDLE_S = 0.002
 """How long a worker with nothing to compute awaits a load, rather than spin on a core that copies need."""
 
@@ -108,6 +108,8 @@ class _Metadata(KVConnectorMetadata):
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
     idle: bool = False
+    step: int = 0
+    """Its number, where its output is to bring it back."""
 
 
 @dataclass
@@ -125,22 +127,6 @@ class _Tracked:
     load_tokens: int = 0
     may_load: bool = True
     stores_open: bool = False  # a worker may be storing its blocks
-
-
-class _PrefillSpeed:
-    """How fast this engine computes prompts, in tokens a second: the fastest of its large steps, so that what a load
-    saved is not overstated. A step's time is that until the next one is built."""
-
-    def __init__(self) -> None:
-        self.speed = 0.0  # 0: not known yet
-        self._tokens, self._built = 0, 0.0
-
-    def step(self, tokens: int) -> None:
-        """A step of so many tokens is built."""
-        now = time.monotonic()
-        if self._tokens >= _LARGE_STEP and now > self._built:
-            self.speed = max(self.speed, self._tokens / (now - self._built))
-        self._tokens, self._built = tokens, now
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -189,7 +175,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         told = vllm_config.kv_events_config
         self._tells = told is not None and told.enable_kv_cache_events
         self._known: Known | None = None  # the scheduler's
-        self._stored_keys = StoredKeys()  # a worker's, since the last step
+        self._report = WorkerReport()  # a worker's, since the last step
         if self._tells and self._scheduler is not None:
             self._known = Known(ranks, self._scheduler.chunk_size, block_tokens)
         (self._scheduler or self._moves).watch = self._ended_operation
@@ -197,7 +183,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._gpu: torch.device | None = None  # where the KV is, if on one
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[_Transfer] = []
-        self._prefill = _PrefillSpeed()
+        self._prefill = PrefillSpeed()
         self._ended: set[str] = set()
         log.info("kvdepot: %s at %s as %s", role.name.lower(), settings["url"], model)
 
@@ -211,7 +197,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def _ended_operation(self, operation: Operation) -> None:
         self._stats.count(operation)
         if self._tells:
-            self._stored_keys.add(operation.stored, self._rank)
+            self._report.add(operation.stored, self._rank)
         if self._spans is not None:
             self._spans(operation)
 
@@ -246,12 +232,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """`vllm:kvdepot_*` among vLLM's metrics."""
         return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def build_connector_worker_meta(self) -> StoredKeys | None:
-        """What this worker has stored since the last step."""
-        if not self._stored_keys.keys:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What this worker has stored since the last step, and which step this was if it is measured."""
+        report = self._report
+        report.step = self._orders.step
+        if not report.keys and not report.step:
             return None
-        stored, self._stored_keys = self._stored_keys, StoredKeys()
-        return stored
+        self._report = WorkerReport()
+        return report
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What the scheduler has learned of the depot's chunks since the last step."""
@@ -336,9 +324,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             preempted=set(scheduler_output.preempted_req_ids or ()),
             ended=self._ended,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
+            step=self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic()),
         )
         self._new_loads, self._ended = [], set()
-        self._prefill.step(scheduler_output.total_num_scheduled_tokens)
         for request_id in meta.preempted:
             if request_id in self._tracked:
                 self._tracked[request_id].stores_open = False
@@ -378,10 +366,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Loads have ended: release their pins, and remember what failed."""
+        """A step has ended, and with it loads perhaps: release their pins, and remember what failed. vLLM calls it for
+        each step that computed something, and for others where a worker has something to say."""
         failed = connector_output.invalid_block_ids or set()
-        if self._known is not None and isinstance(stored := connector_output.kv_connector_worker_meta, StoredKeys):
-            self._known.stored(stored)
+        told = connector_output.kv_connector_worker_meta
+        report = told if isinstance(told, WorkerReport) else WorkerReport()
+        self._prefill.output(report.step, time.monotonic())
+        if self._known is not None:
+            self._known.stored(report)
         for request_id in connector_output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is None:
