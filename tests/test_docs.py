@@ -359,15 +359,17 @@ def log_lines() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for _, module in _modules():
         for node in ast.walk(module):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and _name(node.func.value) in ("log", "logger")
-                and node.func.attr in _LEVELS
-                and isinstance(node.args[0], ast.Constant)
-            ):
-                line = re.sub(r"%[-\d.]*[a-z]", "...", str(node.args[0].value))
-                found.add((line, _LEVELS[node.func.attr]))
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            of, name = _name(node.func.value), node.func.attr
+            if of in ("log", "logger") and name in _LEVELS:
+                said, level = node.args[0], _LEVELS[name]
+            elif (of, name) == ("logging", "LogRecord"):  # the log's own
+                said, level = node.args[4], node.args[1].attr  # type: ignore[attr-defined]
+            else:
+                continue
+            if isinstance(said, ast.Constant):
+                found.add((re.sub(r"%[-\d.]*[a-z]", "...", str(said.value)), level))
     return {(line, level) for line, level in found if re.search(r"\w", line.replace("...", ""))}
 
 

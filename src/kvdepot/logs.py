@@ -84,7 +84,11 @@ class _Writer(logging.Handler):
             self._write(line)
             if (dropped := self._dropped) > self._told:
                 lost, self._told = dropped - self._told, dropped
-                self._write(self.format(_record("%d lines of the log are lost: whoever reads it is too slow", lost)))
+                record = logging.LogRecord(
+                    __name__, logging.WARNING, __file__, 0,
+                    "%d lines of the log are lost: whoever reads it is too slow", (lost,), None,
+                )  # fmt: skip
+                self._write(self.format(record))
 
     def _write(self, line: str) -> None:
         # Not through sys.stderr: the interpreter's end would wait for a lock that this thread has.
@@ -95,10 +99,6 @@ class _Writer(logging.Handler):
                     left = left[os.write(self._fd, left) :]
                 except BlockingIOError:
                     select.select([], [self._fd], [])
-
-
-def _record(message: str, *arguments: Any) -> logging.LogRecord:
-    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, arguments, None)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
