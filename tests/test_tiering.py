@@ -575,9 +575,7 @@ def test_tiers_forget_all_models_that_begin_so_and_the_answer_says_that_they_may
     assert len(tier.objects) == host.index.chunks == 302
     said = host.find(b"one", wire.Forget("team-x/"))
     assert (said.pop("memory"), said.pop("disk:///d")) == (300, 300)
-    assert (
-        "150" in said["error"] and "'team-x/'" in said["error"]
-    )  # no name of a model: it may begin others in the tier
+    assert "150" in said["error"] and "'team-x/'" in said["error"]  # the tier may have others
     assert len(tier.objects) == host.index.chunks == 2
     assert host.find(b"one", wire.Forget("team-x/m0")) == {"memory": 0, "disk:///d": 0}
     host.assert_quiet()
