@@ -70,7 +70,7 @@ class Desk:
     map_layout: Callable[[Layout], Mapped] | None = None
 
     def __post_init__(self) -> None:
-        self.index = Index(Space(0, self.pages * PAGE), Lru())
+        self.index = Index(Space(0, self.pages * PAGE), Lru(), ttl_s=self.settings.get("ttl_s", 0))
         self.mapped: list[Tensors] = []
         config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
         self.depot = Depot(config, self.index, self.map_layout or self.map)
@@ -832,6 +832,61 @@ def test_a_client_that_dies_during_a_store_leaves_nothing_reserved_or_visible(de
     desk.assert_empty()
 
 
+def test_a_chunk_that_gets_too_old_while_it_is_retrieved_is_retrieved_all_the_same() -> None:
+    desk = Desk(settings={"ttl_s": 10})
+    client = desk.hello()
+    desk.register(client)
+    desk.take(desk.depot.tick(0.0, 1000.0))
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    asked = desk.send(client, retrieve(chain))
+    desk.take(desk.depot.tick(1.0, 1020.0))
+    desk.settle()
+    assert desk.answers[asked] == [True, True]
+    assert desk.depot.retrieved_bytes == 2 * PAGE
+    assert desk.ask(client, lookup(chain)) == 0
+    desk.assert_empty()
+
+
+def test_what_is_forgotten_between_two_copies_of_a_retrieve_stops_nothing() -> None:
+    block = 2 << 20
+    desk = Desk(pages=2 * PER_CHUNK * block // PAGE)
+    client = desk.hello()
+    desk.register(client, block=block)
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    asked = desk.send(client, retrieve(chain))
+    first, _ = desk.tasks
+    desk.finish(first)
+    desk.send(client, wire.Forget("m", b""))
+    desk.settle()
+    assert len(desk.answers[asked]) == 2 and desk.answers[asked][0]
+    desk.assert_empty()
+
+
+def test_what_could_not_be_retrieved_saved_nothing(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    for outcomes, saved in ((False, 0), (True, 3)):
+        desk.ask(client, lookup(chain))
+        asked = desk.send(client, retrieve(chain))
+        for task in list(desk.tasks):
+            desk.finish(task, outcomes)
+        assert desk.answers[asked] == [outcomes] * 3
+        assert held(desk) == 0
+        assert desk.depot.status().saved.tokens == saved
+
+
+@pytest.mark.parametrize("saved_s", [float("nan"), -1.0, float("inf")])
+def test_a_session_ends_also_where_what_it_saved_is_nonsense(desk: Desk, client: bytes, saved_s: float) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain))
+    assert isinstance(desk.ask(client, wire.EndSession("r", 3, saved_s)), BadRequest)
+    assert held(desk) == 0
+    assert desk.depot.status().saved.tokens == 0
+
+
 def test_a_client_that_dies_during_a_retrieve_leaves_no_hold(desk: Desk, client: bytes) -> None:
     chain = prompt("a", 3)
     desk.ask(client, store(chain))
@@ -905,9 +960,13 @@ REQUESTS = st.sampled_from(["r1", "r2"])
 class DepotMachine(RuleBasedStateMachine):
     """Clients that do anything in any order and die at any time: each request is answered once, nothing leaks."""
 
-    @initialize(pages=st.integers(3, 20), queued=st.integers(1, 6), sessions=st.integers(1, 3))
-    def begin(self, pages: int, queued: int, sessions: int) -> None:
-        self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions})
+    @initialize(
+        pages=st.integers(3, 20), queued=st.integers(1, 6), sessions=st.integers(1, 3), ttl_s=st.sampled_from([0, 3])
+    )
+    def begin(self, pages: int, queued: int, sessions: int, ttl_s: int) -> None:
+        self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions, "ttl_s": ttl_s})
+        self.second = 0
+        self.desk.take(self.desk.depot.tick(0.0, 1000.0))
         self.asked: list[tuple[bytes, bytes]] = []
         self.lives: Counter[bytes] = Counter()
         self.sent: dict[tuple[bytes, bytes], int] = {}
@@ -975,6 +1034,13 @@ class DepotMachine(RuleBasedStateMachine):
     ) -> None:
         first = data.draw(st.integers(0, len(chain) - 1))
         part = shards(chain, first, model=model, request=request, world_size=shape[0], rank=shape[1])
+        self._transfer(client, instance, ticket, part, is_store)
+
+    @rule(client=CLIENTS, is_store=st.booleans())
+    def transfer_what_all_have(self, client: bytes, is_store: bool) -> None:
+        self._transfer(client, 1, 9, shards(prompt("x", 3)), is_store)
+
+    def _transfer(self, client: bytes, instance: int, ticket: int, part: wire.Shards, is_store: bool) -> None:
         known = {id(copy) for copy in self.desk.copies()}
         self.send(client, wire.Store(instance, ticket, [part]) if is_store else wire.Retrieve(instance, [part]))
         self.begun += [(copy, client, instance) for copy in self.desk.copies() if id(copy) not in known]
@@ -991,6 +1057,15 @@ class DepotMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS, kind=st.sampled_from([wire.Noop, wire.Clear, wire.Status, wire.ChunkSize]))
     def ask_something(self, client: bytes, kind: type[Any]) -> None:
         self.send(client, kind())
+
+    @rule(client=CLIENTS, model=MODELS)
+    def forget(self, client: bytes, model: str) -> None:
+        self.send(client, wire.Forget(model))
+
+    @rule(seconds=st.integers(1, 3))
+    def grow_older(self, seconds: int) -> None:
+        self.second += seconds
+        self.desk.take(self.desk.depot.tick(float(self.second), 1000.0 + self.second))
 
     @precondition(lambda self: self.desk.tasks)
     @rule(data=st.data(), good=st.sampled_from([None, None, False]))

@@ -285,7 +285,7 @@ def test_the_links_of_a_page_outside_the_site_lead_somewhere(page: Path) -> None
 
 
 def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
-    source = ast.parse((SOURCE / "integrations" / "vllm.py").read_text())
+    source = ast.parse((SOURCE / "integrations" / "vllm_identity.py").read_text())
     (settings,) = [n.value for n in source.body if isinstance(n, ast.Assign) and _name(n.targets[0]) == "_SETTINGS"]
     assert isinstance(settings, ast.Dict)
     read = {f"kvdepot.{name}" for key in settings.keys if key is not None for name in _strings(key)}

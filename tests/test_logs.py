@@ -76,6 +76,18 @@ def test_a_json_line_has_when_how_grave_who_what_and_its_fields(configure: Confi
     assert said == {"level": "warning", "logger": "kvdepot.part", "message": "lost 3", "request": "r1", "tier": "disk"}
 
 
+def test_a_traceback_looks_like_no_line_of_ours_and_is_not_heard_by_a_terminal(configure: Configure) -> None:
+    written = configure("human")
+    try:
+        raise ValueError("evil\x1b[31m\n2026-01-31 12:00:00,000 INFO all is well")
+    except ValueError:
+        logging.getLogger("kvdepot").exception("failed")
+    first, *others = written.read().splitlines()
+    assert first.endswith("ERROR failed")
+    assert others and all(line.startswith("  ") for line in others)
+    assert "\x1b" not in "".join(others) and "evil\\x1b[31m" in "".join(others)
+
+
 def test_a_json_line_of_a_failure_has_its_traceback(configure: Configure) -> None:
     written = configure("json")
     try:

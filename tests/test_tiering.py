@@ -179,6 +179,26 @@ def test_what_one_host_stored_another_gets_through_the_tier_byte_for_byte(tier: 
     assert there.depot.counters["tier_hit_chunks"] == 5
 
 
+def test_hits_that_tiers_are_awaited_for_count_in_the_window_of_their_lookup(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, lookup_s=30.0)
+    assert here.find(b"one", store(prompt("a", 5))) is True
+
+    def tick(second: int) -> None:
+        there.now = float(second)
+        there.take(there.depot.tick(there.now, 1000.0 + second))
+
+    asked = there.send(b"one", look(prompt("a", 5)))
+    for second in range(1, 21):  # windows begin meanwhile
+        tick(second)
+    there.rest()
+    assert there.answers[asked] == 5
+    for second in range(21, 77):
+        tick(second)
+    assert there.find(b"one", look(prompt("b", 1), "other")) == 0
+    minute = there.depot.status().hit_rates[0]
+    assert 0.0 <= minute.hit_rate <= minute.ceiling <= 1.0
+
+
 def test_a_lookup_that_memory_can_answer_asks_no_tier(tier: MemoryTier) -> None:
     host = new_host(tier)
     chain = prompt("a", 5)

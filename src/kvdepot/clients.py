@@ -53,8 +53,9 @@ class Session:
     model: str
     chunks: list[Chunk]
     matched: int  # chunks that are pinned by holding these
-    remaining: int  # retrieved keys until the pins go by themselves
+    remaining: int  # keys asked for until the pins go by themselves
     readers: int = 1  # keys that are retrieved per chunk
+    retrieved: int = 0  # keys that were given
 
 
 @dataclass(slots=True, eq=False)

@@ -92,14 +92,14 @@ class Depot:
         self.index = index
         self.counters: Counter[str] = Counter()
         self.tiering = Tiering(tiers, index, config.chunk_size, config.lookup_s)
-        self.sessions = Sessions(config, index, self.tiering, self.counters)
+        self.ceiling = Ceiling(0.0)
+        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.operations = 0
         self.max_clients = config.max_clients  # less where there are not descriptors enough
         self._config = config
         self._verify = config.verify
         self._clients: dict[bytes, Client] = {}
-        self.ceiling = Ceiling(0.0)
         self.stored_bytes = self.retrieved_bytes = 0
         self.saved_tokens, self.saved_s = 0, 0.0  # as engines said
         self.now = 0.0
@@ -146,19 +146,15 @@ class Depot:
         value: Any = None
         match request:
             case wire.Lookup():
-                actions = self.sessions.lookup(Asking(client, number, client, request, 0), self.now)
-                if request.readers:
-                    self.ceiling.count(request.hashes)
-                return actions
+                return self.sessions.lookup(Asking(client, number, client, request, 0), self.now)
             case wire.Store():
                 return self._store(client, number, request)
             case wire.Retrieve():
                 return self._retrieve(client, number, request)
             case wire.EndSession():
-                self._count_saved(request)
                 actions = self.sessions.give_up(client, request.request)
-                self.sessions.end(client, request.request)
-                return [*actions, Reply(client.identity, number, None)]
+                self.sessions.end(client, request.request)  # whatever it says that it saved
+                return [*actions, Reply(client.identity, number, self._count_saved(request))]
             case wire.Register():
                 self.report.note(
                     "engine", f"client {client.called} registers KV tensors of {request.model[:_SHOWN] or 'a model'}"
@@ -234,11 +230,13 @@ class Depot:
             actions += self.registrations.unregister(client, number, [])
         return actions
 
-    def _count_saved(self, request: wire.EndSession) -> None:
+    def _count_saved(self, request: wire.EndSession) -> BadRequest | None:
         if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
-            raise BadRequest(f"{request.saved_tokens} tokens and {request.saved_s} s are no saving")
+            self.counters["errors"] += 1
+            return BadRequest(f"{request.saved_tokens} tokens and {request.saved_s} s are no saving")
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
+        return None
 
     def _forget(self, client: Client, number: bytes, request: wire.Forget) -> list[Action]:
         check_names("", request.model)
@@ -442,14 +440,18 @@ class Depot:
         return [*self.tiering.stored(sealed), *self.tiering.make_room()] if self.tiering else []
 
     def _end_retrieve(self, operation: _Operation) -> None:
-        _tell("retrieved %d of %d chunks", sum(operation.results), operation)
-        self.index.release([chunk for chunk, _ in operation.chunks])
-        self.counters["retrieved_chunks"] += sum(operation.results)
+        results = operation.results
+        _tell("retrieved %d of %d chunks", sum(results), operation)
+        self.counters["retrieved_chunks"] += sum(results)
         for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
-            self.retrieved_bytes += chunk.shards[rank].size if operation.results[place] else 0
+            self.retrieved_bytes += chunk.shards[rank].size if results[place] else 0
+        self.index.release([chunk for chunk, _ in operation.chunks])  # what nobody is to have any more goes with this
         if operation.unpins:
+            first = 0
             for request, model, keys in operation.requests:
-                self.sessions.count_retrieved(operation.client.tenant, request, model, keys)
+                done = sum(results[first : first + keys])
+                self.sessions.count_retrieved(operation.client.tenant, request, model, keys, done)
+                first += keys
 
     # -- what people see
 

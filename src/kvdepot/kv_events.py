@@ -5,9 +5,9 @@ reads every message, or asks for what it missed, never believes of a chunk that 
 for longer than the messages take.
 
 Keys are kvdepot's own, not hashes of vLLM's blocks: whoever routes computes them from a prompt's tokens, as
-`ChunkChain(chunk_size, derive_root())` does (keys.py; what else goes into a root or a key: `_root` and `_extras` of
-integrations/vllm.py). A router that knows only vLLM's hashes listens to the engines instead, where the connector tells
-what it knows (integrations/vllm_events.py).
+`ChunkChain(chunk_size, derive_root())` does (keys.py; what else goes into a root or a key: `root` and `extras` of
+integrations/vllm_identity.py). A router that knows only vLLM's hashes listens to the engines instead, where the
+connector tells what it knows (integrations/vllm_events.py).
 
 A message is `[topic, seq, payload]` as vLLM's own publisher sends it (vllm/distributed/kv_events.py, 0.32): seq is 8
 bytes, big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A

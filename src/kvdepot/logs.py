@@ -116,18 +116,21 @@ class _Human(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatException(self, ei: Any) -> str:
-        """A traceback's end."""
-        return super().formatException(ei)[-_MOST_SAID:]
+        """A traceback's end, each line of it set in: an error's words may be somebody else's, too."""
+        lines = super().formatException(ei)[-_MOST_SAID:].splitlines()
+        return "\n".join(f"  {_printable(line)}" for line in lines)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without a traceback."""
         # A request id or a file's name is somebody else's word: it must not look like a line of ours, nor be heard by
         # a terminal.
-        line = super().formatMessage(record)[:_MOST_SAID]
-        if not line.isprintable():
-            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        line = _printable(super().formatMessage(record)[:_MOST_SAID])
         fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items())
         return f"{line} [{fields}]" if fields else line
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _quoted(value: Any) -> str:

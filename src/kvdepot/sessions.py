@@ -14,6 +14,7 @@ from typing import Any
 
 from kvdepot import wire
 from kvdepot.admission import check_hashes, check_names, check_salt, tenant_salt
+from kvdepot.ceiling import Ceiling
 from kvdepot.clients import Action, Asking, Client, NoCard, Reply, Session
 from kvdepot.config import Config
 from kvdepot.errors import Busy, KVDepotError
@@ -36,11 +37,14 @@ _MOST_LISTED = 100
 class Sessions:
     """All pins of one depot."""
 
-    def __init__(self, config: Config, index: Index, tiering: Tiering, counters: Counter[str]) -> None:
+    def __init__(
+        self, config: Config, index: Index, tiering: Tiering, counters: Counter[str], ceiling: Ceiling
+    ) -> None:
         self._config = config
         self._index = index
         self._tiering = tiering
         self._counters = counters
+        self._ceiling = ceiling
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
         self._keepers: dict[str, Client] = {}  # by tenant: whose sessions are the pins by name
         self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # tenant, name -> bytes, when it ends
@@ -107,6 +111,8 @@ class Sessions:
 
     def _reply(self, asking: Asking, spaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
         value: Any
+        if not asking.by_hand:
+            self._ceiling.count(asking.lookup.hashes)  # with its hits, or a window would have the one without the other
         try:
             value = self._pin(asking, pins, matched)
             if not asking.by_hand:
@@ -159,17 +165,18 @@ class Sessions:
             return
         client.pins -= session.matched
         # Where retrieves name their request; vLLM's connector says itself what it saved.
-        self.retrieved_chunks += (session.matched * session.readers - max(0, session.remaining)) // session.readers
+        self.retrieved_chunks += min(session.retrieved // session.readers, session.matched)
         sessions = self._by_request[client.tenant, request, session.model]
         sessions.remove(session)
         if not sessions:
             del self._by_request[client.tenant, request, session.model]
         self._index.release(session.chunks)
 
-    def count_retrieved(self, tenant: str, request: str, model: str, keys: int) -> None:
-        """`keys` of a request were retrieved: after as many as its lookup matched, its pins are gone."""
+    def count_retrieved(self, tenant: str, request: str, model: str, keys: int, done: int) -> None:
+        """`keys` of a request were asked for, `done` of them given: after as many as it matched, its pins are gone."""
         for session in list(self._by_request.get((tenant, request, model), ())):
             session.remaining -= keys
+            session.retrieved += done
             if session.remaining <= 0:
                 self.end(session.client, request)
 

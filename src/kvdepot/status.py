@@ -1,6 +1,6 @@
 """What a server says of itself: the one schema that command line, HTTP, page and metrics read. Plain data.
 
-Filled in by depot.py and server.py, answered to `wire.Status`; `read` is for whoever asked. Sizes in bytes, times in
+Filled in by report.py, answered to `wire.Status`; `read` is for whoever asked. Sizes in bytes, times in
 seconds, counters since the server's start. The one law: names here are promises; what is new is added, with a default.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +17,7 @@ import zmq
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
-from tests.conftest import StartDepot, eventually
+from tests.conftest import Depot, StartDepot, eventually
 from tests.test_index import keys as chunks_of
 from tests.test_kv_events import Desk
 from tests.vllm.conftest import StartEngine
@@ -118,7 +119,9 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     tokens = prompt(1, 2 * 256 + 9)
     trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     headers = {"traceparent": f"00-{trace_id}-{parent}-01"}
+    began = time.monotonic()
     assert engine.run(tokens, trace_headers=headers)["cached"] == 0
+    took_s = time.monotonic() - began
     assert engine.run_fresh(tokens, trace_headers=headers)["cached"] == 512
 
     # metrics: as asked, and as the server counts
@@ -133,6 +136,10 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     }.items()}  # fmt: skip
     assert status["stored_bytes"] == status["retrieved_bytes"] > 0
     assert 1 <= metrics["vllm:kvdepot_store_seconds"] <= 2
+
+    # what the load saved, by the speed of the step that computed the prompt, which its output ended
+    assert status["saved"]["tokens"] == 512
+    assert 0 < status["saved"]["prefill_s"] < took_s
 
     # the server's log: each request by the id that vLLM gave it
     def by_request() -> list[list[str]]:
@@ -236,11 +243,11 @@ class Prompt:
 
     def stored(self, first: int, end: int, *ranks: int) -> Any:
         """What workers tell of these chunks, in one step."""
-        from kvdepot.integrations.vllm_events import StoredKeys
+        from kvdepot.integrations.vllm_events import WorkerReport
 
-        told = StoredKeys()
+        told = WorkerReport()
         for rank in ranks or [0]:
-            one = StoredKeys()
+            one = WorkerReport()
             one.add(self.chain.slice(first, end), rank)
             told.aggregate(one)
         return told
@@ -252,6 +259,54 @@ def told(known: Any) -> list[tuple[str, list[bytes]]]:
         (type(event).__name__, [each.to_bytes(8, "big").rjust(32, b"-") for each in event.block_hashes])
         for event in known.take()
     ]
+
+
+def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
+    vllm_depot: Depot, models: dict[str, Path]
+) -> None:
+    import torch
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kvdepot.integrations.vllm import KVDepotConnector
+    from kvdepot.integrations.vllm_events import WorkerReport
+
+    told = KVTransferConfig(
+        kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": vllm_depot.url}
+    )
+    options = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True, kv_transfer_config=told)
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    connector = KVDepotConnector(options.create_engine_config(), KVConnectorRole.SCHEDULER, config)
+    try:
+
+        def built(tokens: int) -> int:
+            step = SchedulerOutput.make_empty()
+            step.num_scheduled_tokens, step.total_num_scheduled_tokens = {"r": tokens}, tokens
+            return connector.build_connector_meta(step).step
+
+        first, second, decodes = built(8192), built(4096), built(1)
+        assert 0 < first < second and decodes == 0
+        assert connector._prefill.speed == 0.0
+        connector.update_connector_output(KVConnectorOutput())  # of a step before
+        assert connector._prefill.speed == 0.0
+        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(step=second)))
+        assert connector._prefill.speed > 0.0
+    finally:
+        connector.shutdown()
+
+
+def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -> None:
+    from kvdepot.integrations.vllm_events import WorkerReport
+
+    told = WorkerReport()
+    told.aggregate(WorkerReport(step=7))
+    told.aggregate(WorkerReport())  # of a rank that is idle in it
+    assert told == WorkerReport(step=7)
 
 
 def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:

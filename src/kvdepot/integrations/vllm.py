@@ -11,7 +11,8 @@ law: vLLM never decodes over a block that is not whole, and neither side ever wa
     worker, before        handle_preemptions          stores of preempted requests end or are made void
     worker, after         start_load_kv, wait_for_save, get_finished
                           (on a GPU the step may still run: both go behind an event on vLLM's own stream)
-    load has ended        update_connector_output     failed blocks: vLLM recomputes, and no second try
+    step has ended        update_connector_output     how long it took; of loads, failed blocks: vLLM recomputes, and no
+                                                      second try
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
 Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, where the server wants
@@ -21,18 +22,14 @@ one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks too, de
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
 import zmq
-from blake3 import blake3
 from vllm.device_allocator import alloc_conf
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -44,18 +41,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, MessageQueueClient
-from kvdepot.config import default_url
 from kvdepot.contract import pack_block_ids
 from kvdepot.devices import share
 from kvdepot.errors import ConfigError
-from kvdepot.integrations.vllm_events import Known, StoredKeys
+from kvdepot.integrations.prefill_speed import PrefillSpeed
+from kvdepot.integrations.vllm_events import Known, WorkerReport
+from kvdepot.integrations.vllm_identity import extras, namespace, read_settings, refuse_unserved, root
 from kvdepot.integrations.vllm_stats import KVDepotMetrics, KVDepotStats
-from kvdepot.keys import ChunkChain, derive_root, salt_tag
+from kvdepot.keys import ChunkChain, salt_tag
 from kvdepot.layout import Layout, build_layout
 from kvdepot.operation import Operation
 
@@ -79,14 +76,10 @@ __all__ = ["KVDepotConnector"]
 
 log = init_logger(__name__)
 
-_PREFIX = "kvdepot."
-_SETTINGS = {"url": str, "key": str, "save_decode": bool, "weights_revision": str}
 _ANSWER_S = 0.0005
 """How long the scheduler awaits a lookup that is under way, once per scheduling attempt."""
 _PREEMPTION_S = 0.05
 """How long a worker awaits the stores of preempted requests before it makes them void."""
-_LARGE_STEP = 256
-"""Tokens of a step that says how fast prompts are computed; smaller ones are mostly overhead."""
 _IDLE_S = 0.002
 """How long a worker with nothing to compute awaits a load, rather than spin on a core that copies need."""
 
@@ -115,6 +108,8 @@ class _Metadata(KVConnectorMetadata):
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
     idle: bool = False
+    step: int = 0
+    """Its number, where its output is to bring it back."""
 
 
 @dataclass
@@ -134,22 +129,6 @@ class _Tracked:
     stores_open: bool = False  # a worker may be storing its blocks
 
 
-class _PrefillSpeed:
-    """How fast this engine computes prompts, in tokens a second: the fastest of its large steps, so that what a load
-    saved is not overstated. A step's time is that until the next one is built."""
-
-    def __init__(self) -> None:
-        self.speed = 0.0  # 0: not known yet
-        self._tokens, self._built = 0, 0.0
-
-    def step(self, tokens: int) -> None:
-        """A step of so many tokens is built."""
-        now = time.monotonic()
-        if self._tokens >= _LARGE_STEP and now > self._built:
-            self.speed = max(self.speed, self._tokens / (now - self._built))
-        self._tokens, self._built = tokens, now
-
-
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores prompts' KV in a kvdepot server and takes it back instead of recomputing.
 
@@ -160,8 +139,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
-        _refuse_unserved(vllm_config, kv_cache_config)
+        settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        refuse_unserved(vllm_config, kv_cache_config)
         self._save_decode = settings["save_decode"]
         self._stores = self._kv_transfer_config.is_kv_producer
         self._loads = self._kv_transfer_config.is_kv_consumer
@@ -169,7 +148,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         replicas = kv_cache_config.kv_tp_replicas
         self._ranks = ranks
-        model = _namespace(vllm_config, kv_cache_config, settings["weights_revision"])
+        model = namespace(vllm_config, kv_cache_config, settings["weights_revision"])
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         context: zmq.Context[Any] = zmq.Context()
         client = MessageQueueClient(settings["url"], context, key=settings["key"])
@@ -196,7 +175,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         told = vllm_config.kv_events_config
         self._tells = told is not None and told.enable_kv_cache_events
         self._known: Known | None = None  # the scheduler's
-        self._stored_keys = StoredKeys()  # a worker's, since the last step
+        self._report = WorkerReport()  # a worker's, since the last step
         if self._tells and self._scheduler is not None:
             self._known = Known(ranks, self._scheduler.chunk_size, block_tokens)
         (self._scheduler or self._moves).watch = self._ended_operation
@@ -204,7 +183,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._gpu: torch.device | None = None  # where the KV is, if on one
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[_Transfer] = []
-        self._prefill = _PrefillSpeed()
+        self._prefill = PrefillSpeed()
         self._ended: set[str] = set()
         log.info("kvdepot: %s at %s as %s", role.name.lower(), settings["url"], model)
 
@@ -218,7 +197,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def _ended_operation(self, operation: Operation) -> None:
         self._stats.count(operation)
         if self._tells:
-            self._stored_keys.add(operation.stored, self._rank)
+            self._report.add(operation.stored, self._rank)
         if self._spans is not None:
             self._spans(operation)
 
@@ -253,12 +232,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """`vllm:kvdepot_*` among vLLM's metrics."""
         return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def build_connector_worker_meta(self) -> StoredKeys | None:
-        """What this worker has stored since the last step."""
-        if not self._stored_keys.keys:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What this worker has stored since the last step, and which step this was if it is measured."""
+        report = self._report
+        report.step = self._orders.step
+        if not report.keys and not report.step:
             return None
-        stored, self._stored_keys = self._stored_keys, StoredKeys()
-        return stored
+        self._report = WorkerReport()
+        return report
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What the scheduler has learned of the depot's chunks since the last step."""
@@ -275,7 +256,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
         if request.prompt_embeds is not None or request.request_id in self._tracked:
             return  # embeddings are not named by tokens: neither stored nor looked up
-        tracked = _Tracked(request, ChunkChain(self._asks.chunk_size, _root(request)), _extras(request))
+        tracked = _Tracked(request, ChunkChain(self._asks.chunk_size, root(request)), extras(request))
         self._tracked[request.request_id] = tracked
         self._look_up(tracked)
 
@@ -343,9 +324,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             preempted=set(scheduler_output.preempted_req_ids or ()),
             ended=self._ended,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
+            step=self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic()),
         )
         self._new_loads, self._ended = [], set()
-        self._prefill.step(scheduler_output.total_num_scheduled_tokens)
         for request_id in meta.preempted:
             if request_id in self._tracked:
                 self._tracked[request_id].stores_open = False
@@ -385,10 +366,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Loads have ended: release their pins, and remember what failed."""
+        """A step has ended, and with it loads perhaps: release their pins, and remember what failed. vLLM calls it for
+        each step that computed something, and for others where a worker has something to say."""
         failed = connector_output.invalid_block_ids or set()
-        if self._known is not None and isinstance(stored := connector_output.kv_connector_worker_meta, StoredKeys):
-            self._known.stored(stored)
+        told = connector_output.kv_connector_worker_meta
+        report = told if isinstance(told, WorkerReport) else WorkerReport()
+        self._prefill.output(report.step, time.monotonic())
+        if self._known is not None:
+            self._known.stored(report)
         for request_id in connector_output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -561,95 +546,3 @@ def _layout(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: str) 
         seen.add(place)
         views.append(view._replace(dtype=f"{view.dtype} {backends}"))
     return build_layout(views, [0] * len(views))
-
-
-def _settings(extra: dict[str, Any]) -> dict[str, Any]:
-    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types."""
-    settings: dict[str, Any] = {"url": default_url(), "key": "", "save_decode": False, "weights_revision": ""}
-    for key, value in extra.items():
-        name = key.removeprefix(_PREFIX)
-        if name == key:
-            continue  # somebody else's
-        if name not in _SETTINGS:
-            raise ConfigError(f"{key} is no setting of kvdepot: there are {', '.join(_PREFIX + s for s in _SETTINGS)}")
-        if not isinstance(value, _SETTINGS[name]):
-            raise ConfigError(f"{key} is {value!r}, not a {_SETTINGS[name].__name__}")
-        settings[name] = value
-    return settings
-
-
-def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError for what would be cached wrongly or not at all."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(
-            f"kvdepot serves models with one KV cache group so far; this one has {len(groups)} "
-            f"({kinds}). "
-            "Hybrid models (sliding window or state space beside full attention) cannot use KVDepotConnector yet"
-        )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec | MLAAttentionSpec) or getattr(spec, "sliding_window", None):
-        raise ConfigError(f"kvdepot serves full attention and MLA so far, not {type(spec).__name__}: {spec}")
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ConfigError(
-            "kvdepot does not serve context parallelism yet: ranks would hold different tokens of a block"
-        )
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ConfigError(
-            "kvdepot does not serve sleep mode: a sleeping engine gives its KV's memory away and wakes with other "
-            "memory, while the server still has the old. Start without --enable-sleep-mode"
-        )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        raise ConfigError(
-            f"kvdepot does not serve speculative decoding by {speculative.method} yet: the draft's KV of a "
-            "loaded prefix would miss the target's hidden states"
-        )
-
-
-def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
-    """All that is fixed for an engine and changes KV bytes, as a readable name with a hash.
-
-    Equal in the scheduler and every worker, and after a restart with the same weights.
-    """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    facts = {
-        "vllm": vllm.__version__,
-        "model": model.model,
-        "revision": [model.revision, model.code_revision, getattr(model.hf_config, "_commit_hash", None)],
-        "weights": weights_revision or _weights(Path(model.model)),
-        "load": [str(vllm_config.load_config.load_format), model.seed],
-        "config": model.hf_config.to_dict(),
-        "dtype": [str(model.dtype), str(cache.cache_dtype), str(model.quantization)],
-        "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
-        "spec": str(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
-    }
-    digest = blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    return f"{Path(model.model).name}@{digest}"
-
-
-def _weights(path: Path) -> str:
-    """What tells weights in a local folder from others at the same path: names, sizes and times of its files."""
-    if not path.is_dir():
-        return ""  # a hub name: the revision says it
-    files = sorted(p for p in path.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"})
-    return " ".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in files)
-
-
-def _root(request: Request) -> bytes:
-    """Parent of the request's first chunk: its cache salt and LoRA adapter."""
-    parts = []
-    if request.cache_salt:
-        parts.append(("salt", request.cache_salt))
-    lora = request.lora_request
-    if lora is not None:
-        parts.append(("lora", lora.lora_name))
-        parts.append(("lora path", f"{lora.lora_path} {_weights(Path(lora.lora_path))}"))
-    return derive_root(*parts)
-
-
-def _extras(request: Request) -> list[tuple[int, bytes]]:
-    """Where images, audio and the like begin, and their full hashes."""
-    return [(item.mm_position.offset, item.identifier.encode()) for item in request.mm_features]

@@ -23,7 +23,7 @@ from kvdepot.keys import HASH_BYTES, ChunkChain
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Known", "StoredKeys"]
+__all__ = ["Known", "WorkerReport"]
 
 _MOST_KNOWN = 1 << 16
 _MOST_ORDERED = 1 << 14
@@ -31,10 +31,13 @@ _MOST_ORDERED = 1 << 14
 
 
 @dataclass
-class StoredKeys(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, which mypy does not follow
-    """Keys of chunks that workers have stored since the last step, by the ranks of these workers."""
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, which mypy does not follow
+    """What workers tell the scheduler with a step's output."""
 
     keys: dict[bytes, set[int]] = field(default_factory=dict)
+    """Chunks that they have stored since the last step, by the ranks of these workers."""
+    step: int = 0
+    """The number of the step, where it is measured (prefill_speed.py)."""
 
     def add(self, keys: bytes, rank: int) -> None:
         """A worker has stored these, 32 bytes each."""
@@ -43,9 +46,10 @@ class StoredKeys(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, wh
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Take another worker's in."""
-        assert isinstance(other, StoredKeys)
+        assert isinstance(other, WorkerReport)
         for key, ranks in other.keys.items():
             self.keys.setdefault(key, set()).update(ranks)
+        self.step = max(self.step, other.step)
         return self
 
 
@@ -77,9 +81,9 @@ class Known:
         while len(self._ordered) > _MOST_ORDERED:
             self._stored.pop(self._ordered.popitem(last=False)[0], None)
 
-    def stored(self, stored: StoredKeys) -> None:
+    def stored(self, report: WorkerReport) -> None:
         """Workers have stored these now."""
-        for key, ranks in stored.keys.items():
+        for key, ranks in report.keys.items():
             if key in self._ordered:
                 by = self._stored.setdefault(key, set())
                 by |= ranks
