@@ -98,7 +98,10 @@ class Erase:
 
 @dataclass(slots=True)
 class Forget:
-    """Remove all of a salt and of these spaces, by the beginnings of their names. Outcome: how many."""
+    """Remove all of a salt and of these spaces, by the beginnings of their names. Outcome: how many.
+
+    Where a tier must walk all its objects to forget (Redis), it does so once a space.
+    """
 
     token: Any
     tier: int
