@@ -533,6 +533,22 @@ def test_what_people_do_to_chunks_is_told_as_json(depot: Depot, used: Engine, tm
     assert (done.returncode, json.loads(done.stdout)) == (1, {"chunks": 1, "in_memory": 0})
 
 
+@pytest.mark.faults
+def test_what_may_be_left_in_a_tier_is_no_success(start_depot: StartDepot, tmp_path: Path) -> None:
+    tier = f"disk://{tmp_path}/kv?capacity_gib=1"
+    depot = start_depot("--tiers", tier)
+    engine = Engine(depot)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    eventually(lambda: depot.status()["tiers"][0]["counters"].get("saved_chunks", 0) == 1)
+    done = run("forget", "--model", engine.model[:-1], "--url", depot.url)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[:2] == ["memory: 1 chunks", f"disk://{tmp_path}/kv: 1 chunks"]
+    assert "name those in full" in done.stdout
+    done = run("forget", "--model", engine.model, "--url", depot.url)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
+    engine.close()
+
+
 def test_what_is_to_be_forgotten_must_be_said(depot: Depot) -> None:
     done = run("forget", "--url", depot.url)
     assert (done.returncode, done.stdout) == (2, "")

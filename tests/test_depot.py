@@ -614,6 +614,33 @@ def test_instances_of_two_clients_are_two(desk: Desk, client: bytes) -> None:
     assert desk.ask(other, store(prompt("a", 1))) is True
 
 
+# -- forgetting
+
+
+def test_all_models_whose_name_begins_so_are_forgotten_however_many_and_however_long() -> None:
+    desk = Desk(pages=400)
+    client = desk.hello()
+    desk.register(client)
+    long = "team-x/" + "y" * 300
+    names = [f"team-x/m{i}" for i in range(150)] + [long + "1", long + "2"]
+    for name in names:
+        assert desk.ask(client, store(prompt("a", 2), model=name)) is True
+    for name in ("team-y/m", "team-x", "a team-x/"):
+        assert desk.ask(client, store(prompt("a", 2), model=name)) is True
+    assert desk.ask(client, wire.Forget(long + "1")) == {"memory": 2}
+    assert desk.ask(client, wire.Forget("team-x/")) == {"memory": 2 * 151}
+    assert {space.model for space in desk.index.namespaces() if space.chunks} == {"team-y/m", "team-x", "a team-x/"}
+    assert desk.index.chunks == 6
+    assert desk.ask(client, lookup(prompt("a", 2), model="team-x/m149")) == 0
+
+
+def test_to_clear_a_model_clears_no_other_whose_name_begins_so(desk: Desk, client: bytes) -> None:
+    for name in ("m", "mm"):
+        desk.ask(client, store(prompt("a", 2), model=name))
+    desk.ask(client, wire.Clear("m"))
+    assert (desk.ask(client, lookup(prompt("a", 2))), desk.ask(client, lookup(prompt("a", 2), model="mm"))) == (0, 2)
+
+
 # -- registering and unregistering
 
 

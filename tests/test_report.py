@@ -13,7 +13,7 @@ import torch
 from kvdepot import status, upkeep, wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import MessageQueueClient
-from kvdepot.errors import BadRequest
+from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
 from tests.conftest import eventually
 
@@ -167,6 +167,45 @@ def test_times_fall_into_the_bucket_that_ends_at_or_above_them() -> None:
     filled = {i: count for i, count in enumerate(lookup.buckets) if count}
     assert filled == {0: 1, 1: 1, BOUNDS_S.index(5.0): 1, len(BOUNDS_S): 1}
     assert (lookup.count, lookup.errors) == (4, 1)
+
+
+@pytest.mark.faults
+def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_is_meant(depot: Depot) -> None:
+    tokens = list(range(CHUNK))
+    place = (depot.url, depot.context, "team/zero", 1, 0, BLOCK)
+    worker = LMCacheMPWorkerAdapter(*place)
+    layer = {"layer": torch.zeros(64, BLOCK, 64)}
+    worker.register_kv_caches(layer)
+    others = [LMCacheMPWorkerAdapter(*place[:2], "y" * 300, *place[3:])]
+    try:
+        others[0].register_kv_caches(layer)
+        with upkeep.connect(depot.url) as client:
+
+            def meant(model: str) -> str:
+                return upkeep.make_prompt(client, tokens, b"", model, "").model
+
+            assert meant("te") == meant("team/zero") == "team/zero"
+            for name in ("y", "y" * 256, "y" * 300):
+                with pytest.raises(ConfigError, match="256 characters of a name"):
+                    meant(name)
+            with pytest.raises(ConfigError, match="names 2 of"):
+                meant("")
+            move(worker, "first", tokens, is_store=True)  # the largest, so it is listed
+            others += [LMCacheMPWorkerAdapter(*place[:2], f"team/{i}", *place[3:]) for i in range(100)]
+            for other in others[1:]:
+                other.register_kv_caches(layer)
+            now = told(depot)
+            assert (now.namespace_count, len(now.namespaces)) == (102, 100)
+            assert meant("team/zero") == "team/zero"
+            with pytest.raises(ConfigError, match=r"may name others than team/zero.* 2 smallest"):
+                meant("team/z")
+            with pytest.raises(ConfigError, match=r"names 0 .* and 2 smaller ones"):
+                meant("nobody")
+            said = upkeep.forget(client, "team/", "")
+            assert said == {"memory": 1} and not upkeep.not_forgotten(said)
+    finally:
+        for each in (worker, *others):
+            each.shutdown()
 
 
 def test_an_answer_to_nobody_and_questions_of_the_dead_are_not_counted() -> None:

@@ -587,6 +587,44 @@ def test_all_is_forgotten_of_a_model_or_at_all(tier: MemoryTier) -> None:
     assert not tier.objects and host.index.chunks == 0
 
 
+def test_tiers_forget_all_models_that_begin_so_and_the_answer_says_that_they_may_have_others(tier: MemoryTier) -> None:
+    host = new_host(tier, pages=400, model="team-x/m0")
+    for i in range(150):
+        host.find(b"one", store(prompt("a", 2), model=f"team-x/m{i}"))
+    host.find(b"one", store(prompt("a", 2), model="team-y/m"))
+    assert len(tier.objects) == host.index.chunks == 302
+    said = host.find(b"one", wire.Forget("team-x/"))
+    assert (said.pop("memory"), said.pop("disk:///d")) == (300, 300)
+    assert "150" in said["error"] and "'team-x/'" in said["error"]  # the tier may have others
+    assert len(tier.objects) == host.index.chunks == 2
+    assert host.find(b"one", wire.Forget("team-x/m0")) == {"memory": 0, "disk:///d": 0}
+    host.assert_quiet()
+
+
+def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name_and_never_silently_left(
+    tier: MemoryTier,
+) -> None:
+    here, there = new_host(tier, model="team-x/m"), new_host(tier, model="other")
+    here.find(b"one", store(prompt("a", 3), model="team-x/m"))
+    left = there.find(b"one", wire.Forget("team-x/"))
+    assert (left["memory"], left["disk:///d"], len(tier.objects)) == (0, 0, 3)
+    assert "whole names" in left["error"]
+    assert there.find(b"one", wire.Forget("team-x/m")) == {"memory": 0, "disk:///d": 3}
+    assert "error" in there.find(b"one", wire.Forget("team-x/m"))  # for all that anybody here can know
+    assert here.find(b"one", wire.Forget("team-x/m")) == {"memory": 3, "disk:///d": 0}
+
+
+def test_nothing_is_loaded_of_a_model_that_is_being_forgotten_by_the_beginning_of_its_name(tier: MemoryTier) -> None:
+    here, there = new_host(tier, model="team-x/m"), new_host(tier, model="team-x/m")
+    here.find(b"one", store(prompt("a", 3), model="team-x/m"))
+    asked = there.send(b"one", wire.Forget("team-x/"))
+    seen = there.send(b"one", look(prompt("a", 3), model="team-x/m"))
+    assert there.answers[seen] == 0 and asked not in there.answers
+    there.rest()
+    assert there.answers[asked]["disk:///d"] == 3 and not tier.objects
+    there.assert_quiet()
+
+
 def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: MemoryTier) -> None:
     host = new_host(tier)
     chain = prompt("a", 3)

@@ -32,7 +32,7 @@ from kvdepot.registrations import Registrations, Remapping
 from kvdepot.report import Report
 from kvdepot.sessions import Sessions
 from kvdepot.status import Device, Status
-from kvdepot.tiering import MOST_FORGETTINGS, Tiering, Token
+from kvdepot.tiering import MOST_FORGETTINGS, Forgetting, Tiering, Token
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Action", "Depot", "Reply"]
@@ -245,7 +245,8 @@ class Depot:
         if self.tiering.forgettings >= MOST_FORGETTINGS:
             raise Busy(f"{self.tiering.forgettings} models or salts are being forgotten: wait until they are")
         forgotten = 0
-        for chunk in self.index.select(request.model, client.tenant, salt):
+        known = self.index.models(request.model, client.tenant)  # before their namespaces go with their chunks
+        for chunk in self.index.select(known, client.tenant, salt):
             if not chunk.gone:
                 forgotten += chunk.sealed > 0
                 self.index.doom(chunk)
@@ -259,7 +260,7 @@ class Depot:
 
         # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
         tenant = client.tenant if self._config.keys or request.model else None
-        return self.tiering.forget(tenant, request.model, salt, self.now, done)
+        return self.tiering.forget(Forgetting(tenant, request.model, known, salt, done), self.now)
 
     # -- store and retrieve
 

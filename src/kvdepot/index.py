@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -536,12 +536,18 @@ class Index:
         else:
             self.release([chunk])
 
-    def select(self, model: str = "", tenant: str | None = "", salt: bytes | None = None) -> list[Chunk]:
-        """All chunks of a tenant (None: of all), a model (empty: any) and a salt (None: any), tails first."""
+    def models(self, beginning: str, tenant: str) -> set[str]:
+        """Names of a tenant's models that begin so."""
+        return {
+            space.model for space in self.namespaces() if tenant == space.tenant and space.model.startswith(beginning)
+        }
+
+    def select(self, models: Collection[str] | None, tenant: str, salt: bytes | None = None) -> list[Chunk]:
+        """All chunks of a tenant, of these models (None: any) and of a salt (None: any), tails first."""
         return [
             chunk
             for space in self.namespaces()
-            if tenant in (None, space.tenant) and model in ("", space.model)
+            if tenant == space.tenant and (models is None or space.model in models)
             # Deepest first, so that a chunk's children are gone before it is looked at.
             for chunk in sorted(space.chunks.values(), key=lambda chunk: -chunk.position)
             if salt in (None, chunk.salt)
@@ -550,7 +556,7 @@ class Index:
     def clear(self, model: str = "", tenant: str = "") -> int:
         """Remove every chunk of a tenant that nothing holds, of one model or of all (empty); how many."""
         removed = 0
-        for chunk in self.select(model, tenant):
+        for chunk in self.select({model} if model else None, tenant):
             if _evictable(chunk):
                 self._remove(chunk)
                 removed += 1

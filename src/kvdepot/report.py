@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from kvdepot import __version__
 from kvdepot.clients import Client
+from kvdepot.index import Namespace
 from kvdepot.metrics import Journal, Latencies
-from kvdepot.status import Device, Engine, HitRate, NamespaceStatus, Saved, Status
+from kvdepot.status import MOST_NAME, Device, Engine, HitRate, NamespaceStatus, Saved, Status
 
 if TYPE_CHECKING:
     from kvdepot.depot import Depot
@@ -26,8 +27,8 @@ _NAMESPACES = 100
 _ENGINES = 64
 _MODELS = 4
 """Of one engine."""
-_NAME, _SHORT = 256, 100
-"""Characters of a model's name, in its own line and in an engine's."""
+_SHORT = 100
+"""Characters of a model's name in an engine's line."""
 _QUIET_S = 60.0
 """A counter that goes on rising is told of once in so long."""
 _TOLD = {
@@ -86,6 +87,7 @@ class Report:
         clients = depot.clients
         now = depot.now
         engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
+        spaces = [space for space in index.namespaces() if tenant in ("", space.tenant)]
         pinned_count, pinned_bytes = depot.sessions.kept_in_all(tenant)
         return Status(
             version=__version__,
@@ -107,6 +109,7 @@ class Report:
             clients=len(clients),
             sessions=sum(len(client.sessions) for client in clients),
             instances=sum(len(client.instances) for client in clients),
+            namespace_count=len(spaces),
             engine_count=len(engines),
             pinned_count=pinned_count,
             pinned_bytes=pinned_bytes,
@@ -115,7 +118,7 @@ class Report:
             saved=Saved(depot.saved_tokens + depot.sessions.retrieved_chunks * depot.chunk_size, depot.saved_s),
             hit_rates=[HitRate(*rate) for rate in depot.ceiling.rates(depot.counters["hit_chunks"])],
             latencies=self.latencies.figures(),
-            namespaces=self._namespaces(tenant),
+            namespaces=_namespaces(spaces),
             engines=_engines(engines, now),
             pinned=depot.sessions.kept(tenant, now),
             tiers=depot.tiering.status(),
@@ -124,22 +127,22 @@ class Report:
             events=[] if tenant else self.journal.events(),
         )
 
-    def _namespaces(self, tenant: str) -> list[NamespaceStatus]:
-        spaces = [space for space in self._depot.index.namespaces() if not tenant or space.tenant == tenant]
-        return [
-            NamespaceStatus(
-                tenant=space.tenant,
-                model=space.model[:_NAME],
-                world_size=space.world_size,
-                blocks_in_chunk=space.blocks_in_chunk,
-                chunks=len(space.chunks),
-                bytes=space.bytes,
-                engines=space.live,
-                lookup_chunks=space.lookup_chunks,
-                hit_chunks=space.hit_chunks,
-            )
-            for space in heapq.nlargest(_NAMESPACES, spaces, key=lambda space: space.bytes)
-        ]
+
+def _namespaces(spaces: Iterable[Namespace]) -> list[NamespaceStatus]:
+    return [
+        NamespaceStatus(
+            tenant=space.tenant,
+            model=space.model[:MOST_NAME],
+            world_size=space.world_size,
+            blocks_in_chunk=space.blocks_in_chunk,
+            chunks=len(space.chunks),
+            bytes=space.bytes,
+            engines=space.live,
+            lookup_chunks=space.lookup_chunks,
+            hit_chunks=space.hit_chunks,
+        )
+        for space in heapq.nlargest(_NAMESPACES, spaces, key=lambda space: space.bytes)
+    ]
 
 
 def _engines(clients: Iterable[Client], now: float) -> list[Engine]:

@@ -13,7 +13,21 @@ import msgspec
 from kvdepot.errors import ProtocolError
 from kvdepot.metrics import Event, Latency
 
-__all__ = ["Device", "Engine", "HitRate", "Kept", "NamespaceStatus", "Saved", "Status", "TierStatus", "read"]
+__all__ = [
+    "MOST_NAME",
+    "Device",
+    "Engine",
+    "HitRate",
+    "Kept",
+    "NamespaceStatus",
+    "Saved",
+    "Status",
+    "TierStatus",
+    "read",
+]
+
+MOST_NAME = 256
+"""Characters of a model's name that a line of `namespaces` has; longer ones are cut there."""
 
 
 class HitRate(msgspec.Struct, frozen=True):
@@ -108,7 +122,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """One server, now. engines and pinned list some; engine_count, pinned_count and pinned_bytes are of all."""
+    """One server, now. namespaces, engines and pinned list some; their counts and pinned_bytes are of all."""
 
     version: str = ""
     boot: str = ""
@@ -129,6 +143,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     clients: int
     sessions: int
     instances: int
+    namespace_count: int = 0
     engine_count: int = 0
     pinned_count: int = 0
     pinned_bytes: int = 0

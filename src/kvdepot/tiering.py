@@ -15,7 +15,7 @@ import heapq
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.carrier import MOST_PARTS, Erase, Find, Forget, Load, Part, Probe, Save
 from kvdepot.tiers.format import Facts, Header, model_prefix, tenant_prefix
 
-__all__ = ["Errands", "Search", "Tiering", "Token"]
+__all__ = ["Errands", "Forgetting", "Search", "Tiering", "Token"]
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ MOST_FORGETTINGS = 16
 """Forgettings under way."""
 _FORGET_S = 25.0
 """So long tiers have for forgetting before the answer says that they have not; less than clients wait."""
+_SHOWN = 100
+"""Characters of a name in an answer."""
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered by then counts as failed."""
@@ -116,7 +118,7 @@ class _Tier:
     queued_bytes: int = 0
     finding: int = 0  # errands
     saving: set[int] = field(default_factory=set)  # errands, by number
-    forgets: list[tuple[set[int], _Forgetting]] = field(default_factory=list)  # and the saves that must end before
+    forgets: list[tuple[set[int], Forgetting]] = field(default_factory=list)  # and the saves that must end before
     probing: float | None = None  # since when
     probe_after: float = 0.0
     usage: Usage | None = None
@@ -136,25 +138,47 @@ class Token:
 
 
 @dataclass(slots=True, eq=False)
-class _Forgetting:
-    """What is to be forgotten, while not every tier has done so: nothing of it is loaded meanwhile."""
+class Forgetting:
+    """What is to be forgotten, while not every tier has done so: nothing of it is loaded meanwhile.
+
+    Tiers file by whole names. Of models whose name begins so, they are told `model` itself and all that are known here;
+    one that only a tier knows is not found by the beginning of its name, and the answer says where that may be.
+    """
 
     tenant: str | None  # None: of all
-    model: str  # empty: any
+    model: str  # what names begin with; empty: any
+    known: Collection[str]  # the names here that begin so
     salt: bytes | None  # None: any
-    owing: set[int]  # tiers
-    said: dict[str, Any]
     done: Callable[[dict[str, Any]], list[Any]]
+    owing: set[int] = field(default_factory=set)  # tiers
+    said: dict[str, Any] = field(default_factory=dict)
     answered: bool = False
 
     def covers(self, space: Namespace, salt: bytes) -> bool:
-        return self.tenant in (None, space.tenant) and self.model in ("", space.model) and self.salt in (None, salt)
+        is_named = self.tenant in (None, space.tenant) and space.model.startswith(self.model)
+        return is_named and self.salt in (None, salt)
+
+    def is_whole_name(self) -> bool:
+        """Whether `model` is known to be no mere beginning: a model here is called so, or a tier had one that is."""
+        there = any(isinstance(what, int) and what > 0 for what in self.said.values())
+        return not self.model or self.model in self.known or (there and not self.known)
+
+    def trouble(self) -> str:
+        """Why something may be left that no tier has told of; empty: nothing is."""
+        if self.owing:
+            return f"not every tier has answered within {_FORGET_S:g} s"
+        if self.is_whole_name():
+            return ""
+        return (
+            f"tiers file models by whole names: they were told {len(self.known)} that this server knows to begin with "
+            f"{self.model[:_SHOWN]!r}, and may have others; name those in full, or forget all"
+        )
 
     def errand(self, tier: _Tier, then: Callable[[Any, float], Errands]) -> Forget:
-        prefix = "" if self.tenant is None else tenant_prefix(self.tenant)
+        spaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
         if self.model:
-            prefix = model_prefix(self.tenant or "", self.model)
-        return Forget(Token(tier, then), tier.number, "" if self.salt is None else self.salt.hex(), prefix)
+            spaces = {model_prefix(self.tenant or "", name) for name in (self.model, *self.known)}
+        return Forget(Token(tier, then), tier.number, "" if self.salt is None else self.salt.hex(), sorted(spaces))
 
 
 class Tiering:
@@ -171,7 +195,7 @@ class Tiering:
         self._low_bytes = index.space.capacity >> 3  # so much is kept free where chunks are saved as they leave
         self._times: list[tuple[float, int, Callable[[float], Errands], Search | None]] = []
         self._numbers = itertools.count()
-        self._forgettings: set[_Forgetting] = set()
+        self._forgettings: set[Forgetting] = set()
         self.searches = 0
         self._wanted = 0  # shards that all searches asked for
         if any(tier.config.options.write == "on_evict" for tier in self._tiers):
@@ -587,23 +611,15 @@ class Tiering:
         """How many are under way."""
         return len(self._forgettings)
 
-    def forget(
-        self,
-        tenant: str | None,
-        model: str,
-        salt: bytes | None,
-        now: float,
-        done: Callable[[dict[str, Any]], Errands],
-    ) -> Errands:
-        """Remove what is in the tiers; `done` is told once what each said: how many, or its error.
+    def forget(self, forgetting: Forgetting, now: float) -> Errands:
+        """Remove what is in the tiers; its `done` is told once what each said: how many, or its error.
 
-        tenant, model, salt: None, empty, None: all. What is on its way into memory is dropped when it arrives; a tier
-        is told once what it was saving is saved.
+        What is on its way into memory is dropped when it arrives; a tier is told once what it was saving is saved.
         """
-        said: dict[str, Any] = {tier.config.name: 0 for tier in self._tiers}
-        forgetting = _Forgetting(tenant, model, salt, {tier.number for tier in self._tiers}, said, done)
         if not self._tiers:
-            return done(said)
+            return forgetting.done({})
+        forgetting.owing = {tier.number for tier in self._tiers}
+        forgetting.said = {tier.config.name: 0 for tier in self._tiers}
         self._forgettings.add(forgetting)
         self._at(now + _FORGET_S, partial(self._answer_forget, forgetting))
         for tier in self._tiers:
@@ -620,7 +636,7 @@ class Tiering:
         tier.forgets = [item for item in tier.forgets if item[0]]
         return errands
 
-    def _forgotten(self, forgetting: _Forgetting, tier: _Tier, outcome: Any, now: float) -> Errands:
+    def _forgotten(self, forgetting: Forgetting, tier: _Tier, outcome: Any, now: float) -> Errands:
         forgetting.owing.discard(tier.number)
         failed = isinstance(outcome, KVDepotError)
         forgetting.said[tier.config.name] = f"not forgotten: {outcome}" if failed else outcome
@@ -629,13 +645,13 @@ class Tiering:
         self._forgettings.discard(forgetting)
         return self._answer_forget(forgetting, now)
 
-    def _answer_forget(self, forgetting: _Forgetting, now: float) -> Errands:
+    def _answer_forget(self, forgetting: Forgetting, now: float) -> Errands:
         """Say how it went; where a tier has not answered, it goes on being forgotten."""
         if forgetting.answered:
             return []
         forgetting.answered = True
-        if forgetting.owing:
-            forgetting.said["error"] = f"not every tier has answered within {_FORGET_S:g} s"
+        if trouble := forgetting.trouble():
+            forgetting.said["error"] = trouble
         return forgetting.done(dict(forgetting.said))
 
     def stop(self) -> Errands:

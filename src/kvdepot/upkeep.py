@@ -20,8 +20,9 @@ from kvdepot import wire
 from kvdepot.client import CONNECT_S, MessageQueueClient
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
+from kvdepot.status import MOST_NAME
 
-__all__ = ["Prompt", "connect", "forget", "make_prompt", "models_named", "pin", "unpin", "warm"]
+__all__ = ["Prompt", "connect", "forget", "make_prompt", "not_forgotten", "pin", "unpin", "warm"]
 
 _ANSWER_S = 30.0
 
@@ -59,7 +60,7 @@ def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[M
 def read_prompt(client: MessageQueueClient, tokens: str | None, keys: str | None, model: str, salt: str) -> Prompt:
     """The chunks that a file names: token ids (JSON, or numbers apart from each other), or keys in hex; `-`: stdin.
 
-    model: a name that the server lists, or its beginning; empty: the only one there is. Raises ConfigError.
+    model: a name that the server lists, or the beginning of just one; empty: the only one there is. Raises ConfigError.
     """
     file = tokens or keys or "-"
     try:
@@ -80,20 +81,44 @@ def make_prompt(
 
     Raises ConfigError.
     """
-    spaces = client.ask(wire.Status()).result(_ANSWER_S)["namespaces"]
-    known = [space for space in spaces if space["model"].startswith(model)]
-    shapes = {(space["model"], space["world_size"], space["blocks_in_chunk"]) for space in known}
-    if len(shapes) != 1:
-        names = ", ".join(sorted({space["model"] for space in spaces})) or "none: no engine has registered yet"
-        raise ConfigError(f"model {model!r} names {len(shapes)} of the server's models ({names})")
+    shape = _shape_named(client, model)
     if not hashes:
         chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
         chain.extend(ids)
         hashes = bytes(chain.hashes)
     if not hashes:
         raise ConfigError(f"{what}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
-    ((name, world_size, blocks),) = shapes
-    return Prompt(name, world_size, blocks, hashes, salt_tag(salt))
+    return Prompt(*shape, hashes, salt_tag(salt))
+
+
+def _shape_named(client: MessageQueueClient, model: str) -> tuple[str, int, int]:
+    """The one model, world size and blocks a chunk that are named so, in full or by a beginning. Raises ConfigError.
+
+    Where the server lists some of its namespaces only, a name in full means the shape that is listed: the largest.
+    """
+    told = client.ask(wire.Status()).result(_ANSWER_S)
+    spaces = told["namespaces"]
+    unlisted = told.get("namespace_count", len(spaces)) - len(spaces)
+    known = [space for space in spaces if space["model"] == model]
+    is_whole = bool(known)
+    known = known or [space for space in spaces if space["model"].startswith(model[:MOST_NAME])]
+    shapes = {(space["model"], space["world_size"], space["blocks_in_chunk"]) for space in known}
+    if len(shapes) != 1:
+        names = ", ".join(sorted({space["model"] for space in spaces})) or "none: no engine has registered yet"
+        more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
+        raise ConfigError(f"model {model!r} names {len(shapes)} of the server's models ({names}{more})")
+    (shape,) = shapes
+    if len(shape[0]) >= MOST_NAME:
+        raise ConfigError(
+            f"model {model[:80]!r}: the server tells {MOST_NAME} characters of a name, and this one may have more: "
+            f"chunks of such a model are loaded and pinned by its engines only"
+        )
+    if unlisted > 0 and not is_whole:
+        raise ConfigError(
+            f"model {model!r} may name others than {shape[0]}: the server does not list its {unlisted} smallest "
+            f"models and shapes; name it in full"
+        )
+    return shape
 
 
 def _key(word: str) -> bytes:
@@ -138,34 +163,21 @@ def pin(
     return int(client.ask(request).result(_ANSWER_S + 60.0))
 
 
-def models_named(client: MessageQueueClient, beginning: str) -> list[str]:
-    """The server's models whose name begins so, or what was said itself: tiers may know it. Empty: none named."""
-    if not beginning:
-        return []
-    spaces = client.ask(wire.Status()).result(_ANSWER_S)["namespaces"]
-    return sorted({space["model"] for space in spaces if space["model"].startswith(beginning)}) or [beginning]
-
-
 def unpin(client: MessageQueueClient, name: str) -> None:
     """End a pin. Raises BadRequest where there is none of that name."""
     if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
         raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
 
 
-def forget(
-    client: MessageQueueClient,
-    models: Sequence[str],
-    salt: str,
-    told: Callable[[str, int], None] = lambda model, done: None,
-) -> dict[str, Any]:
-    """Remove chunks of these models (empty: all) and of one salt (empty: all), from memory and tiers.
+def forget(client: MessageQueueClient, model: str, salt: str) -> dict[str, Any]:
+    """Remove chunks of models whose name begins so and of one salt (empty: of all), from memory and tiers.
 
-    What each said: chunks removed, or what went wrong. told: which model's turn it is, and how many are done.
+    What each said: chunks removed, or what went wrong.
     """
-    said: dict[str, Any] = {}
-    for number, model in enumerate(models or [""]):
-        told(model or "all models", number)
-        for place, what in client.ask(wire.Forget(model, salt_tag(salt))).result(_ANSWER_S).items():
-            counted = isinstance(what, int) and isinstance(said.get(place, 0), int)
-            said[place] = said.get(place, 0) + what if counted else what
+    said: dict[str, Any] = client.ask(wire.Forget(model, salt_tag(salt))).result(_ANSWER_S)
     return said
+
+
+def not_forgotten(said: dict[str, Any]) -> list[str]:
+    """Of what `forget` was told: where something may still be, and why. Empty: nothing is."""
+    return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]

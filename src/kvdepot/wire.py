@@ -206,9 +206,10 @@ class Unpin(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """Remove chunks, from memory and tiers, of one model or of all (empty), of one salt or of all (empty).
+    """Remove chunks, from memory and tiers, of models whose name begins so, of one salt or of all (empty).
 
-    Whoever has them pinned gets them no more. Answer: a dict: chunks removed from `memory`, and what each tier said.
+    Whoever has them pinned gets them no more. Answer: a dict: chunks removed from `memory`, and by each tier's name how
+    many it removed. What is no number says what may still be there, and why: by a tier's name, or by `error`.
     """
 
     model: str = ""

@@ -245,7 +245,7 @@ class Forgot:
     """Every tier has said that it is done."""
 
     def covers(self, model: str, salt: bytes) -> bool:
-        return self.model in ("", model) and self.salt in (b"", salt)
+        return model.startswith(self.model) and self.salt in (b"", salt)
 
 
 class Forgettings:
@@ -337,7 +337,7 @@ def _short(errand: Errand) -> str:
             return f"{type(errand).__name__} {' '.join(part.key.hex()[:4] for part in errand.parts)}"
         case Probe():
             return "Probe"
-    return f"Forget {errand.salt[:4]} {errand.space[:4]}"
+    return f"Forget {errand.salt[:4]} {' '.join(space[:4] for space in errand.spaces)}"
 
 
 def _short_outcome(outcome: Any) -> str:

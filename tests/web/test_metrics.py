@@ -146,7 +146,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
             upkeep.unpin(person, f"pin {number}")
         before = fresh(web)
         assert (before["saved_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
-        upkeep.forget(person, [engine.model], "")
+        upkeep.forget(person, engine.model, "")
         engine.worker.mq_client.card.close()
         other = Engine(depot, BLOCK_BYTES)
         other.store(prompt(1), BLOCKS)

@@ -90,7 +90,7 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.option("--model", default="", metavar="NAME", help="of this model, or of those whose name begins so")
+@click.option("--model", default="", metavar="NAME", help="of this model, and of those whose name begins so")
 @click.option("--salt", default="", metavar="TEXT", help="of requests with this cache_salt")
 @click.option("--all", "everything", is_flag=True, help="everything")
 @options.server
@@ -98,24 +98,22 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
 def forget(model: str, salt: str, everything: bool, url: str | None, key: str | None, as_json: bool) -> int:
     """Remove chunks from memory and from all tiers, shared ones too: of a model, of a salt, or everything.
 
-    Exit code 1 when a tier could not. Requests that are under way with such a salt store anew.
+    Exit code 1 when something may be left: a tier could not, or may have models that this server does not know and
+    whose name begins so; name those in full. Requests that are under way with such a salt store anew.
     """
     if not (model or salt or everything):
         raise ConfigError("say what to forget: --model, --salt or --all")
-    from kvdepot import upkeep, wire
+    from kvdepot import upkeep
 
     with connect(url, key) as client, progress() as told:
-        models: list[str] = []
-        if model:
-            spaces = client.ask(wire.Status()).result(timeout=5.0)["namespaces"]
-            models = sorted({s["model"] for s in spaces if s["model"].startswith(model)}) or [model]
-        said = upkeep.forget(client, models, salt, lambda name, done: told(f"forgetting {name}", done, len(models)))
+        told(f"forgetting {model or 'all models'}", 0, 0)
+        said = upkeep.forget(client, model, salt)
     if as_json:
         print_json(said)
     else:
         for place, what in said.items():
             print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
-    return 0 if all(isinstance(what, int) for what in said.values()) else 1
+    return 1 if upkeep.not_forgotten(said) else 0
 
 
 @click.command()

@@ -52,7 +52,7 @@ def prompt(command: Decorated) -> Decorated:
                 help="keys of chunks in hex, from the prompt's start; - = standard input",
             ),
             click.option(
-                "--model", default="", metavar="NAME", help="as `kvdepot status` lists it, or its beginning"
+                "--model", default="", metavar="NAME", help="as `kvdepot status` lists it, or the beginning of one only"
             ),
             click.option("--salt", default="", metavar="TEXT", help="cache_salt of the requests"),
         ]

@@ -98,12 +98,15 @@ class Erase:
 
 @dataclass(slots=True)
 class Forget:
-    """Remove all of a salt and a space, by the beginnings of their names. Outcome: how many."""
+    """Remove all of a salt and of these spaces, by the beginnings of their names. Outcome: how many.
+
+    Where a tier must walk all its objects to forget (Redis), it does so once a space.
+    """
 
     token: Any
     tier: int
     salt: str
-    space: str
+    spaces: list[str]
 
 
 @dataclass(slots=True)
@@ -242,7 +245,7 @@ def run(errand: Errand, tier: Tier, arena: Memory, heads: Any, codec: Codec, old
             tier.remove(errand.names, errand.spoilt)
             return True
         case Forget():
-            return tier.forget(errand.salt, errand.space)
+            return sum(tier.forget(errand.salt, space) for space in errand.spaces)
         case Probe():
             return tier.usage()
 

@@ -30,7 +30,7 @@ from prometheus_client.exposition import choose_encoder
 
 from kvdepot import __version__, upkeep, wire
 from kvdepot.curve import is_loopback
-from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, Unavailable
+from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, TierError, Unavailable
 from kvdepot.metrics import Event
 from kvdepot.status import Engine, NamespaceStatus, Status, TierStatus
 from kvdepot.web.guard import App, Guard, Problem
@@ -112,7 +112,7 @@ class UnpinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ForgetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to forget: models whose name begins so, requests with this salt, both together, or all."""
+    """What to forget: this model and those whose name begins so, requests with this salt, both together, or all."""
 
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
@@ -251,14 +251,16 @@ def unpin(state: State, data: JSONBody[UnpinRequest]) -> Unpinned:
 
 
 @post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int | str]:
-    """Remove chunks from memory and all tiers: of each place, how many, or what went wrong."""
+def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
+    """Remove chunks from memory and all tiers: how many from each. An error where something may be left, and where."""
     if not (data.model or data.salt or data.all):
         raise BadRequest("say what to forget: `model`, `salt`, or `all`")
     with _change(state):
-        client = _poll(state).client
-        said = upkeep.forget(client, upkeep.models_named(client, data.model), data.salt)
-        return {place: what if isinstance(what, int) else str(what) for place, what in said.items()}
+        said = upkeep.forget(_poll(state).client, data.model, data.salt)
+        if left := upkeep.not_forgotten(said):
+            done = "; ".join(f"{place}: {what} chunks" for place, what in said.items() if isinstance(what, int))
+            raise TierError(f"something may be left: {'; '.join(left)}; removed: {done}")
+        return said
 
 
 # -- the page

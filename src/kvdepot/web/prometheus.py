@@ -40,6 +40,7 @@ _GAUGES = {
     "clients": ("clients", "Clients that are connected."),
     "sessions": ("sessions", "Requests that hold pins."),
     "instances": ("instances", "Registrations of KV tensors."),
+    "namespace_count": ("namespaces", "Models, shapes and layouts that are told from each other."),
     "engine_count": ("engines", "Schedulers and workers of engines."),
     "pinned_count": ("pinned_names", "Pins by name."),
     "pinned_bytes": ("pinned_bytes", "Bytes that pins by name keep."),
