@@ -30,7 +30,7 @@ __all__ = ["Finding", "findings"]
 _ANSWER_S = 2.0
 _FEW_FILES = 4096
 _NAMED = 3
-_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
+_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
 """Variables that are read and are no setting of the server."""
 
 
