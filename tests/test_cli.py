@@ -783,7 +783,7 @@ def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_want
     second = start_depot("--http", at, arena_mib=8)
     eventually(lambda: "no HTTP at" in second.logged())
     done = run("open", "--url", second.url, KVDEPOT_HTTP=at)
-    assert (done.returncode, done.stdout) == (1, "") and "its address is taken" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "") and "address is taken" in done.stderr
     assert (first.status()["http"], second.status()["http"]) == (at, "")
     _, found = doctor("--url", second.url, KVDEPOT_HTTP=at)
     assert found["web page"][0]["state"] == "warn" and "another program has" in found["web page"][0]["text"]
