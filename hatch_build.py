@@ -2,7 +2,7 @@
 
 Runs before a wheel, an editable install or an sdist is made, and fetches nothing where the pinned version lies already
 (in an sdist, say). The one law: what does not have the pinned hash is not unpacked. Without npm or network the install
-goes on: the page says that its charts are missing.
+goes on: the page says that its charts are missing. With KVDEPOT_CHARTS=required it fails.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import shutil
 import subprocess
 import tarfile
@@ -30,7 +31,10 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """hatchling looks for this name."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Fetch what is missing, and have it packed although git ignores it."""
+        """Fetch what is missing, and have it packed although git ignores it.
+
+        Raises ConnectionError where it cannot be had and KVDEPOT_CHARTS=required asks for it.
+        """
         folder = Path(self.root, _FOLDER)
         build_data["artifacts"].append(f"/{_FOLDER}/*")
         marker = folder / "INTEGRITY"
@@ -39,10 +43,10 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         try:
             unpack(fetch(), folder)
         except (OSError, subprocess.SubprocessError) as exc:
-            self.app.display_warning(
-                f"the web page will have no charts: uplot {_VERSION} cannot be had ({exc}); install again with npm "
-                "and network"
-            )
+            told = f"the web page will have no charts: uplot {_VERSION} cannot be had ({exc})"
+            if os.environ.get("KVDEPOT_CHARTS") == "required":
+                raise ConnectionError(f"{told}, and KVDEPOT_CHARTS=required asks for it") from exc
+            self.app.display_warning(f"{told}; install again with npm and network")  # which pip shows with -v alone
 
 
 def fetch() -> bytes:

@@ -208,7 +208,7 @@ def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: lis
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["token", "--http", "127.0.0.1:1"], "--http-token-file"),
+        (["token"], "--http-token-file"),
         (["check"], "--on-stop keep"),
         (["status", "--key", "/nothing/there.key"], "kvdepot keygen"),
     ],
@@ -772,7 +772,7 @@ def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(sta
     need(modules=["litestar", "uvicorn", "prometheus_client"])
     at = f"127.0.0.1:{free_port()}"
     depot = start_depot("--http", at, arena_mib=8)
-    which = ("--url", depot.url, "--http", at)
+    which = ("--url", depot.url)
     address = eventually(lambda: run("open", *which).stdout.strip(), 30.0)
     place, _, told = address.partition("/#token=")
     assert place == f"http://{at}"
@@ -790,12 +790,35 @@ def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(sta
     assert found["web page"][0]["state"] == "ok"
 
 
-def test_open_says_what_to_do_where_there_is_no_page(tmp_path: Path) -> None:
-    done = run("open", "--http", f"127.0.0.1:{free_port()}", "--url", f"ipc://{tmp_path}/x")
+@pytest.mark.faults
+def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_wanted(start_depot: StartDepot) -> None:
+    need(modules=["litestar", "uvicorn", "prometheus_client"])
+    at = f"127.0.0.1:{free_port()}"
+    first = start_depot("--http", at, arena_mib=8)
+    eventually(lambda: run("open", "--url", first.url, KVDEPOT_HTTP=at).returncode == 0, 30.0)
+    second = start_depot("--http", at, arena_mib=8)
+    eventually(lambda: "no HTTP at" in second.logged())
+    done = run("open", "--url", second.url, KVDEPOT_HTTP=at)
+    assert (done.returncode, done.stdout) == (1, "") and "address is taken" in done.stderr
+    assert (first.status()["http"], second.status()["http"]) == (at, "")
+    _, found = doctor("--url", second.url, KVDEPOT_HTTP=at)
+    assert found["web page"][0]["state"] == "warn" and "another program has" in found["web page"][0]["text"]
+    assert first.stop() == 0
+    address = eventually(lambda: run("open", "--url", second.url).stdout.strip(), 30.0)
+    assert address == f"http://{at}/#token={run('token', '--url', second.url).stdout.strip()}"
+
+
+@pytest.mark.faults
+def test_open_says_so_where_the_server_has_no_page(start_depot: StartDepot) -> None:
+    depot = start_depot("--http", "off", arena_mib=8)
+    done = run("open", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (1, "") and "http is off" in done.stderr
+
+
+@pytest.mark.faults
+def test_open_says_what_to_do_where_there_is_no_server(tmp_path: Path) -> None:
+    done = run("open", "--url", f"ipc://{tmp_path}/x")
     assert (done.returncode, done.stdout) == (1, "")
     assert "kvdepot serve" in done.stderr
-    done = run("open", "--http", "off")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "http is off" in done.stderr
-    done = run("token", "--http", "127.0.0.1:7077", "--url", f"ipc://{tmp_path}/x")
+    done = run("token", "--url", f"ipc://{tmp_path}/x")
     assert done.returncode == 2 and "Traceback" not in done.stderr and str(tmp_path) in done.stderr

@@ -214,6 +214,14 @@ def test_each_value_is_told_with_where_it_comes_from(tmp_path: Path) -> None:
         ("redis://:pa?ss@h/0", "redis://***"),
         ("redis://h?password_file=/run/p", "redis://h?password_file=/run/p"),
         ("s3://b?SECRET_ACCESS_KEY=x&region=eu&session_token=y", "s3://b?SECRET_ACCESS_KEY=***&region=eu&session_token=***"),
+        (
+            "s3://b/p?endpoint=http://k:secret@h:9000&region=x&prefix=a%40b",
+            "s3://b/p?endpoint=http://k:***@h:9000&region=x&prefix=a%40b",
+        ),
+        ("s3://b?endpoint=http%3A%2F%2Fk%3Asecret%40h", "s3://b?endpoint=http://k:***@h"),
+        ("s3://b?endpoint=http://h/?token=x", "s3://b?endpoint=http://h/?token=***"),
+        ("s3://b?endpoint=k:secret@h", "s3://***"),
+        ("redis://:pa?s=s@h/0", "redis://***"),
         ("disk:///d?capacity_gib=1&key_file=/k", "disk:///d?capacity_gib=1&key_file=/k"),
     ],
 )  # fmt: skip

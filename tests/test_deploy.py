@@ -133,9 +133,20 @@ def test_what_the_image_is_built_from_is_enough_for_the_wheel(tmp_path: Path) ->
     assert contents(made) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
 
 
+def test_the_image_is_not_built_without_the_pages_charts() -> None:
+    build = re.split(r"^FROM ", (DEPLOY / "Dockerfile").read_text(), flags=re.M)[1]
+    assert re.search(r"^RUN .*apt-get install .*\bnpm\b", build, re.M)
+    assert re.search(r"^RUN KVDEPOT_CHARTS=required pip wheel ", build, re.M)
+
+
 def variables(text: str) -> dict[str, str]:
     """What an image, a service or a container sets of ours."""
     return dict(re.findall(r"(KVDEPOT_[A-Z_]+)=(\S+)", text))
+
+
+def of_image() -> dict[str, str]:
+    """What the server's image sets; its build has a variable of its own."""
+    return variables((DEPLOY / "Dockerfile").read_text().split(" AS depot\n")[1])
 
 
 def settings(environ: dict[str, str]) -> Config:
@@ -146,7 +157,7 @@ def settings(environ: dict[str, str]) -> Config:
 
 
 def test_the_settings_of_the_image_are_settings() -> None:
-    config = settings(variables((DEPLOY / "Dockerfile").read_text()))
+    config = settings(of_image())
     assert config.url == "ipc:///dev/shm/kvdepot.sock"
 
 
@@ -184,9 +195,7 @@ def test_the_compose_file_names_stages_and_settings_that_exist() -> None:
     stages = set(re.findall(r" AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.M))
     assert {service["build"]["target"] for service in document["services"].values()} <= stages
     depot, vllm = document["services"]["depot"], document["services"]["vllm"]
-    config = settings(
-        variables((DEPLOY / "Dockerfile").read_text()) | {k: v or "" for k, v in depot["environment"].items()}
-    )
+    config = settings(of_image() | {k: v or "" for k, v in depot["environment"].items()})
     transfer = json.loads(vllm["command"][vllm["command"].index("--kv-transfer-config") + 1])
     assert transfer["kv_connector"] == "KVDepotConnector"
     assert transfer["kv_connector_extra_config"]["kvdepot.url"] == config.url
@@ -215,7 +224,7 @@ exit $code
 
 
 def test_server_and_engine_need_no_namespace_in_common_but_dev_shm() -> None:
-    config = settings(variables((DEPLOY / "Dockerfile").read_text()))
+    config = settings(of_image())
     environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_URL": config.url, "KVDEPOT_HTTP": "off"}
     process = subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", _TWO],
@@ -274,7 +283,7 @@ print(json.dumps({"lint": found, "files": files}))
 """
 EVERYTHING = {
     "user": 1_000_680_000,
-    "settings": {"policy": "adaptive", "lookup_s": 0.5, "on_stop": "keep", "max_pins": 2_000_000},
+    "settings": {"policy": "adaptive", "lookup_s": 0.5, "max_pins": 2_000_000},
     "tiers": ["disk:///var/cache/kvdepot?capacity_gib=10", "redis://cache:6379/0"],
     "gpu": {"enabled": True},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -372,8 +381,10 @@ def test_the_charts_pod_has_no_privileges_and_of_the_node_only_its_folders(chart
     assert folders == {"shm": "/dev/shm/kvdepot"}
     (server,) = pod["containers"]
     assert server["securityContext"]["readOnlyRootFilesystem"] is True
-    assert {probe: server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} \
-        == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}  # fmt: skip
+    assert server["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    for probe in ("startupProbe", "livenessProbe"):  # an ill web process must not have the depot killed
+        assert server[probe]["exec"]["command"] == ["kvdepot", "status", "--json"]
+        assert server[probe]["timeoutSeconds"] >= 5
     mounted = {mount["name"] for each in [*pod.get("initContainers", []), server] for mount in each["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
@@ -382,6 +393,7 @@ def test_the_settings_of_the_chart_are_settings(chart: dict[str, dict[str, Any]]
     (server,) = chart["DaemonSet"]["spec"]["template"]["spec"]["containers"]
     config = settings(environment(server))
     assert config.url == "ipc:///dev/shm/kvdepot.sock"
+    assert config.on_stop == "keep"  # the node's folder outlives the container
     assert config.http == f"0.0.0.0:{server['ports'][0]['containerPort']}"
     memory = server["resources"]["limits"]["memory"]
     assert memory.endswith("Gi") and int(memory[:-2]) > config.arena_gib

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
@@ -245,13 +246,20 @@ def _masked(text: str) -> str:
         return text
     place, mark, query = rest.partition("?")
     options = [option.partition("=") for option in query.split("&")] if mark else []
-    if any("@" in name for name, _, _ in options):  # a password with a ? in it
+    if any("@" in name or ("@" in value and "://" not in value) for name, _, value in options):
+        # a password with a ? or & in it
         return f"{scheme}://***"
     credentials, at, host = place.rpartition("@")
     user, divider, _ = credentials.partition(":")
     kept = (f"{user}:***@" if divider else "***@") if at else ""
-    told = [
-        f"{name}{equals}{'***' if value and _SECRET.search(name) and not name.endswith('_file') else value}"
-        for name, equals, value in options
-    ]
+    told = [f"{name}{equals}{_masked_option(name, value)}" for name, equals, value in options]
     return f"{scheme}://{kept}{host}{mark}{'&'.join(told)}"
+
+
+def _masked_option(name: str, value: str) -> str:
+    """Its value, which may be a URL with secrets of its own; % signs hide none."""
+    if value and _SECRET.search(name) and not name.endswith("_file"):
+        return "***"
+    read = unquote(value)
+    shown = _masked(read)
+    return value if shown == read else shown

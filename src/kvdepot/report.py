@@ -51,6 +51,7 @@ class Report:
     def __init__(self, depot: Depot, devices: Callable[[], list[Device]], boot: bytes) -> None:
         self.journal = Journal()
         self.latencies = Latencies()
+        self.http = ""  # where the server listens for HTTP; set by server.py, on the deciding thread
         self._depot = depot
         self._devices = devices
         self._boot = boot
@@ -95,6 +96,7 @@ class Report:
             pid=os.getpid(),
             wall_s=depot.wall,
             uptime_s=now - self._began if self._began is not None else 0.0,
+            http=self.http,
             chunk_size_tokens=depot.chunk_size,
             capacity_bytes=index.space.capacity,
             used_bytes=index.space.capacity - index.space.free_bytes,

@@ -214,6 +214,7 @@ class Server:
                     self._tick()
                     next_tick = time.monotonic() + _TICK_S
             if self._web is not None:
+                self.depot.report.http = ""
                 self._web.end()
             self._drain()
         finally:
@@ -347,6 +348,8 @@ class Server:
         self._act(self.depot.tick(time.monotonic(), time.time()))
         if self._feed is not None:
             self._feed.tick()
+        if self._web is not None:
+            self.depot.report.http = self._web.address
         self._rates.tick()
         self._door.tick()
         for identity, card in list(self._cards.items()):

@@ -122,13 +122,17 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """One server, now. namespaces, engines and pinned list some; their counts and pinned_bytes are of all."""
+    """One server, now. namespaces, engines and pinned list some; their counts and pinned_bytes are of all.
+
+    http: HOST:PORT at which this server, and no other, listens for HTTP; empty while it does not.
+    """
 
     version: str = ""
     boot: str = ""
     pid: int = 0
     wall_s: float = 0.0
     uptime_s: float = 0.0
+    http: str = ""
     chunk_size_tokens: int
     capacity_bytes: int
     used_bytes: int

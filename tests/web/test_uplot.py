@@ -41,8 +41,9 @@ def build(hook: ModuleType, root: Path) -> list[str]:
 
 
 def no_npm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no npm."""
+    """There is no npm, and nobody says that charts are required."""
     monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("KVDEPOT_CHARTS", raising=False)
 
 
 def test_without_npm_the_install_goes_on_and_says_what_will_be_missing(
@@ -52,6 +53,15 @@ def test_without_npm_the_install_goes_on_and_says_what_will_be_missing(
     build(hook, tmp_path)
     assert "the web page will have no charts" in "".join(capfd.readouterr())
     assert not (tmp_path / hook._FOLDER).exists()
+
+
+def test_where_charts_are_required_an_install_without_npm_fails(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_npm(monkeypatch)
+    monkeypatch.setenv("KVDEPOT_CHARTS", "required")
+    with pytest.raises(OSError, match="KVDEPOT_CHARTS=required"):
+        build(hook, tmp_path)
 
 
 def test_a_package_that_is_not_the_pinned_one_is_not_unpacked(hook: ModuleType, tmp_path: Path) -> None:

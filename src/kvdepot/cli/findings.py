@@ -23,14 +23,14 @@ from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
-from kvdepot.status import read
+from kvdepot.status import Status, read
 
 __all__ = ["Finding", "findings"]
 
 _ANSWER_S = 2.0
 _FEW_FILES = 4096
 _NAMED = 3
-_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
+_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
 """Variables that are read and are no setting of the server."""
 
 
@@ -69,8 +69,9 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     yield from _nvidia()
     yield _key(key)
     looking("the server")
-    yield _server(config.url, key)
-    yield _web(config)
+    status = _ask(config.url, key)
+    yield _server(config.url, status) if isinstance(status, Status) else status
+    yield _web(config, status if isinstance(status, Status) else None)
 
 
 def _python() -> Finding:
@@ -314,7 +315,8 @@ def _key(key: str) -> Finding:
     return Finding("ok", "key", clean(key))
 
 
-def _server(url: str, key: str) -> Finding:
+def _ask(url: str, key: str) -> Status | Finding:
+    """What the server says of itself, or why it does not."""
     path = Path(url.removeprefix("ipc://")) if url.startswith("ipc://") else None
     start = "start one with `kvdepot serve`, or say where it is: --url or KVDEPOT_URL"
     if path is not None and not path.exists():
@@ -325,11 +327,14 @@ def _server(url: str, key: str) -> Finding:
         return Finding("fail", "server", f"{path} belongs to user {owner}, not to {os.geteuid()}", advice)
     try:
         with upkeep.connect(url, key, _ANSWER_S) as client:
-            now = read(client.ask(wire.Status()).result(_ANSWER_S))
+            return read(client.ask(wire.Status()).result(_ANSWER_S))
     except KVDepotError as exc:
         if path is not None and not _is_served(path):
             return Finding("warn", "server", f"the one at {url} has ended", start)
         return Finding("fail", "server", str(exc), "see its log, and whether it wants a key")
+
+
+def _server(url: str, now: Status) -> Finding:
     text = f"{now.version} answers at {url} (pid {now.pid}): {count(now.chunks)} chunks, {count(now.clients)} clients"
     if now.version != __version__:
         return Finding("warn", "server", text, f"this command is {__version__}: start the server anew when it suits")
@@ -339,22 +344,33 @@ def _server(url: str, key: str) -> Finding:
 _WEB = ("litestar", "uvicorn", "prometheus_client")
 
 
-def _web(config: Config) -> Finding:
+def _web(config: Config, status: Status | None) -> Finding:
+    if status is not None and status.http:
+        return _page(status.http)
     if config.http == "off":
         return Finding("ok", "web page", "http is off")
     missing = [name for name in _WEB if importlib.util.find_spec(name) is None]
     if missing:
         advice = "pip install 'kvdepot[web]' for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
-    answer = ask_health(config.http)
-    if answer is None:
-        return Finding("warn", "web page", f"nobody answers at {config.http}", "it comes with `kvdepot serve`")
-    if answer != http.client.OK:
-        advice = "see `kvdepot top` and the server's log"
-        return Finding(
-            "warn", "web page", f"{config.http}/healthz answers {answer}: its server does not, or is behind", advice
-        )
-    return Finding("ok", "web page", f"{config.http} answers; `kvdepot open` prints its address")
+    answered = ask_health(config.http) is not None
+    if status is None:
+        text = f"{config.http} answers; whose it is only the server can say" if answered else "there is none"
+        return Finding("warn", "web page", text, "it comes with `kvdepot serve`: see what is said of the server")
+    if answered:
+        text = f"another program has {config.http}: do not give it this server's token"
+        return Finding("warn", "web page", text, "start the server anew with another --http, such as 127.0.0.1:7078")
+    return Finding("warn", "web page", f"the server listens for none; {config.http} is free", "see its log")
+
+
+def _page(address: str) -> Finding:
+    """address: where the server listens, as it says itself."""
+    answer = ask_health(address)
+    if answer == http.client.OK:
+        return Finding("ok", "web page", f"{address} answers; `kvdepot open` prints its address")
+    said = "nothing" if answer is None else str(answer)
+    advice = "see `kvdepot top` and the server's log"
+    return Finding("warn", "web page", f"{address}/healthz answers {said}: its server does not, or is behind", advice)
 
 
 def _is_served(path: Path) -> bool:

@@ -29,10 +29,9 @@ def server(command: Decorated) -> Decorated:
 
 
 def web(command: Decorated) -> Decorated:
-    """--config, --url, --http and --http-token-file: which server's page."""
+    """--config, --url and --http-token-file: which server's page."""
     for option in (
         click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, where it has one"),
-        click.option("--http", metavar="HOST:PORT", help="where the server's page is"),
         click.option("--url", metavar="URL", help="the server's endpoint"),
         click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's TOML file with settings"),
     ):

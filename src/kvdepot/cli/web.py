@@ -8,6 +8,7 @@ from urllib.parse import quote
 import click
 
 from kvdepot.cli import options
+from kvdepot.cli.connect import connect
 from kvdepot.cli.output import print_json
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError, Unavailable
@@ -15,22 +16,32 @@ from kvdepot.errors import ConfigError, Unavailable
 __all__ = ["ask_health", "open", "token"]
 
 _ANSWER_S = 2.0
+_STATUS_S = 5.0
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 @click.command()
+@click.option("--key", metavar="FILE", type=click.Path(), help="this client's key file (default: KVDEPOT_KEY)")
 @options.web
 @options.as_json
-def open(as_json: bool, **which: str | None) -> int:
+def open(as_json: bool, key: str | None, **which: str | None) -> int:
     """Print the address of the running server's web page, for a browser. The token stands behind the #, so no browser
-    sends it on; who has this address can forget, pin and load chunks."""
+    sends it on; who has this address can forget, pin and load chunks. Where the page is, the server itself says."""
+    from kvdepot import wire
+    from kvdepot.status import read
+
     config = _config(which)
-    if ask_health(config.http) is None:
+    with connect(config.url, key) as client:
+        # Not the settings: another user's server may have the address that they name, and would be sent our token.
+        address = read(client.ask(wire.Status()).result(_STATUS_S)).http
+    if not address:
         raise Unavailable(
-            f"no page at {_address(config.http)}; `kvdepot serve` has one where kvdepot[web] is installed (--http says "
-            "at which address; `kvdepot doctor` looks further)"
+            f"the server at {config.url} has no page (yet): http is off, kvdepot[web] is not installed, or its address "
+            "is taken. `kvdepot serve` logs which, and `kvdepot doctor` looks further"
         )
-    page = f"{_address(config.http)}/#token={quote(_token(config), safe='')}"
+    if ask_health(address) is None:
+        raise Unavailable(f"the page at {_address(address)} does not answer; the server's log says why")
+    page = f"{_address(address)}/#token={quote(_token(config), safe='')}"
     if as_json:
         print_json({"url": page})
     else:
@@ -66,10 +77,7 @@ def _token(config: Config) -> str:
 
 
 def _config(which: dict[str, str | None]) -> Config:
-    config = load(which.pop("file"), which)
-    if config.http == "off":
-        raise ConfigError("http is off: the server has no web page; --http, KVDEPOT_HTTP or the file can say HOST:PORT")
-    return config
+    return load(which.pop("file"), which)
 
 
 def _address(address: str) -> str:

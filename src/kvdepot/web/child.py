@@ -63,6 +63,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Child:
     """Keeps a web process beside a server. Raises ConfigError for a token that cannot be had."""
 
@@ -72,6 +77,8 @@ class Child:
         self._url = url
         self._key = key
         self._token = obtain_token(config)
+        self.address = ""
+        """HOST:PORT while it listens there, whether a process lives or not. Written by the thread, read by anybody."""
         self._lock = threading.Lock()  # guards the next two against `end`
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -117,19 +124,27 @@ class Child:
         if listener is None:
             return
         with listener:
-            delay_s = _FIRST_S
-            while not self._stopping.is_set():
-                began = time.monotonic()
-                try:
-                    status = self._live(listener)
-                except OSError as exc:
-                    log.warning("the web process cannot be started: %s", exc.strerror)
-                    status = -1
-                if self._stopping.is_set():
-                    return
-                delay_s = _FIRST_S if time.monotonic() - began > _WELL_S else min(2 * delay_s, _LONGEST_S)
-                log.warning("the web process ended with status %d; the next one starts in %g s", status, delay_s)
-                self._stopping.wait(delay_s)
+            self.address = _address(listener)
+            try:
+                self._keep(listener)
+            finally:
+                self.address = ""
+
+    def _keep(self, listener: socket.socket) -> None:
+        """One process after the other, until the server ends."""
+        delay_s = _FIRST_S
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                status = self._live(listener)
+            except OSError as exc:
+                log.warning("the web process cannot be started: %s", exc.strerror)
+                status = -1
+            if self._stopping.is_set():
+                return
+            delay_s = _FIRST_S if time.monotonic() - began > _WELL_S else min(2 * delay_s, _LONGEST_S)
+            log.warning("the web process ended with status %d; the next one starts in %g s", status, delay_s)
+            self._stopping.wait(delay_s)
 
     def _listen(self) -> socket.socket | None:
         """The listening socket; None when the server ends before it can be had."""
@@ -150,8 +165,7 @@ class Child:
         """One process, from its start to its end; its exit status. Raises OSError."""
         import subprocess  # which the server needs for nothing else before it serves
 
-        host, port = listener.getsockname()[:2]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = self.address
         key = self._key
         order = Order(
             self._url,
