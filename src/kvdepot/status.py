@@ -108,7 +108,10 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """One server, now. engines and pinned list some; engine_count, pinned_count and pinned_bytes are of all."""
+    """One server, now. engines and pinned list some; engine_count, pinned_count and pinned_bytes are of all.
+
+    wall_s: seconds since 1970 at the last tick, whole ones; what went by between two answers is told by uptime_s.
+    """
 
     version: str = ""
     boot: str = ""

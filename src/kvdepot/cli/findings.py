@@ -24,6 +24,7 @@ from kvdepot.cli.web import ask_health
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.status import read
+from kvdepot.web.child import missing_packages
 
 __all__ = ["Finding", "findings"]
 
@@ -336,14 +337,10 @@ def _server(url: str, key: str) -> Finding:
     return Finding("ok", "server", text)
 
 
-_WEB = ("litestar", "uvicorn", "prometheus_client")
-
-
 def _web(config: Config) -> Finding:
     if config.http == "off":
         return Finding("ok", "web page", "http is off")
-    missing = [name for name in _WEB if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := missing_packages():
         advice = "pip install 'kvdepot[web]' for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
     answer = ask_health(config.http)

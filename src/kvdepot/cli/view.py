@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, size
-from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.metrics import BOUNDS_S, Latency, percentile
 from kvdepot.status import HitRate, Status
 
-__all__ = ["Listing", "Speeds", "listings", "quantile", "summary"]
+__all__ = ["Listing", "Speeds", "listings", "summary"]
 
 _BAR_CELLS = 20
 _NAME_CELLS = 20
@@ -183,21 +183,10 @@ def _requests(now: Status) -> Listing:
 
 
 def _time(latency: Latency, part: float) -> str:
-    found = quantile(latency, part)
-    if found is None:
-        return f"> {duration(BOUNDS_S[-1])}"
+    found = percentile(latency.buckets, part)
+    if found >= BOUNDS_S[-1]:
+        return f"\N{GREATER-THAN OR EQUAL TO} {duration(BOUNDS_S[-1])}"
     return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
-
-
-def quantile(latency: Latency, part: float) -> float | None:
-    """The time within which a part of the requests were answered, as even within a bucket; None: beyond the last."""
-    wanted, seen, low = part * sum(latency.buckets), 0, 0.0
-    for high, inside in zip(BOUNDS_S, latency.buckets, strict=False):
-        if inside and seen + inside >= wanted:
-            return low + (high - low) * (wanted - seen) / inside
-        seen += inside
-        low = high
-    return None
 
 
 def _engines(now: Status) -> Listing:
