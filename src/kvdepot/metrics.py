@@ -75,7 +75,7 @@ class Latencies:
 
 
 def percentile(buckets: Sequence[int], share: float) -> float:
-    """The time (s) within which this share of requests was answered, as even within a bucket; NaN where there were none.
+    """The time (s) within which this share of requests was answered, as even within a bucket; NaN: of none.
 
     Of what took longer than the last bound nobody knows how much longer: that bound.
     """

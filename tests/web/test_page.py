@@ -476,6 +476,16 @@ def test_the_page_counts_latencies_in_the_same_buckets_as_the_server(open_page: 
     assert bounds == list(BOUNDS_S)
 
 
+def test_the_page_says_why_chunks_were_lost_in_the_same_words_as_the_terminal(site: Site, open_page: OpenPage) -> None:
+    from kvdepot.cli import view
+
+    names = [*view.LOSSES, "lookups_refused"]
+    site.status = msgspec.structs.replace(site.status, tiers=[], evicted_chunks=5, counters=dict.fromkeys(names, 1))
+    page = open_page()
+    listing = next(each for each in view.listings(site.status) if each.heads[0] == view.LOST)
+    assert rows(page, "losses") == [[where, why, count] for why, count, where, _ in listing.rows]
+
+
 # -- for everybody
 
 
