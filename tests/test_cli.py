@@ -39,7 +39,7 @@ from kvdepot.cli import output, view
 from kvdepot.cli.screen import Screen
 from kvdepot.config import Config
 from kvdepot.curve import read_client_key
-from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.metrics import Event, Latency
 from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
 
@@ -384,14 +384,28 @@ def test_what_somebody_should_look_at_is_said() -> None:
     assert "working, up" in shown(a_status())
 
 
-def test_quantiles_lie_in_the_bucket_that_holds_them() -> None:
+def test_what_left_failed_or_was_refused_is_listed_by_cause() -> None:
+    disk = TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {"late": 3, "saved_chunks": 17, "failures": 0})
+    counters = {"lookups": 50, "errors": 1_234, "dropped_chunks": 12, "lookups_refused": 8, "corrupt_chunks": 0}
+    lines = [re.split(r"  +", line.strip()) for line in shown(a_status(counters=counters, tiers=[disk])).splitlines()]
+    first = lines.index(["left, failed or refused", "count", "where", "counter"])
+    assert lines[first + 1 : first + 6] == [
+        ["evicted to make room", "7", "Memory", "evicted_chunks"],
+        ["requests that failed", "1,234", "Requests", "errors"],
+        ["found no room", "12", "Memory", "dropped_chunks"],
+        ["lookups refused", "8", "Requests", "lookups_refused"],
+        ["came after its deadline", "3", "disk:///kv", "late"],
+    ]
+    assert len(lines) == first + 6
+    assert "refused" not in shown(a_status(evicted_chunks=0, counters={"lookups": 50}))
+
+
+def test_how_long_most_requests_took_is_told_as_far_as_it_is_known() -> None:
     latency = Latency("Lookup", 100, 0, 1.0)
-    latency.buckets[0], latency.buckets[2], latency.buckets[-1] = 50, 49, 1
-    assert view.quantile(latency, 0.25) == pytest.approx(BOUNDS_S[0] / 2)
-    high = view.quantile(latency, 0.98)
-    assert high is not None and BOUNDS_S[1] < high < BOUNDS_S[2]
-    assert view.quantile(latency, 1.0) is None
-    assert view.quantile(Latency("Lookup"), 0.5) is None
+    latency.buckets[2], latency.buckets[-1] = 60, 40
+    row = next(line for line in shown(a_status(latencies=[latency])).splitlines() if line.startswith("Lookup"))
+    p50, p99 = re.split(r"  +", row.strip())[-2:]
+    assert p50 == "458 µs" and p99 == "≥ 10 s"
 
 
 @pytest.mark.parametrize(
@@ -434,7 +448,7 @@ def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_
     spaces = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1, 1) for number in range(30)]
     tiers = [TierStatus(f"tier-{number:02}", "through", "up", 1, 1, None, 0, 0, {}) for number in range(3)]
     screen = Screen("ipc:///x")
-    screen.show(a_status(namespaces=spaces, tiers=tiers), 1.0)
+    screen.show(a_status(namespaces=spaces, tiers=tiers, evicted_chunks=0), 1.0)
     console = Console(width=80, height=height, color_system=None, force_terminal=True)
     with console.capture() as captured:
         console.print(screen.draw(console), end="")

@@ -6,12 +6,14 @@ one law: to count costs a microsecond at most, and what is kept has a bound.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["BOUNDS_S", "Event", "Journal", "Latencies", "Latency"]
+__all__ = ["BOUNDS_S", "Event", "Journal", "Latencies", "Latency", "percentile"]
 
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -70,6 +72,21 @@ class Latencies:
     def figures(self) -> list[Latency]:
         """One a kind of request that was ever answered, by name."""
         return [self._kinds[kind] for kind in sorted(self._kinds)]
+
+
+def percentile(buckets: Sequence[int], share: float) -> float:
+    """The time (s) within which this share of requests was answered, as even within a bucket; NaN: of none.
+
+    Of what took longer than the last bound nobody knows how much longer: that bound.
+    """
+    wanted = share * sum(buckets)
+    below, low = 0, 0.0
+    for high, count in zip(BOUNDS_S, buckets, strict=False):  # buckets has one more
+        if count and below + count >= wanted:
+            return low + (high - low) * (wanted - below) / count
+        below += count
+        low = high
+    return BOUNDS_S[-1] if sum(buckets) else math.nan
 
 
 class Event(msgspec.Struct, frozen=True):

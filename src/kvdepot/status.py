@@ -125,6 +125,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One server, now. namespaces, engines and pinned list some; their counts and pinned_bytes are of all.
 
     http: HOST:PORT at which this server, and no other, listens for HTTP; empty while it does not.
+    wall_s: seconds since 1970 at the last tick, whole ones; what went by between two answers is told by uptime_s.
     """
 
     version: str = ""

@@ -49,7 +49,7 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 2
+VERSION = 3
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096

@@ -115,7 +115,7 @@ def example_status(wall_s: float = 0.0) -> Status:
         version="0.1.0", boot="a1", pid=4711, wall_s=now, uptime_s=3 * 86400 + 4 * 3600 + 60, chunk_size_tokens=256,
         capacity_bytes=256 * GIB, used_bytes=int(241.3 * GIB), chunks=31_482, reserved_shards=2, holds=61,
         evicted_chunks=182_944, record_slots=65536, record_slots_used=31_482, unrecorded_shards=0, operations=3,
-        clients=5, sessions=9, instances=3, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
+        clients=5, sessions=9, instances=3, engine_count=5, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
         saved=Saved(tokens=198_734_336, prefill_s=41_220.0),
         hit_rates=[
             HitRate(60.0, 1_204, 0.781, 0.842), HitRate(600.0, 12_880, 0.752, 0.829),

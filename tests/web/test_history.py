@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.metrics import BOUNDS_S, Latency, percentile
 from kvdepot.status import HitRate, Saved, Status, TierStatus
-from kvdepot.web.history import History, measure, percentile
+from kvdepot.web.history import History, measure
 
 
 def status(**facts: object) -> Status:

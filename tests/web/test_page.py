@@ -364,11 +364,46 @@ def test_lines_go_on_from_one_status_to_the_next(site: Site, open_page: OpenPage
     site.history = example_history(before.wall_s)
     page = open_page()
     site.status = msgspec.structs.replace(
-        before, wall_s=before.wall_s + 2, stored_bytes=before.stored_bytes + 4 * 10**9
+        before,
+        wall_s=before.wall_s + 2,
+        uptime_s=before.uptime_s + 2,
+        stored_bytes=before.stored_bytes + 4 * 10**9,
     )
     stored = page.locator("#charts figure", has_text="Stored and retrieved").locator(".legend")
     stored.filter(has_text="2 GB/s").wait_for()
     assert site.asked.count("/v1/history") == 1
+
+
+def test_what_happens_between_two_ticks_of_the_servers_clock_is_drawn(site: Site, open_page: OpenPage) -> None:
+    """A status has the time of the last tick in whole seconds, and how long the server runs exactly."""
+    before, site.ticks = site.status, False
+    ends = before.wall_s + 1  # the web process's clock is the exact one
+    site.history = {"times_s": [ends - 1, ends], "series": {"stored_bytes_s": [0.0, 0.0]}}
+    page = open_page()
+    stored = page.locator("#charts figure", has_text="Stored and retrieved").locator(".legend")
+    for ticked_s, gone_s, moved, shown in ((0, 1, 3, "3 GB/s"), (2, 2, 7, "4 GB/s"), (2, 4, 19, "6 GB/s")):
+        site.status = msgspec.structs.replace(
+            before,
+            wall_s=before.wall_s + ticked_s,
+            uptime_s=before.uptime_s + gone_s,
+            stored_bytes=before.stored_bytes + moved * 10**9,
+        )
+        stored.filter(has_text=shown).wait_for()
+    assert site.asked.count("/v1/history") == 1
+
+
+def test_a_clock_that_was_set_makes_the_page_ask_for_the_points_anew(site: Site, open_page: OpenPage) -> None:
+    now = site.status.wall_s
+    site.history = {"times_s": [now - 1, now], "series": {"used_bytes": [2**30, 2**30]}}
+    page = open_page()
+    site.history = {"times_s": [now - 7201, now - 7200], "series": {"used_bytes": [2**31, 2**31]}}
+    site.status = msgspec.structs.replace(site.status, wall_s=now - 7200)
+    eventually(lambda: site.asked.count("/v1/history") == 2)
+    page.locator("#charts figure", has_text="Bytes kept").locator("summary").click()
+    shows(page, "#charts figure:has-text('Bytes kept') tbody", "2 GiB")
+    turns = site.asked.count("/v1/status")
+    eventually(lambda: site.asked.count("/v1/status") > turns + 2)
+    assert site.asked.count("/v1/history") == 2
 
 
 def test_what_was_before_a_restart_stays_in_the_charts(site: Site, open_page: OpenPage) -> None:
@@ -439,6 +474,16 @@ def test_the_page_counts_latencies_in_the_same_buckets_as_the_server(open_page: 
     page = open_page()
     bounds = page.evaluate("import('/series.js').then(module => module.BOUNDS_S)")
     assert bounds == list(BOUNDS_S)
+
+
+def test_the_page_says_why_chunks_were_lost_in_the_same_words_as_the_terminal(site: Site, open_page: OpenPage) -> None:
+    from kvdepot.cli import view
+
+    names = [*view.LOSSES, "lookups_refused"]
+    site.status = msgspec.structs.replace(site.status, tiers=[], evicted_chunks=5, counters=dict.fromkeys(names, 1))
+    page = open_page()
+    listing = next(each for each in view.listings(site.status) if each.heads[0] == view.LOST)
+    assert rows(page, "losses") == [[where, why, count] for why, count, where, _ in listing.rows]
 
 
 # -- for everybody
@@ -683,7 +728,8 @@ def test_the_page_goes_on_a_line_as_the_server_would(port: int, open_page: OpenP
     buckets = [count + 3 * i for i, count in enumerate(lookup.buckets)]
     after = msgspec.structs.replace(
         before,
-        wall_s=1002.0,
+        wall_s=1001.0,  # whole seconds, of a tick; what went by is told by uptime_s
+        uptime_s=before.uptime_s + 2.0,
         stored_bytes=before.stored_bytes + 12345,
         evicted_chunks=before.evicted_chunks + 7,
         counters={**before.counters, "dropped_chunks": before.counters["dropped_chunks"] + 3, "failed_chunks": 5},

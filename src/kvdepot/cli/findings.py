@@ -24,6 +24,7 @@ from kvdepot.cli.web import ask_health
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.status import Status, read
+from kvdepot.web.child import missing_packages
 
 __all__ = ["Finding", "findings"]
 
@@ -341,16 +342,12 @@ def _server(url: str, now: Status) -> Finding:
     return Finding("ok", "server", text)
 
 
-_WEB = ("litestar", "uvicorn", "prometheus_client")
-
-
 def _web(config: Config, status: Status | None) -> Finding:
     if status is not None and status.http:
         return _page(status.http)
     if config.http == "off":
         return Finding("ok", "web page", "http is off")
-    missing = [name for name in _WEB if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := missing_packages():
         advice = "pip install 'kvdepot[web]' for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
     answered = ask_health(config.http) is not None

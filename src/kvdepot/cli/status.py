@@ -16,7 +16,7 @@ __all__ = ["status"]
 @options.as_json
 def status(url: str | None, key: str | None, as_json: bool) -> int:
     """Show what a running server holds and does: memory, hit rates beside those of an endless cache, what engines
-    saved, latencies, engines, models, tiers and GPUs."""
+    saved, latencies, engines, models, tiers, what left, failed or was refused, and GPUs."""
     from kvdepot import wire
 
     with connect(url, key) as client:

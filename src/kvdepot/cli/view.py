@@ -14,14 +14,45 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, size
-from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.metrics import BOUNDS_S, Latency, percentile
 from kvdepot.status import HitRate, Status
 
-__all__ = ["Listing", "Speeds", "listings", "quantile", "summary"]
+__all__ = ["LOSSES", "LOST", "Listing", "Speeds", "listings", "summary"]
 
 _BAR_CELLS = 20
 _NAME_CELLS = 20
 """What the first column of a table keeps of its width however narrow the terminal is."""
+
+LOST = "left, failed or refused"
+LOSSES = {
+    "evicted_chunks": "evicted to make room",
+    "evicted": "evicted to make room",
+    "dropped_chunks": "found no room",
+    "failed_chunks": "copy failed, or engine gave up",
+    "corrupt_chunks": "damaged, found by its checksum",
+    "expired_chunks": "too old",
+    "forgotten_chunks": "forgotten on request",
+    "cleared_chunks": "cleared on request",
+    "refused_chunks": "refused by the tier",
+    "refused": "objects refused by the store",
+    "spoilt_chunks": "damaged, found by its checksum",
+    "spoilt": "damaged objects erased",
+    "quarantined": "damaged files put aside",
+    "missed_chunks": "gone when they were to be read",
+    "failures": "errand failed",
+    "failed": "objects that could not be moved",
+    "late": "came after its deadline",
+    "left_alone": "times it was left alone",
+    "searches_refused": "searches refused: too many",
+    "undemoted_chunks": "evicted before they were saved",
+    "replies_dropped": "replies that nobody read",
+    "retrieve_misses": "chunks asked for that had gone",
+    "bad_messages": "messages that could not be read",
+    "errors": "requests that failed",
+    "clients_died": "clients that died",
+    "kv_event_overflows": "times routers were told all anew",
+}
+"""Counters of what left, failed or was refused, in words; page/panels.js has the same."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +193,9 @@ def _faults(now: Status) -> list[str]:
 
 def listings(now: Status) -> list[Listing]:
     """Tables of whatever there is of it, the most telling first."""
-    made = [_requests(now), _engines(now), _models(now), _tiers(now), _devices(now), _pins(now), _events(now)]
+    made = [
+        _requests(now), _engines(now), _models(now), _tiers(now), _losses(now), _devices(now), _pins(now), _events(now),
+    ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
 
@@ -183,21 +216,10 @@ def _requests(now: Status) -> Listing:
 
 
 def _time(latency: Latency, part: float) -> str:
-    found = quantile(latency, part)
-    if found is None:
-        return f"> {duration(BOUNDS_S[-1])}"
+    found = percentile(latency.buckets, part)
+    if found >= BOUNDS_S[-1]:
+        return f"\N{GREATER-THAN OR EQUAL TO} {duration(BOUNDS_S[-1])}"
     return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
-
-
-def quantile(latency: Latency, part: float) -> float | None:
-    """The time within which a part of the requests were answered, as even within a bucket; None: beyond the last."""
-    wanted, seen, low = part * sum(latency.buckets), 0, 0.0
-    for high, inside in zip(BOUNDS_S, latency.buckets, strict=False):
-        if inside and seen + inside >= wanted:
-            return low + (high - low) * (wanted - seen) / inside
-        seen += inside
-        low = high
-    return None
 
 
 def _engines(now: Status) -> Listing:
@@ -236,6 +258,25 @@ def _tiers(now: Status) -> Listing:
         objects = count(tier.objects) if tier.objects is not None else "-"
         rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes)))
     return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued"), rows)
+
+
+def _losses(now: Status) -> Listing:
+    ours = {"evicted_chunks": now.evicted_chunks, **now.counters}
+    counted = [(_place(name), name, number) for name, number in ours.items()]
+    counted += [(tier.name, name, number) for tier in now.tiers for name, number in tier.counters.items()]
+    rows: list[tuple[str | Text, ...]] = [
+        (LOSSES.get(name, name.replace("_", " ")), count(number), where, name)
+        for where, name, number in counted
+        if number and (name in LOSSES or name.endswith("_refused"))
+    ]
+    return Listing((LOST, ">count", "where", "counter"), rows)
+
+
+def _place(counter: str) -> str:
+    """Whose counter it is, if no tier's."""
+    if counter.endswith("_chunks"):
+        return "Memory"
+    return "KV events" if counter.startswith("kv_event") else "Requests"
 
 
 def _devices(now: Status) -> Listing:

@@ -26,7 +26,7 @@ from kvdepot.web.token import obtain_token
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["Child", "Order", "split_address"]
+__all__ = ["Child", "Order", "missing_packages", "split_address"]
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,15 @@ _GRACE_S = 0.3
 _LISTEN_S = 1.0
 """Between two tries to listen where somebody else does."""
 _WELL_S = 30.0
-"""Who lived so long is started again at once; who did not, after 0.5 s, then 1, 2, up to _LONGEST_S."""
+"""Who lived so long is started again after 0.5 s; who did not, after 1 s, then 2, 4, up to _LONGEST_S."""
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 _STOP_S = 3.0
 _BACKLOG = 64
+
+
+def missing_packages() -> list[str]:
+    """What the web process imports and is not installed."""
+    return [name for name in _NEEDS if importlib.util.find_spec(name) is None]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -116,8 +121,7 @@ class Child:
     def _run(self) -> None:
         if self._stopping.wait(_GRACE_S):
             return
-        missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-        if missing:
+        if missing := missing_packages():
             log.info("no HTTP: %s is missing; pip install 'kvdepot[web]', or say --http off", missing[0])
             return
         listener = self._listen()

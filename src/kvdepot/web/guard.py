@@ -104,7 +104,7 @@ class Guard:
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
-    """The header's value, if it was sent; joined where it was sent more than once, so that it means nothing."""
+    """The header's value, if it was sent; all of them, with commas between, where it was sent more than once."""
     found = [value for key, value in scope["headers"] if key == name]
     return b", ".join(found).decode("latin-1") if found else None
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.metrics import BOUNDS_S, Latency, percentile
 from kvdepot.status import Status
 
-__all__ = ["Figures", "History", "measure", "percentile"]
+__all__ = ["Figures", "History", "measure"]
 
 _SECONDS, _TENS = 900, 2000
 """Points kept, a second apart and ten seconds apart."""
@@ -99,20 +99,6 @@ class History:
 def _mean(name: str, points: Sequence[Mapping[str, float]]) -> float:
     known = [value for point in points if not math.isnan(value := point.get(name, _NAN))]
     return float(f"{sum(known) / len(known):.6g}") if known else _NAN
-
-
-def percentile(buckets: Sequence[int], share: float) -> float:
-    """The time (s) below which this share of requests stayed, evenly within a bucket; NaN where there were none."""
-    wanted = share * sum(buckets)
-    below = 0.0
-    for i, count in enumerate(buckets):
-        if count and below + count >= wanted:
-            if i == len(BOUNDS_S):
-                return BOUNDS_S[-1]
-            floor = BOUNDS_S[i - 1] if i else 0.0
-            return floor + (BOUNDS_S[i] - floor) * (wanted - below) / count
-        below += count
-    return _NAN
 
 
 def measure(before: Status | None, now: Status, took_s: float) -> dict[str, float]:

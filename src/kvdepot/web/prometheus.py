@@ -25,7 +25,7 @@ from kvdepot.web.poll import Poll
 __all__ = ["StatusCollector", "families"]
 
 _NAMESPACES = 50
-"""The largest, of which there are metrics."""
+"""The largest, of which there are metrics: by labels, all layouts of one together."""
 _GAUGES = {
     "uptime_s": ("uptime_seconds", "Since the server began to serve."),
     "capacity_bytes": ("memory_capacity_bytes", "Size of the arena."),
@@ -65,6 +65,7 @@ _COUNTERS = {
     "bad_messages": "Messages that could not be read.",
     "clients_died": "Clients that went without a word.",
     "replies_dropped": "Replies that their client did not take.",
+    "kv_event_overflows": "Times that routers were told that nothing is there, and then anew what is.",
 }
 """Counter of the status: its meaning. Those that have not counted yet are 0."""
 _REFUSED = "_refused"
@@ -163,13 +164,14 @@ def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
         "lookup_chunks": CounterMetricFamily("kvdepot_namespace_lookup_chunks", "Chunks looked up.", labels=labels),
         "hit_chunks": CounterMetricFamily("kvdepot_namespace_hit_chunks", "Chunks that hit.", labels=labels),
     }
-    # Layouts of one model and shape are namespaces of their own, and one here.
+    # Layouts of one model and shape are namespaces of their own, and one here: summed before any is left out, or a
+    # layout that comes and goes among the largest would make counters fall.
     sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys((*gauges, *counters), 0))
-    for space in sorted(namespaces, key=lambda space: -space.bytes)[:_NAMESPACES]:
+    for space in namespaces:
         values = sums[space.tenant, space.model, str(space.world_size), str(space.blocks_in_chunk)]
         for name in values:
             values[name] += getattr(space, name)
-    for names, values in sums.items():
+    for names, values in sorted(sums.items(), key=lambda each: -each[1]["bytes"])[:_NAMESPACES]:
         for name, gauge in gauges.items():
             gauge.add_metric(list(names), values[name])
         for name, counter in counters.items():

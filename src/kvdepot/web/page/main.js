@@ -9,12 +9,13 @@ import { History, point } from "./series.js";
 import { Refusal, ask, hasToken, useToken } from "./source.js";
 
 const EVERY_MS = 1000;
-/** After so long without a status its points are asked for again. */
+/** After so long without a status, or when a clock was set by so much, points are asked for again. */
 const GAP_S = 5;
 
 const history = new History();
 let charts = [];
 let status = null; // the latest that came
+let began_s = 0; // when the server began, by the clock of the points that it kept
 let range_s = 900;
 let waiting = 0; // the timer until the next request
 
@@ -26,7 +27,7 @@ async function turn() {
   let failure = null;
   try {
     [next, slow] = await Promise.all([ask("v1/status"), trouble()]);
-    if (!follows(next)) await recall(next.wall_s);
+    if (!follows(next)) await recall(next);
   } catch (problem) {
     failure = explain(problem);
   }
@@ -53,13 +54,17 @@ async function trouble() {
 
 /** Whether a line from the latest status to this one is true. */
 function follows(next) {
-  return status?.boot === next.boot && next.wall_s >= status.wall_s && next.wall_s - status.wall_s < GAP_S;
+  if (status?.boot !== next.boot || Math.abs(began_s + next.uptime_s - next.wall_s) >= GAP_S) return false;
+  return next.uptime_s >= status.uptime_s && next.uptime_s - status.uptime_s < GAP_S;
 }
 
 /** What the server has kept of the time before. Without it charts go on with what is here. */
-async function recall(now_s) {
+async function recall(next) {
+  began_s = next.wall_s - next.uptime_s;
   try {
-    history.join(await ask("v1/history"), now_s);
+    history.join(await ask("v1/history"), next.wall_s);
+    // Its points have an exact time, the status that of the last tick: the next point comes after them.
+    if (Math.abs(history.end_s - next.wall_s) < GAP_S) began_s = Math.max(history.end_s, next.wall_s) - next.uptime_s;
   } catch (problem) {
     if (problem instanceof Refusal && problem.status === 401) throw problem;
   }
@@ -86,8 +91,8 @@ const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function show(next, slow) {
   if (status && status.version !== next.version) location.reload(); // another server's page
-  if (follows(next) && next.wall_s > status.wall_s) history.add(next.wall_s, point(status, next));
-  const began = moment(next.wall_s - next.uptime_s, next.wall_s);
+  if (follows(next) && next.uptime_s > status.uptime_s) history.add(began_s + next.uptime_s, point(status, next));
+  const began = moment(began_s, next.wall_s);
   const since = `version ${next.version}, since ${began} (${duration(Math.floor(next.uptime_s))})`;
   showVerdict(verdict(next, slow, history.total("dropped_chunks_s", RECENT_S)), since);
   showAll(next);

@@ -7,7 +7,10 @@ import { percentile } from "./series.js";
 
 const HEADLINE_S = 3600;
 
+/** Counters of what left, failed or was refused, in words; kvdepot.cli.view has the same. */
 const LOSSES = {
+  evicted_chunks: "evicted to make room",
+  evicted: "evicted to make room",
   dropped_chunks: "found no room",
   failed_chunks: "copy failed, or engine gave up",
   corrupt_chunks: "damaged, found by its checksum",
@@ -15,8 +18,13 @@ const LOSSES = {
   forgotten_chunks: "forgotten on request",
   cleared_chunks: "cleared on request",
   refused_chunks: "refused by the tier",
+  refused: "objects refused by the store",
   spoilt_chunks: "damaged, found by its checksum",
+  spoilt: "damaged objects erased",
+  quarantined: "damaged files put aside",
+  missed_chunks: "gone when they were to be read",
   failures: "errand failed",
+  failed: "objects that could not be moved",
   late: "came after its deadline",
   left_alone: "times it was left alone",
   searches_refused: "searches refused: too many",
@@ -26,6 +34,7 @@ const LOSSES = {
   bad_messages: "messages that could not be read",
   errors: "requests that failed",
   clients_died: "clients that died",
+  kv_event_overflows: "times routers were told all anew",
 };
 
 const windowName = (window_s) =>
@@ -275,7 +284,7 @@ function losses(status) {
     Object.entries(counters)
       .filter(([name, value]) => value && (name in LOSSES || name.endsWith("_refused")))
       .map(([name, value]) => ({ where: where(name), name, value }));
-  const evicted = status.evicted_chunks ? [{ where: "Memory", name: "evicted to make room", value: status.evicted_chunks }] : [];
-  const place = (name) => (name.endsWith("_chunks") ? "Memory" : "Requests");
-  return [...evicted, ...of(status.counters, place), ...status.tiers.flatMap((tier) => of(tier.counters, () => tier.name))];
+  const counters = { evicted_chunks: status.evicted_chunks, ...status.counters };
+  const place = (name) => (name.endsWith("_chunks") ? "Memory" : name.startsWith("kv_event") ? "KV events" : "Requests");
+  return [...of(counters, place), ...status.tiers.flatMap((tier) => of(tier.counters, () => tier.name))];
 }

@@ -40,7 +40,7 @@ function bucketsOf(status, request) {
 
 /** The values of all series between two statuses of one boot, as kvdepot.web.history.measure has them. */
 export function point(before, now) {
-  const elapsed_s = now.wall_s - before.wall_s;
+  const elapsed_s = now.uptime_s - before.uptime_s; // wall_s is of the last tick, in whole seconds
   const a_second = (value) => Math.max(value(now) - value(before), 0) / elapsed_s;
   const newest = now.hit_rates[0];
   const values = {
@@ -109,8 +109,13 @@ export class History {
     this.times = [...this.times.slice(0, ours), ...kept.times_s];
   }
 
+  /** When the newest point was; 0 without any. */
+  get end_s() {
+    return this.times.at(-1) ?? 0;
+  }
+
   add(wall_s, values) {
-    if (this.times.length && wall_s <= this.times.at(-1)) return;
+    if (wall_s <= this.end_s) return;
     for (const name of Object.keys(values)) {
       this.series[name] ??= new Array(this.times.length).fill(null);
     }
@@ -143,7 +148,7 @@ export class History {
   }
 
   #first(range_s) {
-    const from = (this.times.at(-1) ?? 0) - range_s;
+    const from = this.end_s - range_s;
     const first = this.times.findIndex((time) => time >= from);
     return first < 0 ? this.times.length : first;
   }

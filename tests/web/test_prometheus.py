@@ -1,0 +1,57 @@
+"""A status as metrics: series that begin at nothing, and that do not fall when places change."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvdepot.status import NamespaceStatus, Status
+
+from .conftest import need
+from .site import empty_status
+
+GUIDE = Path(__file__).parents[2] / "docs" / "operating.md"
+
+
+def values(status: Status, name: str) -> dict[str, float]:
+    """The values of one metric by model, or by nothing."""
+    need("prometheus_client")
+    families = importlib.import_module("kvdepot.web.prometheus").families(status)
+    return {
+        sample.labels.get("model", ""): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"kvdepot_{name}"
+    }
+
+
+def test_a_model_with_a_layout_that_has_little_room_keeps_what_was_counted_of_it() -> None:
+    large = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1000 + number, 1, 10, 5) for number in range(49)]
+    layouts = [
+        NamespaceStatus("", "twice", 1, 4, 1, 5000, 1, 100, 50),
+        NamespaceStatus("", "twice", 1, 4, 1, 0, 1, 7, 3),
+    ]
+    asked = values(replace(empty_status(), namespaces=[*large, *layouts]), "namespace_lookup_chunks_total")
+    assert asked["twice"] == 107
+    assert len(asked) == 50
+
+
+def test_there_are_metrics_of_the_fifty_models_that_have_most_bytes_in_all_their_layouts() -> None:
+    large = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1000 + number, 1) for number in range(50)]
+    parts = [NamespaceStatus("", "parts", 1, 4, 1, 600, 1)] * 2
+    held = values(replace(empty_status(), namespaces=[*large, *parts]), "namespace_bytes")
+    assert held["parts"] == 1200
+    assert len(held) == 50 and "model-00" not in held
+
+
+def test_every_counter_but_refusals_is_there_before_it_counts() -> None:
+    table = re.search(r"^\| counter \| counts .*?\n((?:\|.*\n)+)", GUIDE.read_text(), re.M)
+    assert table is not None
+    rows = [line.split("|")[1] for line in table[1].splitlines()[1:]]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(names) > 15
+    for name in names:
+        assert values(empty_status(), f"{name}_total") == {"": 0.0}, name
