@@ -130,7 +130,6 @@ def example_status(wall_s: float = 0.0) -> Status:
             NamespaceStatus("", "Qwen/Qwen3-32B", 1, 16, 9_610, int(75.1 * GIB), 1, 505_700, 322_010),
             NamespaceStatus("research", "mistralai/Mistral-Small-24B", 1, 8, 2_628, int(15.8 * GIB), 0, 92_126, 51_406),
         ],
-        engine_count=5,
         engines=[
             Engine("9f31c2aa", 273_600.0, 0.2, ["meta-llama/Llama-3.3-70B"], [], "", "", 6, 48, 0),
             Engine("4b7d0e15", 273_598.0, 0.1, ["meta-llama/Llama-3.3-70B"], [0], "cuda:0", "", 0, 0, 2),
