@@ -205,12 +205,14 @@ def rule_tests(folder: Path, trouble: str) -> Path:
     return path
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("trouble", ["", *(alert.name for alert in alerts.ALERTS)])
 def test_an_alert_fires_for_its_trouble_and_no_other(trouble: str, tmp_path: Path) -> None:
     assert not trouble or trouble in TROUBLE
     run(tool("promtool"), "test", "rules", rule_tests(tmp_path, trouble))
 
 
+@pytest.mark.faults
 def test_prometheus_takes_the_scrape_job_and_the_rules(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "prometheus" / "prometheus.yml", tmp_path)
     (tmp_path / "kvdepot.rules.yml").write_text(alerts.render())
@@ -218,6 +220,7 @@ def test_prometheus_takes_the_scrape_job_and_the_rules(tmp_path: Path) -> None:
     assert f"{len(alerts.ALERTS)} rules found" in said
 
 
+@pytest.mark.faults
 def test_prometheus_finds_nothing_wrong_with_the_metrics() -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
