@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import socket
 from collections.abc import Iterator
@@ -196,22 +197,25 @@ def test_what_is_no_http_harms_nobody(web: Web, request_: bytes) -> None:
     assert "Traceback" not in web.depot.logged()
 
 
-@pytest.mark.parametrize("body", [b"no chunk", b"1\r\nx\r\n0\r\nX: %b\r\n\r\n" % (b"x" * (64 << 10))])
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("what", [b"GET /healthz", b"POST /v1/warm", b"GET /v1/status"])
-def test_a_body_that_breaks_off_into_nonsense_is_no_error_of_ours(
-    web: Web, what: bytes, is_late: bool, body: bytes
-) -> None:
-    head = b"%b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % (what, web.token.encode())
-    with socket.create_connection((web.host, web.port), timeout=20) as connection:
-        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"" if is_late else body))
-        with contextlib.suppress(ConnectionError):
-            if is_late:
-                if what.startswith(b"GET"):
-                    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-                connection.sendall(body + b"\r\n")
-            while connection.recv(1 << 16):
-                pass
+def test_bodies_that_break_off_into_nonsense_are_no_errors_of_ours(web: Web) -> None:
+    bodies = (b"no chunk", b"1\r\nx\r\n0\r\nX: %b\r\n\r\n" % (b"x" * (64 << 10)))
+    what = (b"GET /healthz", b"POST /v1/warm", b"GET /v1/status")
+    with contextlib.ExitStack() as asked:  # all at once: some are waited for
+        connections = []
+        for body, is_late, line in itertools.product(bodies, (False, True), what):
+            connection = asked.enter_context(socket.create_connection((web.host, web.port), timeout=20))
+            connections.append(connection)
+            head = b"%b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n" % (line, web.token.encode())
+            connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"" if is_late else body))
+            with contextlib.suppress(ConnectionError):
+                if is_late:
+                    if line.startswith(b"GET"):
+                        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                    connection.sendall(body + b"\r\n")
+        for connection in connections:
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(1 << 16):
+                    pass
     assert web.get("/healthz").status == 200
     assert "ERROR" not in web.depot.logged()
     assert "Traceback" not in web.depot.logged()
