@@ -28,6 +28,8 @@ __all__ = ["run"]
 
 _PAGES = 10
 _REST_S = 0.001
+_Times = tuple[list[float], list[float]]
+"""Milliseconds of each lookup, and of each bare round trip, of a round."""
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
@@ -50,7 +52,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         if readers.hear() != "ready":
             raise RuntimeError("the readers do not begin")
         say("watched: lookups with and without readers")
-        alone, watched, asked = _rounds(context, server.url, prompts, readers, scale)
+        alone, watched, asked = _rounds(context, server.url, prompts, readers, echo, scale)
     finally:
         if readers is not None:
             readers.close()
@@ -59,10 +61,12 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         context.term()
     notes.append(
         f"watched: {asked:.0f} answers a second for {_PAGES} pages and a scraper; of {len(alone)} rounds each the p50 "
-        f"{np.median([np.percentile(times, 50) for times in alone]):.3f} ms without readers, "
-        f"{np.median([np.percentile(times, 50) for times in watched]):.3f} ms with"
+        f"{np.median([np.percentile(times, 50) for times, _ in alone]):.3f} ms without readers, "
+        f"{np.median([np.percentile(times, 50) for times, _ in watched]):.3f} ms with"
     )
-    late = [[float(np.percentile(times, 99)) for times in rounds] for rounds in (watched, alone)]
+    late = [[float(np.percentile(times, 99)) for times, _ in rounds] for rounds in (watched, alone)]
+    bare = [np.median([np.percentile(times, 99) for _, times in rounds]) for rounds in (watched, alone)]
+    notes.append(f"watched: p99 of bare round trips in between {bare[1]:.3f} ms without readers, {bare[0]:.3f} ms with")
     return [
         at_most("lookup p99, 10 pages open and metrics scraped", "ms", *late, 1.05),
         below("status with 1M chunks, asked by a client", "ms", *status, 100),
@@ -71,11 +75,11 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 def _rounds(
-    context: zmq.Context[Any], url: str, prompts: list[bytes], readers: Peer, scale: Scale
-) -> tuple[list[list[float]], list[list[float]], float]:
-    """Milliseconds of each lookup, a list a round: without readers, with them; and the readers' answers a second."""
+    context: zmq.Context[Any], url: str, prompts: list[bytes], readers: Peer, echo: Echo, scale: Scale
+) -> tuple[list[_Times], list[_Times], float]:
+    """A round without readers, one with them, and so on; and the readers' answers a second."""
     scheduler = LMCacheMPSchedulerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
-    rounds: tuple[list[list[float]], list[list[float]]] = ([], [])
+    rounds: tuple[list[_Times], list[_Times]] = ([], [])
     answers = seconds = 0.0
     gc.collect()
     gc.freeze()
@@ -84,7 +88,7 @@ def _rounds(
             is_watched = number % 2
             if is_watched:
                 readers.tell(str(scale.watched_seconds))
-            times = _lookups(scheduler, prompts, scale.watched_seconds)
+            times = _lookups(scheduler, prompts, echo, scale.watched_seconds)
             if is_watched:
                 done, took = readers.hear()
                 answers += done
@@ -97,9 +101,10 @@ def _rounds(
     return *rounds, answers / seconds
 
 
-def _lookups(scheduler: LMCacheMPSchedulerAdapter, prompts: list[bytes], seconds: float) -> list[float]:
-    """One lookup after another with a rest in between, as a scheduler's steps have."""
-    times = []
+def _lookups(scheduler: LMCacheMPSchedulerAdapter, prompts: list[bytes], echo: Echo, seconds: float) -> _Times:
+    """One lookup after another with a rest in between, as a scheduler's steps have, and a bare round trip."""
+    times: list[float] = []
+    bare: list[float] = []
     end = time.perf_counter() + seconds
     while (begun := time.perf_counter()) < end:
         request = str(len(times))
@@ -113,7 +118,11 @@ def _lookups(scheduler: LMCacheMPSchedulerAdapter, prompts: list[bytes], seconds
         scheduler.cleanup_lookup_result(request)
         scheduler.end_session(request)
         time.sleep(_REST_S)
-    return times
+        begun = time.perf_counter()
+        echo.round_trip(b"0123456789abcdef")
+        bare.append((time.perf_counter() - begun) * 1000)
+        time.sleep(_REST_S)
+    return times, bare
 
 
 def _status(context: zmq.Context[Any], url: str, echo: Echo, runs: int) -> tuple[list[float], list[float]]:

@@ -86,7 +86,7 @@ def drive(depot: Depot, address: str, folder: Path, seconds: float) -> None:
         while not is_over.wait(PACE_S):
             oldest = int(NEW_FAMILIES_S * (time.monotonic() - began))
             for engine in engines:
-                engine.step(families=FAMILIES, chunks=CHUNKS, first_family=oldest, abort=0.0)
+                engine.step(families=FAMILIES, chunks=CHUNKS, first_family=oldest, preempt=0.0, abort=0.0)
         for engine in engines:
             engine.close()
 

@@ -89,8 +89,10 @@ function showGain(status) {
   const windows = status.hit_rates.filter((_, i, all) => (all[i - 1]?.window_s ?? 0) < status.uptime_s);
   const asked = status.counters.lookup_chunks ?? 0;
   const overall = { window_s: 0, chunks: asked, hit_rate: asked ? (status.counters.hit_chunks ?? 0) / asked : 0 };
-  const headline = windows.find((window) => window.window_s === HEADLINE_S && window.chunks) ?? overall;
-  say($("hit-window"), headline === overall ? "since the start" : `last ${windowName(headline.window_s)}`);
+  const used = windows.filter((window) => window.chunks);
+  const headline = used.find((window) => window.window_s === HEADLINE_S) ?? used.at(-1) ?? overall;
+  const isAll = headline === overall || headline.window_s >= status.uptime_s;
+  say($("hit-window"), isAll ? "since the start" : `last ${windowName(headline.window_s)}`);
   say($("hit-rate"), headline.chunks ? share(headline.hit_rate) : none);
   const mark = $("hit-bar").querySelector(".mark");
   const hasCeiling = headline.chunks > 0 && headline.ceiling !== undefined;
