@@ -1,6 +1,7 @@
 """What the server counts while it works: how long requests take, and what has happened lately. Increments only.
 
-Called by server.py and depot.py on the deciding thread; rendered by others, elsewhere, from a Status (status.py). The
+`Latencies` and `Journal` are server.py's and report.py's, on the deciding thread; what they hold is rendered by others,
+elsewhere, from a Status (status.py), `percentile` too. The
 one law: to count costs a microsecond at most, and what is kept has a bound.
 """
 
