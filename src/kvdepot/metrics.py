@@ -1,8 +1,8 @@
 """What the server counts while it works: how long requests take, and what has happened lately. Increments only.
 
 `Latencies` and `Journal` are server.py's and report.py's, on the deciding thread; what they hold is rendered by others,
-elsewhere, from a Status (status.py), `percentile` too. The
-one law: to count costs a microsecond at most, and what is kept has a bound.
+elsewhere, from a Status (status.py), `percentile` too. The one law: to count costs a microsecond at most, and what is
+kept has a bound.
 """
 
 from __future__ import annotations
