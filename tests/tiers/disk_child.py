@@ -2,7 +2,9 @@
 
     python -m tests.tiers.disk_child DIRECTORY CAPACITY_BYTES ROUND
 
-Prints `ready`, then `kept NUMBER` for objects that nothing removes: it never comes back to one.
+Prints `ready`, then `kept NUMBER` for objects that nothing removes: it never comes back to one. Its writers go
+abreast: what one of them was last to say is never more than a round of the others' writes old, so it is not
+evicted, however long that writer is held up.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from kvdepot.testing.tiers import name_of
 from kvdepot.tiers import Blob
 from kvdepot.tiers.disk import Disk
 
+WRITERS = 3
 SIZES = (8, 5000, 70_000, 400_000)
 """An object's bytes follow from its number (`stamped`)."""
 
@@ -24,8 +27,9 @@ def stamped(number: int) -> bytes:
     return number.to_bytes(8, "little") * (SIZES[number % 4] // 8)
 
 
-def live(tier: Disk, start: int) -> None:
+def live(tier: Disk, start: int, abreast: threading.Barrier) -> None:
     for number in itertools.count(start):
+        abreast.wait()
         data = memoryview(stamped(number))
         assert tier.write([Blob(name_of(number), [data[:8], data[8:]] if len(data) > 8 else [data])]) == [True]
         sys.stdout.write(f"kept {number}\n")
@@ -45,8 +49,9 @@ def main() -> None:
         pass
     print("ready", flush=True)
     start = int(sys.argv[3]) * 10_000_000
-    for thread in range(3):
-        threading.Thread(target=live, args=(tier, start + thread * 1_000_000)).start()
+    abreast = threading.Barrier(WRITERS)
+    for thread in range(WRITERS):
+        threading.Thread(target=live, args=(tier, start + thread * 1_000_000, abreast)).start()
 
 
 if __name__ == "__main__":
