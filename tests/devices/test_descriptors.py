@@ -254,7 +254,11 @@ def test_the_socket_is_this_users_alone(worker: Worker) -> None:
     assert stat.S_ISSOCK(info.st_mode) and stat.S_IMODE(info.st_mode) == 0o600 and info.st_uid == os.geteuid()
 
 
-@pytest.mark.parametrize("guess", [b"", bytes(16), bytes(15), secrets.token_bytes(16), secrets.token_bytes(200)])
+@pytest.mark.parametrize(
+    "guess",
+    [b"", bytes(16), bytes(15), secrets.token_bytes(16), secrets.token_bytes(200)],
+    ids=["nothing", "zeros", "zeros, one short", "random", "random, too long"],  # the same in every process of a run
+)
 def test_without_the_secret_nothing_is_handed_out(worker: Worker, guess: bytes) -> None:
     before = open_files()
     with pytest.raises(DeviceError, match="refuses"):
