@@ -44,7 +44,8 @@ from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
 
 from .conftest import Depot, StartDepot, eventually
-from .test_server import CHUNK, Engine, free_port
+from .ports import free_port
+from .test_server import CHUNK, Engine
 from .tiers.servers import need
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")

@@ -34,7 +34,8 @@ import msgspec
 import pytest
 
 from kvdepot.status import HitRate, Status
-from tests.tiers.servers import RedisServer, free_port, need
+from tests.ports import free_port
+from tests.tiers.servers import RedisServer, need
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvdepot"

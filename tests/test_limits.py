@@ -26,6 +26,7 @@ from kvdepot.keys import ROOT
 from kvdepot.layout import Layout, Mapping, Segment
 
 from .conftest import Depot, StartDepot, eventually
+from .ports import free_port
 from .test_wire import Raw
 
 SHM = Path("/dev/shm")
@@ -262,7 +263,7 @@ def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_h
     start_depot: StartDepot, scheme: str
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    url = "tcp://127.0.0.1:" + str(20000 + os.getpid() % 20000) if scheme == "tcp" else ""
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else ""
     server = start_depot(arena_mib=8, url=url, files=64)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
     living = MessageQueueClient(server.url, server.context)

@@ -33,6 +33,7 @@ from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.shm import Card
 
 from .conftest import Depot, StartDepot, eventually
+from .ports import free_port
 from .test_wire import Raw
 
 if sys.version_info >= (3, 11):
@@ -45,13 +46,6 @@ NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 
 pytestmark = pytest.mark.faults
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="module")

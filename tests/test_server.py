@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.server import Server
 
 from .conftest import Depot, StartDepot, eventually
+from .ports import free_port
 
 SHM = Path("/dev/shm")
 CHUNK = 256
@@ -651,13 +651,6 @@ def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_l
 
 
 # -- tcp
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.mark.faults

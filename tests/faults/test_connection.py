@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.conftest import Metronome, StartDriver
+from tests.ports import free_port
 
 pytestmark = pytest.mark.faults
 
@@ -120,12 +121,6 @@ class Proxy:
         while self._peers:
             self._drop(next(iter(self._peers)))
         self._late.clear()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.fixture

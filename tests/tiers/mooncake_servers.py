@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.tiers.servers import free_port
+from tests.ports import free_port
 
 __all__ = ["Host", "Master", "needed"]
 

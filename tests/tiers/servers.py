@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import eventually
+from tests.ports import free_port
 
 BUCKET = "kvdepot-test"
 
@@ -29,13 +30,6 @@ def need(*, commands: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
         pytest.fail(f"missing: {', '.join(missing)}", pytrace=False)
     if missing:
         pytest.skip(f"missing: {', '.join(missing)}", allow_module_level=True)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 class Server:

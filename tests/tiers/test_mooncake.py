@@ -23,7 +23,8 @@ from kvdepot.tiers import Blob, Tier, parse
 from kvdepot.tiers.membership import SPANS_UNDER_WAY
 from kvdepot.tiers.mooncake import MooncakeOptions, MooncakeTier
 from tests.conftest import eventually
-from tests.tiers.mooncake_servers import Host, Master, free_port, needed
+from tests.ports import free_port
+from tests.tiers.mooncake_servers import Host, Master, needed
 
 pytestmark = pytest.mark.faults  # joining a pool and leaving it takes a second
 

@@ -17,7 +17,8 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
 from tests.conftest import eventually
-from tests.tiers.servers import BUCKET, S3Server, free_port, need
+from tests.ports import free_port
+from tests.tiers.servers import BUCKET, S3Server, need
 
 need(modules=["obstore", "moto", "flask", "flask_cors"])
 

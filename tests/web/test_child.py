@@ -20,6 +20,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.web.token import obtain_token, read_token, token_path
 
 from ..conftest import Depot, StartDepot, eventually
+from ..ports import free_port
 from ..test_server import CHUNK, PER_CHUNK, Engine, run_serve, works
 from .conftest import NEEDED, StartWeb, Web, lives, need
 
@@ -160,9 +161,7 @@ def test_a_server_at_a_tcp_port_is_found_and_its_token_lies_where_its_user_looks
     start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     web = start_web(url=url)
     config = load(flags={"url": url, "arena_name": web.depot.name}, environ={})
     assert token_path(config).parent.parent == tmp_path

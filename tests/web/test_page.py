@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from kvdepot.metrics import BOUNDS_S, Event
 from kvdepot.status import Engine, Kept, NamespaceStatus, Saved
 
 from ..conftest import StartDepot, eventually
+from ..ports import free_port
 from .browser import chromium, executable
 from .site import VENDOR, Site, empty_status, example_history, example_status
 
@@ -659,10 +659,7 @@ def port() -> int:
     """One that is free, for servers that follow each other."""
     if importlib.util.find_spec("kvdepot.web.app") is None:
         _needed(False, "kvdepot[web]")
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        found: int = unused.getsockname()[1]
-    return found
+    return free_port()
 
 
 def ask(port: int, path: str) -> Any:

@@ -1,0 +1,37 @@
+"""Ports of 127.0.0.1 for servers that are told theirs, and perhaps come back to it."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+_FIRST, _LAST = 15_000, 65_535
+
+_held: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """One that nobody listens at, and that no connection and no other process of tests is given before we end.
+
+    What a bind to port 0 finds is free a moment only: the kernel gives it to the next connection that is made.
+    """
+    ports = _unasked()
+    for port in random.Random().sample(ports, len(ports)):
+        held = socket.socket(socket.AF_UNIX)
+        try:
+            held.bind(f"\0kvdepot-test-port-{port}")  # a name that ends with this process
+            with socket.create_server(("127.0.0.1", port)):
+                pass
+        except OSError:
+            held.close()
+            continue
+        _held.append(held)
+        return port
+    raise AssertionError(f"all of {len(ports)} ports are taken")
+
+
+def _unasked() -> list[int]:
+    """Ports that the kernel gives to nobody who did not ask for them."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    return [port for port in range(_FIRST, _LAST + 1) if not first <= port <= last] or [*range(_FIRST, _LAST + 1)]
