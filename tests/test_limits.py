@@ -386,11 +386,12 @@ def test_one_that_floods_leaves_the_others_their_latency_and_the_server_its_memo
         assert len(ratios) < 3, ratios
         p99_ms(client, 100)
         alone = statistics.median(p99_ms(client) for _ in range(5))
+        before = counters(server).get("requests_refused", 0)  # the first burst may be all that is beyond the rate
         flood = subprocess.Popen([sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True)
         try:
             assert flood.stdout is not None
             assert flood.stdout.readline()
-            eventually(partial(refused_more_than, server, counters(server).get("requests_refused", 0)), 20.0)
+            eventually(partial(refused_more_than, server, before), 20.0)
             ratios.append(statistics.median(p99_ms(client) for _ in range(5)) / alone)
         finally:
             flood.kill()

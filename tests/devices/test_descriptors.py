@@ -435,14 +435,15 @@ def test_a_worker_that_hands_out_drop_by_drop_has_as_much_time_in_all(socket_fil
     asked = []
 
     def serve(connection: socket.socket) -> None:
-        while connection.recv(1000):
-            asked.append(time.monotonic())
-            with contextlib.suppress(BrokenPipeError), Path(os.devnull).open() as null:
-                time.sleep(0.05)
+        # Who leaves with an answer unread ends the connection with a reset.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError), Path(os.devnull).open() as null:
+            while connection.recv(1000):
+                asked.append(time.monotonic())
+                time.sleep(0.5)
                 socket.send_fds(connection, [msgspec.msgpack.encode([1] * 64)], [null.fileno()] * 64)
 
     with listening(socket_file, serve), pytest.raises(DeviceError, match="in time"):
-        fetch_all(handle_of(socket_file, 1 << 16), patience_s=0.3)
+        fetch_all(handle_of(socket_file, 1 << 16), patience_s=4.0)
     assert 2 < len(asked) < 10
 
 

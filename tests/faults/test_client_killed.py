@@ -17,7 +17,7 @@ WIDE = {"blocks": 64, "width": 1 << 15}
 """2 MiB a block, 128 MiB in all: copying them takes long enough to be interrupted."""
 ROUNDS = 50
 TOGETHER = 5
-WARM_UP = 4
+WARM_UP = 10
 """Rounds of `TOGETHER` engines before the first numbers are taken: Python's own memory settles."""
 
 
