@@ -9,11 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,7 @@ class Driver:
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone with all its descriptors."""
         self.signal(signal.SIGKILL)
-        eventually(lambda: not Path(f"/proc/{self.pid}").exists() or _is_zombie(self.pid))
+        eventually(lambda: not Path(f"/proc/{self.pid}").exists() or is_zombie(self.pid))
         self.close()
 
     def close(self) -> None:
@@ -68,7 +66,7 @@ class Driver:
         self._channel.close()
 
 
-def _is_zombie(pid: int) -> bool:
+def is_zombie(pid: int) -> bool:
     try:
         return _state(f"/proc/{pid}") == "Z"
     except OSError:
@@ -148,20 +146,24 @@ def start_driver(nursery: Nursery) -> Iterator[StartDriver]:
 
     yield start
     for driver in started:
-        if not _is_zombie(driver.pid):
+        if not is_zombie(driver.pid):
             os.kill(driver.pid, signal.SIGKILL)
         driver.close()
 
 
 _TICK = """
-import time
+import select, sys, time
 last = time.monotonic()
 while True:
-    time.sleep(0.005)
+    asked = select.select([0], [], [], 0.005)[0]
     now = time.monotonic()
     if now - last > 0.05:
-        print(last, now, flush=True)
+        print(last, now)
     last = now
+    if asked:
+        if not sys.stdin.readline():
+            break
+        print("now", flush=True)
 """
 
 
@@ -169,19 +171,26 @@ class Metronome:
     """A process that only tells the time: what holds it up is the machine, not a fault."""
 
     def __init__(self) -> None:
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self.process = subprocess.Popen([sys.executable, "-c", _TICK], stdout=self._said)
+        command = [sys.executable, "-c", _TICK]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._gaps: list[tuple[float, float]] = []
+        self._lock = threading.Lock()
 
     def stalled_s(self, since: float) -> float:
         """Seconds that the machine did not run us since `since` (monotonic)."""
-        self._said.seek(0)
-        gaps = [tuple(map(float, line.split())) for line in self._said.read().splitlines()]
-        return sum(end - max(begin, since) for begin, end in gaps if end > since)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with self._lock:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+            # All of them: it may have been held up until this moment itself.
+            while (line := self.process.stdout.readline()) != "now\n":
+                begin, end = map(float, line.split())
+                self._gaps.append((begin, end))
+            return sum(end - max(begin, since) for begin, end in self._gaps if end > since)
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(20)
-        self._said.close()
+        self.process.communicate()
 
 
 @pytest.fixture(scope="session")
@@ -295,80 +304,3 @@ def connect(start_depot: StartDepot) -> Iterator[Connect]:
     yield make
     for client in made:
         client.close()
-
-
-SLEEP_S = 30.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def asleep(request: pytest.FixtureRequest, nursery: Nursery, metronome: Metronome) -> Iterator[Future[dict[str, Any]]]:
-    """What a server's sleep of 30 s did to its engines; it sleeps while other tests run."""
-    wanted = any(item.path.name == "test_stopped.py" for item in request.session.items)
-    over = threading.Event()
-    with ThreadPoolExecutor(1) as background:
-        yield background.submit(_sleep, nursery, metronome, over) if wanted else Future()
-        over.set()
-
-
-def _sleep(nursery: Nursery, metronome: Metronome, over: threading.Event) -> dict[str, Any]:
-    depot = Depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
-    idle, busy, asking = drivers = [nursery.spawn() for _ in range(3)]
-    watcher = None
-    try:
-        depot.wait_ready()
-        watcher = Watcher(depot)
-        for driver, model in zip(drivers, ("wide", "narrow", "narrow"), strict=True):
-            size = {"blocks": 64, "width": 1 << 15} if model == "wide" else {"blocks": 200, "width": 16}
-            driver.tell("open", url=depot.url, model=model, **size)
-        assert idle.tell("store", family=1, chunks=4) is True
-        busy.tell("start", families=40)
-        eventually(lambda: busy.tell("stats").get("loaded_blocks", 0))
-        begun = [watcher.stop_in_copy(depot, idle, lambda n: {"do": "begin_store", "family": 10 + n, "chunks": 8})]
-        began = time.monotonic()
-        # These the server has not even read.
-        begun += [idle.tell("begin_store", family=3, chunks=3), idle.tell("begin_retrieve", family=1, chunks=4)]
-        under_way: list[list[str]] = []
-        lookups: list[int] = []
-        while time.monotonic() - began < SLEEP_S and not over.wait(1.0):
-            under_way.append(idle.tell("under_way"))
-            lookups.append(asking.tell("lookup", family=len(lookups), chunks=3))
-        asleep_stats = [driver.tell("stats") for driver in drivers]
-        slept_s = time.monotonic() - began
-        depot.process.send_signal(signal.SIGCONT)
-        stored, stored_later = (idle.tell("end_store", request_id=request_id) for request_id in begun[:2])
-        failed = idle.tell("end_retrieve", request_id=begun[2])
-        recovered_s = time.monotonic() - began - slept_s
-        stop_stats = busy.tell("stop")
-        result = {
-            "slept_s": slept_s,
-            "begun": sorted(begun),
-            "under_way": under_way,
-            "lookups": lookups,
-            "stats": asleep_stats,
-            "stalled_s": metronome.stalled_s(began),
-            "stored": [stored, stored_later],
-            "failed_blocks": failed,
-            "recovered_s": recovered_s,
-            "hits": [
-                idle.tell("hits", families=[1], chunks=4), idle.tell("hits", families=[3], chunks=3),
-                asking.tell("hits", families=list(range(40)), chunks=6),
-            ],
-            "wrong": [stop_stats["wrong"], *(driver.tell("stats")["wrong"] for driver in drivers)],
-        }  # fmt: skip
-        eventually(lambda: watcher.status()["sessions"] == 0)
-        result["status"] = watcher.status()
-        return result
-    finally:
-        depot.process.send_signal(signal.SIGCONT)
-        for driver in drivers:
-            if not _is_zombie(driver.pid):
-                os.kill(driver.pid, signal.SIGKILL)
-            driver.close()
-        if watcher is not None:
-            watcher.close()
-        depot.close()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for the sleeping server comes last."""
-    items.sort(key=lambda item: item.path.name == "test_stopped.py")

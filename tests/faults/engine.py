@@ -23,7 +23,8 @@ from blake3 import blake3
 
 from kvdepot import wire
 from kvdepot.adapters import KVCacheHandle, LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.errors import KVDepotError
+from kvdepot.client import MessageQueueClient
+from kvdepot.errors import KVDepotError, Unavailable
 
 BLOCK = 16
 """Tokens a block."""
@@ -62,6 +63,16 @@ class Request:
     cached: int = 0  # chunks
     steps_left: int = 0
     aborted: bool = False
+
+
+def _met_a_cut(client: MessageQueueClient) -> bool:
+    try:
+        client.ask(wire.Noop(), deadline_s=1.0).result(1.0)
+    except Unavailable:
+        return True
+    except KVDepotError:  # it may have gone to where nobody is any more
+        pass
+    return False
 
 
 class ToyEngine:
@@ -245,6 +256,10 @@ class ToyEngine:
             return [answer.result(1.0) for answer in answers] == ["ok", "ok"]
         except KVDepotError:
             return False
+
+    def is_cut_off(self) -> bool:
+        """Whether scheduler and worker have met that they have no connection."""
+        return all(_met_a_cut(adapter.mq_client) for adapter in (self.scheduler, self.worker))
 
     def server_status(self) -> dict[str, Any]:
         """What `kvdepot status` shows, for where only this process can see the server."""

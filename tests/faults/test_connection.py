@@ -22,6 +22,8 @@ pytestmark = pytest.mark.faults
 STEP_S = 1.5
 STALE_S = 10.0
 """After so long a client suspects that an answer was lost (connection.py)."""
+GREETING_BYTES = 64
+"""What each end of a ZeroMQ connection says first."""
 
 
 class Proxy:
@@ -212,9 +214,11 @@ def test_an_engine_whose_answers_were_cut_off_ends_its_transfers_by_taking_its_r
     settled(served)
 
 
+@pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not noticed"])
 def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_back(
-    served: Depot, proxy: Proxy, start_driver: StartDriver
+    served: Depot, proxy: Proxy, start_driver: StartDriver, noticed: bool
 ) -> None:
+    """The engine tells it again at once where it has met the cut, and otherwise when its answer is overdue."""
     driver = start_driver(proxy.url, width=64)
     assert driver.tell("store", family=1, chunks=6) is True
     assert driver.tell("lookup", family=1, chunks=6, keep="request") == 6
@@ -222,10 +226,23 @@ def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_ba
     proxy.stall()
     driver.tell("end_session", request_id="request")
     proxy.cut()
+    before = proxy.passed_bytes
+    if noticed:
+        eventually(lambda: driver.tell("is_cut_off"))
     proxy.go_on()
+    if not noticed:  # it asks for nothing until its two connections have been made anew
+        eventually(lambda: proxy.passed_bytes > before + 2 * 2 * GREETING_BYTES)
     eventually(lambda: driver.tell("reaches_server"))
     assert driver.tell("hits", families=[1], chunks=6) == 6
-    eventually(lambda: served.status()["sessions"] == served.status()["holds"] == 0)
+
+    def has_ended() -> bool:
+        reached = driver.tell("reaches_server")  # an engine that asks nothing finds nothing out
+        status = served.status()
+        return bool(reached and status["sessions"] == status["holds"] == 0)
+
+    began = time.monotonic()
+    eventually(has_ended, 10.0 if noticed else 2 * STALE_S)
+    print(f"its pins were gone {time.monotonic() - began:.2f} s after the connection was back")
 
 
 def test_a_slow_connection_only_costs_time(served: Depot, proxy: Proxy, start_driver: StartDriver) -> None:

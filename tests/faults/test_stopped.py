@@ -1,9 +1,11 @@
-"""A server that is stopped (SIGSTOP) for 30 s and goes on. It sleeps while the other tests of this folder run."""
+"""A server that is stopped (SIGSTOP) for 30 s and goes on."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from concurrent.futures import Future
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,76 @@ import pytest
 import zmq
 
 from kvdepot.client import MessageQueueClient
-from tests.conftest import StartDepot
-from tests.faults.conftest import SLEEP_S
+from tests.conftest import Depot, StartDepot, eventually
+from tests.faults.conftest import Metronome, Nursery, Watcher, is_zombie
 
 pytestmark = pytest.mark.faults
 
+SLEEP_S = 30.0
 LOOKUP_S = 1.5
 """A lookup's deadline is 1 s; the rest is for the engine's own step."""
 
 
 @pytest.fixture(scope="module")
-def slept(asleep: Future[dict[str, Any]]) -> dict[str, Any]:
-    return asleep.result(240)
+def slept(nursery: Nursery, metronome: Metronome) -> dict[str, Any]:
+    """What a server's sleep did to its engines."""
+    depot = Depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
+    idle, busy, asking = drivers = [nursery.spawn() for _ in range(3)]
+    watcher = None
+    try:
+        depot.wait_ready()
+        watcher = Watcher(depot)
+        for driver, model in zip(drivers, ("wide", "narrow", "narrow"), strict=True):
+            size = {"blocks": 64, "width": 1 << 15} if model == "wide" else {"blocks": 200, "width": 16}
+            driver.tell("open", url=depot.url, model=model, **size)
+        assert idle.tell("store", family=1, chunks=4) is True
+        busy.tell("start", families=40)
+        eventually(lambda: busy.tell("stats").get("loaded_blocks", 0))
+        begun = [watcher.stop_in_copy(depot, idle, lambda n: {"do": "begin_store", "family": 10 + n, "chunks": 8})]
+        began = time.monotonic()
+        # These the server has not even read.
+        begun += [idle.tell("begin_store", family=3, chunks=3), idle.tell("begin_retrieve", family=1, chunks=4)]
+        under_way: list[list[str]] = []
+        lookups: list[int] = []
+        while time.monotonic() - began < SLEEP_S:
+            time.sleep(1.0)
+            under_way.append(idle.tell("under_way"))
+            lookups.append(asking.tell("lookup", family=len(lookups), chunks=3))
+        asleep_stats = [driver.tell("stats") for driver in drivers]
+        slept_s = time.monotonic() - began
+        depot.process.send_signal(signal.SIGCONT)
+        stored, stored_later = (idle.tell("end_store", request_id=request_id) for request_id in begun[:2])
+        failed = idle.tell("end_retrieve", request_id=begun[2])
+        recovered_s = time.monotonic() - began - slept_s
+        stop_stats = busy.tell("stop")
+        result: dict[str, Any] = {
+            "slept_s": slept_s,
+            "begun": sorted(begun),
+            "under_way": under_way,
+            "lookups": lookups,
+            "stats": asleep_stats,
+            "stalled_s": metronome.stalled_s(began),
+            "stored": [stored, stored_later],
+            "failed_blocks": failed,
+            "recovered_s": recovered_s,
+            "hits": [
+                idle.tell("hits", families=[1], chunks=4), idle.tell("hits", families=[3], chunks=3),
+                asking.tell("hits", families=list(range(40)), chunks=6),
+            ],
+            "wrong": [stop_stats["wrong"], *(driver.tell("stats")["wrong"] for driver in drivers)],
+        }  # fmt: skip
+        eventually(lambda: watcher.status()["sessions"] == 0)
+        result["status"] = watcher.status()
+        return result
+    finally:
+        depot.process.send_signal(signal.SIGCONT)
+        for driver in drivers:
+            if not is_zombie(driver.pid):
+                os.kill(driver.pid, signal.SIGKILL)
+            driver.close()
+        if watcher is not None:
+            watcher.close()
+        depot.close()
 
 
 def test_lookups_answer_0_within_their_deadline_while_the_server_sleeps(slept: dict[str, Any]) -> None:
