@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvdepot import __version__, cli, wire
+from kvdepot import __version__, cli, shm, wire
 from kvdepot.adapters import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -35,6 +35,7 @@ from kvdepot.errors import Busy, KVDepotError
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.server import Server
+from kvdepot.shm import Card
 
 from .conftest import Depot, StartDepot, eventually
 from .ports import free_port
@@ -599,6 +600,39 @@ def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot,
     eventually(lambda: not card.exists(), timeout_s=5.0)
     assert works(server)
     assert "Traceback" not in server.logged()
+
+
+def test_a_card_that_is_being_made_is_not_swept_nor_its_lock_held_but_an_old_one_is() -> None:
+    hidden = SHM / f".kvdepot-card-{uuid.uuid4().hex[:16]}"
+    hidden.touch(0o600)  # as it lies there before its client has locked it
+    try:
+        with hidden.open("r+b") as file:
+            shm.sweep_cards()
+            assert hidden.exists()
+            os.utime(hidden, (0, 0))
+            assert shm.lock(file.fileno())
+            shm.sweep_cards()
+            assert hidden.exists()
+        shm.sweep_cards()
+        assert not hidden.exists()
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def test_cards_can_be_made_while_servers_start_and_sweep() -> None:
+    code = "from kvdepot.shm import sweep_cards\nprint(flush=True)\nwhile True: sweep_cards()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as sweeping:
+        assert sweeping.stdout is not None and sweeping.stdout.readline()
+        try:
+            for _ in range(1000):
+                card = Card()
+                try:
+                    with (SHM / card.name).open() as file:
+                        assert shm.is_locked(file.fileno())
+                finally:
+                    card.close()
+        finally:
+            sweeping.kill()
 
 
 def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:

@@ -28,6 +28,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from pathlib import Path
 
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
@@ -42,6 +43,8 @@ ARENA_MAGIC = b"kvdepot\0"
 _SECRET = slice(8, 24)
 _LEFT = 24
 SECRET_BYTES = 16
+_MAKING_S = 60.0
+"""A card that nobody has locked yet may be younger than this."""
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
@@ -147,12 +150,13 @@ class Card:
         self.name = f"{_CARD}{secrets.token_hex(8)}"
         self.secret = secrets.token_bytes(SECRET_BYTES)
         path = SHM / self.name
-        hidden = path.with_name(f".{self.name}")  # locked before anyone can find it and take it for stale
+        hidden = path.with_name(f".{self.name}")  # locked before it has the name by which it is taken for a dead one's
         try:
             self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._fd, mmap.PAGESIZE)
             os.pwrite(self._fd, self.secret, _SECRET.start)
-            lock(self._fd)
+            if not lock(self._fd):
+                raise BlockingIOError(errno.EAGAIN, "it is locked")
             hidden.rename(path)
         except OSError as exc:
             raise ArenaError(f"{SHM} cannot hold this client's card: {exc}") from exc
@@ -245,8 +249,10 @@ def sweep_cards() -> int:
     removed = 0
     for path in SHM.glob(f"*{_CARD}*"):
         try:
+            if path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S:
+                continue  # about to be locked, which even a look whether it is may thwart
             fd = open_shared(path.name)
-        except KVDepotError:
+        except (KVDepotError, OSError):
             continue  # another user's, or gone by now
         try:
             if not is_locked(fd):
