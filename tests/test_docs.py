@@ -97,6 +97,7 @@ kvdepot() {
     kill -0 "$server" || { cat "$FOLDER/serve.log" >&2; return 1; }
     sleep 0.02
   done
+  sed -n 's|.*, arena \(/dev/shm/[^ ]*\) of .*|\1|p' "$FOLDER/serve.log" >> "$FOLDER/arenas"
 }
 server=
 stop_server() {
@@ -236,10 +237,15 @@ def _run(
         "KVDEPOT_ARENA_GIB": str(arena_gib),
         "KVDEPOT_HTTP": f"127.0.0.1:{places['http']}" if any(b.mark == "run: web" for b in chosen) else "off",
     }
-    done = subprocess.run(
-        ["bash"], input="\n".join(script), cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s,
-        check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            ["bash"], input="\n".join(script), cwd=folder, env=environ, capture_output=True, text=True,
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+    finally:
+        arenas = (folder / "arenas").read_text().split() if (folder / "arenas").exists() else []
+        for arena in arenas:  # a page may tell its servers to keep them
+            Path(arena).unlink(missing_ok=True)
     log = (folder / "serve.log").read_text() if (folder / "serve.log").exists() else ""
     at = (folder / "at").read_text().strip()
     assert done.returncode == 0, f"{at}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{log[-3000:]}"
