@@ -33,6 +33,7 @@ from kvdepot.adapters import (
 from kvdepot.keys import ROOT, ChunkChain
 
 from .conftest import Depot, StartDepot, eventually
+from .metronome import ran_s
 
 CHUNK = 256
 BLOCK = 64
@@ -941,7 +942,7 @@ def test_a_rank_outside_the_world_is_refused_and_shutdown_stays_quick(depot: Dep
         worker.register_kv_caches(make_caches())
     started = time.monotonic()
     worker.shutdown()
-    assert time.monotonic() - started < 2.0
+    assert ran_s(started) < 2.0
 
 
 # -- get_finished
@@ -1096,7 +1097,7 @@ def test_submitting_and_polling_never_wait_for_an_event(engine: Engine) -> None:
     for i in range(20):
         worker.submit_store_request(f"r{i}", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), event)
         worker.get_finished({f"r{i}"})
-    assert time.monotonic() - started < 1.0
+    assert ran_s(started) < 1.0
     event.happen()
     done: set[str] = set()
     eventually(lambda: done.update(worker.get_finished(set())[0] or ()) or len(done) == 20)
@@ -1303,7 +1304,7 @@ def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
     engine.worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Later())
     started = time.monotonic()
     engine.close()
-    assert time.monotonic() - started < 3.0
+    assert ran_s(started) < 3.0
     assert engine.worker.get_finished({"r"}) == ({"r"}, None)
 
 
@@ -1317,18 +1318,18 @@ def test_with_the_server_dead_lookups_give_0_quickly_stores_are_dropped_and_shut
     server.process.wait(10)
     started = time.monotonic()
     assert engine.lookup(token_ids=tokens) == 0
-    assert time.monotonic() - started < 2.0
+    assert ran_s(started) < 2.0
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)))
     assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == {4, 5, 6, 7}
     again = time.monotonic()
     assert engine.lookup(token_ids=tokens) == 0
-    assert time.monotonic() - again < 0.5
+    assert ran_s(again) < 0.5
     engine.scheduler.end_session("r")
     ended = time.monotonic()
     engine.close()
     engine.close()
-    assert time.monotonic() - ended < 2.0
-    assert time.monotonic() - started < 6.0
+    assert ran_s(ended) < 2.0
+    assert ran_s(started) < 6.0
 
 
 @pytest.mark.faults
@@ -1349,7 +1350,7 @@ def test_a_server_that_does_not_answer_gives_0_in_time_and_ends_no_store_until_i
     worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), None)
     started = time.monotonic()
     assert engine.lookup(token_ids=tokens) == 0
-    assert 0.5 < time.monotonic() - started < 3.0
+    assert time.monotonic() - started > 0.5 and ran_s(started) < 3.0
     assert worker.get_finished({"s"}) == (None, None)  # it may still read and write the blocks
     server.process.kill()
     server.process.wait(10)

@@ -151,55 +151,6 @@ def start_driver(nursery: Nursery) -> Iterator[StartDriver]:
         driver.close()
 
 
-_TICK = """
-import select, sys, time
-last = time.monotonic()
-while True:
-    asked = select.select([0], [], [], 0.005)[0]
-    now = time.monotonic()
-    if now - last > 0.05:
-        print(last, now)
-    last = now
-    if asked:
-        if not sys.stdin.readline():
-            break
-        print("now", flush=True)
-"""
-
-
-class Metronome:
-    """A process that only tells the time: what holds it up is the machine, not a fault."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", _TICK]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._gaps: list[tuple[float, float]] = []
-        self._lock = threading.Lock()
-
-    def stalled_s(self, since: float) -> float:
-        """Seconds that the machine did not run us since `since` (monotonic)."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with self._lock:
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
-            # All of them: it may have been held up until this moment itself.
-            while (line := self.process.stdout.readline()) != "now\n":
-                begin, end = map(float, line.split())
-                self._gaps.append((begin, end))
-            return sum(end - max(begin, since) for begin, end in self._gaps if end > since)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture(scope="session")
-def metronome() -> Iterator[Metronome]:
-    made = Metronome()
-    yield made
-    made.close()
-
-
 def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 

@@ -14,7 +14,8 @@ import zmq
 
 from kvdepot.client import MessageQueueClient
 from tests.conftest import Depot, StartDepot, eventually
-from tests.faults.conftest import Metronome, Nursery, Watcher, is_zombie
+from tests.faults.conftest import Nursery, Watcher, is_zombie
+from tests.metronome import stalled_s
 
 pytestmark = pytest.mark.faults
 
@@ -24,7 +25,7 @@ LOOKUP_S = 1.5
 
 
 @pytest.fixture(scope="module")
-def slept(nursery: Nursery, metronome: Metronome) -> dict[str, Any]:
+def slept(nursery: Nursery) -> dict[str, Any]:
     """What a server's sleep did to its engines."""
     depot = Depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
     idle, busy, asking = drivers = [nursery.spawn() for _ in range(3)]
@@ -61,7 +62,7 @@ def slept(nursery: Nursery, metronome: Metronome) -> dict[str, Any]:
             "under_way": under_way,
             "lookups": lookups,
             "stats": asleep_stats,
-            "stalled_s": metronome.stalled_s(began),
+            "stalled_s": stalled_s(began),
             "stored": [stored, stored_later],
             "failed_blocks": failed,
             "recovered_s": recovered_s,

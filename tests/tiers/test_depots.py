@@ -17,6 +17,7 @@ import pytest
 from kvdepot.keys import ChunkChain
 from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
+from tests.metronome import ran_s
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 
 need(commands=["redis-server"], modules=["redis", "obstore", "moto", "zstandard", "cryptography"])
@@ -143,11 +144,11 @@ def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
             for family in range(10, 14):
                 begun = time.monotonic()
                 assert toy.lookup(family, CHUNKS) == 0
-                late.append(time.monotonic() - begun)
+                late.append(ran_s(begun))
             assert max(late) < 0.3 + 0.25, late  # the benchmark measures it; here it must not hang
             begun = time.monotonic()
             assert toy.hits([1], CHUNKS) == CHUNKS
-            assert time.monotonic() - begun < 0.25
+            assert ran_s(begun) < 0.25
             assert tier(depot)["state"] == "left alone"
         eventually(lambda: tier(depot)["state"] == "up", 60.0)
         assert toy.store(2, CHUNKS)
@@ -188,7 +189,7 @@ def test_a_server_with_a_hung_store_stops_all_the_same(start_depot: StartDepot, 
         assert toy.store(1, CHUNKS)
         begun = time.monotonic()
         assert depot.stop() == 0
-        assert time.monotonic() - begun < 10.0
+        assert ran_s(begun) < 10.0
 
 
 def test_what_waits_to_be_written_is_written_before_a_planned_stop(start_depot: StartDepot, tmp_path: Path) -> None:
