@@ -412,6 +412,7 @@ def test_a_replay_that_nobody_reads_stops_neither_events_nor_the_next_replay(
 
 
 @pytest.mark.faults
+@pytest.mark.alone
 def test_who_asks_for_replays_all_the_time_gets_a_share_of_the_processor_and_no_more(
     start_desk: StartDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

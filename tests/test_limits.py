@@ -372,6 +372,7 @@ def refused_more_than(server: Depot, before: int) -> bool:
     return counters(server).get("requests_refused", 0) > before
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["lookups", "status", "garbage", "reads nothing"])
 def test_one_that_floods_leaves_the_others_their_latency_and_the_server_its_memory(
     start_depot: StartDepot, kind: str

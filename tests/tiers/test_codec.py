@@ -176,6 +176,7 @@ def test_many_threads_share_a_codec() -> None:
 
 
 @coded
+@pytest.mark.alone
 def test_other_threads_run_while_bytes_are_coded(codec: Codec) -> None:
     kv = normal(1 << 20).repeat(32)
     header = header_of(kv)

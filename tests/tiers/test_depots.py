@@ -132,6 +132,7 @@ def test_memory_and_disk_together_hold_what_memory_alone_cannot(start_depot: Sta
             assert toy.hits([family], CHUNKS) == CHUNKS
 
 
+@pytest.mark.alone
 def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
     start_depot: StartDepot, redis_server: RedisServer
 ) -> None:

@@ -768,7 +768,7 @@ def test_what_is_not_mounted_is_not_made_anew_underneath(
 # -- many objects
 
 
-@pytest.mark.faults
+@pytest.mark.alone
 def test_with_a_hundred_thousand_objects_it_opens_at_once_and_is_counted_in_five_seconds(root: Path) -> None:
     count = 100_000
     for number in range(count):

@@ -141,6 +141,7 @@ def crowd_of_readers(web: Web) -> Iterator[None]:
                 thread.join()
 
 
+@pytest.mark.alone
 def test_slow_readers_and_ten_pages_do_not_change_the_depots_answers(start_web: StartWeb) -> None:
     web = start_web()
     client = MessageQueueClient(web.depot.url, web.depot.context)
