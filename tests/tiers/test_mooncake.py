@@ -271,6 +271,7 @@ def test_without_a_master_it_says_so_at_once() -> None:
         parse(f"mooncake://127.0.0.1:{free_port()}/?segment_gib=0").open()
 
 
+@pytest.mark.alone
 def test_a_master_that_hangs_does_not_hang_whoever_joins() -> None:
     with started(Master()) as master:
         master.stop()
@@ -282,6 +283,7 @@ def test_a_master_that_hangs_does_not_hang_whoever_joins() -> None:
         join(master).close()
 
 
+@pytest.mark.alone
 def test_a_master_that_is_killed_and_comes_back() -> None:
     with started(Master()) as master:
         tier = join(master, segment_mib=64)
@@ -304,6 +306,7 @@ def write_or_not(tier: Tier, number: int) -> bool:
         return False
 
 
+@pytest.mark.alone
 def test_a_master_that_hangs_and_goes_on() -> None:
     with started(Master(flags=("--put_start_discard_timeout_sec=1",))) as master:
         tier = join(master, segment_mib=64)
