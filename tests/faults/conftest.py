@@ -173,6 +173,18 @@ def footprint(pid: int) -> dict[str, int]:
     }
 
 
+def settled(depot: Depot) -> dict[str, Any]:
+    """The server's status once nothing is under way and no session is open; ends of sessions are not waited for."""
+
+    def at_rest() -> dict[str, Any] | None:
+        status = depot.status()
+        nothing = not any(status[what] for what in ("reserved_shards", "operations", "sessions", "holds"))
+        return status if nothing else None
+
+    found: dict[str, Any] = eventually(at_rest, 20.0)
+    return found
+
+
 class Watcher:
     """One connection that asks a server for its status again and again."""
 

@@ -9,12 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.conftest import Depot, StartDepot, eventually
-from tests.faults.conftest import StartDriver
+from tests.faults.conftest import StartDriver, settled
 from tests.metronome import ran_s, stalled_s
 from tests.ports import free_port
 
@@ -136,14 +135,6 @@ def proxy(served: Depot) -> Iterator[Proxy]:
     made = Proxy(int(served.url.rsplit(":", 1)[1]))
     yield made
     made.close()
-
-
-def settled(depot: Depot) -> dict[str, Any]:
-    """The server's status once nothing is under way and no session is open."""
-    deadline = time.monotonic() + 2 * STALE_S
-    while any((status := depot.status())[what] for what in ("reserved_shards", "operations", "sessions", "holds")):
-        assert time.monotonic() < deadline, status
-    return status
 
 
 def test_engines_whose_connections_are_cut_again_and_again_go_on_and_lose_nothing(
