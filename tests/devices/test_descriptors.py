@@ -519,7 +519,7 @@ def test_whatever_is_asked_a_worker_answers_the_next(worker: Worker, question: b
 
 
 def test_connections_that_say_nothing_do_not_keep_others_out_for_long(start_worker: Callable[..., Worker]) -> None:
-    worker = start_worker(more="descriptors._IDLE_S = 0.3; print(flush=True)")
+    worker = start_worker(more="descriptors._IDLE_S = 1.5; print(flush=True)")
     worker.line()
     with contextlib.ExitStack() as stack:
         silent = []
