@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.arena import Watch
+from kvdepot.header import Watch
 from kvdepot.shm import is_locked
 
 from .conftest import SHM

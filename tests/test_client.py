@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import arena, connection, wire
+from kvdepot import connection, header, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.connection import LINGER_S, Connection, Watch
 from kvdepot.errors import Busy, Unavailable
@@ -110,7 +110,7 @@ class Talk:
         self.replies: list[bytes] = []
         self.slow: list[bytes] = []  # answers to registrations, where they are held back
         self.holds_back = False
-        self.connection = Connection("ipc:///nowhere", "card", self.send, arena.Watch, lambda: self.now)
+        self.connection = Connection("ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now)
 
     def send(self, frame: bytes) -> bool:
         """Deliver; all but copies are answered at once."""

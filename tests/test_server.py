@@ -30,9 +30,9 @@ from kvdepot.adapters import (
     MessageQueueClient,
     RequestType,
 )
-from kvdepot.arena import Watch
 from kvdepot.config import Config
 from kvdepot.errors import Busy, KVDepotError
+from kvdepot.header import Watch
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.server import Server

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvdepot import shm
-from kvdepot.arena import HEADER_BYTES, Header
 from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.evict import Lru
+from kvdepot.header import HEADER_BYTES, Header
 from kvdepot.index import Index
 from kvdepot.mover import checksum
 from kvdepot.records import SLOT_BYTES, Records

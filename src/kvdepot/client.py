@@ -20,12 +20,12 @@ from typing import Any, Generic, TypeVar, cast
 import zmq
 
 from kvdepot import contract, wire
-from kvdepot.arena import Watch
 from kvdepot.config import default_key
 from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
 from kvdepot.curve import Key, read_client_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.events import EventQueue
+from kvdepot.header import Watch
 from kvdepot.shm import Card
 
 __all__ = ["MessageQueueClient", "MessagingFuture"]

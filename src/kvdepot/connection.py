@@ -57,7 +57,7 @@ Done: TypeAlias = Callable[[Any], None]
 
 
 class Watch(Protocol):
-    """What tells whether the server of one boot still lives (arena.Watch)."""
+    """What tells whether the server of one boot still lives (header.Watch)."""
 
     def is_gone(self) -> bool: ...
 
@@ -98,7 +98,7 @@ class Connection:
     ) -> None:
         """card, secret: how it introduces itself (shm.py).
 
-        send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise a KVDepotError."""
+        send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError."""
         self.boot = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
