@@ -255,7 +255,10 @@ class MessageQueueClient:
             if left <= 0 or self._closed:
                 return done()
             # Slices: the descriptor is edge-triggered, and another thread may take our answer in.
-            poller.poll(max(1, min(left, CHECK_S) * 1000))
+            if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
+                self.pump()  # ZeroMQ takes notice of a connection when it is asked for a message
+                with self._lock:
+                    self._connection.stirred()
         return True
 
     def _receive(self) -> None:
