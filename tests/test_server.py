@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -22,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvdepot import __version__, cli, wire
+from kvdepot import __version__, cli, shm, wire
 from kvdepot.adapters import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -599,6 +601,25 @@ def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot,
     eventually(lambda: not card.exists(), timeout_s=5.0)
     assert works(server)
     assert "Traceback" not in server.logged()
+
+
+def test_a_card_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
+    name = f"kvdepot-card-{uuid.uuid4().hex[:16]}"
+    path = SHM / f".{name}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(path.unlink, missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        stack.callback(os.close, fd)
+        shm.sweep_cards()
+        assert path.exists(), "its client is about to lock it and to give it its name"
+        an_hour_ago = time.time() - 3600
+        os.utime(path, (an_hour_ago, an_hour_ago))
+        assert shm.lock(fd)
+        shm.sweep_cards()
+        assert path.exists(), "its client lives"
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        shm.sweep_cards()
+        assert not path.exists(), "its client died while it made it"
 
 
 def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:

@@ -28,11 +28,23 @@ import os
 import re
 import secrets
 import stat
+import time
 from pathlib import Path
 
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
 
-__all__ = ["ARENA_MAGIC", "SHM", "Card", "CardView", "is_locked", "lock", "map_shared", "populate", "sweep_cards"]
+__all__ = [
+    "ARENA_MAGIC",
+    "SHM",
+    "Card",
+    "CardView",
+    "is_being_made",
+    "is_locked",
+    "lock",
+    "map_shared",
+    "populate",
+    "sweep_cards",
+]
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
@@ -41,6 +53,8 @@ ARENA_MAGIC = b"kvdepot\0"
 """How every arena begins (arena.py)."""
 _SECRET = slice(8, 24)
 _LEFT = 24
+_MAKING_S = 60.0
+"""A file under a hidden name that is older than this has no owner who is about to show it."""
 SECRET_BYTES = 16
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -147,7 +161,7 @@ class Card:
         self.name = f"{_CARD}{secrets.token_hex(8)}"
         self.secret = secrets.token_bytes(SECRET_BYTES)
         path = SHM / self.name
-        hidden = path.with_name(f".{self.name}")  # locked before anyone can find it and take it for stale
+        hidden = path.with_name(f".{self.name}")  # see `is_being_made`: locked before anyone can take it for stale
         try:
             self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._fd, mmap.PAGESIZE)
@@ -240,13 +254,23 @@ def _remove(path: Path) -> bool:
     return True
 
 
+def is_being_made(path: Path) -> bool:
+    """Whether a file under a hidden name is so young that its owner may be about to lock it and give it its own name.
+
+    Raises OSError where it is gone.
+    """
+    return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
+
+
 def sweep_cards() -> int:
     """Remove cards of clients that died while no server watched; how many. Cards of the living stay."""
     removed = 0
     for path in SHM.glob(f"*{_CARD}*"):
         try:
+            if is_being_made(path):
+                continue
             fd = open_shared(path.name)
-        except KVDepotError:
+        except (KVDepotError, OSError):
             continue  # another user's, or gone by now
         try:
             if not is_locked(fd):
