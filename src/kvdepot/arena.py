@@ -134,9 +134,9 @@ class Arena:
         """The memory of the table of records."""
         return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + self.header.table_bytes]
 
-    def read_table(self) -> bytes:
+    def read_table(self) -> bytearray:
         """What the table holds, read so that pages never written are given no memory."""
-        return os.pread(self._fd, self.header.table_bytes, HEADER_BYTES)
+        return self.header.read_table(self._fd)
 
     def ensure_table(self, offset: int, size: int) -> bool:
         """`ensure` for a range of the table."""

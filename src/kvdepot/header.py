@@ -79,6 +79,16 @@ class Header(NamedTuple):
         """Whether this is an arena of our format with something wrong in its header."""
         return os.pread(fd, 12, 0) == MAGIC + VERSION.to_bytes(4, "little")
 
+    def read_table(self, fd: int) -> bytearray:
+        """What the table holds, up to where the file ends; pages that were never written are given no memory."""
+        data = bytearray(self.table_bytes)
+        done = 0
+        with memoryview(data) as left:
+            while read := os.preadv(fd, [left[done:]], HEADER_BYTES + done):  # Linux reads 2 GiB at once at most
+                done += read
+        del data[done:]
+        return data
+
     @property
     def chunks_start(self) -> int:
         """Where chunks begin."""

@@ -151,19 +151,21 @@ class Records:
         self._fresh += 1
         return self._fresh - 1
 
-    def read(self, data: bytes | None = None) -> Contents:
+    def read(self, data: bytes | bytearray | None = None) -> Contents:
         """All records of a table that another server wrote, of which this one knows nothing yet.
 
-        data: the table's bytes, where the caller can read them without touching memory that was never written.
+        data: the table's bytes, where the caller can read them without touching memory that was never written; up to
+            the last whole slot, where they are cut off.
         Slots that belong to no whole record are wiped and free.
         """
         data = bytes(self._memory) if data is None else data
         contents = Contents()
-        kinds = np.frombuffer(data, np.uint8)[: self.capacity * SLOT_BYTES].reshape(-1, SLOT_BYTES)[:, 8]
+        slots_read = min(self.capacity, len(data) // SLOT_BYTES)
+        kinds = np.frombuffer(data, np.uint8)[: slots_read * SLOT_BYTES].reshape(-1, SLOT_BYTES)[:, 8]
         written = np.flatnonzero(kinds).tolist()
         used: set[int] = set()
         for slot in np.flatnonzero(kinds == _FIRST).tolist():
-            slots, record = self._assemble(data, slot)
+            slots, record = _assemble(data, slot, slots_read)
             if record is None or (len(slots) > 1 and not used.isdisjoint(slots)):
                 continue
             used.update(slots)
@@ -177,22 +179,23 @@ class Records:
             self._wipe(slot)
         return contents
 
-    def _assemble(self, data: bytes, slot: int) -> tuple[list[int], Record | None]:
-        """The slots of the record that begins here, and the record if it is whole."""
-        slots: list[int] = []
-        text = b""
-        kind = _FIRST
-        while slot < self.capacity and len(slots) < self.capacity:
-            total, following, found, length, piece = _SLOT.unpack_from(data, slot * SLOT_BYTES)
-            end = (slot + 1) * SLOT_BYTES
-            if found != kind or total != crc32(data[end - _BODY.size : end]):
+
+def _assemble(data: bytes | bytearray, slot: int, end_slot: int) -> tuple[list[int], Record | None]:
+    """The slots of the record that begins here, and the record if it is whole."""
+    slots: list[int] = []
+    text = b""
+    kind = _FIRST
+    while slot < end_slot and len(slots) < end_slot:
+        total, following, found, length, piece = _SLOT.unpack_from(data, slot * SLOT_BYTES)
+        end = (slot + 1) * SLOT_BYTES
+        if found != kind or total != crc32(data[end - _BODY.size : end]):
+            break
+        slots.append(slot)
+        text = text + piece[:length] if text else piece[:length]
+        if following == _LAST:
+            try:
+                return slots, _decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 break
-            slots.append(slot)
-            text = text + piece[:length] if text else piece[:length]
-            if following == _LAST:
-                try:
-                    return slots, _decoder.decode(text)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    break
-            slot, kind = following, _FURTHER
-        return slots, None
+        slot, kind = following, _FURTHER
+    return slots, None

@@ -33,7 +33,7 @@ class Restored:
     """Slots of the table that belong to no whole record."""
 
 
-def restore(index: Index, data: bytes | None = None, limit: int | None = None) -> Restored:
+def restore(index: Index, data: bytes | bytearray | None = None, limit: int | None = None) -> Restored:
     """Fill an empty index from its records.
 
     data: the table's bytes, where reading them from memory would be a waste. limit: what lies at or behind this
