@@ -165,12 +165,25 @@ class Records:
         written = np.flatnonzero(kinds).tolist()
         used: set[int] = set()
         for slot in np.flatnonzero(kinds == _FIRST).tolist():
-            slots, record = _assemble(data, slot, slots_read)
-            if record is None or (len(slots) > 1 and not used.isdisjoint(slots)):
+            begin = slot * SLOT_BYTES
+            total, following, _, length, piece = _SLOT.unpack_from(data, begin)
+            if total != crc32(data[begin + 4 : begin + SLOT_BYTES]):
                 continue
-            used.update(slots)
-            if len(slots) > 1:
-                self._further[slot] = slots[1:]
+            text: bytes = piece[:length]
+            further: list[int] = []
+            if following != _LAST:
+                rest, further = _follow(data, following, slots_read)
+                text += rest
+                if not further or not used.isdisjoint(further):
+                    continue
+            try:
+                record = _decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            used.add(slot)
+            if further:
+                used.update(further)
+                self._further[slot] = further
             contents.records.append((slot, record))
         contents.damaged = [slot for slot in written if slot not in used]
         self._fresh = self._ready = written[-1] + 1 if written else 0
@@ -180,22 +193,18 @@ class Records:
         return contents
 
 
-def _assemble(data: bytes | bytearray, slot: int, end_slot: int) -> tuple[list[int], Record | None]:
-    """The slots of the record that begins here, and the record if it is whole."""
-    slots: list[int] = []
+def _follow(data: bytes | bytearray, slot: int, end_slot: int) -> tuple[bytes, list[int]]:
+    """What a record holds from its second slot on, and which slots that is; none where they do not lead to its end."""
     text = b""
-    kind = _FIRST
+    slots: list[int] = []
     while slot < end_slot and len(slots) < end_slot:
-        total, following, found, length, piece = _SLOT.unpack_from(data, slot * SLOT_BYTES)
-        end = (slot + 1) * SLOT_BYTES
-        if found != kind or total != crc32(data[end - _BODY.size : end]):
+        begin = slot * SLOT_BYTES
+        total, following, kind, length, piece = _SLOT.unpack_from(data, begin)
+        if kind != _FURTHER or total != crc32(data[begin + 4 : begin + SLOT_BYTES]):
             break
         slots.append(slot)
-        text = text + piece[:length] if text else piece[:length]
+        text += piece[:length]
         if following == _LAST:
-            try:
-                return slots, _decoder.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                break
-        slot, kind = following, _FURTHER
-    return slots, None
+            return text, slots
+        slot = following
+    return b"", []
