@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgspec
+
 from kvdepot import wire
 from kvdepot.errors import BadRequest, ProtocolError
 from kvdepot.keys import ROOT, ChunkChain, engine_hash, pack_ids
@@ -183,8 +185,7 @@ class Chains:
         self._chains.pop(request_id, None)
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct):
     """A message, and how its answer becomes the contract's."""
 
     request: wire.Request

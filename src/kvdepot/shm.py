@@ -22,11 +22,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hmac
 import mmap
 import os
 import re
-import secrets
 import stat
 import time
 from pathlib import Path
@@ -158,8 +156,8 @@ class Card:
     """The client's side: makes the page, holds its lock, raises the fence. Close removes it."""
 
     def __init__(self) -> None:
-        self.name = f"{_CARD}{secrets.token_hex(8)}"
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.name = f"{_CARD}{os.urandom(8).hex()}"
+        self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
         hidden = path.with_name(f".{self.name}")  # see `is_being_made`: locked before anyone can take it for stale
         try:
@@ -216,6 +214,8 @@ class CardView:
 
     def has_secret(self, secret: bytes) -> bool:
         """Whether this is the card's secret, that is, whether whoever says so can read the page."""
+        import hmac  # and OpenSSL with it, for the server alone
+
         known = self._page[_SECRET]
         return any(known) and hmac.compare_digest(known, secret)
 
