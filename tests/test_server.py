@@ -216,7 +216,7 @@ def test_settings_of_file_environment_and_flags_reach_the_server(
     monkeypatch.setenv("KVDEPOT_COPY_THREADS", "3")
     server = start_depot("--config", str(file), chunk_size=128, arena_mib=8)
     assert server.status()["chunk_size_tokens"] == 128
-    assert "3 copy threads" in server.logged()
+    eventually(lambda: "3 copy threads" in server.logged())
 
 
 # -- status
@@ -458,7 +458,7 @@ def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot:
         stored[number] = engine.cache[:8].clone()
     kill(first)
     second = start_depot(url=first.url, name=first.name, arena_mib=8)
-    assert "with 20 chunks" in second.logged()
+    eventually(lambda: "with 20 chunks" in second.logged())
     assert second.status()["chunks"] == 20
     engine.wait_connected()
     for number, tokens in enumerate(prompts):
