@@ -22,9 +22,10 @@ from fuzz.desk import REACHED, depot, depot_seeds
 
 from kvdepot import config as settings
 from kvdepot import wire
-from kvdepot.arena import CHUNKS_OFFSET, MAGIC, Arena, Header, smallest_arena
+from kvdepot.arena import Arena, smallest_arena
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
 from kvdepot.evict import Lru
+from kvdepot.header import CHUNKS_OFFSET, MAGIC, Header
 from kvdepot.index import Index
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.layout import Layout, Mapping, Segment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.arena import Watch
+from kvdepot.arena import Arena
+from kvdepot.header import HEADER_BYTES, Watch
 from kvdepot.shm import is_locked
 
 from .conftest import SHM
@@ -41,6 +43,30 @@ def name() -> Iterator[str]:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     yield name
     (SHM / name).unlink(missing_ok=True)
+
+
+def test_a_table_is_read_whole_however_little_the_system_reads_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads 2 GiB at once at most, which is the table of an arena of 256 GiB."""
+    reads: list[int] = []
+
+    def read_little(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(preadv(fd, [buffers[0][:5000]], offset))
+        return reads[-1]
+
+    preadv = os.preadv
+    arena = Arena(name, 4 << 20, b"bootboot")
+    try:
+        size = arena.header.table_bytes
+        arena.table()[:] = written = random.Random(1).randbytes(size)
+        monkeypatch.setattr(os, "preadv", read_little)
+        assert arena.read_table() == written
+        assert len(reads) > size // 5000 > 1
+        os.truncate(arena.path, HEADER_BYTES + 7000)
+        assert arena.read_table() == written[:7000], "where the file ends, there is no more"
+    finally:
+        arena.close()
 
 
 def test_a_killed_servers_lock_is_free_only_after_all_it_opened_later_has_ended(name: str, tmp_path: Path) -> None:

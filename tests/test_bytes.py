@@ -26,9 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.arena import HEADER_BYTES, Arena
+from kvdepot.arena import Arena
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import LayoutError
+from kvdepot.header import HEADER_BYTES
 from kvdepot.keys import ChunkChain
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, CopyPiece, Mover

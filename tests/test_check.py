@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvdepot import cli
-from kvdepot.arena import HEADER_BYTES, MAGIC, Header
+from kvdepot.header import HEADER_BYTES, MAGIC, Header
 from kvdepot.records import SLOT_BYTES
 
 from .conftest import Depot, StartDepot

@@ -171,6 +171,18 @@ def test_to_serve_neither_tables_nor_commands_of_people_are_imported() -> None:
     assert done.stdout == "2 []\n"
 
 
+def test_to_print_a_status_as_json_nothing_is_imported_that_computes_or_draws(depot: Depot) -> None:
+    script = (
+        "import sys; from kvdepot.cli import main; code = main(['status', '--json', '--url', sys.argv[1]]); "
+        "print(code, sorted({name.split('.')[0] for name in sys.modules} "
+        "& {'argparse', 'asyncio', 'numpy', 'rich', 'torch', 'xxhash'}), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, depot.url], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "0 []\n"
+
+
 def test_tiers_can_follow_one_flag_or_each_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     urls = ["disk:///a?capacity_gib=1", "disk:///b?capacity_gib=1"]
     one, two = urls

@@ -6,19 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zmq
 
-from kvdepot import arena, connection, wire
+from kvdepot import client, connection, header, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.connection import LINGER_S, Connection, Watch
-from kvdepot.errors import Busy, Unavailable
+from kvdepot.errors import Busy, Unavailable, VersionMismatch
 from kvdepot.layout import Layout, Mapping, Segment
 
 from .conftest import SHM, StartDepot, eventually
@@ -43,6 +45,28 @@ def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() ->
     (answer,) = answers
     assert isinstance(answer, Unavailable) and "too many open files" in str(answer)
     assert len(frames) == 1 and not connection.welcomed
+
+
+def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (connection, client):
+        monkeypatch.setattr(module, "CHECK_S", 60.0)
+    url = f"ipc://{tmp_path}/s"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        asking = client.MessageQueueClient(url, context)
+        future = asking.ask(wire.ChunkSize())
+        waiting = threading.Thread(target=asking.wait, args=(future.query, 30.0))
+        waiting.start()
+        server.bind(url)
+        assert server.poll(10_000), "no hello before the next look at what is overdue"
+        identity, hello = server.recv_multipart()
+        number, request = wire.decode_request(hello)
+        assert isinstance(request, wire.Hello)
+        server.send_multipart((identity, wire.encode_failure(number, b"bootboot", VersionMismatch("another"))))
+        waiting.join(10.0)
+        assert not waiting.is_alive() and future.query()
+        asking.close()
 
 
 @pytest.mark.faults
@@ -110,7 +134,7 @@ class Talk:
         self.replies: list[bytes] = []
         self.slow: list[bytes] = []  # answers to registrations, where they are held back
         self.holds_back = False
-        self.connection = Connection("ipc:///nowhere", "card", self.send, arena.Watch, lambda: self.now)
+        self.connection = Connection("ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now)
 
     def send(self, frame: bytes) -> bool:
         """Deliver; all but copies are answered at once."""

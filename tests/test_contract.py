@@ -8,9 +8,11 @@ import signal
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +32,7 @@ from kvdepot.adapters import (
     striding_block_hashes,
     wrap_kv_caches,
 )
+from kvdepot.contract import pack_block_ids
 from kvdepot.keys import ROOT, ChunkChain
 
 from .conftest import Depot, StartDepot, eventually
@@ -40,6 +43,24 @@ BLOCK = 64
 PER_CHUNK = CHUNK // BLOCK
 BLOCKS = 32
 _seeds = itertools.count(1)
+
+
+BAD_IDS = [
+    None, 5, "ab", b"abcd", bytearray(b"abcd"), {1, 2}, {1: 2}, ["a"], [1.0], [None], [True], [-1], [2**32], [2**70],
+    [[1, 2], [3, 4]], np.array([True]), np.array([1.0]), np.array([[1]]), np.array([-1]), torch.tensor([1.0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD_IDS, ids=repr)
+def test_what_is_no_list_of_block_ids_is_a_bad_request(bad: Any) -> None:
+    with pytest.raises(errors.BadRequest, match="block ids must be"):
+        pack_block_ids(bad)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, array, np.array, torch.tensor])
+@pytest.mark.parametrize("ids", [[], [0], [3, 2**32 - 1, 3]])
+def test_block_ids_are_packed_as_little_endian_uint32(kind: Callable[..., Any], ids: list[int]) -> None:
+    assert pack_block_ids(kind("Q", ids) if kind is array else kind(ids)) == np.array(ids, "<u4").tobytes()
 
 
 def make_caches(blocks: int = BLOCKS, width: int = 4) -> dict[str, torch.Tensor]:

@@ -736,6 +736,26 @@ def test_registering_again_does_not_make_unregistering_forget_the_copies_of_befo
     assert desk.answers[asked] is None
 
 
+def test_a_refused_unregistering_changes_nothing() -> None:
+    desk = Desk(settings={"max_queued": 2})
+    client = desk.hello()
+    desk.register(client)
+    desk.send(client, store(prompt("a", 1)))
+    (old,) = desk.copies()
+    waiting = [desk.send(client, wire.Unregister(1)) for _ in range(2)]
+    again = desk.send(client, wire.Register(1, layout()))
+    desk.finish(next(task for task in desk.tasks if task is not old))
+    refused = desk.send(client, wire.Unregister(1))
+    assert desk.answers[again] is None and isinstance(desk.answers[refused], Busy)
+    storing = desk.send(client, store(prompt("b", 1)))
+    desk.settle()
+    assert [desk.answers[asked] for asked in waiting] == [None, None]
+    assert desk.answers[storing] is True, "the tensors that were not unregistered can be used"
+    assert desk.ask(client, retrieve(prompt("b", 1))) == [True]
+    assert desk.ask(client, wire.Unregister(1)) is None
+    assert [mapped.closed for mapped in desk.mapped] == [True, True]
+
+
 def test_unregistering_what_nobody_registered_is_answered(desk: Desk, client: bytes) -> None:
     assert desk.ask(client, wire.Unregister(99)) is None
 

@@ -133,6 +133,20 @@ def test_a_record_whose_writing_was_cut_short_does_not_exist(written: int) -> No
     assert found(memoryview(torn)) == {0: small(1)}
 
 
+@pytest.mark.parametrize("cut", [0, 1, SLOT_BYTES - 1, SLOT_BYTES, 2 * SLOT_BYTES + 60, 5 * SLOT_BYTES + 9])
+def test_a_table_that_is_cut_off_is_read_up_to_there(cut: int) -> None:
+    memory = table(8)
+    records = Records(memory)
+    written = [small(1), small(2, extents=40), small(3)]
+    assert [records.write(record) for record in written] == [0, 1, 4]
+    next_one = Records(memoryview(bytearray(memory)))
+    read = next_one.read(bytes(memory[:cut]))
+    whole = cut // SLOT_BYTES
+    ends = zip([0, 1, 4], written, [1, 4, 5], strict=True)
+    assert read.records == [(slot, record) for slot, record, end in ends if end <= whole]
+    assert read.damaged == (list(range(1, whole)) if whole < 4 else [])
+
+
 def test_links_that_run_in_a_circle_end() -> None:
     memory = table(4)
     records = Records(memory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -29,13 +31,12 @@ from kvdepot.adapters import (
     MessageQueueClient,
     RequestType,
 )
-from kvdepot.arena import Watch
 from kvdepot.config import Config
 from kvdepot.errors import Busy, KVDepotError
+from kvdepot.header import Watch
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.server import Server
-from kvdepot.shm import Card
 
 from .conftest import Depot, StartDepot, eventually
 from .metronome import ran_s
@@ -216,7 +217,7 @@ def test_settings_of_file_environment_and_flags_reach_the_server(
     monkeypatch.setenv("KVDEPOT_COPY_THREADS", "3")
     server = start_depot("--config", str(file), chunk_size=128, arena_mib=8)
     assert server.status()["chunk_size_tokens"] == 128
-    assert "3 copy threads" in server.logged()
+    eventually(lambda: "3 copy threads" in server.logged())
 
 
 # -- status
@@ -458,7 +459,7 @@ def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot:
         stored[number] = engine.cache[:8].clone()
     kill(first)
     second = start_depot(url=first.url, name=first.name, arena_mib=8)
-    assert "with 20 chunks" in second.logged()
+    eventually(lambda: "with 20 chunks" in second.logged())
     assert second.status()["chunks"] == 20
     engine.wait_connected()
     for number, tokens in enumerate(prompts):
@@ -603,37 +604,23 @@ def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot,
     assert "Traceback" not in server.logged()
 
 
-def test_a_card_that_is_being_made_is_not_swept_nor_its_lock_held_but_an_old_one_is() -> None:
-    hidden = SHM / f".kvdepot-card-{uuid.uuid4().hex[:16]}"
-    hidden.touch(0o600)  # as it lies there before its client has locked it
-    try:
-        with hidden.open("r+b") as file:
-            shm.sweep_cards()
-            assert hidden.exists()
-            os.utime(hidden, (0, 0))
-            assert shm.lock(file.fileno())
-            shm.sweep_cards()
-            assert hidden.exists()
+def test_a_card_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
+    name = f"kvdepot-card-{uuid.uuid4().hex[:16]}"
+    path = SHM / f".{name}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(path.unlink, missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        stack.callback(os.close, fd)
         shm.sweep_cards()
-        assert not hidden.exists()
-    finally:
-        hidden.unlink(missing_ok=True)
-
-
-def test_cards_can_be_made_while_servers_start_and_sweep() -> None:
-    code = "from kvdepot.shm import sweep_cards\nprint(flush=True)\nwhile True: sweep_cards()"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as sweeping:
-        assert sweeping.stdout is not None and sweeping.stdout.readline()
-        try:
-            for _ in range(1000):
-                card = Card()
-                try:
-                    with (SHM / card.name).open() as file:
-                        assert shm.is_locked(file.fileno())
-                finally:
-                    card.close()
-        finally:
-            sweeping.kill()
+        assert path.exists(), "its client is about to lock it and to give it its name"
+        an_hour_ago = time.time() - 3600
+        os.utime(path, (an_hour_ago, an_hour_ago))
+        assert shm.lock(fd)
+        shm.sweep_cards()
+        assert path.exists(), "its client lives"
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        shm.sweep_cards()
+        assert not path.exists(), "its client died while it made it"
 
 
 def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:

@@ -1,18 +1,7 @@
 """The memory that holds the chunks: one named shared-memory file. Made by the server, written by mover.py.
 
-The one law: never a byte larger than asked, and no page is touched that the kernel has not given us.
-
-    page 0               the header: what this file is
-    table_bytes          one record a sealed shard (records.py): what the next server needs to know
-    64 bytes             see CHUNKS_OFFSET
-    the rest             chunks; `space.py` decides where
-
-    header, offset  0, 8 bytes    magic
-            offset  8, uint32     format version
-            offset 12, uint32     CRC-32 of the header with zeros here
-            offset 16, uint64     file size in bytes
-            offset 24, uint64     table_bytes
-            offset 32, 8 bytes    boot id of the server that owns it now
+The one law: never a byte larger than asked, and no page is touched that the kernel has not given us. What lies where in
+the file: header.py.
 
 A server that finds a file of its name takes it over with all that is in it, once the lock on it is free. It refuses
 a file it does not understand: removing somebody's data is the user's to decide.
@@ -22,31 +11,19 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 import time
-from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot import shm
 from kvdepot.errors import ArenaError, LayoutError
+from kvdepot.header import CHUNKS_OFFSET, HEADER_BYTES, Header
 from kvdepot.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 
-__all__ = ["CHUNKS_OFFSET", "HEADER_BYTES", "MAGIC", "Arena", "Header", "Watch", "smallest_arena"]
+__all__ = ["Arena", "smallest_arena"]
 
-HEADER_BYTES = mmap.PAGESIZE
-CHUNKS_OFFSET = 64
-"""How far behind a page's start chunks begin: as far as KV does in the files that torch makes.
-
-Copying to an address a little ahead of the source modulo 4096 is 4 times as slow (the processor takes each load
-for one of the store before it); with equal offsets neither direction is.
-"""
-MAGIC = shm.ARENA_MAGIC
-VERSION = 2
-_HEADER = struct.Struct("<8sIIQQ8s")
 _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
 
@@ -59,50 +36,6 @@ def _table_bytes(size: int) -> int:
 def smallest_arena() -> int:
     """Bytes of an arena that holds a chunk of one page."""
     return HEADER_BYTES + mmap.PAGESIZE + CHUNKS_OFFSET + mmap.PAGESIZE
-
-
-class Header(NamedTuple):
-    """The first bytes of an arena."""
-
-    size: int
-    table_bytes: int
-    boot: bytes
-
-    def pack(self) -> bytes:
-        values = self.size, self.table_bytes, self.boot
-        return _HEADER.pack(MAGIC, VERSION, crc32(_HEADER.pack(MAGIC, VERSION, 0, *values)), *values)
-
-    @classmethod
-    def read(cls, fd: int, path: object) -> Header | None:
-        """The header of an arena's file; None where nobody has begun to write one. Raises ArenaError."""
-        data = os.pread(fd, _HEADER.size, 0)
-        if not data.strip(b"\0"):
-            return None
-        magic, version, _, size, table_bytes, boot = _HEADER.unpack(data.ljust(_HEADER.size, b"\0"))
-        if magic != MAGIC:
-            raise ArenaError(f"{path} is no kvdepot arena; remove it or choose another --arena-name")
-        if version != VERSION:
-            raise ArenaError(
-                f"{path} was written in arena format {version}, this kvdepot has format {VERSION}: start the version "
-                f"that wrote it, or remove the file (its chunks are recomputed when they are asked for)"
-            )
-        header = cls(size, table_bytes, boot)
-        if header.pack() != data:
-            raise ArenaError(
-                f"the header of {path} is damaged: remove the file (`kvdepot check --fix` does; its chunks are "
-                "recomputed when they are asked for)"
-            )
-        return header
-
-    @staticmethod
-    def is_damaged(fd: int) -> bool:
-        """Whether this is an arena of our format with something wrong in its header."""
-        return os.pread(fd, 12, 0) == MAGIC + VERSION.to_bytes(4, "little")
-
-    @property
-    def chunks_start(self) -> int:
-        """Where chunks begin."""
-        return HEADER_BYTES + self.table_bytes + CHUNKS_OFFSET
 
 
 class Arena:
@@ -201,9 +134,9 @@ class Arena:
         """The memory of the table of records."""
         return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + self.header.table_bytes]
 
-    def read_table(self) -> bytes:
+    def read_table(self) -> bytearray:
         """What the table holds, read so that pages never written are given no memory."""
-        return os.pread(self._fd, self.header.table_bytes, HEADER_BYTES)
+        return self.header.read_table(self._fd)
 
     def ensure_table(self, offset: int, size: int) -> bool:
         """`ensure` for a range of the table."""
@@ -237,25 +170,3 @@ class Arena:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
-
-
-class Watch:
-    """A client's view of an arena: tells whether the server of one boot still lives."""
-
-    def __init__(self, name: str, boot: bytes) -> None:
-        """Raises LayoutError when the file cannot be seen from here, Busy without descriptors."""
-        self._boot = boot
-        self._fd = shm.open_shared(name, os.O_RDONLY)
-
-    def is_gone(self) -> bool:
-        """True once that server can touch no memory any more: its lock is free, or another boot holds it."""
-        if self._fd < 0 or not shm.is_locked(self._fd):
-            return True
-        head = os.pread(self._fd, _HEADER.size, 0)
-        return head[:8] == MAGIC and head[-8:] != self._boot and len(head) == _HEADER.size
-
-    def close(self) -> None:
-        """Safe twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

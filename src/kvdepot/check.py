@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvdepot import shm
-from kvdepot.arena import HEADER_BYTES, Header
 from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.evict import Lru
+from kvdepot.header import HEADER_BYTES, Header
 from kvdepot.index import Index
 from kvdepot.mover import checksum
 from kvdepot.records import SLOT_BYTES, Records
@@ -110,9 +110,9 @@ def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], N
     index.validate()
 
 
-def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Restored, bytes]:
+def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Restored, bytearray]:
     """The index a server would have, and the table's bytes. What is wrong is erased in the file only to fix it."""
-    data = os.pread(fd, header.table_bytes, HEADER_BYTES)
+    data = header.read_table(fd)
     memory = memoryview(bytearray(data))
     if fix:
         memory = memoryview(mmap.mmap(fd, header.chunks_start))[HEADER_BYTES:][: header.table_bytes]
@@ -121,7 +121,7 @@ def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Res
 
 
 def _check_bytes(
-    fd: int, whole: int, index: Index, data: bytes, report: Report, told: Callable[[int, int], None]
+    fd: int, whole: int, index: Index, data: bytearray, report: Report, told: Callable[[int, int], None]
 ) -> None:
     area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
     looked_at = 0

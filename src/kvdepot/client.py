@@ -20,12 +20,12 @@ from typing import Any, Generic, TypeVar, cast
 import zmq
 
 from kvdepot import contract, wire
-from kvdepot.arena import Watch
 from kvdepot.config import default_key
 from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
 from kvdepot.curve import Key, read_client_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.events import EventQueue
+from kvdepot.header import Watch
 from kvdepot.shm import Card
 
 __all__ = ["MessageQueueClient", "MessagingFuture"]
@@ -255,7 +255,10 @@ class MessageQueueClient:
             if left <= 0 or self._closed:
                 return done()
             # Slices: the descriptor is edge-triggered, and another thread may take our answer in.
-            poller.poll(max(1, min(left, CHECK_S) * 1000))
+            if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
+                self.pump()  # ZeroMQ takes notice of a connection when it is asked for a message
+                with self._lock:
+                    self._connection.stirred()
         return True
 
     def _receive(self) -> None:

@@ -6,12 +6,9 @@ environment variables `KVDEPOT_<FIELD>`, command-line flags. Nothing else reads 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,11 +21,6 @@ from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
 from kvdepot.tiers import TierConfig, parse
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
-
 __all__ = ["Config", "default_key", "default_url", "load", "load_with_sources", "masked", "words_of"]
 
 GIB = 1 << 30
@@ -36,9 +28,12 @@ GIB = 1 << 30
 
 def default_url() -> str:
     """Where a server of this user listens, and where a client looks: a unix socket no other user can open."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) if runtime else Path(tempfile.gettempdir())
-    return f"ipc://{base / f'kvdepot-{os.geteuid()}' / 'depot.sock'}"
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if not base:
+        import tempfile  # which takes as long to import as all settings
+
+        base = tempfile.gettempdir()
+    return f"ipc://{Path(base) / f'kvdepot-{os.geteuid()}' / 'depot.sock'}"
 
 
 def default_key() -> str:
@@ -150,6 +145,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def arena(self) -> str:
         """Name of the arena's file in /dev/shm."""
+        import hashlib  # and OpenSSL with it, for the server alone
+
         made = f"kvdepot-{os.geteuid()}-{hashlib.sha256(self.url.encode()).hexdigest()[:12]}"
         return self.arena_name or made
 
@@ -192,6 +189,8 @@ def load_with_sources(
     merged: dict[str, Any] = {}
     source: dict[str, str] = {}
     if file is not None:
+        from kvdepot.toml import tomllib
+
         try:
             table = tomllib.loads(Path(file).read_text())
         except OSError as exc:

@@ -57,7 +57,7 @@ Done: TypeAlias = Callable[[Any], None]
 
 
 class Watch(Protocol):
-    """What tells whether the server of one boot still lives (arena.Watch)."""
+    """What tells whether the server of one boot still lives (header.Watch)."""
 
     def is_gone(self) -> bool: ...
 
@@ -98,7 +98,7 @@ class Connection:
     ) -> None:
         """card, secret: how it introduces itself (shm.py).
 
-        send: hand a frame over, False when nobody takes it. watch: see arena.Watch; may raise a KVDepotError."""
+        send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError."""
         self.boot = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
@@ -183,6 +183,14 @@ class Connection:
         )
 
     # -- hello, and again after a restart
+
+    def stirred(self) -> None:
+        """Something has happened at the socket, the connection's making perhaps: no need to wait for `expire`."""
+        if self._waits_to_greet():
+            self._greet()
+
+    def _waits_to_greet(self) -> bool:
+        return bool(self._pending) and not self.welcomed and not self._recovering
 
     def _greet(self) -> bool:
         return self._ask_own(wire.Hello(wire.VERSION, self._card, self._secret), self._on_welcome, _HELLO_S)
@@ -369,7 +377,7 @@ class Connection:
         if oldest is not None and now - oldest.born > _STALE_S:
             self.welcomed = False  # its answer may be lost: recovering tells
             oldest.born = now
-        if self._pending and not self.welcomed and not self._recovering:
+        if self._waits_to_greet():
             reached = self._greet()
             if not reached and self._met and self._server is None and not self._former:
                 self._fail_all(self.no_server())

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
+import msgspec
 
 from kvdepot import wire
 from kvdepot.errors import BadRequest, ProtocolError
-from kvdepot.keys import ROOT, ChunkChain, engine_hash
+from kvdepot.keys import ROOT, ChunkChain, engine_hash, pack_ids
 from kvdepot.layout import TensorView, build_layout, find_block_axes
 
 if TYPE_CHECKING:
@@ -185,8 +185,7 @@ class Chains:
         self._chains.pop(request_id, None)
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct):
     """A message, and how its answer becomes the contract's."""
 
     request: wire.Request
@@ -204,16 +203,13 @@ def check_type(value: Any, expected: type[T]) -> T:
 
 def pack_block_ids(block_ids: Sequence[int]) -> bytes:
     """Block ids as little-endian uint32. Raises BadRequest for what is none."""
-    try:
-        ids = np.asarray(block_ids)
-        if ids.size and ids.dtype.kind not in "iu":
-            raise BadRequest(f"block ids must be integers, not {ids.dtype}")
-        ids = ids.astype(np.int64)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise BadRequest(f"block ids must be integers: {exc}") from exc
-    if ids.ndim != 1 or (len(ids) and (ids.min() < 0 or ids.max() > 0xFFFFFFFF)):
-        raise BadRequest(f"block ids must be in [0, 2**32); got {min(block_ids)} to {max(block_ids)}")
-    return ids.astype("<u4").tobytes()
+    try:  # what `array` would take for ids
+        is_wrong = isinstance(block_ids, bytes | bytearray) or (len(block_ids) > 0 and isinstance(block_ids[0], bool))
+    except (TypeError, LookupError):
+        is_wrong = True
+    if is_wrong:
+        raise BadRequest(f"block ids must be a sequence of integers, not {block_ids!r:.80}")
+    return pack_ids(block_ids, "block ids")
 
 
 def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, chains: Chains) -> Call | None:

@@ -18,7 +18,6 @@ import ipaddress
 import os
 import re
 import stat
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +27,6 @@ import zmq
 from zmq.utils import z85
 
 from kvdepot.errors import ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
 
 __all__ = [
     "Client",
@@ -139,6 +133,8 @@ def read_file(path: Path, is_secret: bool) -> bytes:
 
 
 def _read(path: Path, is_secret: bool) -> dict[str, Any]:
+    from kvdepot.toml import tomllib
+
     try:
         return tomllib.loads(read_file(path, is_secret).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):

@@ -151,7 +151,7 @@ class ChunkChain:
         if end <= done:
             return
         fresh = token_ids[done:end]
-        data = memoryview(_token_bytes(fresh))
+        data = memoryview(pack_ids(fresh, "token ids"))
         digest: bytes = self.parent(done // size)
         by_chunk: dict[int, list[bytes]] = {}
         for position, extra in extras:
@@ -168,12 +168,12 @@ class ChunkChain:
         self._tokens[-1:-1] = fresh
 
 
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32."""
+def pack_ids(ids: Sequence[int], what: str) -> bytes:
+    """Ids as little-endian uint32. Raises BadRequest, which says `what` they are, for anything else."""
     try:
-        packed = array("I", token_ids)
+        packed = array("I", ids)
     except (OverflowError, TypeError) as exc:
-        raise BadRequest(f"token ids must be integers in [0, 2**32): {exc}") from exc
+        raise BadRequest(f"{what} must be integers in [0, 2**32): {exc}") from exc
     if sys.byteorder == "big":  # pragma: no cover
         packed.byteswap()
     return packed.tobytes()

@@ -151,24 +151,39 @@ class Records:
         self._fresh += 1
         return self._fresh - 1
 
-    def read(self, data: bytes | None = None) -> Contents:
+    def read(self, data: bytes | bytearray | None = None) -> Contents:
         """All records of a table that another server wrote, of which this one knows nothing yet.
 
-        data: the table's bytes, where the caller can read them without touching memory that was never written.
+        data: the table's bytes, where the caller can read them without touching memory that was never written; up to
+            the last whole slot, where they are cut off.
         Slots that belong to no whole record are wiped and free.
         """
         data = bytes(self._memory) if data is None else data
         contents = Contents()
-        kinds = np.frombuffer(data, np.uint8)[: self.capacity * SLOT_BYTES].reshape(-1, SLOT_BYTES)[:, 8]
+        slots_read = min(self.capacity, len(data) // SLOT_BYTES)
+        kinds = np.frombuffer(data, np.uint8)[: slots_read * SLOT_BYTES].reshape(-1, SLOT_BYTES)[:, 8]
         written = np.flatnonzero(kinds).tolist()
         used: set[int] = set()
         for slot in np.flatnonzero(kinds == _FIRST).tolist():
-            slots, record = self._assemble(data, slot)
-            if record is None or (len(slots) > 1 and not used.isdisjoint(slots)):
+            begin = slot * SLOT_BYTES
+            total, following, _, length, piece = _SLOT.unpack_from(data, begin)
+            if total != crc32(data[begin + 4 : begin + SLOT_BYTES]):
                 continue
-            used.update(slots)
-            if len(slots) > 1:
-                self._further[slot] = slots[1:]
+            text: bytes = piece[:length]
+            further: list[int] = []
+            if following != _LAST:
+                rest, further = _follow(data, following, slots_read)
+                text += rest
+                if not further or not used.isdisjoint(further):
+                    continue
+            try:
+                record = _decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            used.add(slot)
+            if further:
+                used.update(further)
+                self._further[slot] = further
             contents.records.append((slot, record))
         contents.damaged = [slot for slot in written if slot not in used]
         self._fresh = self._ready = written[-1] + 1 if written else 0
@@ -177,22 +192,19 @@ class Records:
             self._wipe(slot)
         return contents
 
-    def _assemble(self, data: bytes, slot: int) -> tuple[list[int], Record | None]:
-        """The slots of the record that begins here, and the record if it is whole."""
-        slots: list[int] = []
-        text = b""
-        kind = _FIRST
-        while slot < self.capacity and len(slots) < self.capacity:
-            total, following, found, length, piece = _SLOT.unpack_from(data, slot * SLOT_BYTES)
-            end = (slot + 1) * SLOT_BYTES
-            if found != kind or total != crc32(data[end - _BODY.size : end]):
-                break
-            slots.append(slot)
-            text = text + piece[:length] if text else piece[:length]
-            if following == _LAST:
-                try:
-                    return slots, _decoder.decode(text)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    break
-            slot, kind = following, _FURTHER
-        return slots, None
+
+def _follow(data: bytes | bytearray, slot: int, end_slot: int) -> tuple[bytes, list[int]]:
+    """What a record holds from its second slot on, and which slots that is; none where they do not lead to its end."""
+    text = b""
+    slots: list[int] = []
+    while slot < end_slot and len(slots) < end_slot:
+        begin = slot * SLOT_BYTES
+        total, following, kind, length, piece = _SLOT.unpack_from(data, begin)
+        if kind != _FURTHER or total != crc32(data[begin + 4 : begin + SLOT_BYTES]):
+            break
+        slots.append(slot)
+        text += piece[:length]
+        if following == _LAST:
+            return text, slots
+        slot = following
+    return b"", []

@@ -33,7 +33,7 @@ class Restored:
     """Slots of the table that belong to no whole record."""
 
 
-def restore(index: Index, data: bytes | None = None, limit: int | None = None) -> Restored:
+def restore(index: Index, data: bytes | bytearray | None = None, limit: int | None = None) -> Restored:
     """Fill an empty index from its records.
 
     data: the table's bytes, where reading them from memory would be a waste. limit: what lies at or behind this
@@ -98,15 +98,16 @@ def _plausible(
     wrong: dict[int, str] = {}  # slot -> why
     first: dict[tuple[int, int, bytes], tuple[int, ShardRecord]] = {}
     places: list[tuple[int, int, int]] = []  # offset, bytes, slot
-    for slot, record in shards:
+    for item in shards:
+        slot, record = item
         why = _fault(record, spaces.get(record.namespace), start, end)
         if why:
             wrong[slot] = why
             continue
         name = record.namespace, record.rank, record.key
-        known = first.setdefault(name, (slot, record))
-        if known[0] != slot:
-            first[name] = (slot, record) if record.serial > known[1].serial else known
+        known = first.setdefault(name, item)
+        if known is not item:
+            first[name] = item if record.serial > known[1].serial else known
             wrong[slot if first[name] is known else known[0]] = "stored twice"
         for offset, length in record.extents:
             places.append((offset, length, slot))
@@ -157,17 +158,21 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
 
 
 def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
+    shard = Shard(record.extents, record.size, True, False, record.checksum, slot=slot)
+    taken = Space.rounded(record.size)
     chunk = space.chunks.get(record.key)
     if chunk is None:
-        chunk = Chunk(key=record.key, salt=record.salt, namespace=space, position=record.position, parent=record.parent)
-        space.chunks[record.key] = chunk
+        space.chunks[record.key] = Chunk(
+            key=record.key, salt=record.salt, born=record.born, namespace=space, used=record.serial,
+            shards={record.rank: shard}, sealed=1, position=record.position, parent=record.parent, bytes=taken,
+        )  # fmt: skip
+    else:
+        chunk.born = min(chunk.born, record.born)
+        chunk.used = record.serial
+        chunk.shards[record.rank] = shard
+        chunk.sealed += 1
+        chunk.bytes += taken
     space.sizes.setdefault(record.rank, record.size)
-    chunk.shards[record.rank] = Shard(record.extents, record.size, True, False, record.checksum, slot=slot)
-    chunk.born = min(chunk.born, record.born) if chunk.sealed else record.born
-    chunk.sealed += 1
-    chunk.used = record.serial
-    taken = Space.rounded(record.size)
-    chunk.bytes += taken
     space.bytes += taken
 
 

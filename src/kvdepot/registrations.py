@@ -101,7 +101,13 @@ class Registrations:
             raise Busy(f"{len(request.layout.mappings)} files of KV tensors, more than this server may have open")
 
     def unregister(self, client: Client, number: int, tell: list[bytes]) -> list[Action]:
-        """Let go of an instance; whom to `tell` hears of it when no copy touches its tensors any more."""
+        """Let go of an instance; whom to `tell` hears of it when no copy touches its tensors any more.
+
+        Raises Busy with nothing done.
+        """
+        waits = len(client.waiting.get(number, ()))
+        if waits + len(tell) > self._config.max_queued:
+            raise Busy(f"{waits} requests wait for the end of instance {number}")
         instance = client.instances.pop(number, None)
         if instance is not None:
             self._leave_namespaces(instance)
@@ -109,10 +115,7 @@ class Registrations:
             client.closing.setdefault(number, []).append(instance)
         if number not in client.closing:
             return [Reply(client.identity, asked, None) for asked in tell]
-        waiting = client.waiting.setdefault(number, [])
-        if len(waiting) + len(tell) > self._config.max_queued:
-            raise Busy(f"{len(waiting)} requests wait for the end of instance {number}")
-        waiting.extend(tell)
+        client.waiting.setdefault(number, []).extend(tell)
         if instance is None or instance.copies or instance.mapped is None:
             return []  # the last copy, or the mapping that is under way, goes on from here
         return [self.unmap(client, instance)]

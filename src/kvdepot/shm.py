@@ -22,18 +22,27 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hmac
 import mmap
 import os
 import re
-import secrets
 import stat
 import time
 from pathlib import Path
 
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
 
-__all__ = ["ARENA_MAGIC", "SHM", "Card", "CardView", "is_locked", "lock", "map_shared", "populate", "sweep_cards"]
+__all__ = [
+    "ARENA_MAGIC",
+    "SHM",
+    "Card",
+    "CardView",
+    "is_being_made",
+    "is_locked",
+    "lock",
+    "map_shared",
+    "populate",
+    "sweep_cards",
+]
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
@@ -42,9 +51,9 @@ ARENA_MAGIC = b"kvdepot\0"
 """How every arena begins (arena.py)."""
 _SECRET = slice(8, 24)
 _LEFT = 24
-SECRET_BYTES = 16
 _MAKING_S = 60.0
-"""A card that nobody has locked yet may be younger than this."""
+"""A file under a hidden name that is older than this has no owner who is about to show it."""
+SECRET_BYTES = 16
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
@@ -147,10 +156,10 @@ class Card:
     """The client's side: makes the page, holds its lock, raises the fence. Close removes it."""
 
     def __init__(self) -> None:
-        self.name = f"{_CARD}{secrets.token_hex(8)}"
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.name = f"{_CARD}{os.urandom(8).hex()}"
+        self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
-        hidden = path.with_name(f".{self.name}")  # locked before it has the name by which it is taken for a dead one's
+        hidden = path.with_name(f".{self.name}")  # see `is_being_made`: locked before anyone can take it for stale
         try:
             self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._fd, mmap.PAGESIZE)
@@ -206,6 +215,8 @@ class CardView:
 
     def has_secret(self, secret: bytes) -> bool:
         """Whether this is the card's secret, that is, whether whoever says so can read the page."""
+        import hmac  # and OpenSSL with it, for the server alone
+
         known = self._page[_SECRET]
         return any(known) and hmac.compare_digest(known, secret)
 
@@ -244,12 +255,20 @@ def _remove(path: Path) -> bool:
     return True
 
 
+def is_being_made(path: Path) -> bool:
+    """Whether a file under a hidden name is so young that its owner may be about to lock it and give it its own name.
+
+    Raises OSError where it is gone.
+    """
+    return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
+
+
 def sweep_cards() -> int:
     """Remove cards of clients that died while no server watched; how many. Cards of the living stay."""
     removed = 0
     for path in SHM.glob(f"*{_CARD}*"):
         try:
-            if path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S:
+            if is_being_made(path):
                 continue  # about to be locked, which even a look whether it is may thwart
             fd = open_shared(path.name)
         except (KVDepotError, OSError):

@@ -5,8 +5,8 @@ Called by cli/chunks.py; a client like any other.
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +133,7 @@ def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None]
 
     told: how many are there by now.
     """
-    request = f"warm {secrets.token_hex(8)}"
+    request = f"warm {os.urandom(8).hex()}"
     lookup = wire.Lookup(
         prompt.model, prompt.world_size, prompt.blocks_in_chunk, request, 0, prompt.hashes, True, prompt.salt
     )

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from kvdepot.arena import HEADER_BYTES, Arena
+from kvdepot.arena import Arena
 from kvdepot.errors import ArenaError
+from kvdepot.header import HEADER_BYTES
 from kvdepot.keys import HASH_BYTES, ChunkChain
 from tests.conftest import SHM, Depot, StartDepot
 from tests.faults.conftest import MakeEngine

@@ -56,7 +56,7 @@ class ClientCard:
 
 
 class Watch:
-    """As arena.Watch: whether the server of one boot still holds the arena's lock."""
+    """As header.Watch: whether the server of one boot still holds the arena's lock."""
 
     def __init__(self, host: Host, name: str, boot: bytes) -> None:
         file = host.files.get(name)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvdepot.errors import DeviceError, KVDepotError, LayoutError
-from kvdepot.shm import SHM
+from kvdepot.shm import SHM, is_being_made
 
 __all__ = ["fetch", "offer", "sweep"]
 
@@ -54,8 +54,6 @@ _IDLE_S = 10.0
 """A connection that asks nothing for so long is shut."""
 _PATIENCE_S = 10.0
 """What the server waits for one worker's descriptors, all in all."""
-_MAKING_S = 60.0
-"""A socket nobody listens at yet may be younger than this."""
 _NO_FILES_S = 0.1
 
 Export = Callable[[int, int], Iterator[int]]
@@ -352,7 +350,7 @@ def sweep() -> int:
             info = path.lstat()
             if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
                 continue
-            if path.name.startswith(".") and time.time() - info.st_mtime < _MAKING_S:
+            if is_being_made(path):
                 continue  # about to listen
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
                 probe.setblocking(False)
