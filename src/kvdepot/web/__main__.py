@@ -62,15 +62,17 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
     import uvicorn
 
     from kvdepot.web.app import make_app
-    from kvdepot.web.connections import MOST_CONNECTIONS, Connection
+    from kvdepot.web.connections import MOST_CONNECTIONS, Connection, Server
     from kvdepot.web.poll import Poll
+    from kvdepot.web.turns import Turns
 
     key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
     serving.set()
     poll = Poll(order.url, key)
+    turns = Turns(poll)
     try:
         config = uvicorn.Config(
-            make_app(poll, order.settings, order.address, order.token),
+            make_app(poll, turns, order.settings, order.address, order.token),
             http=Connection,
             ws="none",
             loop="asyncio",
@@ -85,16 +87,9 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 << 10,
         )
-        server = uvicorn.Server(config)
-
-        def end() -> None:
-            ended.wait()
-            server.should_exit = True
-
-        threading.Thread(target=end, daemon=True).start()
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)
-        server.run(sockets=[listener])
+        Server(config, ended, turns.end).run(sockets=[listener])
     finally:
         poll.close()
     return 0
