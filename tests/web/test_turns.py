@@ -177,7 +177,7 @@ def test_readers_that_go_while_they_wait_leave_nothing_behind(start_depot: Start
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         app = make_app(poll, turns, {"keys": ""}, f"127.0.0.1:{address[1]}", "token")
-        server = Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None), ended, turns.end)
+        server = Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None), ended, int, turns.end)
         serving = threading.Thread(target=server.run, args=([listener],))
         serving.start()
         try:

@@ -1,12 +1,13 @@
 """The web process. Started by child.py, which says what it must know through standard input; it ends when that closes.
 
-Its main thread runs the event loop, another is the depot's client (poll.py), two wait for the end. The one law: it
-leaves nothing behind, and is gone some seconds after its server at the latest.
+Its main thread runs the event loop, another is the depot's client (poll.py), two wait for the end, and one ends it when
+the loop hangs. The one law: it leaves nothing behind, and is gone some seconds after its server at the latest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 _NICE = 10
 """Whoever looks at a depot never competes with it."""
 _END_S = 2.0
+_HUNG_S = 10.0
 
 
 def main() -> int:
@@ -56,6 +58,11 @@ def _await_end(ended: threading.Event, serving: threading.Event) -> None:
     if serving.is_set():
         threading.Event().wait(_END_S)
     os._exit(0)
+
+
+def _live_on() -> None:
+    """Unless it is called again in time, the process ends with all its stacks said; the server starts the next one."""
+    faulthandler.dump_traceback_later(_HUNG_S, exit=True)  # by a thread that needs no GIL
 
 
 def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> int:
@@ -89,7 +96,7 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
         )
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)
-        Server(config, ended, turns.end).run(sockets=[listener])
+        Server(config, ended, _live_on, turns.end).run(sockets=[listener])
     finally:
         poll.close()
     return 0

@@ -80,10 +80,13 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's, but that looks once a second and not ten times: each time it wakes may be beside a lookup."""
 
-    def __init__(self, config: uvicorn.Config, ended: threading.Event, on_end: Callable[[], None]) -> None:
-        """ended: whether it is to end. on_end: called, on the loop, when it begins to."""
+    def __init__(
+        self, config: uvicorn.Config, ended: threading.Event, on_look: Callable[[], None], on_end: Callable[[], None]
+    ) -> None:
+        """ended: whether it is to end. on_look: called, on the loop, each second. on_end: when it begins to end."""
         super().__init__(config)
         self._ended = ended
+        self._on_look = on_look
         self._on_end = on_end
 
     async def main_loop(self) -> None:
@@ -91,6 +94,7 @@ class Server(uvicorn.Server):
         end: asyncio.Future[None] = loop.create_future()
         threading.Thread(target=self._await_end, args=(loop, end), daemon=True).start()
         while not await self.on_tick(0):  # which notes the date of answers, too
+            self._on_look()
             await asyncio.wait([end], timeout=_LOOK_S)
             now = loop.time()
             connections: list[Any] = list(self.server_state.connections)
