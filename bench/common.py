@@ -43,7 +43,7 @@ class Scale:
     rate_runs: int = 5
     index_chunks: tuple[int, ...] = (1_000, 100_000, 1_000_000)
     index_lookups: int = 20_000
-    watched_rounds: int = 10
+    watched_rounds: int = 24
     watched_seconds: float = 5.0
     watched_runs: int = 15
     start_runs: int = 7

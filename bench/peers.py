@@ -11,9 +11,12 @@ They say `"ready"`; a counting one then reads seconds, a line each, and answers 
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import os
+import re
+import selectors
+import socket
 import sys
 import threading
 import time
@@ -24,6 +27,7 @@ import zmq
 
 _REQUESTS = 1024
 """Request ids a counting client uses in turn."""
+_ANSWER_S = 5.0
 
 
 def answer(value: Any) -> None:
@@ -112,35 +116,58 @@ def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> 
 
 
 def readers(port: int, pages: int) -> None:
-    """Each second, spread over it: what every page asks, and the metrics once. Connections stay, as browsers' do.
+    """What `pages` open pages ask, each for the next status when it has one, and the metrics once a second.
 
-    Browsers and scrapers are mostly elsewhere: this process takes no time that somebody else wants.
+    Browsers and scrapers are mostly elsewhere: this process takes no time that somebody else wants, and little at all.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=5.0) for _ in range(2 * pages + 1)]
-    paths = ["/v1/status", "/healthz"] * pages + ["/metrics"]
-
-    def once(number: int) -> None:
-        place = number % len(paths)
-        connections[place].request("GET", paths[place])
-        reply = connections[place].getresponse()
-        reply.read()
-        if reply.status != 200:
-            raise RuntimeError(f"{paths[place]} was answered with {reply.status}")
-
-    for number in range(len(paths)):
-        once(number)
     answer("ready")
     for line in sys.stdin:
-        for connection in connections:
-            connection.close()  # the server has, meanwhile; each is opened again when it asks
-        begun = time.perf_counter()
-        turns = max(1, round(float(line) * len(paths)))
-        for number in range(turns):
-            time.sleep(max(0.0, begun + number / len(paths) - time.perf_counter()))
-            once(number)
-        time.sleep(max(0.0, begun + turns / len(paths) - time.perf_counter()))
-        answer([turns, time.perf_counter() - begun])
+        answer(read(port, pages, float(line)))
+
+
+def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
+    """How many answers there were, in how many seconds. A page that is not answered is a TimeoutError."""
+    begun = time.perf_counter()
+    end = begun + seconds
+    scraped = begun
+    done = 0
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(pages + 1)]
+        asked = {}
+        heard = dict.fromkeys(connections, b"")
+        for connection in connections[1:]:
+            selector.register(connection, selectors.EVENT_READ)
+            asked[connection] = ask(connection, "/v1/status")
+        selector.register(connections[0], selectors.EVENT_READ)
+        while (now := time.perf_counter()) < end:
+            if now >= scraped:
+                asked[connections[0]] = ask(connections[0], "/metrics")
+                scraped += 1.0
+            if any(now - since > _ANSWER_S for since in asked.values()):
+                raise TimeoutError(f"of {pages} pages and a scraper {len(asked)} wait for an answer")
+            for key, _ in selector.select(max(0.0, min(end, scraped) - now)):
+                connection = key.fileobj
+                heard[connection] += connection.recv(1 << 20)
+                head, _, body = heard[connection].partition(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head)
+                if length is None or len(body) < int(length[1]):
+                    continue
+                if not head.startswith(b"HTTP/1.1 200 "):
+                    raise RuntimeError(f"answered with {head.decode()}")
+                done += 1
+                heard[connection] = b""
+                del asked[connection]
+                if connection is not connections[0]:
+                    turn = re.search(rb'"turn":(\d+)', body)
+                    asked[connection] = ask(connection, f"/v1/status?after={int(turn[1])}")
+    return done, time.perf_counter() - begun
+
+
+def ask(connection: socket.socket, path: str) -> float:
+    """When it was asked."""
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return time.perf_counter()
 
 
 def main(kind: str, *arguments: str) -> None:

@@ -1,7 +1,7 @@
 """A depot that is looked at: what its page and its metrics cost lookups, and how soon it says how it stands.
 
 One server with a large index and its web process; its readers are a process of their own that asks what ten open pages
-and a scraper do. Rounds with and without readers take turns, and every lookup of a round counts.
+and a scraper do, as they do it. Rounds with and without readers take turns, and every lookup of a round counts.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             raise RuntimeError("the readers do not begin")
         say("watched: lookups with and without readers")
         alone, watched, asked = _rounds(context, server.url, prompts, readers, echo, scale)
+        if asked < _PAGES:
+            raise RuntimeError(f"{_PAGES} pages and a scraper had {asked:.1f} answers a second")
     finally:
         if readers is not None:
             readers.close()

@@ -79,9 +79,10 @@ class Web:
 
     def status(self) -> dict[str, Any]:
         """A status that the process asked for after we called."""
-        number = len(self.get("/v1/history").value["times_s"])
-        eventually(lambda: len(self.get("/v1/history").value["times_s"]) > number)
-        value: dict[str, Any] = self.get("/v1/status").value
+        turn = self.get("/v1/status").value["turn"]
+        value: dict[str, Any] = eventually(
+            lambda: (now := self.get(f"/v1/status?after={turn}").value)["turn"] != turn and now
+        )
         return value
 
     def child(self) -> int:

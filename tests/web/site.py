@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
@@ -16,6 +17,7 @@ import msgspec
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Saved, Status, TierStatus
 from kvdepot.web.guard import _HEADERS
+from kvdepot.web.turns import StatusNow
 
 PAGE = Path(__file__).parents[2] / "src/kvdepot/web/page"
 VENDOR = PAGE / "vendor"
@@ -31,6 +33,7 @@ class Site:
         self.status: Status = example_status()
         self.history: dict[str, Any] = {"times_s": [], "series": {}}
         self.ticks = True  # whether the status's time goes on by itself
+        self.waits = True  # whether who has seen a turn waits for the next one
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
         self.lag = ""  # what is wrong although there is one
@@ -59,22 +62,22 @@ class Site:
         self._server.server_close()
         self._thread.join()
 
-    def _now(self) -> Status:
+    def _turn(self) -> int:
+        return int(time.time() - self._began)
+
+    def _now(self) -> StatusNow:
         since = time.time() - self._began if self.ticks else 0.0
-        return msgspec.structs.replace(
-            self.status, wall_s=self.status.wall_s + since, uptime_s=self.status.uptime_s + since
-        )
+        said = msgspec.structs.asdict(self.status)
+        said |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
+        return StatusNow(**said, turn=self._turn(), trouble=self.lag)
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        path = request.path.split("?")[0]
+        path, _, after = request.path.partition("?after=")
         self.asked.append(path)
         status, kind, body = HTTPStatus.OK, "application/json", b""
-        if path == "/healthz" and (self.lag or self.trouble):
-            status = HTTPStatus.SERVICE_UNAVAILABLE
-            body = msgspec.json.encode({"code": "unavailable", "message": self.lag or self.trouble})
-        elif path == "/healthz":
-            body = b'{"status": "ok", "lag_s": 0.001}'
-        elif path.startswith("/v1/"):
+        if path.startswith("/v1/"):
+            if self.waits and after == str(self._turn()):
+                time.sleep(max(0.0, self._began + int(after) + 1 - time.time()))
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'
             elif self.gibberish:
@@ -90,6 +93,10 @@ class Site:
                 kind, body = _TYPES[file.suffix], file.read_bytes()
             else:
                 status = HTTPStatus.NOT_FOUND
+        with contextlib.suppress(ConnectionError):  # a page that went while it waited
+            self._send(request, status, kind, body)
+
+    def _send(self, request: BaseHTTPRequestHandler, status: HTTPStatus, kind: str, body: bytes) -> None:
         request.send_response(status)
         request.send_header("Content-Type", f"{kind}; charset=utf-8")
         request.send_header("Content-Length", str(len(body)))

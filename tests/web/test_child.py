@@ -39,6 +39,25 @@ def test_a_web_process_that_is_killed_is_back_within_seconds_at_the_same_address
     assert "the web process ended with status -9" in web.depot.logged()
 
 
+def test_a_web_process_that_hangs_ends_by_itself_says_where_it_hung_and_is_back(
+    start_web: StartWeb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, time\ndef hang(*_): time.sleep(600)\nsignal.signal(signal.SIGUSR1, hang)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    web = start_web()
+    first = web.child()
+    os.kill(first, signal.SIGUSR1)
+    second = eventually(lambda: web.child() not in (0, first) and web.child(), 30.0)
+    eventually(web.is_well, 20.0)
+    assert second != first
+    assert "in hang" in web.depot.logged()
+    assert "the web process ended with status 1" in web.depot.logged()
+    assert works(web.depot)
+
+
 def test_the_web_process_ends_with_a_server_that_is_killed(start_web: StartWeb) -> None:
     web = start_web()
     child = web.child()

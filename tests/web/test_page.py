@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -334,6 +335,40 @@ def test_a_page_that_nobody_looks_at_asks_nothing(site: Site, open_page: OpenPag
     eventually(lambda: len(site.asked) > asked)
 
 
+def test_the_page_asks_one_thing_a_second_however_often_it_is_hidden_and_shown(site: Site, open_page: OpenPage) -> None:
+    page = open_page()
+    show = "document.dispatchEvent(new Event('visibilitychange'))"
+    for _ in range(20):
+        page.evaluate(show)
+    page.wait_for_timeout(1500)  # what was under way
+    before = len(site.asked)
+    page.wait_for_timeout(3500)
+    asked = site.asked[before:]
+    assert set(asked) == {"/v1/status"}
+    assert 2 <= len(asked) <= 5
+
+
+@pytest.mark.parametrize("what", ["trouble", "gibberish"])
+def test_where_there_is_no_status_the_page_waits_a_second_before_it_asks_again(
+    site: Site, open_page: OpenPage, what: str
+) -> None:
+    page = open_page()
+    setattr(site, what, what == "gibberish" or "it hangs")
+    shows(page, "#state", "Not")
+    before = len(site.asked)
+    page.wait_for_timeout(3500)
+    assert 1 <= len(site.asked) - before <= 4
+
+
+def test_the_same_turn_again_is_not_asked_for_at_once(site: Site, open_page: OpenPage) -> None:
+    """A server, or whoever is before it, that does not wait must not be asked without end."""
+    site.waits = False
+    open_page()
+    before, began = len(site.asked), time.monotonic()
+    eventually(lambda: len(site.asked) > before + 3)
+    assert time.monotonic() - began > 1.0
+
+
 # -- over time
 
 
@@ -448,7 +483,7 @@ def test_a_value_with_none_beside_it_is_drawn(site: Site, open_page: OpenPage) -
 
 
 def test_saved_tokens_are_drawn_from_the_beginning_of_the_time_shown(site: Site, open_page: OpenPage) -> None:
-    now = site.status.wall_s
+    now, site.ticks = site.status.wall_s, False
     times = [now - 100, now - 50, now]
     site.history = {
         "times_s": times,

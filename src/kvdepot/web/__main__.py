@@ -1,12 +1,13 @@
 """The web process. Started by child.py, which says what it must know through standard input; it ends when that closes.
 
-Its main thread runs the event loop, another is the depot's client (poll.py), two wait for the end. The one law: it
-leaves nothing behind, and is gone some seconds after its server at the latest.
+Its main thread runs the event loop, another is the depot's client (poll.py), two wait for the end, and one ends it when
+the loop hangs. The one law: it leaves nothing behind, and is gone some seconds after its server at the latest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 _NICE = 10
 """Whoever looks at a depot never competes with it."""
 _END_S = 2.0
+_HUNG_S = 10.0
 
 
 def main() -> int:
@@ -58,19 +60,26 @@ def _await_end(ended: threading.Event, serving: threading.Event) -> None:
     os._exit(0)
 
 
+def _live_on() -> None:
+    """Unless it is called again in time, the process ends with all its stacks said; the server starts the next one."""
+    faulthandler.dump_traceback_later(_HUNG_S, exit=True)  # by a thread that needs no GIL
+
+
 def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> int:
     import uvicorn
 
     from kvdepot.web.app import make_app
-    from kvdepot.web.connections import MOST_CONNECTIONS, Connection
+    from kvdepot.web.connections import MOST_CONNECTIONS, Connection, Server
     from kvdepot.web.poll import Poll
+    from kvdepot.web.turns import Turns
 
     key = Key(*(part.encode() for part in order.key)) if order.key is not None else None
     serving.set()
     poll = Poll(order.url, key)
+    turns = Turns(poll)
     try:
         config = uvicorn.Config(
-            make_app(poll, order.settings, order.address, order.token),
+            make_app(poll, turns, order.settings, order.address, order.token),
             http=Connection,
             ws="none",
             loop="asyncio",
@@ -85,16 +94,9 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 << 10,
         )
-        server = uvicorn.Server(config)
-
-        def end() -> None:
-            ended.wait()
-            server.should_exit = True
-
-        threading.Thread(target=end, daemon=True).start()
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)
-        server.run(sockets=[listener])
+        Server(config, ended, _live_on, turns.end).run(sockets=[listener])
     finally:
         poll.close()
     return 0

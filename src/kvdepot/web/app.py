@@ -23,7 +23,7 @@ from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
-from litestar.params import FromPath, JSONBody
+from litestar.params import FromPath, JSONBody, Parameter
 from msgspec import Meta
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -32,11 +32,12 @@ from kvdepot import __version__, upkeep, wire
 from kvdepot.curve import is_loopback
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, TierError, Unavailable
 from kvdepot.metrics import Event
-from kvdepot.status import Engine, NamespaceStatus, Status, TierStatus
+from kvdepot.status import Engine, NamespaceStatus, TierStatus
 from kvdepot.web.guard import App, Guard, Problem
 from kvdepot.web.history import Figures
 from kvdepot.web.poll import Poll
 from kvdepot.web.prometheus import StatusCollector
+from kvdepot.web.turns import Short, StatusNow, Turns
 
 __all__ = ["HTTP_STATUS", "make_app"]
 
@@ -138,6 +139,11 @@ def _poll(state: State) -> Poll:
 
 # -- reading
 
+_After = Annotated[
+    int | None,
+    Parameter(ge=0, description="A `turn` that has been seen: answered when it is over, after some seconds at most."),
+]
+
 
 @get("/healthz", responses=_says(503), sync_to_thread=False)
 def healthz(state: State) -> Well:
@@ -161,10 +167,13 @@ def metrics(state: State, request: Request[Any, Any, State]) -> Response[bytes]:
     return Response(encode(state.registry), headers={"content-type": kind})
 
 
-@get("/v1/status", responses=_READ, sync_to_thread=False)
-def status(state: State) -> Status:
-    """All that the depot says of itself, at most some seconds ago."""
-    return _poll(state).latest().status
+@get("/v1/status", responses=_says(400, 401, 503))
+async def status(state: State, request: Request[Any, Any, State], after: _After = None) -> StatusNow:
+    """All that the depot says of itself, at most some seconds ago; after a turn, once there is another."""
+    turns: Turns = state.turns
+    if after is not None:
+        await turns.wait(after, request.scope["state"]["connection"])
+    return turns.now()
 
 
 @get("/v1/history", responses=_READ, sync_to_thread=False)
@@ -209,14 +218,14 @@ def config(state: State) -> dict[str, Any]:
 
 @contextmanager
 def _change(state: State) -> Iterator[None]:
-    """A turn to change something. Raises Busy."""
-    turns: threading.BoundedSemaphore = state.turns
-    if not turns.acquire(blocking=False):
+    """One of a few at once. Raises Busy."""
+    changes: threading.BoundedSemaphore = state.changes
+    if not changes.acquire(blocking=False):
         raise Busy(f"{_MOST_CHANGES} changes are under way: wait until one is done")
     try:
         yield
     finally:
-        turns.release()
+        changes.release()
 
 
 def _prompt(poll: Poll, data: Prompt) -> upkeep.Prompt:
@@ -338,7 +347,7 @@ def _sentence(exc: HTTPException) -> str:
     return str(exc.detail)
 
 
-def make_app(poll: Poll, settings: dict[str, Any], address: str, token: str) -> App:
+def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, token: str) -> App:
     """The application. settings: to be shown, without secrets. address: HOST:PORT that we listen at."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(poll))
@@ -364,13 +373,14 @@ def make_app(poll: Poll, settings: dict[str, Any], address: str, token: str) -> 
         state=State(
             {
                 "poll": poll,
+                "turns": turns,
                 "settings": settings,
                 "registry": registry,
                 "page": pages,
-                "turns": threading.BoundedSemaphore(_MOST_CHANGES),
+                "changes": threading.BoundedSemaphore(_MOST_CHANGES),
             },
             deep_copy=False,
         ),
     )  # fmt: skip
     is_local = is_loopback(f"tcp://{address}")
-    return Guard(app, token, is_local, is_local and not settings["keys"], pages)
+    return Guard(Short(app, turns), token, is_local, is_local and not settings["keys"], pages)

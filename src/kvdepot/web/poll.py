@@ -1,7 +1,7 @@
 """The web process's one client: asks its depot once a second how it is, and keeps the last answer.
 
-A thread of its own asks; whoever serves HTTP reads what it left. The one law: nothing that is asked over HTTP makes the
-depot be asked (but what people change).
+A thread of its own asks; whoever serves HTTP reads what it left, and may hear when there is more. The one law: nothing
+that is asked over HTTP makes the depot be asked (but what people change).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvdepot.errors import InternalError, KVDepotError, Unavailable
 from kvdepot.status import Status, read
 from kvdepot.web.history import History, measure
 
-__all__ = ["Answer", "Poll"]
+__all__ = ["STALE_S", "Answer", "Poll", "Turn"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,15 @@ class Answer:
     lag_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What has come of asking so many times: the depot's last answer, and why there is no newer one (or empty)."""
+
+    number: int
+    answer: Answer | None
+    problem: str
+
+
 class Poll:
     """Asks one depot. `close` it."""
 
@@ -49,8 +59,10 @@ class Poll:
         self._context: zmq.Context[Any] = zmq.Context()
         self.client = MessageQueueClient(url, self._context, key=key or "")
         self.history = History()
-        self._answer: Answer | None = None  # the thread replaces it, whole
-        self._problem = "not asked yet"
+        self.turn = Turn(0, None, "not asked yet")
+        """The thread replaces it, whole; anybody reads it."""
+        self.on_turn: Callable[[], None] = lambda: None
+        """The thread calls it after each turn; it neither blocks nor raises. Set by whoever wants to hear."""
         self._began = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-poll", daemon=True)
@@ -61,10 +73,11 @@ class Poll:
 
     def trouble(self) -> str:
         """Why the depot is not well; empty when it is. Strangers may hear it: the log has the particulars."""
-        answer = self._answer
+        turn = self.turn
+        answer = turn.answer
         silent_s = time.monotonic() - (answer.at if answer is not None else self._began)
-        if self._problem:
-            return f"the depot does not answer: {self._problem}"
+        if turn.problem:
+            return f"the depot does not answer: {turn.problem}"
         if silent_s > STALE_S:
             return f"the depot has not answered for {silent_s:.1f} s"
         if answer is not None and answer.lag_s > BEHIND_S:
@@ -73,7 +86,7 @@ class Poll:
 
     def latest(self) -> Answer:
         """What the depot said last. Raises Unavailable where that was too long ago."""
-        answer = self._answer
+        answer = self.turn.answer
         if answer is None or time.monotonic() - answer.at > STALE_S:
             raise Unavailable(self.trouble() or "the depot has not answered yet")
         return answer
@@ -81,29 +94,34 @@ class Poll:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stopping.is_set():
-            problem = ""
+            before = self.turn
+            answer, problem = before.answer, ""
             try:
-                self._ask()
+                answer = self._ask()
+                if (last := before.answer) is not None:
+                    point = measure(last.status, answer.status, answer.at - last.at)
+                else:
+                    point = measure(None, answer.status, 0.0)
+                self.history.add(time.time(), point)
             except KVDepotError as exc:
                 problem = exc.code
-                if problem != self._problem:
+                if problem != before.problem:
                     log.info("the depot does not answer the web process: %s", exc)
             except Exception:
                 problem = InternalError.code
-                if problem != self._problem:
+                if problem != before.problem:
                     log.exception("the web process cannot make sense of the depot's answer")
-            self._problem = problem
+            self.turn = Turn(before.number + 1, answer, problem)
+            self.on_turn()
             due = max(due + POLL_S, time.monotonic())
             self._stopping.wait(due - time.monotonic())
 
-    def _ask(self) -> None:
+    def _ask(self) -> Answer:
         began = time.monotonic()
         self.client.ask(wire.Noop(), deadline_s=_ANSWER_S).result(_ANSWER_S)
         lag_s = time.monotonic() - began
         status = read(self.client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S))
-        before, self._answer = self._answer, Answer(status, time.monotonic(), lag_s)
-        took_s = self._answer.at - before.at if before is not None else 0.0
-        self.history.add(time.time(), measure(before.status if before is not None else None, status, took_s))
+        return Answer(status, time.monotonic(), lag_s)
 
     def close(self) -> None:
         """Blocks for some seconds at most."""

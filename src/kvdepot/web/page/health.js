@@ -5,7 +5,7 @@ import { count, duration } from "./format.js";
 /** What counts as lately. */
 export const RECENT_S = 300;
 
-/** Level (good, look, bad, wait), headline, and what to look at. slow: what its probe says; dropped: chunks without room, in RECENT_S. */
+/** Level (good, look, bad, wait), headline, and what to look at. slow: what is wrong with its answering, as a sentence; dropped: chunks without room, in RECENT_S. */
 export function verdict(status, slow, dropped) {
   const reasons = [...concerns(status, slow, dropped)];
   return reasons.length

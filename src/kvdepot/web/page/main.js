@@ -1,4 +1,5 @@
-// The page's loop: ask for a status each second while somebody looks, and show it.
+// The page's loop: ask for the next status while somebody looks, and show it. The server has one each second, and
+// answers all pages when it has.
 
 import { CHARTS, Chart, load } from "./charts.js";
 import { $ } from "./dom.js";
@@ -8,7 +9,8 @@ import { showAll, showVerdict } from "./panels.js";
 import { History, point } from "./series.js";
 import { Refusal, ask, hasToken, useToken } from "./source.js";
 
-const EVERY_MS = 1000;
+/** Before asking again where there was no answer, or none that is new. */
+const PAUSE_MS = 1000;
 /** After so long without a status, or when a clock was set by so much, points are asked for again. */
 const GAP_S = 5;
 
@@ -17,38 +19,32 @@ let charts = [];
 let status = null; // the latest that came
 let began_s = 0; // when the server began, by the clock of the points that it kept
 let range_s = 900;
+let seen = null; // which turn of the server's asking that was, whether it could be shown or not
+let asking = new AbortController(); // of the request under way
 let waiting = 0; // the timer until the next request
 
 async function turn() {
   clearTimeout(waiting);
+  asking.abort(); // whoever asks later takes over
+  const mine = (asking = new AbortController());
   if (document.hidden) return; // `visibilitychange` goes on
   let next = null;
-  let slow = "";
   let failure = null;
   try {
-    [next, slow] = await Promise.all([ask("v1/status"), trouble()]);
-    if (!follows(next)) await recall(next);
+    next = await ask(seen === null ? "v1/status" : `v1/status?after=${seen}`, mine);
+    if (!follows(next)) await recall(next, mine);
   } catch (problem) {
     failure = explain(problem);
   }
-  clearTimeout(waiting); // of a turn that was under way at the same time
-  waiting = setTimeout(turn, EVERY_MS);
+  if (mine !== asking) return;
+  waiting = setTimeout(turn, failure || next.turn === seen ? PAUSE_MS : 0);
+  if (!failure) seen = next.turn;
   try {
     if (failure) showFailure(failure);
-    else show(next, slow);
+    else show(next);
   } catch (problem) {
     console.error(problem); // figures that stand still must not say that all is well
     showFailure({ headline: "This page has a fault", reasons: [`It cannot show what the server says: ${problem.message}`] });
-  }
-}
-
-/** What the server's own probe finds wrong while it still answers: that it is slow to. */
-async function trouble() {
-  try {
-    await ask("healthz");
-    return "";
-  } catch (problem) {
-    return problem instanceof Refusal ? sentence(problem.message) : "";
   }
 }
 
@@ -59,10 +55,10 @@ function follows(next) {
 }
 
 /** What the server has kept of the time before. Without it charts go on with what is here. */
-async function recall(next) {
+async function recall(next, stop) {
   began_s = next.wall_s - next.uptime_s;
   try {
-    history.join(await ask("v1/history"), next.wall_s);
+    history.join(await ask("v1/history", stop), next.wall_s);
     // Its points have an exact time, the status that of the last tick: the next point comes after them.
     if (Math.abs(history.end_s - next.wall_s) < GAP_S) began_s = Math.max(history.end_s, next.wall_s) - next.uptime_s;
   } catch (problem) {
@@ -89,11 +85,12 @@ function explain(problem) {
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
-function show(next, slow) {
+function show(next) {
   if (status && status.version !== next.version) location.reload(); // another server's page
   if (follows(next) && next.uptime_s > status.uptime_s) history.add(began_s + next.uptime_s, point(status, next));
   const began = moment(began_s, next.wall_s);
   const since = `version ${next.version}, since ${began} (${duration(Math.floor(next.uptime_s))})`;
+  const slow = next.trouble ? sentence(next.trouble) : "";
   showVerdict(verdict(next, slow, history.total("dropped_chunks_s", RECENT_S)), since);
   showAll(next);
   status = next; // it can be shown

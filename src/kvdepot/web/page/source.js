@@ -1,6 +1,7 @@
 // Asking the server. Its token comes in the address's fragment (`kvdepot open`), which browsers send to nobody.
 
-const TIMEOUT_MS = 5000;
+/** More than the server waits for something new. */
+const TIMEOUT_MS = 6000;
 
 let token = take();
 
@@ -37,19 +38,21 @@ export class Refusal extends Error {
   }
 }
 
-/** What the server answers, as plain data. Throws Refusal, or what fetch throws when nobody answers. */
-export async function ask(path) {
-  const answer = await fetch(path, {
-    cache: "no-store",
-    headers: token ? { Authorization: `Bearer ${token}` } : {},
-    signal: AbortSignal.timeout(TIMEOUT_MS),
-  });
-  if (answer.ok) return answer.json();
-  let message = `HTTP ${answer.status}`;
+/** What the server answers, as plain data. Throws Refusal, or what fetch throws when nobody answers, or after stop.abort(). */
+export async function ask(path, stop) {
+  const timer = setTimeout(() => stop.abort(), TIMEOUT_MS);
   try {
-    message = String((await answer.json()).message || message);
-  } catch {
-    // not one of our answers: a proxy's
+    const headers = token ? { Authorization: `Bearer ${token}` } : {};
+    const answer = await fetch(path, { cache: "no-store", headers, signal: stop.signal });
+    if (answer.ok) return await answer.json();
+    let message = `HTTP ${answer.status}`;
+    try {
+      message = String((await answer.json()).message || message);
+    } catch {
+      // not one of our answers: a proxy's
+    }
+    throw new Refusal(answer.status, message);
+  } finally {
+    clearTimeout(timer);
   }
-  throw new Refusal(answer.status, message);
 }

@@ -1,0 +1,199 @@
+"""Readers that wait for the next status: told together, once a second, of whatever has come; or that nothing has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ..conftest import StartDepot, eventually
+from .conftest import NEEDED, Answer, StartWeb, Web, need
+from .test_connections import connect, open_connections
+
+pytestmark = pytest.mark.faults  # a server and a web process each
+
+
+def wait_after(web: Web, turn: int) -> Answer:
+    return web.get(f"/v1/status?after={turn}")
+
+
+def latest(web: Web) -> int:
+    turn: int = web.get("/v1/status").value["turn"]
+    return turn
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_who_has_seen_a_turn_is_answered_with_the_next_one(web: Web) -> None:
+    first = wait_after(web, latest(web)).value
+    began = time.monotonic()
+    turns = [first["turn"]]
+    for _ in range(4):
+        turns.append(wait_after(web, turns[-1]).value["turn"])
+    assert turns == list(range(turns[0], turns[0] + 5))
+    assert time.monotonic() - began > 2.5  # four turns, a second each
+    assert first["trouble"] == ""
+
+
+def test_all_who_wait_are_told_the_same(web: Web) -> None:
+    with ThreadPoolExecutor(10) as readers:
+        turn = latest(web)
+        bodies = list(readers.map(lambda _: wait_after(web, turn).body, range(10)))
+    assert len(set(bodies)) == 1
+
+
+def test_what_is_told_after_a_turn_is_what_is_told_without(web: Web) -> None:
+    def both() -> bool:
+        turn = latest(web) - 1
+        after, plain, long = wait_after(web, turn), web.get("/v1/status"), web.get(f"/v1/status?x=1&after={turn}")
+        return after.body == plain.body == long.body and after.headers.keys() == plain.headers.keys()
+
+    eventually(both)  # at once, if no turn ends meanwhile
+
+
+@pytest.mark.parametrize("after", [0, 10**9, 10**17, 10**30])
+def test_a_turn_that_is_none_or_of_another_process_is_not_waited_for(web: Web, after: int) -> None:
+    began = time.monotonic()
+    for _ in range(5):
+        assert wait_after(web, after).status == 200
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("after", ["", "x", "-1", "1.5", "%F0%9F", "1&after=x"])
+def test_what_is_no_turn_is_refused(web: Web, after: str) -> None:
+    answer = web.get(f"/v1/status?after={after}")
+    assert answer.status == 400
+    assert answer.value["code"] == "bad_request"
+    assert "after" in answer.value["message"]
+
+
+def test_the_head_alone_waits_too(web: Web) -> None:
+    turn = latest(web)
+    head = web.ask("HEAD", f"/v1/status?after={turn}")
+    assert (head.status, head.body) == (200, b"")
+    assert latest(web) > turn
+
+
+def test_a_depot_that_stops_answering_is_told_to_those_who_wait_and_so_is_that_it_answers_again(
+    start_web: StartWeb,
+) -> None:
+    web = start_web()
+    turn = wait_after(web, latest(web)).value["turn"]
+    with stopped(web.depot.process.pid):  # a second before it is asked again
+        began = time.monotonic()
+        answer = wait_after(web, turn)
+        while answer.status == 200:
+            assert answer.value["turn"] - turn <= 1, "nobody answered"
+            answer = wait_after(web, answer.value["turn"])
+        assert time.monotonic() - began < 5.5, "who does not wait hears of it after 4"
+        assert (answer.status, answer.value["code"]) == (503, "unavailable")
+        began = time.monotonic()
+        assert wait_after(web, turn).status == 503
+        assert time.monotonic() - began < 2, "nothing to wait for"
+    eventually(lambda: wait_after(web, turn).status == 200, 20.0)
+
+
+def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> None:
+    web = start_web()
+    done = threading.Event()
+
+    def hold_up() -> None:
+        while not done.is_set():
+            with stopped(web.depot.process.pid):
+                done.wait(1.6)
+            done.wait(0.05)
+
+    slow = threading.Thread(target=hold_up)
+    slow.start()
+    try:
+        said = eventually(lambda: (now := web.get("/v1/status")).status == 200 and now.value["trouble"], 30.0)
+        assert "the depot is behind" in said
+    finally:
+        done.set()
+        slow.join()
+    eventually(lambda: web.get("/v1/status").value["trouble"] == "")
+
+
+def test_as_many_as_there_may_be_wait_and_others_are_answered(web: Web) -> None:
+    turn = latest(web)
+    with contextlib.ExitStack() as crowd:
+        waiting = [crowd.enter_context(connect(web)) for _ in range(128)]
+        eventually(lambda: open_connections(web) == 128)
+        for connection in waiting:
+            connection.sendall(f"GET /v1/status?after={turn + 1} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert web.get("/healthz").status == 200
+        heard = 0
+        for connection in waiting:
+            with contextlib.suppress(ConnectionError):
+                heard += connection.recv(64).startswith(b"HTTP/1.1 200 ")
+        assert heard >= 126  # the probe took the place of one
+    eventually(lambda: open_connections(web) == 0)
+
+
+def test_a_server_that_ends_does_not_wait_for_those_who_wait(start_web: StartWeb) -> None:
+    web = start_web()
+    turn = latest(web)
+    with contextlib.ExitStack() as crowd:
+        for _ in range(10):
+            crowd.enter_context(connect(web)).sendall(
+                f"GET /v1/status?after={turn} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+            )
+        eventually(lambda: open_connections(web) == 10)
+        began = time.monotonic()
+        assert web.depot.stop() == 0
+        assert time.monotonic() - began < 5
+    assert not re.search("Traceback|Cancel|ERROR|WARNING", web.depot.logged())
+
+
+def test_readers_that_go_while_they_wait_leave_nothing_behind(start_depot: StartDepot) -> None:
+    """In this process, where it can be seen who waits."""
+    need(*NEEDED)
+    import uvicorn
+
+    from kvdepot.web.app import make_app
+    from kvdepot.web.connections import Connection, Server
+    from kvdepot.web.poll import Poll
+    from kvdepot.web.turns import Turns
+
+    depot = start_depot("--http", "off")
+    poll = Poll(depot.url, None)
+    turns = Turns(poll)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        app = make_app(poll, turns, {"keys": ""}, f"127.0.0.1:{address[1]}", "token")
+        server = Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None), ended, int, turns.end)
+        serving = threading.Thread(target=server.run, args=([listener],))
+        serving.start()
+        try:
+            eventually(lambda: poll.turn.answer)
+            turn = poll.turn.number + 1
+            eventually(lambda: poll.turn.number == turn)
+            with stopped(depot.process.pid):  # in the second before it is asked again
+                for _ in range(20):
+                    with socket.create_connection(address, 10.0) as reader:
+                        reader.sendall(f"GET /v1/status?after={turn} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+                        eventually(lambda: f"<Turns {turn}, 1 wait>" == repr(turns))
+                    eventually(lambda: f"<Turns {turn}, 0 wait>" == repr(turns))
+                assert not server.server_state.connections
+                assert not server.server_state.tasks
+        finally:
+            ended.set()
+            serving.join(10.0)
+            poll.close()
+    assert not serving.is_alive()
