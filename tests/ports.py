@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 from pathlib import Path
@@ -16,8 +17,9 @@ def free_port() -> int:
 
     What a bind to port 0 finds is free a moment only: the kernel gives it to the next connection that is made.
     """
-    ports = _unasked()
-    for port in random.Random().sample(ports, len(ports)):
+    draw = random.Random()  # not the one that a test may have seeded
+    for _ in range(1000):
+        port = draw.choice(_unasked())
         held = socket.socket(socket.AF_UNIX)
         try:
             held.bind(f"\0kvdepot-test-port-{port}")  # a name that ends with this process
@@ -28,9 +30,10 @@ def free_port() -> int:
             continue
         _held.append(held)
         return port
-    raise AssertionError(f"all of {len(ports)} ports are taken")
+    raise AssertionError("a thousand ports were taken")
 
 
+@functools.cache
 def _unasked() -> list[int]:
     """Ports that the kernel gives to nobody who did not ask for them."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

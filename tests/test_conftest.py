@@ -1,13 +1,19 @@
-"""What the other tests stand on: a server that does not start is told of at once, with what it said."""
+"""What the other tests stand on: servers that do not start, ports that are nobody else's, a clock for bounds."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from .conftest import Depot
-from .metronome import ran_s
+from .metronome import Metronome, ran_s
+from .ports import free_port
 
 pytestmark = pytest.mark.faults
 
@@ -21,3 +27,35 @@ def test_a_server_that_ends_while_it_starts_is_told_of_at_once_with_its_log() ->
     finally:
         depot.close()
     assert ran_s(began) < 4
+
+
+def test_ports_are_drawn_once_by_all_processes_and_the_kernel_gives_them_to_nobody() -> None:
+    draw = "from tests.ports import free_port; print(*[free_port() for _ in range(200)], flush=True); input()"
+    root = Path(__file__).parent.parent
+    other = subprocess.Popen(
+        [sys.executable, "-c", draw], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        theirs = set(map(int, other.stdout.readline().split()))
+        ours = {free_port() for _ in range(50)}
+    finally:
+        other.communicate("\n")
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert len(theirs) == 200 and len(ours) == 50 and not ours & theirs
+    assert not [port for port in ours | theirs if first <= port <= last]
+
+
+def test_the_metronome_tells_of_all_that_it_did_not_run_up_to_now() -> None:
+    metronome = Metronome()
+    try:
+        metronome.gaps()
+        metronome.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, metronome.process.pid, os.WSTOPPED | os.WNOWAIT)
+        stopped = time.monotonic()
+        time.sleep(0.3)
+        going_on = time.monotonic()
+        metronome.process.send_signal(signal.SIGCONT)
+        assert any(begin <= stopped and going_on <= end for begin, end in metronome.gaps())
+    finally:
+        metronome.close()

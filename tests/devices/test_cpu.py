@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,3 +54,25 @@ class TestProcessor(DeviceConformance):
     @classmethod
     def worker(cls) -> Iterator[Any]:
         yield TorchWorker()
+
+
+_HELD_UP = """
+import os, signal, threading
+from pathlib import Path
+import torch
+from kvdepot.devices import share
+share(torch.zeros(4096, dtype=torch.uint8), "one")  # which starts torch's helper
+(helper,) = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+os.kill(int(helper), signal.SIGSTOP)
+threading.Timer(2.5, os.kill, (int(helper), signal.SIGCONT)).start()
+tensor = torch.full((4096,), 7, dtype=torch.uint8)
+view = share(tensor, "two")
+tensor[0] = 8
+assert Path("/dev/shm", view.mapping).read_bytes()[view.offset :] == bytes([8, *[7] * 4095])
+"""
+
+
+@pytest.mark.faults
+def test_tensors_are_shared_also_where_torchs_helper_is_held_up_for_longer_than_torch_waits() -> None:
+    done = subprocess.run([sys.executable, "-c", _HELD_UP], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

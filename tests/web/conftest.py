@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,11 +79,9 @@ class Web:
         return self.ask("POST", path, body, self.token)
 
     def status(self) -> dict[str, Any]:
-        """A status that the process asked for after we called."""
-        turn = self.get("/v1/status").value["turn"]
-        value: dict[str, Any] = eventually(
-            lambda: (now := self.get(f"/v1/status?after={turn}").value)["turn"] != turn and now
-        )
+        """A status that the server made after we called: one may be on its way to the process."""
+        called = time.time()
+        value: dict[str, Any] = eventually(lambda: (now := self.get("/v1/status").value)["wall_s"] >= called and now)
         return value
 
     def child(self) -> int:

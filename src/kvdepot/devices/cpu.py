@@ -29,6 +29,9 @@ __all__ = ["HostTensors", "share"]
 _MIN_UNIT = 512
 """Smallest unit to gather by index when segments are not dense; below it, one copy a block is faster."""
 
+_TRIES = 5
+"""Of telling torch's helper process, to which torch gives a second each: a machine may be held up for longer."""
+
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
     """Put a tensor's storage into shared memory (once) and say where its elements lie.
@@ -37,10 +40,13 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
     torch removes the file when the process ends, `kill -9` included. Raises LayoutError.
     """
     storage = tensor.untyped_storage()
-    try:
-        _, file, size = storage._share_filename_cpu_()
-    except RuntimeError as exc:
-        raise LayoutError(f"{name or 'tensor'} cannot move into shared memory: {exc}") from exc
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            _, file, size = storage._share_filename_cpu_()
+            break
+        except RuntimeError as exc:
+            if not tries_left or "timed out" not in str(exc):
+                raise LayoutError(f"{name or 'tensor'} cannot move into shared memory: {exc}") from exc
     mapping = file.decode().lstrip("/")
     # torch keeps a reference count in front of the bytes; how long that is, the file's length tells.
     header = (SHM / mapping).stat().st_size - size
