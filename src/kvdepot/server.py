@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import select
 import signal
@@ -200,7 +201,7 @@ class Server:
             while not self._stopping:
                 due = min(next_tick, self.depot.next_deadline())
                 wait_s = max(0.0, due - time.monotonic())
-                for ready, _ in zmq.zmq_poll(waited_for, int(wait_s * 1000) + 1):
+                for ready, _ in zmq.zmq_poll(waited_for, math.ceil(wait_s * 1000)):
                     if ready is self._socket:
                         self._receive(_BATCH)
                     elif ready is self._wake:
@@ -372,11 +373,11 @@ class Server:
     # -- the end
 
     def _drain(self) -> None:
-        """Let copies in flight end and answer what has arrived, for at most `drain_s`."""
-        deadline = time.monotonic() + self._config.drain_s
+        """Answer what has arrived, remove what is to be removed, and let copies end, for `drain_s` at most."""
         log.info("stopping: %d operations in flight", self.depot.operations)
         self._receive(_BATCH)
-        self._act(self.depot.stop_searching())
+        self._act(self.depot.stop_waiting())
+        deadline = time.monotonic() + self._config.drain_s
         while (self.depot.operations or self.depot.tiering.busy) and (left := deadline - time.monotonic()) > 0:
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
