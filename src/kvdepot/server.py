@@ -58,6 +58,8 @@ _TIER_STOP_S = 2.0
 """For tiers' threads to end what they are at."""
 _WEB = ".web"
 """What the web process is called where clients have keys."""
+_STATUS_COST = 4
+"""A status, which tells of all models, engines and tiers there are, counts as so many requests against `max_rate`."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -241,9 +243,7 @@ class Server:
             identity, frame = frames[0], frames[-1]
             number: bytes = frame[: wire.ID_BYTES].ljust(wire.ID_BYTES, b"\0")
             try:
-                if not self._rates.count(identity, len(frame)):
-                    self.depot.counters["requests_refused"] += 1
-                    raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
+                self._refuse_unless(self._rates.count(identity, len(frame)))
                 if len(frames) != 2:
                     raise ProtocolError(f"a message of {len(frames) - 1} frames, not 1")
                 if len(frame) > limit:
@@ -251,6 +251,8 @@ class Server:
                 number, request = wire.decode_request(frame)
                 if isinstance(request, KVDepotError):
                     raise request
+                if isinstance(request, wire.Status):
+                    self._refuse_unless(self._rates.charge(identity, _STATUS_COST - 1))
                 self.depot.report.latencies.begin(identity, number, type(request).__name__, time.monotonic())
                 self._serve(identity, user, number, request)
             except KVDepotError as exc:
@@ -260,6 +262,11 @@ class Server:
                 # ZeroMQ's descriptor tells of connections that had been silent: of the others, not of the floods.
                 select.select([self._wake, self._heard], [], [], _PAUSE_S)
                 return
+
+    def _refuse_unless(self, within_rate: bool) -> None:
+        if not within_rate:
+            self.depot.counters["requests_refused"] += 1
+            raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
 
     def _take(self) -> tuple[list[bytes], str]:
         """The next message, and the name of the client that sent it (empty without keys). Raises zmq.Again."""
