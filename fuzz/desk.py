@@ -37,6 +37,7 @@ from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, Mapped
 from kvdepot.records import SLOT_BYTES, Records
 from kvdepot.recovery import restore
+from kvdepot.removal import Removals
 from kvdepot.shm import SHM
 from kvdepot.space import PAGE, Space
 
@@ -170,7 +171,7 @@ class Desk:
         config = Config(
             url="ipc:///nowhere", chunk_size=1, max_clients=CLIENTS, max_queued=4, max_sessions=3, verify=self.verify
         )
-        self.depot = Depot(config, self.index, self.map)
+        self.depot = Depot(config, self.index, self.map, step_chunks=1)
         self.corrupt = 0
 
     def map(self, layout: Layout) -> Mapped:
@@ -464,6 +465,8 @@ class Desk:
             self.die(place)
         else:
             self.hello(place)
+        if self.depot.removals and number % 2:
+            self.take(self.depot.expire(self.depot.now))
         if number % 4 == 0:  # it looks at everything: most of a story's time
             self.index.validate()
 
@@ -471,6 +474,8 @@ class Desk:
         """Everything that is under way ends; then everything has its answer, and nothing is held but by sessions."""
         while self.tasks:
             self.finish(0)
+        while self.depot.removals:
+            self.take(self.depot.expire(self.depot.now))
         self.index.validate()
         assert not self.asked, f"never answered: {[question.request for question in self.asked.values()]}"
         for place in list(self.clients):
@@ -483,7 +488,7 @@ class Desk:
             name: getattr(status, name) for name in ("clients", "sessions", "holds", "reserved_shards", "operations")
         }
         assert not any(left.values()), left
-        self.depot.index.clear()
+        clear(self.index)
         assert self.index.space.free_bytes == self.index.space.capacity, "bytes belong to nobody"
         assert not self.index.records.used and not self.index.namespaces(), self.index.records
 
@@ -492,6 +497,14 @@ class Desk:
             mapped.close()
         for client in (*self.clients.values(), *self.old):
             client.close()
+
+
+def clear(index: Index) -> None:
+    """Remove every chunk that nothing holds."""
+    removals = Removals(index)
+    removals.begin(index.namespaces(), None, hides=False, done=lambda _: [])
+    while removals:
+        removals.step()
 
 
 def depot(data: bytes) -> None:

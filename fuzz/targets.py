@@ -18,7 +18,7 @@ from zlib import crc32
 
 import msgspec
 from fuzz.choices import Choices, Script
-from fuzz.desk import REACHED, depot, depot_seeds
+from fuzz.desk import REACHED, clear, depot, depot_seeds
 
 from kvdepot import config as settings
 from kvdepot import wire
@@ -234,7 +234,7 @@ def _check_usable(index: Index) -> None:
         index.seal(chunk, 0)
     index.validate()
     space.live -= 1
-    index.clear()
+    clear(index)
     index.validate()
     assert index.space.free_bytes == index.space.capacity and not index.namespaces()
     assert not index.records.used, index.records

@@ -21,6 +21,8 @@ import zmq
 from kvdepot import shm, wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
+from kvdepot.index import Index
+from kvdepot.removal import Removals
 from tests import metronome
 from tests.metronome import ran_s
 
@@ -36,6 +38,16 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
         assert now < began + timeout_s or ran_s(began, now) < timeout_s, f"did not happen within {timeout_s} s"
         time.sleep(0.001)
     return value
+
+
+def clear(index: Index, model: str = "") -> int:
+    """Remove every chunk that nothing holds, of one model or of all; how many."""
+    removals = Removals(index, step_chunks=3)
+    spaces = [space for space in index.namespaces() if model in ("", space.model)]
+    removal = removals.begin(spaces, None, hides=False, done=lambda _: [])
+    while removals:
+        removals.step()
+    return removal.removed
 
 
 class Depot:

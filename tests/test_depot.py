@@ -26,6 +26,7 @@ from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, Mapped
 from kvdepot.space import PAGE, Space
+from tests.conftest import clear
 
 BLOCKS = 64
 BLOCK = PAGE // 2
@@ -122,8 +123,15 @@ class Desk:
         self.take(self.depot.finished(task.token, result))
 
     def settle(self) -> None:
-        while self.tasks:
-            self.finish(self.tasks[0])
+        while self.tasks or self.depot.removals:
+            if self.tasks:
+                self.finish(self.tasks[0])
+            else:
+                self.go_on()
+
+    def go_on(self) -> None:
+        """A turn of the server's loop in which nothing has arrived."""
+        self.take(self.depot.expire(self.depot.now))
 
     def ask(self, client: bytes, request: wire.Request) -> Any:
         """Send, let everything end, and give the answer."""
@@ -141,7 +149,7 @@ class Desk:
         return [task for task in self.tasks if isinstance(task, Copy)]
 
     def assert_empty(self) -> None:
-        self.index.clear()
+        clear(self.index)
         self.index.validate()
         counts = (self.index.chunks, self.index.reserved, self.index.held, self.depot.operations)
         assert counts == (0, 0, 0, 0)
@@ -981,10 +989,12 @@ class DepotMachine(RuleBasedStateMachine):
     """Clients that do anything in any order and die at any time: each request is answered once, nothing leaks."""
 
     @initialize(
-        pages=st.integers(3, 20), queued=st.integers(1, 6), sessions=st.integers(1, 3), ttl_s=st.sampled_from([0, 3])
-    )
-    def begin(self, pages: int, queued: int, sessions: int, ttl_s: int) -> None:
+        pages=st.integers(3, 20), queued=st.integers(1, 6), sessions=st.integers(1, 3), ttl_s=st.sampled_from([0, 3]),
+        step_chunks=st.sampled_from([1, 3, 256]),
+    )  # fmt: skip
+    def begin(self, pages: int, queued: int, sessions: int, ttl_s: int, step_chunks: int) -> None:
         self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions, "ttl_s": ttl_s})
+        self.desk.depot.removals.step_chunks = step_chunks
         self.second = 0
         self.desk.take(self.desk.depot.tick(0.0, 1000.0))
         self.asked: list[tuple[bytes, bytes]] = []
@@ -1081,6 +1091,11 @@ class DepotMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS, model=MODELS)
     def forget(self, client: bytes, model: str) -> None:
         self.send(client, wire.Forget(model))
+
+    @precondition(lambda self: self.desk.depot.removals)
+    @rule()
+    def go_on(self) -> None:
+        self.desk.go_on()
 
     @rule(seconds=st.integers(1, 3))
     def grow_older(self, seconds: int) -> None:

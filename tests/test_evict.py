@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvdepot.evict import POLICIES, Policy, Victim
+from kvdepot.evict import POLICIES, Policy, Queue, Victim
 from kvdepot.index import Index, Namespace
 from kvdepot.simulate import replay
 from kvdepot.space import PAGE, Space
@@ -240,6 +240,22 @@ def test_ghosts_and_queues_stay_in_proportion_to_the_chunks(name: str) -> None:
         policy.remove(chunk, evicted=False)
     assert int(repr(policy).split()[1]) <= 32
     assert policy.victim(lambda chunk: True) is None
+
+
+def test_a_queue_gets_rid_of_what_is_gone_a_little_at_a_time_and_keeps_its_order() -> None:
+    queue = Queue()
+    chunks = [Victim(key=key_of(number), order=number * 7919 % 1000) for number in range(1000)]
+    for chunk in chunks:
+        queue.push(chunk)
+    for chunk in chunks[:900]:
+        before = len(queue)
+        chunk.gone = True
+        queue.sweep()
+        assert before - len(queue) <= 4, "all that others wait for at once"
+    assert len(queue) < 300
+    popped = [queue.pop(lambda chunk: True) for _ in range(100)]
+    assert popped == sorted(chunks[900:], key=lambda chunk: chunk.order)
+    assert queue.pop(lambda chunk: True) is None
 
 
 @EVERY

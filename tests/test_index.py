@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvdepot.evict import POLICIES, Lru
 from kvdepot.index import Chunk, Index, Namespace
 from kvdepot.space import PAGE, Space
+from tests.conftest import clear
 
 Path = tuple[int, ...]
 """A chunk's place in a tree of prompts; its parent's is one shorter."""
@@ -222,7 +223,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         going = self.model.removable()
-        assert self.index.clear() == len(going)
+        assert clear(self.index) == len(going)
         for chunk in going:
             self.model.drop(chunk)
 
@@ -256,7 +257,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.release(held)
         for space in self.spaces:
             space.live = 0
-        self.index.clear()
+        clear(self.index)
         self.index.validate()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
         assert self.index.space.free_bytes == self.model.capacity, "bytes leaked"
@@ -497,11 +498,11 @@ def test_clear_keeps_what_is_pinned_or_being_stored_and_what_those_need(shelf: S
     held = shelf.pin(pinned)
     chunk = shelf.reserve(storing, 2)
     assert chunk is not None
-    assert shelf.index.clear() == 2
+    assert clear(shelf.index) == 2
     assert (shelf.matched(pinned), shelf.matched(storing), shelf.matched(idle)) == (2, 1, 0)
     shelf.index.release(held)
     shelf.index.discard(chunk, 0)
-    assert shelf.index.clear() == 3
+    assert clear(shelf.index) == 3
     assert shelf.index.space.free_bytes == shelf.index.space.capacity
 
 
@@ -563,7 +564,7 @@ def test_a_namespace_without_chunks_or_engines_is_forgotten(shelf: Shelf) -> Non
     shelf.space.live = 0
     shelf.index.forget_namespace(shelf.space)
     assert shelf.index.namespaces() == [shelf.space]
-    shelf.index.clear()
+    clear(shelf.index)
     assert shelf.index.namespaces() == []
 
 

@@ -20,6 +20,7 @@ from kvdepot.curve import read_client_key
 from kvdepot.errors import Unavailable
 from kvdepot.kv_events import END, TOPIC, Publisher, replay_endpoint
 from kvdepot.kv_feed import Feed
+from tests.conftest import clear
 
 from .conftest import Depot, StartDepot, eventually
 from .test_index import Shelf, keys
@@ -249,7 +250,7 @@ def test_when_nothing_is_left_that_is_told_in_one_word(start_desk: StartDesk, su
     desk.shelf.store(keys("c", 9))
     ready(desk, router)
     router.wait(lambda: len(router.believed) == 9)
-    desk.index.clear()
+    clear(desk.index)
     ready(desk, router)
     assert router.believed == set()
     assert router.events()[-1] == {"type": "AllBlocksCleared"}
@@ -264,7 +265,7 @@ def test_chunks_of_one_key_and_two_models_are_two(start_desk: StartDesk, subscri
     desk.shelf.store(chain)
     ready(desk, router)
     assert router.believed == {(model, key) for model in ("m", "other") for key in chain}
-    desk.index.clear(first.model)
+    clear(desk.index, first.model)
     ready(desk, router)
     assert router.believed == {("other", key) for key in chain}
 
@@ -293,7 +294,7 @@ def test_a_subscriber_that_loses_messages_believes_in_the_end_what_is_so(
     for step in range(400):
         match dice.randrange(8):
             case 0:
-                desk.index.clear()
+                clear(desk.index)
             case 1:
                 space = desk.shelf.space
                 for chunk in list(space.chunks.values())[:2]:
@@ -378,7 +379,7 @@ def test_what_goes_while_all_is_told_anew_is_not_believed(start_desk: StartDesk,
     eventually(lambda: repr(desk.feed).startswith("<Feed of 0"))
     desk.feed.tick()
     assert desk.feed._listing is not None
-    desk.index.clear()
+    clear(desk.index)
     desk.shelf.store(keys("new", 2))
 
     def told() -> bool:

@@ -220,6 +220,17 @@ def test_requests_beyond_the_rate_are_refused_and_counted_and_the_next_second_is
     other.close()
 
 
+def test_a_status_counts_as_four_requests(start_depot: StartDepot) -> None:
+    server, raw = start(start_depot, "--max-rate", "100")
+    for number in range(1, 61):
+        raw.send(wire.encode_request(number, wire.Status()))
+    answers = [raw.receive()[1] for _ in range(60)]
+    assert sum(isinstance(answer, Busy) for answer in answers) >= 10, "two seconds have room for fifty"
+    eventually(lambda: raw.ask(wire.Noop()) == "ok")
+    assert counters(server)["requests_refused"] >= 10
+    raw.close()
+
+
 # -- descriptors
 
 _COMING_AND_GOING = """

@@ -19,6 +19,7 @@ from kvdepot import logs, wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from tests.conftest import clear
 
 from .conftest import Depot, StartDepot
 from .test_depot import Desk, lookup, prompt, retrieve, store
@@ -226,7 +227,7 @@ def test_a_request_can_be_followed_from_its_lookup_to_its_store(caplog: pytest.L
 def test_what_a_request_gets_from_a_tier_is_told_with_its_id_and_the_tier(caplog: pytest.LogCaptureFixture) -> None:
     host, chain = new_host(MemoryTier()), prompt("a", 2)
     host.find(b"one", store(chain, request="cmpl-7"))
-    host.index.clear()
+    clear(host.index)
     assert host.find(b"one", lookup(chain, "cmpl-8")) == 2
     assert about(caplog, "cmpl-8") == ["a search loads 2 shards from this tier", "found 2 of 2 chunks"]
     (loads,) = [record for record in caplog.records if "loads" in record.getMessage()]

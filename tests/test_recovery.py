@@ -13,6 +13,7 @@ from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
 from kvdepot.recovery import Restored, restore
 from kvdepot.space import PAGE, Space
+from tests.conftest import clear
 
 START = 4096 + 64
 LAYOUT = b"l" * 32
@@ -118,7 +119,7 @@ def test_a_removed_chunk_does_not_come_back() -> None:
     put(index, space, new)  # evicts the tail of the old one
     after, _ = restarted(index, pages=4)
     assert (matched(after, old), matched(after, new)) == (2, 2)
-    assert index.clear() == 4
+    assert clear(index) == 4
     after, restored = restarted(index, pages=4)
     assert (after.chunks, after.records.used, restored.damaged) == (0, 0, [])
     assert after.namespaces() == []
@@ -233,7 +234,7 @@ def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
     index.validate()
     after, _ = restarted(index)
     assert matched(after, keys) == 2
-    index.clear()
+    clear(index)
     assert index.records.used == 0
 
 
@@ -266,7 +267,7 @@ def test_a_condemned_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_
     index.discard(chunk, 0)
     index.validate()
     assert matched(index, keys) == 2
-    index.clear()
+    clear(index)
     index.validate()
     assert index.space.free_bytes == index.space.capacity
 
@@ -303,7 +304,7 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
                 else:
                     index.discard(chunk, rank)
             case 6 if rng.random() < 0.2:
-                index.clear(rng.choice(["", "m"]))
+                clear(index, rng.choice(["", "m"]))
             case 7:
                 sealed = [
                     (c, r) for s in index.namespaces() for c in s.chunks.values()
@@ -339,7 +340,7 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
     }  # fmt: skip
     assert left.items() <= before.items()
     # And the new one works.
-    after.clear()
+    clear(after)
     fresh = chain("fresh", 3)
     put(after, after.namespace("m", 1, 0, LAYOUT + b"\0", 4), fresh)
     assert matched(after, fresh) == 3

@@ -29,6 +29,7 @@ from kvdepot.tiers.breaker import FAILURES
 from kvdepot.tiers.carrier import MOST_PARTS, Errand, Find, Load, Probe, Save, run
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
+from tests.conftest import clear
 from tests.test_depot import PER_CHUNK, Desk, lookup, prompt, retrieve, shards, store
 
 TRUTH: dict[tuple[bytes, int, str], bytes] = {}
@@ -100,7 +101,7 @@ class Host(Desk):
 
     def rest(self) -> None:
         """Let everything end."""
-        while self.tasks or self.errands:
+        while self.tasks or self.errands or self.depot.removals:
             self.settle()
             while self.errands:
                 self.work()
@@ -410,7 +411,7 @@ def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> No
                 faulty.inject()
         assert there.answers[asked] == 0, fault
         assert there.index.chunks == 0
-        here.index.clear()
+        clear(here.index)
         here.find(b"one", store(chain))
     assert there.depot.tiering.status()[0].counters["spoilt_chunks"] == 9
     there.assert_quiet()
@@ -465,7 +466,7 @@ def test_the_death_of_who_asked_gives_up_what_was_held(tier: MemoryTier) -> None
 def test_a_server_that_stops_answers_what_awaits_tiers(tier: MemoryTier) -> None:
     host = new_host(tier)
     asked = host.send(b"one", look(prompt("a", 3)))
-    host.take(host.depot.stop_searching())
+    host.take(host.depot.stop_waiting())
     assert host.answers[asked] == 0
 
 

@@ -28,6 +28,7 @@ in one phase of the traffic costs it up to a turnover of the cache in the next.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable
 from math import exp
 from typing import TYPE_CHECKING
@@ -86,7 +87,8 @@ class Adaptive:
         self._left = _SHORTEST  # events until the next
         self._cohorts: dict[int, _Cohort] = {}  # by epoch * _CLASSES + class, which is a chunk's `place`
         self._order: list[tuple[float, int, int, _Cohort]] = []  # heap of cohorts that may have members
-        self._ghosts: dict[bytes, int] = {}  # key -> place * 16 + uses, the one evicted first first
+        # Key -> place * 16 + uses, the one evicted first first. (Not a plain dict: see S3Fifo.)
+        self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         self._uses = [[0.0] * _AGES for _ in range(_CLASSES)]  # chunks that came back
         self._risk = [[0.0] * _AGES for _ in range(_CLASSES)]  # epochs that chunks could have
         self._factor = [1.0] * _CLASSES  # a class's hazard over the one that all have at that age
@@ -174,7 +176,7 @@ class Adaptive:
             cohort.at_risk += 1
             ghosts[chunk.key] = chunk.place * 16 + chunk.uses
         while len(ghosts) > self._chunks:
-            self._forget(ghosts.pop(next(iter(ghosts))))
+            self._forget(ghosts.popitem(last=False)[1])
         before: Victim | None = chunk.parent
         if before is not None:
             if before.queued:

@@ -29,10 +29,11 @@ from kvdepot.keys import HASH_BYTES
 from kvdepot.layout import Layout
 from kvdepot.mover import Copy, CopyPiece, Mapped
 from kvdepot.registrations import Registrations, Remapping
+from kvdepot.removal import STEP_CHUNKS, Removals
 from kvdepot.report import Report
 from kvdepot.sessions import Sessions
 from kvdepot.status import Device, Status
-from kvdepot.tiering import MOST_FORGETTINGS, Forgetting, Tiering, Token
+from kvdepot.tiering import MOST_FORGETTINGS, Errands, Forgetting, Tiering, Token
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Action", "Depot", "Reply"]
@@ -88,8 +89,11 @@ class Depot:
         tiers: Sequence[TierConfig] = (),
         device_status: Callable[[], list[Device]] = list,
         boot: bytes = b"",
+        step_chunks: int = STEP_CHUNKS,
     ) -> None:
+        """step_chunks: so many are removed in one go where many are."""
         self.index = index
+        self.removals = Removals(index, step_chunks)
         self.counters: Counter[str] = Counter()
         self.tiering = Tiering(tiers, index, config.chunk_size, config.lookup_s)
         self.ceiling = Ceiling(0.0)
@@ -167,7 +171,7 @@ class Depot:
             case wire.Noop():
                 value = "ok"
             case wire.Clear():
-                self.counters["cleared_chunks"] += self.index.clear(request.model, client.tenant)
+                return self._clear(client, number, request)
             case wire.Pin():
                 return self.sessions.pin(client, number, request, self.now)
             case wire.Unpin():
@@ -191,13 +195,13 @@ class Depot:
         return self.registrations.mapped(token, outcome)
 
     def next_deadline(self) -> float:
-        """When `expire` must be called next."""
-        return self.tiering.next_deadline()
+        """When `expire` must be called next; 0: as soon as what has arrived is served."""
+        return 0.0 if self.removals else self.tiering.next_deadline()
 
     def expire(self, now: float) -> list[Action]:
-        """Answer what has waited for tiers long enough."""
+        """Go on with what is being removed, and answer what has waited for tiers long enough."""
         self.now = now
-        return self.tiering.expire(now)
+        return [*self._remove_some(), *self.tiering.expire(now)]
 
     def tick(self, now: float, wall: float) -> list[Action]:
         """Once a second. wall: seconds since 1970."""
@@ -208,9 +212,12 @@ class Depot:
         self.report.tick(now)
         return self.tiering.tick(now)
 
-    def stop_searching(self) -> list[Action]:
-        """Answer every request that awaits tiers: the server is about to end."""
-        return [*self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
+    def stop_waiting(self) -> list[Action]:
+        """Remove what is to be removed, and answer every request that awaits tiers: the server is about to end."""
+        actions: list[Action] = []
+        while self.removals:
+            actions += self._remove_some()
+        return [*actions, *self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """A client is gone: give up all it holds. What is being copied for it ends first, by itself.
@@ -244,23 +251,44 @@ class Depot:
         salt = tenant_salt(client.tenant, request.salt) if request.salt else None
         if self.tiering.forgettings >= MOST_FORGETTINGS:
             raise Busy(f"{self.tiering.forgettings} models or salts are being forgotten: wait until they are")
-        forgotten = 0
-        known = self.index.models(request.model, client.tenant)  # before their namespaces go with their chunks
-        for chunk in self.index.select(known, client.tenant, salt):
-            if not chunk.gone:
-                forgotten += chunk.sealed > 0
-                self.index.doom(chunk)
-        self.sessions.forget()
+        spaces = [
+            space
+            for space in self.index.namespaces()
+            if space.tenant == client.tenant and space.model.startswith(request.model)
+        ]
         what = f"{request.model[:_SHOWN] or 'every model'}{', one salt' if salt else ''}"
-        self.report.note("forget", f"{what}: {forgotten} chunks")
-        self.counters["forgotten_chunks"] += forgotten
+
+        def removed(chunks: int) -> Errands:
+            self.counters["forgotten_chunks"] += chunks
+            self.report.note("forget", f"{what}: {chunks} chunks")
+            return self.tiering.forgotten_here(forgetting, chunks, self.now)
 
         def done(said: dict[str, Any]) -> list[Action]:
-            return [] if client.dead else [Reply(client.identity, number, {"memory": forgotten, **said})]
+            return [] if client.dead else [Reply(client.identity, number, said)]
 
         # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
         tenant = client.tenant if self._config.keys or request.model else None
-        return self.tiering.forget(Forgetting(tenant, request.model, known, salt, done), self.now)
+        forgetting = Forgetting(tenant, request.model, {space.model for space in spaces}, salt, done)
+        self.removals.begin(spaces, salt, hides=True, done=removed)
+        self.sessions.forget()
+        return [*self.tiering.forget(forgetting, self.now), *self._remove_some()]
+
+    def _clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
+        spaces = [
+            space
+            for space in self.index.namespaces()
+            if space.tenant == client.tenant and request.model in ("", space.model)
+        ]
+
+        def removed(chunks: int) -> list[Action]:
+            self.counters["cleared_chunks"] += chunks
+            return [] if client.dead else [Reply(client.identity, number, None)]
+
+        self.removals.begin(spaces, None, hides=False, done=removed)
+        return self._remove_some()
+
+    def _remove_some(self) -> list[Action]:
+        return [action for removal in self.removals.step() for action in removal.done(removal.removed)]
 
     # -- store and retrieve
 
@@ -395,10 +423,11 @@ class Depot:
 
     def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
         shard = chunk.shards[rank]
-        if shard.spoilt or (got and shard.checksum and got != shard.checksum):
-            if not shard.spoilt:
-                self.counters["corrupt_chunks"] += 1
-                self.index.condemn(chunk, rank)
+        if shard.spoilt or self.index.removal_of(chunk) is not None:
+            return False  # found out, or forgotten, while it was copied
+        if got and shard.checksum and got != shard.checksum:
+            self.counters["corrupt_chunks"] += 1
+            self.index.condemn(chunk, rank)
             return False
         return True
 
@@ -426,7 +455,7 @@ class Depot:
         arrived = {} if operation.client.dead else operation.sums
         sealed = []
         for i, (chunk, rank) in enumerate(operation.chunks):
-            if i in arrived and not chunk.doomed:
+            if i in arrived and not self.index.is_hidden(chunk):
                 self.index.seal(chunk, rank, arrived[i], self.wall)
                 self.counters["stored_chunks"] += 1
                 self.stored_bytes += chunk.shards[rank].size

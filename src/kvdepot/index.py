@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +31,7 @@ from kvdepot.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.space import Extents, Space
 
 if TYPE_CHECKING:
+    from kvdepot.removal import Removal
     from kvdepot.tiers.format import Facts
 
 __all__ = ["Chunk", "Index", "Namespace", "Pin", "Shard"]
@@ -63,6 +64,8 @@ class Chunk(Victim, gc=False):
     namespace: Any = None
     used: int = 0
     """When it was last used, as a running number; of one from before a restart, when it was stored."""
+    generation: int = 0
+    """How many removals had begun when it was stored."""
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
     sealed: int = 0
     """Shards that are sealed."""
@@ -139,6 +142,9 @@ class Index:
         """Told of each chunk that goes to make room, before it does."""
         self.watch: Callable[[Chunk, bool], None] | None = None
         """Told of each chunk that can be had now, or (False) not any more; the latter may come twice."""
+        self.generation = 0  # removals that have begun
+        self.hiding: list[Removal] = []
+        """Those under way that hide what they have not come to yet."""
         self._broken = 0  # chunks without a depth in the middle of a chain
         self._detached_bytes = 0  # of shards that were replaced
         self._ttl_s = ttl_s
@@ -229,12 +235,12 @@ class Index:
             else:
                 high = probe - 1
             probe = (low + high + 1) // 2
-        if self._broken and deepest is not None:
-            low, deepest = _unbroken(deepest)
+        if (self._broken or self.hiding) and deepest is not None:
+            low, deepest = self._unbroken(deepest)
         loose: list[Chunk] = []
         while low < total:
             chunk = chunks.get(hashes[low * HASH_BYTES : (low + 1) * HASH_BYTES])
-            if chunk is None or chunk.sealed < space.world_size or chunk.doomed:
+            if chunk is None or chunk.sealed < space.world_size or self.is_hidden(chunk):
                 break
             low += 1
             if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
@@ -244,6 +250,16 @@ class Index:
             else:
                 loose.append(chunk)
         return Pin(loose if deepest is None else [deepest, *loose], low)
+
+    def _unbroken(self, deepest: Chunk) -> tuple[int, Chunk | None]:
+        """How far a chain is whole from its start, and its last chunk that is. O(depth)."""
+        found: Chunk | None = deepest
+        chunk: Chunk | None = deepest
+        while chunk is not None:
+            if not chunk.depth or self.removal_of(chunk) is not None:
+                found = chunk.parent
+            chunk = chunk.parent
+        return (0, None) if found is None else (found.depth, found)
 
     def touch(self, chunks: list[Chunk]) -> None:
         """Date these anew, the head last: of what nothing else orders, the tail goes first. It counts as no use."""
@@ -277,14 +293,14 @@ class Index:
     def _free_to_go(self, chunk: Chunk) -> None:
         """Nothing holds it and nothing is behind it (any more)."""
         if chunk.doomed:
-            self._remove(chunk)
+            self.remove(chunk)
         else:
             self._policy.add(chunk)
 
     def sealed_shard(self, space: Namespace, rank: int, key: bytes) -> Chunk | None:
-        """The chunk under `key` if this rank's shard of it is sealed."""
+        """The chunk under `key` if this rank's shard of it is sealed, and nothing that is to be removed."""
         chunk = space.chunks.get(key)
-        if chunk is None:
+        if chunk is None or self.removal_of(chunk) is not None:
             return None
         shard = chunk.shards.get(rank)
         return chunk if shard is not None and shard.sealed else None
@@ -292,11 +308,20 @@ class Index:
     # -- storing
 
     def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
-        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes."""
+        """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes.
+
+        What a removal under way hides goes now, if it can.
+        """
         chunk = space.chunks.get(key)
+        if chunk is not None and self.hiding:
+            space.live += 1  # it may have been the last, and is wanted again
+            self.forestall(chunk)
+            space.live -= 1
+            chunk = space.chunks.get(key)
         if chunk is None or (shard := chunk.shards.get(rank)) is None:
             return True
-        return shard.spoilt and _only_reserved(chunk)
+        # Of a chunk that is to be removed, no reservation from before may end in one that is stored anew.
+        return shard.spoilt and (not chunk.holds if chunk.doomed else _only_reserved(chunk))
 
     def reserve(
         self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
@@ -316,6 +341,7 @@ class Index:
                 namespace=space,
                 parent=before if known else None,
                 position=position if known else 0,
+                generation=self.generation,
             )
         spoilt = chunk.shards.get(rank)
         if spoilt is not None:
@@ -325,6 +351,7 @@ class Index:
             spoilt.spoilt = False  # its extents are written anew
             spoilt.checksum = spoilt.tiers = 0
             chunk.doomed = False
+            chunk.generation = self.generation
             chunk.holds += 1
             self.held += 1
             self.reserved += 1
@@ -361,15 +388,19 @@ class Index:
     def replace(self, chunk: Chunk, rank: int) -> Shard | None:
         """Reserve a shard anew that is reserved, and still being written; the old one, for `give_back` after that.
 
-        None where there is no room for another. Its hold is the new one's.
+        None where there is no room for another, or the chunk is to be removed and has others under way. Its hold is the
+        new one's.
         """
         old = chunk.shards[rank]
         assert not old.sealed and not old.spoilt
+        if chunk.doomed and any(s is not old and not (s.sealed or s.spoilt) for s in chunk.shards.values()):
+            return None
         extents = self._make_room(old.size)
         if extents is None:
             return None
         chunk.shards[rank] = Shard(extents, old.size)
         chunk.doomed = False
+        chunk.generation = self.generation
         self._detached_bytes += self.space.rounded(old.size)
         return old
 
@@ -417,10 +448,12 @@ class Index:
 
     def evict(self, chunk: Chunk) -> None:
         """Remove a chunk that nothing holds and nothing is behind of, to make room."""
+        if self.forestall(chunk):
+            return
         if self.evicting is not None:
             self.evicting(chunk)
         self.evicted += 1
-        self._remove(chunk, evicted=True)
+        self.remove(chunk, evicted=True)
 
     def is_evictable(self, chunk: Chunk) -> bool:
         """Whether it is there, nothing holds it and nothing is behind it."""
@@ -428,7 +461,28 @@ class Index:
 
     def is_there(self, chunk: Chunk) -> bool:
         """Whether a lookup may find it: whole on every rank, and not to be removed."""
-        return bool(chunk.sealed == chunk.namespace.world_size and not chunk.doomed and not chunk.gone)
+        whole = chunk.sealed == chunk.namespace.world_size
+        return bool(whole and not chunk.gone and not self.is_hidden(chunk))
+
+    def is_hidden(self, chunk: Chunk) -> bool:
+        """Whether it is to be removed: no lookup finds it."""
+        return chunk.doomed or self.removal_of(chunk) is not None
+
+    def removal_of(self, chunk: Chunk) -> Removal | None:
+        """The removal under way that hides it: nobody gets it any more, not even who has it pinned."""
+        for removal in self.hiding:
+            if removal.means(chunk):
+                return removal
+        return None
+
+    def forestall(self, chunk: Chunk) -> bool:
+        """Do at once what the removal that hides a chunk is to do with it; False where none hides it."""
+        removal = self.removal_of(chunk)
+        if removal is None:
+            return False
+        removal.removed += chunk.sealed > 0
+        self.doom(chunk)
+        return True
 
     def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
         """Make a reserved shard visible and release the hold of `reserve`.
@@ -511,7 +565,7 @@ class Index:
         one that is under way should be discarded.
         """
         if _evictable(chunk):
-            self._remove(chunk)
+            self.remove(chunk)
         else:
             chunk.doomed = True
             self._unchain(chunk)
@@ -532,37 +586,9 @@ class Index:
             self.held -= 1
             before = self._unlink(chunk)
             if before is not None:
-                self._remove(before)
+                self.remove(before)
         else:
             self.release([chunk])
-
-    def models(self, beginning: str, tenant: str) -> set[str]:
-        """Names of a tenant's models that begin so."""
-        return {
-            space.model for space in self.namespaces() if tenant == space.tenant and space.model.startswith(beginning)
-        }
-
-    def select(self, models: Collection[str] | None, tenant: str, salt: bytes | None = None) -> list[Chunk]:
-        """All chunks of a tenant, of these models (None: any) and of a salt (None: any), tails first."""
-        return [
-            chunk
-            for space in self.namespaces()
-            if tenant == space.tenant and (models is None or space.model in models)
-            # Deepest first, so that a chunk's children are gone before it is looked at.
-            for chunk in sorted(space.chunks.values(), key=lambda chunk: -chunk.position)
-            if salt in (None, chunk.salt)
-        ]
-
-    def clear(self, model: str = "", tenant: str = "") -> int:
-        """Remove every chunk of a tenant that nothing holds, of one model or of all (empty); how many."""
-        removed = 0
-        for chunk in self.select({model} if model else None, tenant):
-            if _evictable(chunk):
-                self._remove(chunk)
-                removed += 1
-        for space in self.namespaces():
-            self.forget_namespace(space)
-        return removed
 
     # -- after a restart
 
@@ -613,7 +639,8 @@ class Index:
 
     # -- removal
 
-    def _remove(self, chunk: Chunk, evicted: bool = False) -> None:
+    def remove(self, chunk: Chunk, evicted: bool = False) -> None:
+        """Remove a chunk that nothing holds and nothing is behind of."""
         while True:
             assert _evictable(chunk), chunk.key.hex()
             for shard in chunk.shards.values():
@@ -711,14 +738,3 @@ def _evictable(chunk: Victim) -> bool:
 def _only_reserved(chunk: Chunk) -> bool:
     """Whether nobody holds it but reservations of its shards: nobody reads the bytes of the others."""
     return chunk.holds == sum(not (shard.sealed or shard.spoilt) for shard in chunk.shards.values())
-
-
-def _unbroken(deepest: Chunk) -> tuple[int, Chunk | None]:
-    """How far a chain is whole from its start, and its last chunk that is. O(depth)."""
-    found: Chunk | None = deepest
-    chunk: Chunk | None = deepest
-    while chunk is not None:
-        if not chunk.depth:
-            found = chunk.parent
-        chunk = chunk.parent
-    return (0, None) if found is None else (found.depth, found)

@@ -38,7 +38,11 @@ class Rates:
 
     def count(self, client: bytes, size: int) -> bool:
         """A message of `size` bytes has come: whether to serve it."""
-        seen = self._seen[client] = self._seen.get(client, 0) + 1 + size // _UNIT_BYTES
+        return self.charge(client, 1 + size // _UNIT_BYTES)
+
+    def charge(self, client: bytes, requests: int) -> bool:
+        """A message costs as much as so many requests (more): whether to serve it."""
+        seen = self._seen[client] = self._seen.get(client, 0) + requests
         if seen > self._most or (self._flooding and seen > self._allowed(client)):
             self._flooding.add(client)
             self._run += 1

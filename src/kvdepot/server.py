@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import select
 import signal
@@ -57,6 +58,8 @@ _TIER_STOP_S = 2.0
 """For tiers' threads to end what they are at."""
 _WEB = ".web"
 """What the web process is called where clients have keys."""
+_STATUS_COST = 4
+"""A status, which tells of all models, engines and tiers there are, counts as so many requests against `max_rate`."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -200,7 +203,7 @@ class Server:
             while not self._stopping:
                 due = min(next_tick, self.depot.next_deadline())
                 wait_s = max(0.0, due - time.monotonic())
-                for ready, _ in zmq.zmq_poll(waited_for, int(wait_s * 1000) + 1):
+                for ready, _ in zmq.zmq_poll(waited_for, math.ceil(wait_s * 1000)):
                     if ready is self._socket:
                         self._receive(_BATCH)
                     elif ready is self._wake:
@@ -240,9 +243,7 @@ class Server:
             identity, frame = frames[0], frames[-1]
             number: bytes = frame[: wire.ID_BYTES].ljust(wire.ID_BYTES, b"\0")
             try:
-                if not self._rates.count(identity, len(frame)):
-                    self.depot.counters["requests_refused"] += 1
-                    raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
+                self._refuse_unless(self._rates.count(identity, len(frame)))
                 if len(frames) != 2:
                     raise ProtocolError(f"a message of {len(frames) - 1} frames, not 1")
                 if len(frame) > limit:
@@ -250,6 +251,8 @@ class Server:
                 number, request = wire.decode_request(frame)
                 if isinstance(request, KVDepotError):
                     raise request
+                if isinstance(request, wire.Status):
+                    self._refuse_unless(self._rates.charge(identity, _STATUS_COST - 1))
                 self.depot.report.latencies.begin(identity, number, type(request).__name__, time.monotonic())
                 self._serve(identity, user, number, request)
             except KVDepotError as exc:
@@ -259,6 +262,11 @@ class Server:
                 # ZeroMQ's descriptor tells of connections that had been silent: of the others, not of the floods.
                 select.select([self._wake, self._heard], [], [], _PAUSE_S)
                 return
+
+    def _refuse_unless(self, within_rate: bool) -> None:
+        if not within_rate:
+            self.depot.counters["requests_refused"] += 1
+            raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
 
     def _take(self) -> tuple[list[bytes], str]:
         """The next message, and the name of the client that sent it (empty without keys). Raises zmq.Again."""
@@ -372,11 +380,11 @@ class Server:
     # -- the end
 
     def _drain(self) -> None:
-        """Let copies in flight end and answer what has arrived, for at most `drain_s`."""
-        deadline = time.monotonic() + self._config.drain_s
+        """Answer what has arrived, remove what is to be removed, and let copies end, for `drain_s` at most."""
         log.info("stopping: %d operations in flight", self.depot.operations)
         self._receive(_BATCH)
-        self._act(self.depot.stop_searching())
+        self._act(self.depot.stop_waiting())
+        deadline = time.monotonic() + self._config.drain_s
         while (self.depot.operations or self.depot.tiering.busy) and (left := deadline - time.monotonic()) > 0:
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)

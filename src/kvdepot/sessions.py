@@ -237,7 +237,7 @@ class Sessions:
         """End pins by name of what was forgotten: nobody gets it, and their hold would keep its successor out."""
         for tenant, keeper in self._keepers.items():
             for name, session in list(keeper.sessions.items()):
-                if any(chunk.doomed for chunk in session.chunks):
+                if any(self._index.is_hidden(chunk) for chunk in session.chunks):
                     self._unpin(tenant, name)
 
     def tick(self, now: float) -> None:

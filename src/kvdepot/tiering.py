@@ -44,7 +44,9 @@ _MOST_FINDS = 64
 MOST_FORGETTINGS = 16
 """Forgettings under way."""
 _FORGET_S = 25.0
-"""So long tiers have for forgetting before the answer says that they have not; less than clients wait."""
+"""So long forgetting may take before the answer says what has not been done; less than clients wait."""
+_MEMORY = -1
+"""Stands for memory among numbers of tiers."""
 _SHOWN = 100
 """Characters of a name in an answer."""
 _PROBE_EVERY_S = 10.0
@@ -139,7 +141,7 @@ class Token:
 
 @dataclass(slots=True, eq=False)
 class Forgetting:
-    """What is to be forgotten, while not every tier has done so: nothing of it is loaded meanwhile.
+    """What is to be forgotten, while memory or a tier has not done so: nothing of it is loaded meanwhile.
 
     Tiers file by whole names. Of models whose name begins so, they are told `model` itself and all that are known here;
     one that only a tier knows is not found by the beginning of its name, and the answer says where that may be.
@@ -150,9 +152,9 @@ class Forgetting:
     known: Collection[str]  # the names here that begin so
     salt: bytes | None  # None: any
     done: Callable[[dict[str, Any]], list[Any]]
-    owing: set[int] = field(default_factory=set)  # tiers
+    owing: set[int] = field(default_factory=set)  # tiers, and memory
     said: dict[str, Any] = field(default_factory=dict)
-    answered: bool = False
+    ended: bool = False  # it has been answered
 
     def covers(self, space: Namespace, salt: bytes) -> bool:
         is_named = self.tenant in (None, space.tenant) and space.model.startswith(self.model)
@@ -165,9 +167,11 @@ class Forgetting:
 
     def trouble(self) -> str:
         """Why something may be left that no tier has told of; empty: nothing is."""
+        if _MEMORY in self.owing:
+            return f"memory has not been gone through within {_FORGET_S:g} s; nobody gets what is left there"
         if self.owing:
             return f"not every tier has answered within {_FORGET_S:g} s"
-        if self.is_whole_name():
+        if len(self.said) == 1 or self.is_whole_name():
             return ""
         return (
             f"tiers file models by whole names: they were told {len(self.known)} that this server knows to begin with "
@@ -193,7 +197,7 @@ class Tiering:
         self._arriving_bytes = 0
         self._demoting_bytes = 0
         self._low_bytes = index.space.capacity >> 3  # so much is kept free where chunks are saved as they leave
-        self._times: list[tuple[float, int, Callable[[float], Errands], Search | None]] = []
+        self._times: list[tuple[float, int, Callable[[float], Errands], Search | Forgetting]] = []
         self._numbers = itertools.count()
         self._forgettings: set[Forgetting] = set()
         self.searches = 0
@@ -220,10 +224,10 @@ class Tiering:
             errands += heapq.heappop(self._times)[2](now)
         return errands
 
-    def _at(self, when: float, act: Callable[[float], Errands], search: Search | None = None) -> None:
-        while self._times and self._times[0][3] is not None and self._times[0][3].ended:
+    def _at(self, when: float, act: Callable[[float], Errands], whose: Search | Forgetting) -> None:
+        while self._times and self._times[0][3].ended:
             heapq.heappop(self._times)
-        heapq.heappush(self._times, (when, next(self._numbers), act, search))
+        heapq.heappush(self._times, (when, next(self._numbers), act, whose))
 
     def tick(self, now: float) -> Errands:
         """Once a second: look after tiers that are quiet, and those that were left alone."""
@@ -451,7 +455,7 @@ class Tiering:
                 self._index.give_back(arrival.shard)
                 continue
             del self._arrivals[space.number, chunk.key, rank]
-            if isinstance(header, Header) and not chunk.doomed:
+            if isinstance(header, Header) and not self._index.is_hidden(chunk):
                 chunk.shards[rank].tiers |= tier.bit
                 self._index.seal(chunk, rank, header.checksum, header.born)
                 sealed.append((chunk, rank))
@@ -529,7 +533,8 @@ class Tiering:
                 chunk, rank, demotion = tier.queue.popleft()
                 shard = chunk.shards.get(rank)
                 tier.queued_bytes -= chunk.namespace.sizes.get(rank, 0) if shard is None else shard.size
-                if chunk.gone or chunk.doomed or shard is None or not shard.sealed or shard.tiers & tier.bit:
+                is_leaving = chunk.gone or self._index.is_hidden(chunk)
+                if is_leaving or shard is None or not shard.sealed or shard.tiers & tier.bit:
                     tier.counters["overtaken_chunks"] += 1  # evicted or forgotten meanwhile, or there already
                     self._part_demoted(demotion)
                     continue
@@ -612,16 +617,15 @@ class Tiering:
         return len(self._forgettings)
 
     def forget(self, forgetting: Forgetting, now: float) -> Errands:
-        """Remove what is in the tiers; its `done` is told once what each said: how many, or its error.
+        """Remove what is in the tiers; its `done` is told once what they and memory said: how many, or an error.
 
         What is on its way into memory is dropped when it arrives; a tier is told once what it was saving is saved.
+        Memory is for the caller to go through: `forgotten_here`.
         """
-        if not self._tiers:
-            return forgetting.done({})
-        forgetting.owing = {tier.number for tier in self._tiers}
-        forgetting.said = {tier.config.name: 0 for tier in self._tiers}
+        forgetting.owing = {_MEMORY, *(tier.number for tier in self._tiers)}
+        forgetting.said = {"memory": 0, **{tier.config.name: 0 for tier in self._tiers}}
         self._forgettings.add(forgetting)
-        self._at(now + _FORGET_S, partial(self._answer_forget, forgetting))
+        self._at(now + _FORGET_S, partial(self._answer_forget, forgetting), forgetting)
         for tier in self._tiers:
             tier.forgets.append((set(tier.saving), forgetting))
         return [errand for tier in self._tiers for errand in self._forget_after(tier, -1)]
@@ -637,19 +641,27 @@ class Tiering:
         return errands
 
     def _forgotten(self, forgetting: Forgetting, tier: _Tier, outcome: Any, now: float) -> Errands:
-        forgetting.owing.discard(tier.number)
         failed = isinstance(outcome, KVDepotError)
         forgetting.said[tier.config.name] = f"not forgotten: {outcome}" if failed else outcome
+        return self._no_longer_owes(forgetting, tier.number, now)
+
+    def forgotten_here(self, forgetting: Forgetting, chunks: int, now: float) -> Errands:
+        """Memory has been gone through."""
+        forgetting.said["memory"] = chunks
+        return self._no_longer_owes(forgetting, _MEMORY, now)
+
+    def _no_longer_owes(self, forgetting: Forgetting, number: int, now: float) -> Errands:
+        forgetting.owing.discard(number)
         if forgetting.owing:
             return []
         self._forgettings.discard(forgetting)
         return self._answer_forget(forgetting, now)
 
     def _answer_forget(self, forgetting: Forgetting, now: float) -> Errands:
-        """Say how it went; where a tier has not answered, it goes on being forgotten."""
-        if forgetting.answered:
+        """Say how it went; where somebody has not answered, it goes on being forgotten."""
+        if forgetting.ended:
             return []
-        forgetting.answered = True
+        forgetting.ended = True
         if trouble := forgetting.trouble():
             forgetting.said["error"] = trouble
         return forgetting.done(dict(forgetting.said))

@@ -1,10 +1,11 @@
-"""`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand.
+"""`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand, and an engine whose cache is reset.
 
-Called by cli/chunks.py; a client like any other.
+Called by cli/chunks.py, web/app.py and integrations/vllm.py; a client like any other.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -18,11 +19,13 @@ import zmq
 
 from kvdepot import wire
 from kvdepot.client import CONNECT_S, MessageQueueClient
-from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.errors import BadRequest, ConfigError, KVDepotError
 from kvdepot.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.status import MOST_NAME
 
-__all__ = ["Prompt", "connect", "forget", "make_prompt", "not_forgotten", "pin", "unpin", "warm"]
+__all__ = ["Prompt", "connect", "forget", "make_prompt", "not_forgotten", "pin", "reset", "unpin", "warm"]
+
+log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 
@@ -181,3 +184,15 @@ def forget(client: MessageQueueClient, model: str, salt: str) -> dict[str, Any]:
 def not_forgotten(said: dict[str, Any]) -> list[str]:
     """Of what `forget` was told: where something may still be, and why. Empty: nothing is."""
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
+
+
+def reset(client: MessageQueueClient, model: str) -> bool:
+    """Forget all that an engine stored, as its weights have changed; False, and a line in the log, where something may
+    be left. Blocks 30 s at most, and raises nothing."""
+    try:
+        left = not_forgotten(forget(client, model, ""))
+    except KVDepotError as exc:
+        left = [f"kvdepot: {exc}"]
+    for what in left:
+        log.warning("what was stored of %s may be there still: %s", model, what)
+    return not left

@@ -15,7 +15,7 @@ from kvdepot.testing.simulation import Link, World
 from kvdepot.tiers.carrier import Load, Part
 from tests.sim.content import Memory, chunk_image
 from tests.sim.shared import ArenaFile, CardView, SimMapped
-from tests.sim.tiers import WALL, Carrier
+from tests.sim.tiers import WALL, Carrier, Forgot
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -43,6 +43,7 @@ class Checks:
     _cards: dict[bytes, CardView]
     _links: dict[bytes, Link]
     _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
+    _removing: list[Forgot]
     doing: Any
     _well_since: float
     _since_validated: int
@@ -54,6 +55,10 @@ class Checks:
             return
         index = self.index
         space = index.space
+        if not self.depot.removals:
+            for forgot in self._removing:
+                forgot.through = True
+            self._removing.clear()
         assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
         self.host.check_pins(self)
         for since, _, _ in self._lookups.values():  # the first has waited longest
@@ -110,15 +115,47 @@ class Checks:
         def is_there(key: bytes) -> bool:
             chunks = [space.chunks.get(key) for space in spaces]
             return bool(chunks) and all(
-                c is not None and c.sealed == request.world_size and not c.doomed for c in chunks
+                c is not None and c.sealed == request.world_size and not c.doomed and self._may_be_given(c)
+                for c in chunks
             )
 
         return list(itertools.takewhile(is_there, keys))
+
+    def _may_be_given(self, chunk: Chunk) -> bool:
+        forgettings = self.host.forgettings
+        return forgettings.may_be_given(chunk.namespace.model, chunk.salt, forgettings.since(chunk))
+
+    def _meant(self, request: wire.Retrieve) -> list[list[tuple[str, bytes, int]]]:
+        """For each key of a retrieve the chunks that it may mean: model, salt, and since when they are in memory."""
+        return [
+            [
+                (space.model, chunk.salt, self.host.forgettings.since(chunk))
+                for space in self.index.namespaces()
+                if space.model == part.model
+                and (chunk := space.chunks.get(part.hashes[i : i + 32])) is not None
+                and part.rank in chunk.shards
+                and chunk.shards[part.rank].sealed
+            ]
+            for part in request.shards
+            for i in range(0, len(part.hashes), 32)
+        ]
+
+    def _check_given(self, meant: list[list[tuple[str, bytes, int]]], value: Any) -> None:
+        """What was forgotten, before a retrieve or during it, was not given."""
+        if isinstance(value, list):
+            for chunks, given in zip(meant, value, strict=True):
+                assert not given or any(self.host.forgettings.may_be_given(*chunk) for chunk in chunks), (
+                    "a retrieve was given what was forgotten"
+                )
 
     def _check_answer(self, since: float, request: wire.Lookup, near: list[bytes], value: Any) -> None:
         """Looking behind memory has not made a hit shorter."""
         if not isinstance(value, int):
             return
+        for i in range(value):
+            for space in self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk):
+                chunk = space.chunks[request.hashes[32 * i : 32 * (i + 1)]]
+                assert self._may_be_given(chunk), f"a lookup found {chunk.key.hex()[:8]}, which was forgotten"
         counters = self.world.counters
         late = self.world.now - since >= self.host.config.lookup_s
         counters["lookup_at_its_deadline"] += late
@@ -220,7 +257,7 @@ class Checks:
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
         left = self.met.intersection(self.host.cards)
         assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
-        assert not self.depot.sessions._by_request
+        assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
         tiering = self.depot.tiering
         assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
         assert not tiering._arriving_bytes

@@ -149,7 +149,7 @@ class Engine:
                 self.world.after(0.02 * self.world.random.random(), client.gone)
 
     def clear(self) -> None:
-        """As the connector's reset_cache, without waiting."""
+        """Clear what nothing holds, without waiting."""
         self.scheduler.mq_client.ask(wire.Clear(self.model.name))
 
     def store_elsewhere(self, streams: int) -> None:

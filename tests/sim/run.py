@@ -126,7 +126,7 @@ class Run(Host):
         server = self.server
         if server is None or not server.serving or server.depot.operations:
             return False
-        if server.depot.tiering.searches or server.depot.tiering._forgettings:
+        if server.depot.tiering.searches or server.depot.tiering._forgettings or server.depot.removals:
             return False  # whose askers have stopped waiting, perhaps
         return all(engine.serving for engine in self._living()) and not any(client.pending() for client in self.clients)
 
@@ -413,6 +413,8 @@ EXPECTED = frozenset(
     stopped_with_searches stored_elsewhere tier_back tier_down tier_evicted tier_hit_chunks tier_hung tier_late
     tier_loaded_chunks tier_missed_chunks tier_overtaken_chunks tier_refused_chunks tier_saved_chunks tier_slow
     tier_spoilt_chunks tier_tripped tier_undemoted_chunks unpinned
+    clear_while_removing forget_while_removing lookup_while_removing pin_while_removing retrieve_while_removing
+    server_died_while_removing store_while_removing
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )
 """What must have happened somewhere in a thousand seeds, or they prove less than they seem to."""

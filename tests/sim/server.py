@@ -81,7 +81,8 @@ class Server(Checks):
         self.index = index
         self._take_over()
         self.carriers = [self._carrier(store) for store in self.host.stores]
-        self.depot = Depot(config, index, self._map, [carrier.store.config for carrier in self.carriers])
+        tiers = [carrier.store.config for carrier in self.carriers]
+        self.depot = Depot(config, index, self._map, tiers, step_chunks=(1, 3, 256)[self.world.seed % 3])
         self._mover = Mover(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
@@ -94,11 +95,15 @@ class Server(Checks):
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
         self._lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]] = {}
         """Those that wait for an answer: since when, and what of their prefix memory had then."""
+        self._retrieves: dict[tuple[bytes, bytes], list[list[tuple[str, bytes, int]]]] = {}
+        """Those that wait for an answer: for each key the chunks that may be meant, their salts and since when."""
         self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
+        self._removing: list[Forgot] = []  # of those: what memory has not been gone through for
         self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
         self._well_since = 0.0
         self._reports = 0  # of errands that have ended, on their way
         self._armed = float("inf")  # when `_expire` comes
+        self._stepping = False  # `_step` comes
         self.asked: Counter[tuple[bytes, bytes]] = Counter()
         self.answered: Counter[tuple[bytes, bytes]] = Counter()
         self._links: dict[bytes, Link] = {}
@@ -218,7 +223,7 @@ class Server(Checks):
 
     def _drain(self) -> None:
         self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.searches)
-        self._act(self.depot.stop_searching())
+        self._act(self.depot.stop_waiting())
         assert not self._lookups, "a server that ends has not answered every lookup"
         self._maybe_leave()
 
@@ -254,6 +259,9 @@ class Server(Checks):
 
     def _end(self, all_arrives: bool) -> None:
         self.alive = False
+        for forgot in self._removing if self.serving else ():
+            forgot.void = True
+            self.world.counters["server_died_while_removing"] += 1
         self.file.owner = None
         self.host.server = None
         self.host.down_since = self.world.now
@@ -316,11 +324,19 @@ class Server(Checks):
         elif isinstance(request, wire.Retrieve):
             keys = {part.hashes[i : i + 32] for part in request.shards for i in range(0, len(part.hashes), 32)}
             self.world.counters["late_load_used"] += not keys.isdisjoint(self._late_keys)
+            self._retrieves[asked] = self._meant(request)
         elif isinstance(request, wire.Forget) and self.depot.knows(identity):
-            self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
+            forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
+            self._removing.append(forgot)
+            for space in self.index.namespaces():
+                for chunk in space.chunks.values():
+                    if forgot.covers(space.model, chunk.salt):
+                        self.condemned[chunk.key] = self.world.now
             for errand in {type(running.errand) for carrier in self.carriers for running in carrier.running}:
                 self.world.counters[f"forgotten_during_tier_{errand.__name__.lower()}"] += 1
         self.doing = request
+        if self.depot.removals:
+            self.world.counters[f"{type(request).__name__.lower()}_while_removing"] += 1
         self._act(self.depot.handle(identity, number, request, self.world.now))
         if isinstance(request, wire.Forget):
             named = self.host.named
@@ -354,12 +370,20 @@ class Server(Checks):
             else:
                 self.carriers[action.tier].submit(action)
         self._start_threads()
-        due = self.depot.next_deadline()
+        due = self.depot.tiering.next_deadline()
         if due < self._armed:
             self._armed = due
             self.world.after(max(0.0, due - self.world.now) + LATE_S / 4, self._event, self._expire)
+        if not self.depot.next_deadline() and not self._stepping:
+            self._stepping = True
+            # Between two steps of a removal there is time for much else.
+            self.world.after(self.world.spread(0.0001, 0.05), self._event, self._step)
         if self.draining:
             self._maybe_leave()
+
+    def _step(self) -> None:
+        self._stepping = False
+        self._expire()
 
     def _expire(self) -> None:
         self._armed = float("inf")
@@ -386,7 +410,12 @@ class Server(Checks):
     def _hear_answer(self, asked: tuple[bytes, bytes], value: Any) -> None:
         if asked in self._lookups:
             self._check_answer(*self._lookups.pop(asked), value)
+        if asked in self._retrieves:
+            self._check_given(self._retrieves.pop(asked), value)
         forgot = self._forgetting.pop(asked, None)
+        if forgot is not None and isinstance(value, KVDepotError):
+            self.host.forgettings.all.remove(forgot)  # refused
+            self._removing.remove(forgot)
         if forgot is not None and isinstance(value, dict):
             forgot.clean = all(isinstance(said, int) for said in value.values())
             self.world.counters["forgotten" if forgot.clean else "forgotten_with_errors"] += 1
@@ -406,6 +435,8 @@ class Server(Checks):
                 self._act(self.depot.died(identity))
                 for asked in [asked for asked in self._lookups if asked[0] == identity]:
                     del self._lookups[asked]
+                for asked in [asked for asked in self._retrieves if asked[0] == identity]:
+                    del self._retrieves[asked]
                 del self._cards[identity]
                 card.close()
                 self.host.cards.pop(card.card.name, None)

@@ -18,6 +18,7 @@ from kvdepot.index import Index
 from kvdepot.mover import Copy
 from kvdepot.records import Records
 from kvdepot.registrations import Registrations
+from kvdepot.removal import Removals
 from kvdepot.sessions import Sessions
 from kvdepot.tiering import Tiering
 from kvdepot.tiers import carrier
@@ -403,6 +404,40 @@ def ends_pins_by_name_with_their_client(patch: Patch) -> None:
 @breaks(5)
 def serves_what_is_too_old(patch: Patch) -> None:
     patch.setattr(Index, "expire", lambda self, wall: 0)
+
+
+@breaks(0)
+def finds_what_is_being_removed(patch: Patch) -> None:
+    match = Index.match
+
+    def careless(self: Any, *args: Any) -> Any:
+        hiding, self.hiding = self.hiding, []
+        try:
+            return match(self, *args)
+        finally:
+            self.hiding = hiding
+
+    patch.setattr(Index, "match", careless)
+
+
+@breaks(0)
+def gives_what_was_forgotten_while_it_was_copied(patch: Patch) -> None:
+    def credulous(self: Any, chunk: Any, rank: int, got: int) -> bool:
+        return bool(self.index.sealed_shard(chunk.namespace, rank, chunk.key) or not chunk.shards[rank].spoilt)
+
+    patch.setattr(Depot, "_is_as_stored", credulous)
+
+
+@breaks(0)
+def says_that_it_has_forgotten_before_it_has(patch: Patch) -> None:
+    begin = Removals.begin
+
+    def hasty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        removal = begin(self, *args, **kwargs)
+        removal.left[:] = removal.left[:1]
+        return removal
+
+    patch.setattr(Removals, "begin", hasty)
 
 
 @pytest.mark.faults

@@ -243,6 +243,10 @@ class Forgot:
     salt: bytes
     clean: bool = False
     """Every tier has said that it is done."""
+    through: bool = False
+    """Memory has none of it left; until then what is there must be given to nobody."""
+    void: bool = False
+    """The server died before: its memory may come back."""
 
     def covers(self, model: str, salt: bytes) -> bool:
         return model.startswith(self.model) and self.salt in (b"", salt)
@@ -268,6 +272,16 @@ class Forgettings:
         forgot = Forgot(self._now, model, salt)
         self.all.append(forgot)
         return forgot
+
+    def since(self, chunk: Chunk) -> int:
+        """When the first of a chunk's shards that are in memory arrived."""
+        layouts = chunk.namespace.layouts
+        sealed = [rank for rank, shard in chunk.shards.items() if shard.sealed]
+        return min((self._arrived[layouts[rank], chunk.key, rank] for rank in sealed), default=self._now + 1)
+
+    def may_be_given(self, model: str, salt: bytes, since: int) -> bool:
+        """Whether nobody has asked to forget what is in memory since then."""
+        return not any(forgot.when > since and forgot.covers(model, salt) for forgot in self.all if not forgot.void)
 
     def arrived(self, shard: ShardName, from_tier: bool) -> None:
         self._now += 1
@@ -301,7 +315,8 @@ class Forgettings:
         arrived, stored = self._arrived[shard], self._stored[shard]
         for forgot in self.all:
             if forgot.when > stored and forgot.covers(space.model, chunk.salt):
-                assert forgot.when < arrived, f"{chunk.key.hex()[:8]} was forgotten, and is still in memory"
+                gone = forgot.through and not forgot.void
+                assert forgot.when < arrived or not gone, f"{chunk.key.hex()[:8]} was forgotten, and is still in memory"
                 assert not forgot.clean or _name(chunk, rank) in self._excused, (
                     f"{chunk.key.hex()[:8]} was forgotten, and has come back from a tier"
                 )

@@ -1,9 +1,9 @@
 """A vLLM engine in a process of its own, driven by JSON lines: one command in on stdin, one answer out.
 
 Run as `python child.py ENGINE_ARGS_JSON`. Commands: run (a list of requests, together), add (one request, and wait
-until its depot lookup is answered), finish (step until all are done), reset (the engine's own prefix cache),
-preemptions, metrics (the connector's, by name: values, and of histograms counts), failed chunks (retrieved in vain so
-far), stop.
+until its depot lookup is answered), finish (step until all are done), reset (the engine's own prefix cache), reset all
+(and what the depot has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
+failed chunks (retrieved in vain so far), stop.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class Child:
             case "reset":
                 assert self.llm.reset_prefix_cache(), "blocks are still in use"
                 return None
+            case "reset all":
+                return self.llm.reset_prefix_cache(reset_connector=True)
             case "failed chunks":
                 return get_kv_transfer_group()._worker.counters["chunks_failed"]
             case "metrics":

@@ -133,6 +133,26 @@ def test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens(
     engine.stop()
 
 
+def test_a_reset_of_the_connector_forgets_all_of_the_model_and_says_where_that_may_not_be_so(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    engine = start_engine(models["gqa"], depot.url).wait_started()
+    tokens = prompt(8, 2 * 256 + 11)
+    cold = engine.run(tokens)
+    assert depot.status()["chunks"] == 2
+    assert engine.tell("reset all") is True
+    assert depot.status()["chunks"] == 0
+    again = engine.run(tokens)
+    assert (again["cached"], output(again)) == (0, output(cold))
+    depot.process.kill()
+    depot.process.wait(10)
+    assert engine.tell("reset all") is False
+    assert "may be there still" in engine.logged()
+    assert engine.run(tokens)["tokens"] == cold["tokens"]
+    engine.stop()
+
+
 def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:

@@ -17,7 +17,7 @@ import zmq
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import Depot, StartDepot, clear, eventually
 from tests.test_index import keys as chunks_of
 from tests.test_kv_events import Desk
 from tests.vllm.conftest import StartEngine
@@ -213,7 +213,7 @@ def test_what_the_depot_publishes_is_what_vllm_reads(tmp_path: Path) -> None:
         desk.shelf.store(chunks_of("d", 6))
         eventually(lambda: router.of("BlockRemoved"))
         before = len(router.hear())
-        desk.index.clear()
+        clear(desk.index)
         eventually(lambda: router.of("AllBlocksCleared", before))
     finally:
         router.close()

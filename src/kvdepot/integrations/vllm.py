@@ -43,7 +43,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdepot import wire
+from kvdepot import upkeep, wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, MessageQueueClient
 from kvdepot.contract import pack_block_ids
 from kvdepot.devices import share
@@ -412,11 +412,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Forget what is stored for this model (its weights changed, say). Blocks 1 s at most."""
-        self._asks.mq_client.ask(wire.Clear(self._asks.model_name)).result(1.0)
+        """Forget what is stored for this model, in memory and tiers (its weights changed, say).
+
+        False where something may be left. Blocks 30 s at most.
+        """
+        is_forgotten = upkeep.reset(self._asks.mq_client, self._asks.model_name)
         if self._known is not None:
             self._known.clear()
-        return True
+        return is_forgotten
 
     # -- worker: moving bytes
 
