@@ -86,13 +86,15 @@ def test_what_engines_do_is_told_byte_by_byte_and_token_by_token(depot: Depot) -
 
 
 def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
-    scheduler, _ = an_engine(depot)
+    scheduler, worker = an_engine(depot)
     with pytest.raises(BadRequest, match="no saving"):
         scheduler.mq_client.ask(wire.EndSession("r", -1)).result(5.0)
     with pytest.raises(BadRequest, match="no saving"):
         scheduler.mq_client.ask(wire.EndSession("r", 1, float("nan"))).result(5.0)
     (ends,) = (latency for latency in told(depot).latencies if latency.request == "EndSession")
     assert (ends.count, ends.errors) == (2, 2) and told(depot).saved == status.Saved()
+    worker.shutdown()
+    scheduler.shutdown()
 
 
 @pytest.mark.faults
