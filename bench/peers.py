@@ -141,14 +141,16 @@ def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
             asked[connection] = ask(connection, "/v1/status")
         selector.register(connections[0], selectors.EVENT_READ)
         while (now := time.perf_counter()) < end:
-            if now >= scraped:
+            if now >= scraped and connections[0] not in asked:
                 asked[connections[0]] = ask(connections[0], "/metrics")
-                scraped += 1.0
+                scraped = now + 1.0
             if any(now - since > _ANSWER_S for since in asked.values()):
                 raise TimeoutError(f"of {pages} pages and a scraper {len(asked)} wait for an answer")
-            for key, _ in selector.select(max(0.0, min(end, scraped) - now)):
+            for key, _ in selector.select(max(0.0, min(end, max(scraped, now + 0.1)) - now)):
                 connection = key.fileobj
-                heard[connection] += connection.recv(1 << 20)
+                if not (data := connection.recv(1 << 20)):
+                    raise RuntimeError("a connection was shut while its reader waited")
+                heard[connection] += data
                 head, _, body = heard[connection].partition(b"\r\n\r\n")
                 length = re.search(rb"content-length: (\d+)", head)
                 if length is None or len(body) < int(length[1]):

@@ -12,16 +12,18 @@ import time
 _TICK = """
 import select, sys, time
 last = time.monotonic()
+gaps = []
 while True:
     asked = select.select([0], [], [], 0.005)[0]
     now = time.monotonic()
     if now - last > 0.05:
-        print(last, now)
+        gaps.append(f"{last} {now}")  # not printed until somebody reads: a full pipe would hold us up, too
     last = now
     if asked:
         if not sys.stdin.readline():
             break
-        print("now", flush=True)
+        print(*gaps, "now", sep="\\n", flush=True)
+        gaps.clear()
 """
 
 

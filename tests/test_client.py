@@ -69,6 +69,36 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         asking.close()
 
 
+def test_a_hello_that_was_refused_is_repeated_at_the_next_look_and_not_by_all_that_happens_at_the_socket() -> None:
+    talk = Talk()
+    talk.server = Server(f"kvdepot-test-{uuid.uuid4().hex[:12]}", b"12345678")
+    try:
+        told: list[Any] = []
+        talk.ask(wire.Store(1, 1, []), told.append)
+        assert talk.connection.welcomed and not told
+        hellos = 0
+
+        def refuse(frame: bytes) -> bool:
+            nonlocal hellos
+            number, request = frame[: wire.ID_BYTES], wire.decode_request(frame)[1]
+            assert isinstance(request, wire.Hello)
+            hellos += 1
+            talk.replies.append(wire.encode_failure(number, b"12345678", Busy("too many clients")))
+            return True
+
+        talk.connection._send = refuse
+        talk.connection.welcomed = False  # as where its answer may be lost
+        for _ in range(100):
+            talk.connection.stirred()
+            talk.hear()
+        assert hellos <= 1 and not told, "its store may still be copied"
+        talk.wait(0.05)
+        assert 1 <= hellos <= 6
+    finally:
+        talk.server.kill()
+        (SHM / talk.server.name).unlink(missing_ok=True)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
 def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(

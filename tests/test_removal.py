@@ -51,6 +51,18 @@ def shelf() -> Shelf:
     return Shelf(64)
 
 
+def test_a_chunk_that_is_stored_anew_while_all_are_cleared_stays(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    spoilt, other = keys("a", 1), keys("b", 3)
+    shelf.store(spoilt)
+    shelf.store(other)
+    shelf.index.condemn(shelf.space.chunks[spoilt[0]], 0)
+    begin(removals, shelf.space, hides=False)
+    store_anew(shelf, spoilt, 1)
+    finish(removals)
+    assert (shelf.matched(spoilt), shelf.matched(other)) == (1, 0)
+
+
 # -- what is hidden
 
 

@@ -81,7 +81,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_namespaces: Annotated[
         int, Meta(ge=1, description="models, shapes and layouts that are told from each other")
     ] = 1024
-    max_rate: Annotated[int, Meta(ge=1, description="requests a second per client; large ones count more")] = 20_000
+    max_rate: Annotated[int, Meta(ge=16, description="requests a second per client; large ones count more")] = 20_000
     drain_s: Annotated[float, Meta(ge=0, description="seconds to finish copies in flight when stopped")] = 5.0
     on_stop: Annotated[
         str, Meta(description="what a stop does with the arena: remove, or keep it for the next server")

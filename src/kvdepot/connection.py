@@ -119,6 +119,7 @@ class Connection:
         self._former: list[_Server] = []  # predecessors that may still touch blocks
         self._linger_s = 0.0  # how long after its death a server may; more once tensors are on a device
         self._met = False  # a server has welcomed us at least once
+        self._reached = False  # somebody has taken our last hello
         self._closed = False
         self._patience_s = _PATIENCE_S  # for an answer in recovery; more each time that none comes
         self._last_reply = 0.0
@@ -185,15 +186,20 @@ class Connection:
     # -- hello, and again after a restart
 
     def stirred(self) -> None:
-        """Something has happened at the socket, the connection's making perhaps: no need to wait for `expire`."""
-        if self._waits_to_greet():
+        """Something has happened at the socket: where nobody took a hello, the connection's making, perhaps.
+
+        No need to wait for `expire` then. A hello that was refused is for `expire` to repeat, or we flood the server.
+        """
+        if not self._reached and self._waits_to_greet():
             self._greet()
 
     def _waits_to_greet(self) -> bool:
         return bool(self._pending) and not self.welcomed and not self._recovering
 
     def _greet(self) -> bool:
-        return self._ask_own(wire.Hello(wire.VERSION, self._card, self._secret), self._on_welcome, _HELLO_S)
+        hello = wire.Hello(wire.VERSION, self._card, self._secret)
+        self._reached = self._ask_own(hello, self._on_welcome, _HELLO_S)
+        return self._reached
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
         """One of our own requests; `then` gets the value or the error."""

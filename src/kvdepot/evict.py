@@ -133,6 +133,7 @@ class Queue:
             entry = self._old.pop()
             if entry[2].gone:
                 self._gone = max(0, self._gone - 1)
+                entry[2].queued = 0  # a disk's object that could not be removed is there once more
             else:
                 heapq.heappush(self._heap, entry)
 

@@ -235,7 +235,7 @@ class Index:
             else:
                 high = probe - 1
             probe = (low + high + 1) // 2
-        if (self._broken or self.hiding) and deepest is not None:
+        if deepest is not None and (self._broken or any(space in removal.spaces for removal in self.hiding)):
             low, deepest = self._unbroken(deepest)
         loose: list[Chunk] = []
         while low < total:

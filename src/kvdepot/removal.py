@@ -96,8 +96,10 @@ class Removals:
 
     def _look_at(self, chunk: Chunk, removal: Removal) -> None:
         index = self._index
-        if chunk.gone or index.forestall(chunk) or removal.hides or not index.is_evictable(chunk):
+        if chunk.gone or index.forestall(chunk) or removal.hides:
             return
+        if not removal.means(chunk) or not index.is_evictable(chunk):
+            return  # stored anew meanwhile, or held
         before: Chunk | None = chunk.parent
         removal.removed += 1
         index.remove(chunk)

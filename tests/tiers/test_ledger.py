@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvdepot.evict import POLICIES
 from kvdepot.testing.tiers import name_of
 from kvdepot.tiers.ledger import Entry, Ledger
 
@@ -107,3 +109,18 @@ class Life(RuleBasedStateMachine):
 
 Life.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLife = Life.TestCase
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_objects_that_could_not_be_removed_can_be_evicted(policy: str) -> None:
+    ledger = Ledger(1 << 30, policy)
+    ledger.rank()
+    for number in range(200):
+        assert ledger.reserve(10)
+        ledger.enter(Entry(name=f"{'AAAB'[number % 4]}{number:064d}", charge=10))
+    for entry in ledger.forget("", ""):
+        (ledger.keep if entry.name[0] == "B" else ledger.settle)(entry)
+    evicted = []
+    while (entry := ledger.victim()) is not None:
+        evicted.append(entry.name)
+    assert len(set(evicted)) == len(evicted) == 50

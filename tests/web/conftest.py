@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -81,7 +82,12 @@ class Web:
     def status(self) -> dict[str, Any]:
         """A status that the server made after we called: one may be on its way to the process."""
         called = time.time()
-        value: dict[str, Any] = eventually(lambda: (now := self.get("/v1/status").value)["wall_s"] >= called and now)
+        value: dict[str, Any] = eventually(lambda: (now := self.latest())["wall_s"] >= called and now)
+        return value
+
+    def latest(self) -> dict[str, Any]:
+        """The status that the process has; waits until it has one."""
+        value: dict[str, Any] = eventually(lambda: (now := self.get("/v1/status")).status == 200 and now.value)
         return value
 
     def child(self) -> int:
@@ -92,8 +98,9 @@ class Web:
             for pid in (task / "children").read_text().split()
         ]
         for pid in pids:
-            if b"kvdepot.web" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if b"kvdepot.web" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
         return 0
 
 

@@ -7,13 +7,14 @@ the loop hangs. The one law: it leaves nothing behind, and is gone some seconds 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
+import traceback
 
 import msgspec
 
@@ -27,7 +28,9 @@ log = logging.getLogger(__name__)
 _NICE = 10
 """Whoever looks at a depot never competes with it."""
 _END_S = 2.0
-_HUNG_S = 10.0
+_WATCH_S = 2.5
+_MOST_MISSED = 4
+"""Looks of the watchdog without a sign of life: 10 s."""
 
 
 def main() -> int:
@@ -60,9 +63,29 @@ def _await_end(ended: threading.Event, serving: threading.Event) -> None:
     os._exit(0)
 
 
-def _live_on() -> None:
-    """Unless it is called again in time, the process ends with all its stacks said; the server starts the next one."""
-    faulthandler.dump_traceback_later(_HUNG_S, exit=True)  # by a thread that needs no GIL
+class _Watchdog:
+    """Ends the process when its event loop hangs, and says where; the server starts the next one.
+
+    It counts its own looks, not seconds: who was stopped, or frozen with its container, does not hang.
+    """
+
+    def __init__(self) -> None:
+        self._missed = 0  # looks since the loop came by; both threads write it, and either may win
+        threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True).start()
+
+    def live_on(self) -> None:
+        """The loop has come by."""
+        self._missed = 0
+
+    def _run(self) -> None:
+        while self._missed < _MOST_MISSED:
+            time.sleep(_WATCH_S)
+            self._missed += 1
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        places = (f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in reversed(stack))
+        log.error("the web process hangs, and ends: it is in %s", ", in ".join(places))
+        logging.shutdown()  # which waits a second at most
+        os._exit(1)
 
 
 def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> int:
@@ -96,7 +119,7 @@ def _serve(order: Order, ended: threading.Event, serving: threading.Event) -> in
         )
         listener = socket.socket(fileno=order.listener)
         listener.setblocking(False)
-        Server(config, ended, _live_on, turns.end).run(sockets=[listener])
+        Server(config, ended, _Watchdog().live_on, turns.end).run(sockets=[listener])
     finally:
         poll.close()
     return 0

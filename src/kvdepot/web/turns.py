@@ -70,21 +70,23 @@ class Turns:
     async def wait(self, number: int, connection: Connection) -> None:
         """Until the turn is another one than that, the last answer is too old to be told, or the client has gone."""
         self._loop = asyncio.get_running_loop()
-        turn = self._poll.turn  # after the loop is known: a turn from now on is told to it
-        if turn.number != number or turn.answer is None or self._ending:
-            return
-        stale_at = turn.answer.at + STALE_S
-        if stale_at <= time.monotonic():
-            return
-        if self._timer is None:
-            self._timer = self._loop.call_at(stale_at, self._wake)  # whose clock is ours
-        woken = connection.wakes = self._loop.create_future()
-        self._waiting.add(woken)
-        try:
-            await woken
-        finally:
-            connection.wakes = None
-            self._waiting.discard(woken)
+        # After the loop is known: a turn from now on is told to it. Again where one is told that was seen already.
+        while not (self._ending or connection.transport.is_closing()):
+            turn = self._poll.turn
+            if turn.number != number or turn.answer is None:
+                return
+            stale_at = turn.answer.at + STALE_S
+            if stale_at <= time.monotonic():
+                return
+            if self._timer is None:
+                self._timer = self._loop.call_at(stale_at, self._wake)  # whose clock is ours
+            woken = connection.wakes = self._loop.create_future()
+            self._waiting.add(woken)
+            try:
+                await woken
+            finally:
+                connection.wakes = None
+                self._waiting.discard(woken)
 
     def end(self) -> None:
         """Nobody waits from now on."""
