@@ -91,10 +91,14 @@ class Web:
         return value
 
     def child(self) -> int:
+        return self.child_of(self.depot)
+
+    @staticmethod
+    def child_of(depot: Depot) -> int:
         """Pid of the web process; 0 while there is none."""
         pids = [
             int(pid)
-            for task in Path(f"/proc/{self.depot.process.pid}/task").iterdir()
+            for task in Path(f"/proc/{depot.process.pid}/task").iterdir()
             for pid in (task / "children").read_text().split()
         ]
         for pid in pids:

@@ -8,6 +8,8 @@ import signal
 import socket
 import sys
 import threading
+import time
+import urllib.request
 from pathlib import Path
 from typing import ClassVar
 
@@ -56,6 +58,44 @@ def test_a_web_process_that_hangs_ends_by_itself_says_where_it_hung_and_is_back(
     assert "in hang" in web.depot.logged()
     assert "the web process ended with status 1" in web.depot.logged()
     assert works(web.depot)
+
+
+def test_a_web_process_that_was_stopped_goes_on_and_is_not_taken_for_one_that_hangs(start_web: StartWeb) -> None:
+    web = start_web()
+    child = web.child()
+    os.kill(child, signal.SIGSTOP)
+    try:
+        time.sleep(11.0)  # longer than its loop may hang
+    finally:
+        os.kill(child, signal.SIGCONT)
+    number = len(web.get("/v1/history").value["times_s"])
+    eventually(lambda: len(web.get("/v1/history").value["times_s"]) >= number + 3)  # some seconds on
+    assert web.child() == child
+    assert "hangs" not in web.depot.logged()
+
+
+def test_a_server_without_standard_error_has_its_web_process_all_the_same(
+    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(*NEEDED)
+    closing = (
+        "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, '-m', 'kvdepot.cli', *sys.argv[1:]])"
+    )
+    monkeypatch.setattr(Depot, "command", [sys.executable, "-c", closing])
+    port = free_port()
+    depot = start_depot("--http", f"127.0.0.1:{port}")
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    eventually(answers, 30.0)
+    child = Web.child_of(depot)
+    eventually(lambda: depot.status()["uptime_s"] > 4)  # its loop has come by several times
+    assert answers() and Web.child_of(depot) == child != 0
 
 
 def test_the_web_process_ends_with_a_server_that_is_killed(start_web: StartWeb) -> None:
