@@ -604,6 +604,26 @@ def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot,
     assert "Traceback" not in server.logged()
 
 
+NO_ROOM = """
+import os, resource
+from kvdepot.errors import ArenaError
+from kvdepot.shm import SHM, Card
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+files = os.listdir("/proc/self/fd")
+card = Card.__new__(Card)
+try:
+    card.__init__()
+except ArenaError:
+    print((SHM / f".{card.name}").exists(), os.listdir("/proc/self/fd") == files)
+"""
+
+
+def test_a_card_that_finds_no_room_leaves_nothing_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False True\n"
+
+
 def test_a_card_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
     name = f"kvdepot-card-{uuid.uuid4().hex[:16]}"
     path = SHM / f".{name}"

@@ -156,6 +156,8 @@ class Card:
     """The client's side: makes the page, holds its lock, raises the fence. Close removes it."""
 
     def __init__(self) -> None:
+        """Raises ArenaError, with nothing left behind."""
+        self._fd = -1
         self.name = f"{_CARD}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
@@ -168,6 +170,9 @@ class Card:
                 raise BlockingIOError(errno.EAGAIN, "it is locked")
             hidden.rename(path)
         except OSError as exc:
+            if self._fd >= 0:
+                hidden.unlink(missing_ok=True)
+                os.close(self._fd)
             raise ArenaError(f"{SHM} cannot hold this client's card: {exc}") from exc
         self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
         self._fence = memoryview(self._page).cast("Q")
