@@ -181,3 +181,8 @@ class EngineError(Exception):
 def output(result: dict[str, Any]) -> tuple[Any, Any]:
     """What must be equal bit for bit."""
     return result["tokens"], result["logprobs"]
+
+
+def nothing_is_held(status: dict[str, Any]) -> bool:
+    """Whether an engine that has done all it was asked has let go of everything; sessions' ends have no answer."""
+    return bool(status["reserved_shards"] == status["holds"] == status["operations"] == 0)

@@ -52,6 +52,10 @@ class Events:
     def of(self, kind: str, since: int = 0) -> list[Any]:
         return [event for event in self.hear()[since:] if type(event).__name__ == kind]
 
+    def tokens_of(self, medium: str, since: int = 0) -> int:
+        """How many tokens were told to be there now."""
+        return sum(len(event.token_ids) for event in self.of("BlockStored", since) if event.medium == medium)
+
     def close(self) -> None:
         self.context.destroy(linger=0)
 
@@ -125,7 +129,8 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     assert engine.run_fresh(tokens, trace_headers=headers)["cached"] == 512
 
     # metrics: as asked, and as the server counts
-    status = server.status()
+    # (The end of a session is told without an answer.)
+    status = eventually(lambda: (now := server.status())["saved"]["tokens"] and now)
     metrics = engine.tell("metrics")
     assert metrics == {f"vllm:kvdepot_{name}": value for name, value in {
         "lookup_chunks": 4, "hit_chunks": 2, "lookup_errors": 0, "lookup_seconds": 2,
@@ -155,7 +160,8 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     assert first[1:] in (["stored 2 of 2 new chunks"], ["stored 1 of 1 new chunks"] * 2)  # in one step, or two
     assert second == ["found 2 of 2 chunks", "retrieved 2 of 2 chunks"]
 
-    # the depot's own events
+    # the depot's own events, which a thread of its own publishes
+    eventually(lambda: sum(len(event.block_hashes) for event in depots.of("BlockStored")) >= 2)
     stored = depots.of("BlockStored")
     keys = [key for event in stored for key in event.block_hashes]
     chain = ChunkChain(256, derive_root())  # as a router computes them
@@ -164,7 +170,7 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     assert {(event.medium, event.block_size, tuple(event.token_ids)) for event in stored} == {("CPU", 256, ())}
 
     # the connector's, among the engine's: blocks by the engine's own hashes, with their tokens
-    engines.hear()
+    eventually(lambda: engines.tokens_of("CPU") >= 512)
     own = {tuple(e.block_hashes): e for e in engines.of("BlockStored") if e.medium == "GPU"}
     chunks = [event for event in engines.of("BlockStored") if event.medium == "CPU"]
     assert [token for event in chunks for token in event.token_ids] == tokens[:512]
@@ -182,7 +188,7 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     eventually(lambda: depots.of("AllBlocksCleared", since))
     since = len(engines.hear())
     assert engine.run_fresh(tokens)["cached"] == 0
-    engines.hear()
+    eventually(lambda: engines.tokens_of("CPU", since) >= 512)  # these come after what was removed
     removed = [event for event in engines.of("BlockRemoved", since) if event.medium == "CPU"]
     assert [each for event in removed for each in event.block_hashes] == blocks
     again = [event for event in engines.of("BlockStored", since) if event.medium == "CPU"]
