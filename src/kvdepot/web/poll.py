@@ -31,7 +31,7 @@ _ANSWER_S = 5.0
 STALE_S = 4.0
 """A depot that has not answered for so long is not well."""
 BEHIND_S = 1.0
-"""Nor is one whose loop took so long to get to a request that needs no work."""
+"""Nor is one whose loop took so long to get to a request that needs next to no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,11 @@ class Poll:
     def _ask(self) -> Answer:
         began = time.monotonic()
         self.client.ask(wire.Noop(), deadline_s=_ANSWER_S).result(_ANSWER_S)
-        lag_s = time.monotonic() - began
+        between = time.monotonic()
         status = read(self.client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S))
-        return Answer(status, time.monotonic(), lag_s)
+        now = time.monotonic()
+        # The longer of both: a loop that goes by fits and starts answers one of them at once, time and again.
+        return Answer(status, now, max(between - began, now - between))
 
     def close(self) -> None:
         """Blocks for some seconds at most."""
