@@ -50,7 +50,8 @@ from kvdepot.devices import share
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.prefill_speed import PrefillSpeed
 from kvdepot.integrations.vllm_events import Known, WorkerReport
-from kvdepot.integrations.vllm_identity import extras, namespace, read_settings, refuse_unserved, root
+from kvdepot.integrations.vllm_identity import namespace, read_settings, refuse_unserved
+from kvdepot.integrations.vllm_requests import extras, root
 from kvdepot.integrations.vllm_stats import KVDepotMetrics, KVDepotStats
 from kvdepot.keys import ChunkChain, salt_tag
 from kvdepot.layout import Layout, build_layout

@@ -1,7 +1,7 @@
 """What tells one engine's KV apart from another's, and what of an engine's configuration is refused.
 
-KVDepotConnector (vllm.py) asks: in the scheduler and in every worker when it is made, in the scheduler when a request
-arrives. The one law: what changes KV's bytes is in the namespace, in the root or among the extras; or it is refused.
+KVDepotConnector (vllm.py) calls it in the scheduler and in every worker when it is made. What differs from request to
+request is in vllm_requests.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvdepot.config import default_url
 from kvdepot.errors import ConfigError
-from kvdepot.keys import derive_root
+from kvdepot.integrations.weight_files import describe
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
-__all__ = ["extras", "namespace", "read_settings", "refuse_unserved", "root"]
+__all__ = ["namespace", "read_settings", "refuse_unserved"]
 
 _PREFIX = "kvdepot."
 _SETTINGS = {"url": str, "key": str, "save_decode": bool, "weights_revision": str}
@@ -85,7 +84,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
         "vllm": vllm.__version__,
         "model": model.model,
         "revision": [model.revision, model.code_revision, getattr(model.hf_config, "_commit_hash", None)],
-        "weights": weights_revision or _weights(Path(model.model)),
+        "weights": weights_revision or describe(Path(model.model)),
         "load": [str(vllm_config.load_config.load_format), model.seed],
         "config": model.hf_config.to_dict(),
         "dtype": [str(model.dtype), str(cache.cache_dtype), str(model.quantization)],
@@ -94,28 +93,3 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     }
     digest = blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return f"{Path(model.model).name}@{digest}"
-
-
-def _weights(path: Path) -> str:
-    """What tells weights in a local folder from others at the same path: names, sizes and times of its files."""
-    if not path.is_dir():
-        return ""  # a hub name: the revision says it
-    files = sorted(p for p in path.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"})
-    return " ".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in files)
-
-
-def root(request: Request) -> bytes:
-    """Parent of the request's first chunk: its cache salt and LoRA adapter."""
-    parts = []
-    if request.cache_salt:
-        parts.append(("salt", request.cache_salt))
-    lora = request.lora_request
-    if lora is not None:
-        parts.append(("lora", lora.lora_name))
-        parts.append(("lora path", f"{lora.lora_path} {_weights(Path(lora.lora_path))}"))
-    return derive_root(*parts)
-
-
-def extras(request: Request) -> list[tuple[int, bytes]]:
-    """Where images, audio and the like begin, and their full hashes."""
-    return [(item.mm_position.offset, item.identifier.encode()) for item in request.mm_features]
