@@ -36,6 +36,10 @@ MLA: dict[str, Any] = {
     "eos_token_id": 2, "hidden_act": "silu", "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "scoring_func": "softmax", "topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False,
 }  # fmt: skip
+LONGROPE: dict[str, Any] = LLAMA | {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 1024,
+    "pad_token_id": 0, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32},
+}  # fmt: skip
 HYBRID: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
@@ -58,7 +62,10 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         norms |= {f"{name}.input_layernorm": hidden, f"{name}.post_attention_layernorm": hidden}
-        shapes |= {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
+        if config["model_type"] == "phi3":  # which has them in one
+            shapes[f"{name}.mlp.gate_up_proj"] = (2 * inner, hidden)
+        else:
+            shapes |= {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
         shapes[f"{name}.mlp.down_proj"] = (hidden, inner)
         attention = f"{name}.self_attn"
         if config["model_type"] == "deepseek_v2":
@@ -71,6 +78,10 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
                 f"{attention}.kv_b_proj": (heads * (plain + value), latent),
                 f"{attention}.o_proj": (hidden, heads * value),
             }
+        elif config["model_type"] == "phi3":
+            width = config["head_dim"]
+            shapes[f"{attention}.qkv_proj"] = ((heads + 2 * config["num_key_value_heads"]) * width, hidden)
+            shapes[f"{attention}.o_proj"] = (hidden, heads * width)
         else:
             width = config["head_dim"]
             shapes |= {f"{attention}.{part}_proj": (config["num_key_value_heads"] * width, hidden) for part in "kv"}

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["register_vllm"]
+import time
+
+__all__ = ["loaded_since", "register_vllm"]
+
+_loaded_since = time.time()
+
+
+def loaded_since() -> float:
+    """Unix time at which this process had not read any of a model's files yet: vLLM loads its plugins first."""
+    return _loaded_since
 
 
 def register_vllm() -> None:

@@ -5,10 +5,9 @@ KVDepotConnector (vllm.py) calls it in the scheduler. What is fixed for an engin
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvdepot.integrations.weight_files import describe
+from kvdepot.integrations.weight_files import find_weights
 from kvdepot.keys import derive_root
 
 if TYPE_CHECKING:
@@ -25,7 +24,8 @@ def root(request: Request) -> bytes:
     lora = request.lora_request
     if lora is not None:
         parts.append(("lora", lora.lora_name))
-        parts.append(("lora path", f"{lora.lora_path} {describe(Path(lora.lora_path))}"))
+        found = find_weights(lora.lora_path)
+        parts.append(("lora path", f"{lora.lora_path} {found.digest if found else ''}"))
     return derive_root(*parts)
 
 

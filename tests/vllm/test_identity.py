@@ -1,0 +1,184 @@
+"""What of vLLM's configuration separates engines: everything but the fields that are known to be harmless."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from kvdepot.errors import ConfigError
+from kvdepot.integrations import vllm_identity
+from kvdepot.integrations.vllm_fields import HARMLESS, HARMLESS_ENVIRONMENT, describe_config, describe_environment
+from kvdepot.integrations.vllm_identity import namespace
+from tests.conftest import Depot
+from tests.vllm import engines
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while vLLM is imported
+
+
+@pytest.fixture(scope="module")
+def config(models: dict[str, Path]) -> VllmConfig:
+    return EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+
+
+def _name(config: VllmConfig, weights_revision: str = "") -> str:
+    group = SimpleNamespace(kv_cache_spec="a specification")
+    return namespace(config, SimpleNamespace(kv_cache_groups=[group]), weights_revision)  # type: ignore[arg-type]
+
+
+def _classes(cls: type, seen: dict[str, type]) -> dict[str, type]:
+    """The configuration classes that the fields of `cls` may hold, itself included, by name."""
+    if cls.__name__ not in seen:
+        seen[cls.__name__] = cls
+        for hint in typing.get_type_hints(cls).values():
+            for part in (hint, *typing.get_args(hint)):
+                if isinstance(part, type) and dataclasses.is_dataclass(part):
+                    _classes(part, seen)
+    return seen
+
+
+def _instances(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The configurations in a configuration that are not left out as a whole."""
+    yield path, value
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        harmless = field.name in HARMLESS.get(type(value).__name__, ())
+        is_config = dataclasses.is_dataclass(inner) and not isinstance(inner, type)
+        if is_config and not harmless and not hasattr(inner, "to_dict"):  # transformers' are described by to_dict
+            yield from _instances(inner, f"{path}.{field.name}")
+
+
+CLASSES = _classes(VllmConfig, {})
+
+
+def _text(value: Any) -> str:
+    return json.dumps(describe_config(value, vouched=False), sort_keys=True)
+
+
+@pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
+def test_every_field_of_the_installed_version_separates_engines_unless_it_is_listed_with_a_reason(cls: type) -> None:
+    instance = object.__new__(cls)
+    names = {field.name for field in dataclasses.fields(cls)}
+    for name in names:
+        object.__setattr__(instance, name, None)
+    before = _text(instance)
+    for name in names:
+        object.__setattr__(instance, name, "another value")
+        assert (_text(instance) == before) == (name in HARMLESS.get(cls.__name__, ())), f"{cls.__name__}.{name}"
+        object.__setattr__(instance, name, None)
+
+
+def test_every_field_of_a_real_configuration_is_reached(config: VllmConfig) -> None:
+    before = _text(config)
+    changed = 0
+    for path, instance in _instances(config):
+        for field in dataclasses.fields(instance):
+            value = getattr(instance, field.name)
+            object.__setattr__(instance, field.name, "another value")
+            is_harmless = field.name in HARMLESS.get(type(instance).__name__, ())
+            assert (_text(config) == before) == is_harmless, f"{path}.{field.name}"
+            object.__setattr__(instance, field.name, value)
+            changed += 1
+    assert changed > 300
+    assert _text(config) == before
+
+
+def test_only_fields_that_exist_are_listed_and_each_has_a_reason() -> None:
+    for name, fields in HARMLESS.items():
+        if name == "PreTrainedConfig":
+            continue  # transformers': plain attributes
+        assert fields.keys() <= {field.name for field in dataclasses.fields(CLASSES[name])}, name
+    for reasons in (*HARMLESS.values(), HARMLESS_ENVIRONMENT):
+        assert all(len(reason) > 10 for reason in reasons.values())
+
+
+def test_a_variable_of_the_environment_separates_engines_unless_it_is_listed() -> None:
+    environ = {"VLLM_MLA_DISABLE": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/root", "VLLM_OF_TOMORROW": "1"}
+    assert describe_environment(environ) == {"VLLM_MLA_DISABLE": "1", "VLLM_OF_TOMORROW": "1"}
+
+
+def test_a_name_is_the_same_again_and_for_a_copy_of_the_configuration(config: VllmConfig) -> None:
+    assert _name(config) == _name(config) == _name(copy.deepcopy(config))
+
+
+def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: VllmConfig) -> None:
+    config = copy.deepcopy(config)
+    config.model_config.hf_overrides = lambda given: given
+    with pytest.raises(ConfigError, match=r"hf_overrides.*kvdepot\.weights_revision"):
+        _name(config)
+    assert _name(config, "mine 1") != _name(config, "mine 2")
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value", "message"),
+    [
+        ("model_config", "model", "organisation/nowhere", "which version of organisation/nowhere"),
+        ("model_config", "model_weights", "s3://bucket/model", "which version of s3://bucket/model"),
+        ("load_config", "load_format", "tensorizer", "what load format tensorizer loads"),
+        ("load_config", "model_loader_extra_config", {"a": {"path": "/elsewhere"}}, "which files"),
+    ],
+)
+def test_weights_that_are_not_to_be_seen_are_refused_until_somebody_names_them(
+    config: VllmConfig, where: str, field: str, value: Any, message: str
+) -> None:
+    config = copy.deepcopy(config)
+    setattr(getattr(config, where), field, value)
+    with pytest.raises(ConfigError, match=message):
+        _name(config)
+    assert _name(config, "mine").count("@") == 1
+
+
+def test_instruction_sets_that_pack_keys_in_another_way_separate_engines(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _name(config)
+    has_amx = torch.cpu._is_amx_tile_supported()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx)
+    assert _name(config) != before
+
+
+def test_a_model_that_changed_while_it_was_loaded_is_shared_with_no_other_engine(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    engines.write_model(folder, engines.LLAMA)
+    one, other = copy.deepcopy(config), copy.deepcopy(config)
+    for number, engine in enumerate((one, other)):
+        engine.model_config.model = str(folder)
+        engine.instance_id = f"engine {number}"
+    changed = max(file.stat().st_ctime for file in folder.iterdir())
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed + 60)
+    assert _name(one) == _name(other)
+    monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed - 1)
+    assert _name(one) != _name(other)
+    assert _name(one) == _name(copy.deepcopy(one)), "the scheduler and the workers of one engine must agree"
+
+
+def test_lengths_that_choose_other_rope_factors_never_share(
+    vllm_depot: Depot, tmp_path: Path, start_engine: StartEngine
+) -> None:
+    """vLLM takes longrope's long factors where max_model_len exceeds the original length."""
+    model = engines.write_model(tmp_path / "phi3", engines.LONGROPE)
+    tokens = prompt(4, 700)
+    options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 4096}
+    long = start_engine(model, vllm_depot.url, max_model_len=2048, **options).wait_started()
+    before = long.run(tokens)
+    assert long.run_fresh(tokens)["cached"] == 512
+    long.stop()
+    short = start_engine(model, vllm_depot.url, max_model_len=1024, **options).wait_started()
+    other = short.run(tokens)
+    assert other["cached"] == 0
+    assert other["tokens"] != before["tokens"] or other["logprobs"] != before["logprobs"], "the lengths change nothing"
+    short.stop()
