@@ -13,7 +13,8 @@ EVERYTHING := $(VENV)/dev $(VENV)/vllm
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
-	@echo "make test       all tests: the unit part, real faults (three files at a time, then what is timed), real vLLM engines; make test-fast: the unit part alone"
+	@echo "make test       all tests: the unit part, real faults (three files at a time, then those that want the machine), real vLLM engines; make test-fast: the unit part alone"
+	@echo "                a test that fails is run again, once and alone: if it passes then, the last lines name it as FLAKY"
 	@echo "make sim        10,000 simulated lives of server, clients and engines; SEED=n make sim replays one"
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
 	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
@@ -29,13 +30,10 @@ demo-cluster: $(EVERYTHING)
 	$(BIN)/python demo/cluster.py
 
 test: $(EVERYTHING) $(VENV)/promtool
-	$(BIN)/python -m pytest -m "not vllm and not faults" tests
-	$(BIN)/python -m pytest -m "faults and not alone" -n 3 --dist loadfile tests
-	$(BIN)/python -m pytest -m "faults and alone" tests
-	$(BIN)/python -m pytest -m vllm tests
+	$(BIN)/python scripts/run_tests.py
 
 test-fast: $(EVERYTHING)
-	$(BIN)/python -m pytest -m "not vllm and not faults" tests
+	$(BIN)/python scripts/run_tests.py unit
 
 SEEDS ?= 10000
 SEED ?=

@@ -2,7 +2,7 @@
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, gpu, lookups, watched, serve, coding, disk, remote, pool, tiers, policies, engine (vLLM).
+Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, engine (vLLM).
 Exit code 0 when it ran; a missed bar is a result, not a failure.
 """
 
@@ -21,7 +21,8 @@ from common import TINY, Scale, say
 from report import Figure, describe_machine, table, write
 
 FAMILIES = (
-    "copies", "gpu", "lookups", "watched", "serve", "coding", "disk", "remote", "pool", "tiers", "policies", "engine",
+    "copies", "gpu", "lookups", "watched", "floods", "serve", "coding", "disk", "remote", "pool", "tiers", "policies",
+    "engine",
 )  # fmt: skip
 
 

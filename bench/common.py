@@ -46,6 +46,10 @@ class Scale:
     watched_rounds: int = 24
     watched_seconds: float = 5.0
     watched_runs: int = 15
+    watched_answers: float = 10.0
+    """The least that ten pages and a scraper get in a second; fewer, and nobody was watching."""
+    flood_rounds: int = 7
+    flood_lookups: int = 500
     start_runs: int = 7
     recovered_chunks: int = 100_000
     recovery_runs: int = 5
@@ -86,6 +90,9 @@ TINY = Scale(
     watched_rounds=1,
     watched_seconds=0.2,
     watched_runs=1,
+    watched_answers=0.0,
+    flood_rounds=1,
+    flood_lookups=20,
     start_runs=1,
     recovered_chunks=256,
     recovery_runs=1,

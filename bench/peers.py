@@ -4,6 +4,7 @@
     peers.py bare URL REQUEST_BYTES                  a bare DEALER that counts round trips
     peers.py matmul                                  products of large bf16 matrices on the first GPU
     peers.py readers PORT PAGES                      web pages that are open, and a scraper; counts answers
+    peers.py flood URL KIND                          a client that sends as fast as it can
     peers.py depot URL MODEL BLOCK_SIZE CHUNKS HASHES_HEX    the scheduler adapter, counting lookups that all hit
 
 They say `"ready"`; a counting one then reads seconds, a line each, and answers `[count, seconds]`. They end with stdin.
@@ -27,7 +28,9 @@ import zmq
 
 _REQUESTS = 1024
 """Request ids a counting client uses in turn."""
-_ANSWER_S = 5.0
+_ANSWER_S = 30.0
+FLOODS = ("lookups", "status", "garbage", "requests whose answers it never reads")
+"""What a client can flood a server with."""
 
 
 def answer(value: Any) -> None:
@@ -144,8 +147,6 @@ def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
             if now >= scraped and connections[0] not in asked:
                 asked[connections[0]] = ask(connections[0], "/metrics")
                 scraped = now + 1.0
-            if any(now - since > _ANSWER_S for since in asked.values()):
-                raise TimeoutError(f"of {pages} pages and a scraper {len(asked)} wait for an answer")
             for key, _ in selector.select(max(0.0, min(end, max(scraped, now + 0.1)) - now)):
                 connection = key.fileobj
                 if not (data := connection.recv(1 << 20)):
@@ -163,6 +164,9 @@ def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
                 if connection is not connections[0]:
                     turn = re.search(rb'"turn":(\d+)', body)
                     asked[connection] = ask(connection, f"/v1/status?after={int(turn[1])}")
+            # After all that has come is read: it may be this process that did not run.
+            if any(now - since > _ANSWER_S for since in asked.values()):
+                raise TimeoutError(f"of {pages} pages and a scraper {len(asked)} wait for an answer")
     return done, time.perf_counter() - begun
 
 
@@ -172,6 +176,39 @@ def ask(connection: socket.socket, path: str) -> float:
     return time.perf_counter()
 
 
+def flood(url: str, kind: str) -> None:
+    """Send one kind of message as fast as the server takes it, until stdin ends; ready when the first is sent."""
+    from kvdepot import wire
+    from kvdepot.shm import Card
+
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    card = Card()
+    socket.connect(url)
+    socket.send(wire.encode_request(0, wire.Hello(wire.VERSION, card.name, card.secret)))
+    socket.recv()
+    lookup = wire.encode_request(1, wire.Lookup("flood", 1, 0, "r", 1, bytes(32)))
+    status = wire.encode_request(1, wire.Status())
+    frame = dict(zip(FLOODS, (lookup, status, bytes(8) + b"garbage", status), strict=True))[kind]
+    reads = kind != FLOODS[-1]
+
+    def send() -> None:
+        while True:
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                socket.poll(1000, zmq.POLLIN | zmq.POLLOUT if reads else zmq.POLLOUT)
+            while reads and socket.poll(0, zmq.POLLIN):
+                socket.recv()
+
+    threading.Thread(target=send, daemon=True).start()
+    answer("ready")
+    sys.stdin.read()
+    card.close()
+    os._exit(0)  # the thread has the socket
+
+
 def main(kind: str, *arguments: str) -> None:
     if kind == "echo":
         echo(arguments[0], int(arguments[1]))
@@ -179,6 +216,8 @@ def main(kind: str, *arguments: str) -> None:
         bare(arguments[0], int(arguments[1]))
     elif kind == "readers":
         readers(int(arguments[0]), int(arguments[1]))
+    elif kind == "flood":
+        flood(*arguments)
     elif kind == "matmul":
         matmul()
     else:

@@ -53,7 +53,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             raise RuntimeError("the readers do not begin")
         say("watched: lookups with and without readers")
         alone, watched, asked = _rounds(context, server.url, prompts, readers, echo, scale)
-        if asked < _PAGES:
+        if asked < scale.watched_answers:
             raise RuntimeError(f"{_PAGES} pages and a scraper had {asked:.1f} answers a second")
     finally:
         if readers is not None:

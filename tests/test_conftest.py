@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Depot
-from .metronome import Metronome, ran_s
+from .conftest import Depot, eventually
+from .metronome import CONTENDED, Metronome, ran_s, slept_s
 from .ports import free_port
 
 pytestmark = pytest.mark.faults
@@ -49,13 +49,48 @@ def test_ports_are_drawn_once_by_all_processes_and_the_kernel_gives_them_to_nobo
 def test_the_metronome_tells_of_all_that_it_did_not_run_up_to_now() -> None:
     metronome = Metronome()
     try:
-        metronome.gaps()
+        metronome.stalled()
         metronome.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, metronome.process.pid, os.WSTOPPED | os.WNOWAIT)
         stopped = time.monotonic()
         time.sleep(0.3)
         going_on = time.monotonic()
         metronome.process.send_signal(signal.SIGCONT)
-        assert any(begin <= stopped and going_on <= end for begin, end in metronome.gaps())
+        stalls = metronome.stalled()
+        assert any(
+            begin <= stopped and going_on <= end and going_on - stopped <= lasted for begin, end, lasted in stalls
+        )
     finally:
         metronome.close()
+
+
+def busy(count: int) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+
+
+def test_a_bound_on_time_hardly_counts_while_every_processor_is_busy() -> None:
+    others = busy(len(os.sched_getaffinity(0)) + 1)
+    try:
+        began = time.monotonic()
+        eventually(lambda: time.monotonic() - began > 2.0)
+        took_s = time.monotonic() - began
+        assert CONTENDED * took_s / 2 < ran_s(began) < took_s / 2
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_what_a_thread_sleeps_is_told_from_what_it_computes_and_from_what_it_waits_for_a_processor() -> None:
+    others = busy(len(os.sched_getaffinity(0)) + 1)
+    try:
+        slept, began = slept_s(), time.monotonic()
+        while time.monotonic() < began + 1.0:
+            pass
+        computing_s = slept_s() - slept
+        time.sleep(1.0)
+        assert computing_s < 0.5 <= 1.0 <= slept_s() - slept
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()

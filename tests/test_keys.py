@@ -82,7 +82,7 @@ def test_hashes_are_the_same_in_every_process_and_on_every_host(seed: str) -> No
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=120,
     )
     assert dict(line.split("=") for line in ran.stdout.splitlines()) == GOLDEN
 

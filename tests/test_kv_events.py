@@ -422,19 +422,26 @@ def test_who_asks_for_replays_all_the_time_gets_a_share_of_the_processor_and_no_
     for number in range(200):
         desk.shelf.store(keys(f"c{number}", 100))
     eventually(lambda: repr(desk.publisher).find("20000 chunks") > 0)
-    clock = time.pthread_getcpuclockid(desk.publisher._thread.ident or 0)
+    thread = Path(f"/proc/self/task/{desk.publisher._thread.native_id}/schedstat")
+
+    def spent_s() -> tuple[float, float]:
+        """Seconds that the publisher's thread has computed, and those that it has waited for a processor."""
+        ran_ns, delayed_ns, _ = map(int, thread.read_text().split())
+        return ran_ns / 1e9, delayed_ns / 1e9
+
     with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
         greedy.setsockopt(zmq.LINGER, 0)
         greedy.connect(replay_endpoint(desk.endpoint))
-        begun, worked = time.monotonic(), time.clock_gettime(clock)
+        begun, (worked, delayed) = time.monotonic(), spent_s()
         replays = 0
-        while time.monotonic() < begun + 1.5:
+        while time.monotonic() < begun + 1.5 or replays < 3:
             greedy.send_multipart((b"", bytes(8)))
             while greedy.recv_multipart()[2] != END:
                 pass
             replays += 1
-        share = (time.clock_gettime(clock) - worked) / (time.monotonic() - begun)
-        assert replays >= 2 and share < 0.35
+        ended, (works, delays) = time.monotonic(), spent_s()
+        # Of the time in which it could have computed: what others had of the processors is not in it.
+        assert (works - worked) / (ended - begun - (delays - delayed)) < 0.35
 
 
 @pytest.mark.parametrize(
@@ -450,7 +457,7 @@ def test_what_is_no_question_for_a_replay_is_passed_over(
         for _ in range(100):
             stranger.send_multipart(frames)
         stranger.send_multipart((b"", bytes(8)))
-        assert stranger.poll(5000)
+        assert stranger.poll(60_000)
         assert stranger.recv_multipart()[1] == TOPIC
     router = subscribe(desk.endpoint)
     desk.shelf.store(keys("c", 3))
@@ -465,7 +472,7 @@ def test_connections_beyond_the_limit_are_shut(start_desk: StartDesk, monkeypatc
     crowd = [socket.socket(socket.AF_UNIX) for _ in range(12)]
     try:
         for each in crowd:
-            each.settimeout(5.0)
+            each.settimeout(60.0)
             each.connect(path)
 
         def shut(one: socket.socket) -> bool:
@@ -479,7 +486,8 @@ def test_connections_beyond_the_limit_are_shut(start_desk: StartDesk, monkeypatc
             return True
 
         for each in crowd:
-            each.settimeout(0.5)
+            each.settimeout(0.1)
+        eventually(lambda: sum(map(shut, crowd)) >= 7)
         assert sum(map(shut, crowd)) == 7
     finally:
         for each in crowd:

@@ -7,12 +7,10 @@ import os
 import resource
 import secrets
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from kvdepot.errors import Busy, KVDepotError, ProtocolError
 from kvdepot.keys import ROOT
 from kvdepot.layout import Layout, Mapping, Segment
 
-from .conftest import Depot, StartDepot, eventually
+from .conftest import HANG_S, Depot, StartDepot, eventually
 from .ports import free_port
 from .test_wire import Raw
 
@@ -364,54 +362,37 @@ while True:
 """
 
 
-def p99_ms(client: MessageQueueClient, lookups: int = 300) -> float:
-    took = []
-    for _ in range(lookups):
-        begun = time.perf_counter()
-        client.ask(lookup(hashes(32), model="victim")).result(20.0)
-        took.append(time.perf_counter() - begun)
-        client.wait(lambda: False, 0.001)
-    return statistics.quantiles(took, n=100)[98] * 1000
-
-
 def resident_mib(server: Depot) -> float:
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-def refused_more_than(server: Depot, before: int) -> bool:
-    return counters(server).get("requests_refused", 0) > before
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["lookups", "status", "garbage", "reads nothing"])
-def test_one_that_floods_leaves_the_others_their_latency_and_the_server_its_memory(
+def test_one_that_floods_is_refused_while_others_are_answered_and_the_servers_memory_stays(
     start_depot: StartDepot, kind: str
 ) -> None:
-    server = start_depot(arena_mib=8)
+    """What it costs the others' latency, the benchmark measures."""
+    # A rate that a flood is beyond on any machine: the usual one a process that hardly runs may not reach.
+    server = start_depot("--max-rate", "1000", arena_mib=8)
     client = MessageQueueClient(server.url, server.context)
-    client.learn_chunk_size(10.0)
+    client.learn_chunk_size(HANG_S)
     resident = resident_mib(server)
-    ratios: list[float] = []
-    # Other work on this machine must not decide: medians of windows, and up to three rounds.
-    while not ratios or min(ratios) > 3:
-        assert len(ratios) < 3, ratios
-        p99_ms(client, 100)
-        alone = statistics.median(p99_ms(client) for _ in range(5))
-        before = counters(server).get("requests_refused", 0)  # the first burst may be all that is beyond the rate
-        flood = subprocess.Popen([sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True)
-        try:
-            assert flood.stdout is not None
-            assert flood.stdout.readline()
-            eventually(partial(refused_more_than, server, before), 20.0)
-            ratios.append(statistics.median(p99_ms(client) for _ in range(5)) / alone)
-        finally:
-            flood.kill()
-            flood.wait()
-            assert flood.stdout is not None
-            flood.stdout.close()
-    print(f"p99 of others: {min(ratios):.2f} times that without {kind}")
-    assert resident_mib(server) - resident < 64
+    flood = subprocess.Popen([sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True)
+    try:
+        assert flood.stdout is not None
+        assert flood.stdout.readline()
+        eventually(lambda: counters(server).get("requests_refused", 0) > 0)
+        for _ in range(500):
+            assert client.ask(lookup(hashes(32), model="victim")).result(HANG_S) == 0
+            client.wait(lambda: False, 0.002)  # it is within its own rate
+        assert flood.poll() is None
+        assert resident_mib(server) - resident < 64
+    finally:
+        flood.kill()
+        flood.wait()
+        assert flood.stdout is not None
+        flood.stdout.close()
     client.close()
 
 

@@ -53,7 +53,7 @@ def run_serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A `kvdepot serve` that is expected to end by itself."""
     return subprocess.run(
         [sys.executable, "-m", "kvdepot.cli", "serve", *flags],
-        capture_output=True, text=True, timeout=30, env={**os.environ, **environ}, check=False,
+        capture_output=True, text=True, timeout=120, env={**os.environ, **environ}, check=False,
     )  # fmt: skip
 
 
@@ -355,7 +355,7 @@ def test_a_signal_ends_the_server_with_0_and_removes_its_files(start_depot: Star
     engine.store(list(range(CHUNK)), [0, 1, 2, 3])
     assert all(path.exists() for path in files(server))
     server.process.send_signal(number)
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     assert not any(path.exists() for path in files(server))
     assert "stopped" in server.logged()
     assert "Traceback" not in server.logged()
@@ -371,7 +371,7 @@ def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -
     done: set[str] = set()
     names = {f"r{number}" for number in range(50)}
     eventually(lambda: done.update(engine.worker.get_finished(names)[0] or ()) or done == names)
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     engine.close()
 
 
@@ -525,7 +525,7 @@ def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDe
     engine, tokens = Engine(first), list(range(CHUNK))
     engine.store(tokens, [0, 1, 2, 3])
     first.process.send_signal(number)
-    assert first.process.wait(10) == 0
+    assert first.process.wait(60) == 0
     assert [path.exists() for path in files(first)] == [False, False, True]
     second = start_depot(url=first.url, name=first.name, arena_mib=8)
     assert second.status()["chunks"] == 1
@@ -595,7 +595,7 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
 def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
     server = start_depot(arena_mib=4) if when == "before the server met it" else None
     code = "import os; from kvdepot.shm import Card; c = Card(); print(c.name, flush=True); os.kill(os.getpid(), 9)"
-    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert died.returncode == -signal.SIGKILL
     card = SHM / died.stdout.strip()
     server = server or start_depot(arena_mib=4)
@@ -717,7 +717,7 @@ def test_status_without_a_server_exits_1_and_names_the_address(
     asked_in_vain: tuple[str, subprocess.Popen[str]],
 ) -> None:
     url, process = asked_in_vain
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert out == ""
     assert "Traceback" not in err

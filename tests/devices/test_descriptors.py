@@ -90,12 +90,12 @@ class Worker:
 
     def end(self) -> tuple[int, str]:
         """Ends the process; how many files it had open, and what it said to its log."""
-        out, err = self.process.communicate("", timeout=20)
+        out, err = self.process.communicate("", timeout=120)
         return int(out), err
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=120)
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ except OSError:
     print(0)
 """
     try:
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     finally:
         worker.path.chmod(0o600)
     assert done.stdout == "0\n", done.stderr
@@ -308,7 +308,7 @@ try:
 except PermissionError:
     print("no")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "no\n", done.stderr
 
 

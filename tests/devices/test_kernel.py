@@ -92,7 +92,7 @@ class Interpreter:
 
     def close(self) -> None:
         with self._log:
-            self._process.communicate(timeout=20)  # closes its stdin, upon which it ends
+            self._process.communicate(timeout=120)  # closes its stdin, upon which it ends
 
 
 @pytest.fixture(scope="module")

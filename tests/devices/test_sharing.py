@@ -52,7 +52,7 @@ class Peer:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            _, log = self.process.communicate(timeout=20)
+            _, log = self.process.communicate(timeout=120)
             pytest.fail(f"the peer is gone:\n{log}")
         kind, value = json.loads(line)
         if kind != "ok":
@@ -61,7 +61,7 @@ class Peer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=120)
 
 
 class Raised(Exception):
@@ -93,7 +93,7 @@ def start_peer(machine: Machine) -> Iterator[Callable[..., Peer]]:
     logs = []
     for peer in peers:
         if peer.process.poll() is None:
-            _, log = peer.process.communicate("", timeout=20)
+            _, log = peer.process.communicate("", timeout=120)
             logs.append(log)
     assert not any(logs), "".join(logs)
 
@@ -284,7 +284,7 @@ def test_a_thousand_pieces_are_mapped_and_given_back(machine: Machine, start_pee
         assert held(large, server) == NOTHING
         assert not large.failures()
         for peer in (worker, server):
-            _, log = peer.process.communicate("", timeout=20)
+            _, log = peer.process.communicate("", timeout=120)
             assert not log
     finally:
         large.close()

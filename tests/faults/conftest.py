@@ -19,10 +19,10 @@ import pytest
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
 
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -120,7 +120,7 @@ class Nursery:
     def close(self) -> None:
         self._channel.close()
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(HANG_S)
 
 
 @pytest.fixture(scope="session")
@@ -192,7 +192,7 @@ class Watcher:
         self._client = MessageQueueClient(depot.url, depot.context)
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.ask(wire.Status()).result(10.0)
+        answer: dict[str, Any] = self._client.ask(wire.Status()).result(HANG_S)
         return answer
 
     def stop_in_copy(self, depot: Depot, driver: Driver, begin: Callable[[int], dict[str, Any]]) -> str:
@@ -202,7 +202,7 @@ class Watcher:
         """
         for attempt in range(20):
             driver.send(**begin(attempt))
-            deadline = time.monotonic() + 0.5
+            deadline = time.monotonic() + 0.5  # past it the copy is over, or will be taken at the next attempt
             while not self.status()["operations"] and time.monotonic() < deadline:
                 pass
             stop(depot.process)

@@ -25,6 +25,7 @@ from kvdepot import wire
 from kvdepot.adapters import KVCacheHandle, LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError, Unavailable
+from tests.metronome import slept_s
 
 BLOCK = 16
 """Tokens a block."""
@@ -32,6 +33,7 @@ PREEMPTION_S = 0.05
 PACE_S = 0.0005
 """What a forward pass takes."""
 DRAIN_S = 20.0
+"""How long what is under way may take to end, in time that this thread sleeps: less than a request's own deadline."""
 
 
 class Prompt:
@@ -204,10 +206,10 @@ class ToyEngine:
     def lookup(self, family: int, chunks: int, keep: str = "") -> int:
         """Chunks that hit; their pins go at once unless the request is given a name to `keep` them under."""
         request_id = keep or self.new_id("lookup")
-        began = time.monotonic()
+        began = slept_s()
         self.scheduler.maybe_submit_lookup_request(request_id, token_ids=self.prompt(family, chunks).tokens)
-        tokens = self.scheduler.wait_lookup_result(request_id, 5.0)
-        self.lookup_s.append(time.monotonic() - began)
+        tokens = self.scheduler.wait_lookup_result(request_id, DRAIN_S)
+        self.lookup_s.append(slept_s() - began)
         assert tokens is not None, "a lookup was not answered in time"
         self.scheduler.cleanup_lookup_result(request_id)
         if not keep:
@@ -276,9 +278,9 @@ class ToyEngine:
         return total
 
     def _wait(self, done: Any, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = slept_s() + timeout_s
         while not done():
-            assert time.monotonic() < deadline, f"not done within {timeout_s} s"
+            assert slept_s() < deadline, f"not done within {timeout_s} s"
             time.sleep(0.0005)
 
     # -- traffic
@@ -294,7 +296,7 @@ class ToyEngine:
         admit: bool = True,
     ) -> None:
         """One engine step: admit, look up, load, compute, store, finish; now and then preempt or abort."""
-        began = time.monotonic()
+        began = slept_s()
         if admit and len(self.requests) < running:
             self._admit(first_family + self.random.randrange(families), self.random.randint(1, chunks))
         for request in list(self.requests.values()):
@@ -318,7 +320,7 @@ class ToyEngine:
             self._abort(self.random.choice(list(self.requests.values())))
         if self.random.random() < preempt:
             self._preempt()
-        self.step_s.append(time.monotonic() - began)
+        self.step_s.append(slept_s() - began)
 
     def _reported(self) -> list[str]:
         """What vLLM reports finished in this step; now and then again what it has reported before."""
@@ -335,13 +337,13 @@ class ToyEngine:
 
     def _look_up(self, request: Request) -> None:
         request.state = State.LOOKING_UP
-        self.born[request.id] = time.monotonic()
+        self.born[request.id] = slept_s()
         self.scheduler.maybe_submit_lookup_request(request.id, token_ids=request.prompt.tokens)
 
     def _start(self, request: Request) -> None:
         tokens = self.scheduler.check_lookup_result(request.id)
         if request.id in self.born and tokens is not None:
-            self.lookup_s.append(time.monotonic() - self.born.pop(request.id))
+            self.lookup_s.append(slept_s() - self.born.pop(request.id))
         if tokens is None or (blocks := self.take(len(request.prompt.keys))) is None:
             return
         request.blocks = blocks
@@ -415,9 +417,9 @@ class ToyEngine:
 
     def drain(self, timeout_s: float = DRAIN_S) -> None:
         """Step until every request has ended."""
-        deadline = time.monotonic() + timeout_s
+        deadline = slept_s() + timeout_s
         while self.requests:
-            assert time.monotonic() < deadline, f"never ended: {list(self.requests.values())!r:.2000}"
+            assert slept_s() < deadline, f"never ended: {list(self.requests.values())!r:.2000}"
             self.step(admit=False, preempt=0, abort=0)
             time.sleep(0.001)
 
@@ -429,7 +431,7 @@ class ToyEngine:
         return self.stats()
 
     def stats(self) -> dict[str, Any]:
-        """What has happened since the last call. Times in seconds."""
+        """What has happened since the last call. Times are seconds in which this thread slept or was blocked."""
         steps, self.step_s = sorted(self.step_s), []
         lookups, self.lookup_s = sorted(self.lookup_s), []
         counters, self.counters = dict(self.counters), Counter()

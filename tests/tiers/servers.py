@@ -88,7 +88,7 @@ class RedisServer(Server):
     def cli(self, *words: str) -> str:
         """A command by `redis-cli`; what it answers."""
         command = ["redis-cli", "-p", str(self.port), "--no-auth-warning", *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
 
 
 def redis_cluster(directory: Path, nodes: int = 3) -> list[RedisServer]:

@@ -132,7 +132,6 @@ def test_memory_and_disk_together_hold_what_memory_alone_cannot(start_depot: Sta
             assert toy.hits([family], CHUNKS) == CHUNKS
 
 
-@pytest.mark.alone
 def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
     start_depot: StartDepot, redis_server: RedisServer
 ) -> None:
@@ -141,16 +140,14 @@ def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
         assert toy.store(1, CHUNKS)
         eventually(lambda: saved(depot) == CHUNKS)
         with redis_server.stopped():
-            late = []
+            # How much later than the deadline, and what a hit in memory takes meanwhile, the benchmark measures.
             for family in range(10, 14):
-                begun = time.monotonic()
                 assert toy.lookup(family, CHUNKS) == 0
-                late.append(ran_s(begun))
-            assert max(late) < 0.3 + 0.25, late  # the benchmark measures it; here it must not hang
-            begun = time.monotonic()
+            eventually(lambda: tier(depot)["state"] == "left alone")
+            late = tier(depot)["counters"]["late"]
+            assert 0 < late <= 4
             assert toy.hits([1], CHUNKS) == CHUNKS
-            assert ran_s(begun) < 0.25
-            assert tier(depot)["state"] == "left alone"
+            assert tier(depot)["counters"]["late"] == late, "what is in memory has waited for the store"
         eventually(lambda: tier(depot)["state"] == "up", 60.0)
         assert toy.store(2, CHUNKS)
         eventually(lambda: saved(depot) == 2 * CHUNKS)

@@ -768,8 +768,8 @@ def test_what_is_not_mounted_is_not_made_anew_underneath(
 # -- many objects
 
 
-@pytest.mark.alone
-def test_with_a_hundred_thousand_objects_it_opens_at_once_and_is_counted_in_five_seconds(root: Path) -> None:
+def test_with_a_hundred_thousand_objects_it_is_open_before_they_are_counted(root: Path) -> None:
+    """And serves meanwhile. How soon they are counted, the benchmark measures."""
     count = 100_000
     for number in range(count):
         name = name_of(number)
@@ -779,9 +779,8 @@ def test_with_a_hundred_thousand_objects_it_opens_at_once_and_is_counted_in_five
             path.mkdir(parents=True, exist_ok=True)
         (path / rest).write_bytes(number.to_bytes(8, "little"))
     Disk(root, GIB).close()  # which ends the counting
-    before = time.perf_counter()
     tier = Disk(root, GIB)
-    opened = time.perf_counter() - before
+    assert tier.usage().objects is None, "it has waited for all to be counted"
     misses = 0
     while tier.usage().objects is None:
         area = bytearray(8)
@@ -792,9 +791,7 @@ def test_with_a_hundred_thousand_objects_it_opens_at_once_and_is_counted_in_five
             assert tier.write([Blob(name_of(count + 1), [memoryview(area)])]) in ([False], [True])
         misses += 1
         time.sleep(0.001)  # the counting shares our interpreter
-    counted = time.perf_counter() - before
-    print(f"opened in {opened:.3f} s, counted in {counted:.2f} s")
+    assert misses > 0
     assert tier.usage().objects in (count, count + 1)
-    assert opened < 0.5 and counted < 5
     assert tier.forget("", "") >= count
     tier.close()

@@ -179,7 +179,7 @@ def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(own_ser
 
 
 def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_on(own_server: S3Server) -> None:
-    tier = parse(url(own_server.endpoint, "&timeout_s=0.5&requests=4")).open()
+    tier = parse(url(own_server.endpoint, "&timeout_s=1&requests=4")).open()
     data = content(1, 1 << 20)
     names = [name_of(n) for n in range(60)]
     assert put(tier, 1, data)
@@ -194,7 +194,7 @@ def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_
             begun = time.monotonic()
             with pytest.raises(TierError, match="TimedOut"):
                 call()
-            assert ran_s(begun) < 2.0, call
+            assert ran_s(begun) < 4.0, call
     eventually(lambda: alive(tier), 20.0)
     assert get(tier, 1, len(data)) == data
 

@@ -385,7 +385,7 @@ def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_
     start: Start, open_tier: OpenTier
 ) -> None:
     server = start()
-    tier = open_tier(f"redis://127.0.0.1:{server.port}?timeout_s=0.3")
+    tier = open_tier(f"redis://127.0.0.1:{server.port}?timeout_s=1")
     data = content(1, 8 << 20)
     assert put(tier, 1, data)
     with server.stopped():
@@ -400,7 +400,7 @@ def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_
             begun = time.monotonic()
             with pytest.raises(TierError, match="imeout"):
                 call()
-            assert ran_s(begun) < 2.0
+            assert ran_s(begun) < 4.0
     tier.usage()
     assert get(tier, 1, len(data)) in (data, None)  # the server may have received UNLINK
     assert put(tier, 2, data) and get(tier, 2, len(data)) == data
@@ -477,7 +477,7 @@ def test_objects_are_found_where_a_cluster_moved_them(cluster: list[RedisServer]
 
 
 def test_a_cluster_with_a_node_that_hangs_is_an_error_in_time(cluster: list[RedisServer], open_tier: OpenTier) -> None:
-    url = f"redis+cluster://127.0.0.1:{cluster[0].port},127.0.0.1:{cluster[1].port}?prefix={prefix()}&timeout_s=0.3"
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port},127.0.0.1:{cluster[1].port}?prefix={prefix()}&timeout_s=1"
     tier = open_tier(url)
     names = [name_of(n) for n in range(30)]
     blobs = [Blob(name, [memoryview(b"x")]) for name in names]
@@ -487,7 +487,7 @@ def test_a_cluster_with_a_node_that_hangs_is_an_error_in_time(cluster: list[Redi
             begun = time.monotonic()
             with pytest.raises(TierError):
                 call()
-            assert ran_s(begun) < 3.0
+            assert ran_s(begun) < 4.0
     eventually(lambda: all(one.cli("cluster", "info").startswith("cluster_state:ok") for one in cluster), 20.0)
     assert eventually(lambda: alive(tier))
     assert tier.find(names) == [True] * 30

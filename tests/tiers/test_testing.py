@@ -104,7 +104,7 @@ def test_the_suite_notices_every_tier_that_has_one_thing_wrong(tmp_path: Path) -
             sys.executable, "-m", "pytest", "-q", "-s", "-p", "test_mutants", "-p", "no:cacheprovider",
             "--rootdir", str(tmp_path), str(module),
         ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": os.pathsep.join(
             [str(tmp_path), *sys.path])},
     )  # fmt: skip
     noticed = {int(line.split()[1][4:]) for line in ended.stdout.splitlines() if "noticed Test" in line}

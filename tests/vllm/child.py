@@ -44,7 +44,7 @@ class Child:
     def add_and_look_up(self, request: dict[str, Any]) -> None:
         self.add(request)
         lookups = self.scheduler.connector._scheduler.lookup_futures
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not all(future.query() for future in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"
 
@@ -63,7 +63,7 @@ class Child:
                         "cached": output.num_cached_tokens,
                     }
         # Blocks that wait for a store are freed by steps with nothing scheduled.
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.scheduler.requests and time.monotonic() < deadline:
             self.engine.engine_core.get_output()
         assert not self.scheduler.requests, f"never freed: {list(self.scheduler.requests)}"

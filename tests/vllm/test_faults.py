@@ -68,7 +68,7 @@ def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_
     with ThreadPoolExecutor(1) as background:
         troubled = background.submit(trouble)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 400
             while kills < 5:
                 assert time.monotonic() < deadline, f"only {kills} kills"
                 for number, tokens in enumerate(PROMPTS):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from kvdepot import wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ROOT
 
-from ..conftest import eventually
+from ..conftest import HANG_S, eventually
 from ..metronome import ran_s
 from .conftest import StartWeb, Web, need
 
@@ -141,28 +140,19 @@ def crowd_of_readers(web: Web) -> Iterator[None]:
                 thread.join()
 
 
-@pytest.mark.alone
-def test_slow_readers_and_ten_pages_do_not_change_the_depots_answers(start_web: StartWeb) -> None:
+def test_no_lookup_waits_for_slow_readers_or_ten_pages(start_web: StartWeb) -> None:
+    """All lookups are answered while slow ones still read nothing. What pages cost lookups, the benchmark measures."""
     web = start_web()
     client = MessageQueueClient(web.depot.url, web.depot.context)
-    hashes = ROOT * 64
-    took: dict[bool, list[float]] = {False: [], True: []}
 
-    def look_up(is_crowded: bool) -> None:
-        for i in range(600):
-            began = time.perf_counter()
-            assert client.ask(wire.Lookup("m", 1, 1, f"r{i}", 1, hashes)).result(10.0) == 0
-            took[is_crowded].append(time.perf_counter() - began)
+    def answered_before_they_are_given_up() -> bool:
+        with crowd_of_readers(web):
+            for i in range(600):
+                assert client.ask(wire.Lookup("m", 1, 1, f"r{i}", 1, ROOT * 64)).result(HANG_S) == 0
+            return open_connections(web) > 10  # more than the pages
 
     try:
-        look_up(False)
-        took[False].clear()
-        for _ in range(4):
-            look_up(False)
-            with crowd_of_readers(web):
-                look_up(True)
+        eventually(answered_before_they_are_given_up, HANG_S)
     finally:
         client.close()
-    # Two processors, the test's own threads among them: what must not be is that a lookup waits for a reader.
-    assert statistics.median(took[True]) < 3 * statistics.median(took[False])
-    assert web.status()["counters"]["lookups"] == 600 * 9
+    assert web.status()["counters"]["lookups"] % 600 == 0

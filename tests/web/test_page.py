@@ -327,10 +327,14 @@ def test_a_page_that_nobody_looks_at_asks_nothing(site: Site, open_page: OpenPag
     page = open_page()
     hide = "value => { Object.defineProperty(document, 'hidden', { value, configurable: true });"
     page.evaluate(hide + "document.dispatchEvent(new Event('visibilitychange')); }", True)
-    page.wait_for_timeout(1500)  # what was under way
+
+    def asks_nothing() -> bool:
+        before = len(site.asked)
+        page.wait_for_timeout(2500)
+        return len(site.asked) == before
+
+    eventually(asks_nothing, 20.0)  # once what was under way has come
     asked = len(site.asked)
-    page.wait_for_timeout(2500)
-    assert len(site.asked) == asked
     page.evaluate(hide + "document.dispatchEvent(new Event('visibilitychange')); }", False)
     eventually(lambda: len(site.asked) > asked)
 
@@ -341,11 +345,12 @@ def test_the_page_asks_one_thing_a_second_however_often_it_is_hidden_and_shown(s
     for _ in range(20):
         page.evaluate(show)
     page.wait_for_timeout(1500)  # what was under way
-    before = len(site.asked)
+    before, began = len(site.asked), time.monotonic()
     page.wait_for_timeout(3500)
+    eventually(lambda: len(site.asked) >= before + 2)
     asked = site.asked[before:]
     assert set(asked) == {"/v1/status"}
-    assert 2 <= len(asked) <= 5
+    assert len(asked) <= time.monotonic() - began + 1.5, "more than once a second"
 
 
 @pytest.mark.parametrize("what", ["trouble", "gibberish"])
@@ -355,9 +360,11 @@ def test_where_there_is_no_status_the_page_waits_a_second_before_it_asks_again(
     page = open_page()
     setattr(site, what, what == "gibberish" or "it hangs")
     shows(page, "#state", "Not")
-    before = len(site.asked)
+    before, began = len(site.asked), time.monotonic()
     page.wait_for_timeout(3500)
-    assert 1 <= len(site.asked) - before <= 4
+    eventually(lambda: len(site.asked) > before)
+    asked = len(site.asked) - before
+    assert asked <= time.monotonic() - began + 1, "more than once a second"
 
 
 def test_the_same_turn_again_is_not_asked_for_at_once(site: Site, open_page: OpenPage) -> None:

@@ -1,0 +1,156 @@
+"""Run the parts of the test suite, and run again, once and alone, each test that failed.
+
+    python scripts/run_tests.py [unit] [faults] [alone] [vllm]
+
+A test that passes the second time is flaky: the last lines name it, its first failure stays in the output above, and
+the run succeeds. A test that fails twice fails the run, and so does what is no failure of a single test: more than
+`MOST` failures in a part, a crashed worker, an error at collection, an interrupted pytest. No part runs after one that
+has failed. pytest loads this file as a plugin, too: that is how it reports which tests failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PARTS = {
+    "unit": ["-m", "not vllm and not faults", "tests"],
+    "faults": ["-m", "faults and not alone", "-n", "3", "--dist", "loadfile", "tests"],
+    "alone": ["-m", "faults and alone", "tests"],
+    "vllm": ["-m", "vllm", "tests"],
+}
+MOST = 5
+"""Tests of a part that are run again; if more fail, the change under test is broken."""
+
+# -- what runs pytest
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a pytest process reported: node ids, and what failed that is no test."""
+
+    passed: list[str] = dataclasses.field(default_factory=list)
+    failed: list[str] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
+
+
+class PartFailed(Exception):
+    """Why the run fails."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="run_tests.py", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    names = parser.parse_args().parts or list(PARTS)
+    for name in names:
+        if name not in PARTS:
+            parser.error(f"{name!r} is none of {', '.join(PARTS)}")
+    return run({name: PARTS[name] for name in names})
+
+
+def run(parts: dict[str, list[str]]) -> int:
+    """Run parts (pytest's arguments, by name) one after the other; the exit code."""
+    flaky: list[str] = []
+    failure = ""
+    try:
+        for name, arguments in parts.items():
+            run_part(name, arguments, flaky)
+    except PartFailed as exc:
+        failure = str(exc)
+    for test in flaky:
+        say(f"FLAKY: {test}")
+    if failure:
+        say(f"FAILED: {failure}")
+    return 1 if failure else 0
+
+
+def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
+    """Raises `PartFailed`; appends to `flaky` as it finds them."""
+    outcome, status = run_pytest(arguments)
+    if status == 0:
+        return
+    if outcome.broken or status != pytest.ExitCode.TESTS_FAILED or not outcome.failed:
+        raise PartFailed("; ".join([f"{name}: pytest exited with status {status}", *outcome.broken]))
+    if len(outcome.failed) > MOST:
+        raise PartFailed(f"{name}: {len(outcome.failed)} tests failed; with more than {MOST}, none is run again")
+    failed_twice = []
+    for test in outcome.failed:
+        say(f"\nThis test failed and is run again, alone: {test}")
+        again, status = run_pytest([test])
+        if status == 0 and test in again.passed:  # one that is skipped now has not passed
+            flaky.append(test)
+        else:
+            failed_twice.append(test)
+    if failed_twice:
+        raise PartFailed(f"{name}: failed twice: {', '.join(failed_twice)}")
+
+
+def run_pytest(arguments: list[str]) -> tuple[Outcome, int]:
+    """Run pytest in a process of its own, its output ours; what it reported, and its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "outcome.json")
+        command = [sys.executable, "-m", "pytest", "-p", "scripts.run_tests", f"--outcome={report}", *arguments]
+        status = subprocess.run(command, check=False).returncode
+        if not report.exists():  # it was killed, or never began
+            return Outcome(broken=["it ended without a report"]), status or 1
+        return Outcome(**json.loads(report.read_text())), status
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+# -- the plugin
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcome", metavar="FILE", help="where scripts/run_tests.py finds what passed and failed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--outcome") and not hasattr(config, "workerinput"):  # xdist's workers report to us
+        config.pluginmanager.register(Recorder(Path(config.getoption("--outcome"))))
+
+
+class Recorder:
+    """Writes the `Outcome` when pytest ends."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._passed: set[str] = set()
+        self._failed: dict[str, None] = {}  # in the order in which they failed
+        self._broken: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:  # in its call, or in what comes before and after it
+            self._failed[report.nodeid] = None
+        elif report.passed and report.when == "call":
+            self._passed.add(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._broken.append(f"{report.nodeid} cannot be collected")
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self._broken.append("pytest met an error of its own")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error:
+            self._broken.append(f"worker {node.gateway.id} crashed")
+
+    def pytest_sessionfinish(self) -> None:
+        outcome = Outcome(sorted(self._passed - set(self._failed)), list(self._failed), self._broken)
+        self._file.write_text(json.dumps(dataclasses.asdict(outcome)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

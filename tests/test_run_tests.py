@@ -1,0 +1,145 @@
+"""`make test` runs a failed test again, once and alone: it says which are flaky, and hides no failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scripts.run_tests import MOST
+
+ROOT = Path(__file__).parent.parent
+RunParts = Callable[..., "subprocess.CompletedProcess[str]"]
+
+GOOD = """
+import pytest
+@pytest.mark.parametrize("what", ["a b", "c::d", "e/f"])
+def test_good(what): pass
+"""
+FLAKY = """
+from pathlib import Path
+import pytest
+def first_time(name):
+    beside = Path(__file__).with_name(name)
+    if not beside.exists():
+        beside.touch()
+        return True
+    return False
+@pytest.mark.parametrize("what", ["x [y]::z"])
+def test_flaky(what):
+    assert not first_time("called"), "the first failure"
+@pytest.fixture
+def shaky():
+    yield
+    assert not first_time("torn-down"), "the first teardown"
+def test_flaky_afterwards(shaky): pass
+"""
+BAD = 'def test_bad():\n    assert False, "never right"\n'
+MANY = f"""
+import pytest
+@pytest.mark.parametrize("number", range({MOST + 1}))
+def test_many(number): assert False
+"""
+CRASH = """
+import os
+from pathlib import Path
+def test_crash():
+    beside = Path(__file__).with_name("crashed")
+    if not beside.exists():
+        beside.touch()
+        os._exit(9)
+"""
+SKIPPED_LATER = """
+from pathlib import Path
+import pytest
+def test_skipped_later():
+    beside = Path(__file__).with_name("called-before")
+    if beside.exists():
+        pytest.skip("not again")
+    beside.touch()
+    assert False
+"""
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture
+def run_parts(tmp_path: Path) -> RunParts:
+    """Run files of tests as parts, each with pytest's arguments: `run_parts(one=["file.py"], **files)`."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q -p xdist\n")
+
+    def run(files: dict[str, str], **parts: list[str]) -> subprocess.CompletedProcess[str]:
+        for name, content in files.items():
+            (tmp_path / f"{name}.py").write_text(content)
+        code = "import json, sys; from scripts.run_tests import run; sys.exit(run(json.loads(sys.argv[1])))"
+        return subprocess.run(
+            [sys.executable, "-c", code, json.dumps(parts)], cwd=tmp_path, text=True, check=False, timeout=300,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+def test_a_flaky_test_is_named_last_its_failure_is_shown_and_the_other_parts_run(
+    run_parts: RunParts, workers: list[str]
+) -> None:
+    files = {"test_good": GOOD, "test_flaky": FLAKY}
+    done = run_parts(files, one=[*workers, "test_good.py", "test_flaky.py"], two=["test_good.py"])
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert sorted(lines[-2:]) == [
+        "FLAKY: test_flaky.py::test_flaky[x [y]::z]",
+        "FLAKY: test_flaky.py::test_flaky_afterwards",
+    ]
+    assert done.stdout.count("E       AssertionError: the first failure\n") == 1
+    assert done.stdout.count("E       AssertionError: the first teardown\n") == 1
+    summaries = [line.split(" in ")[0] for line in lines if " passed" in line and " in " in line]
+    assert summaries == ["1 failed, 4 passed, 1 error", "1 passed", "1 passed", "3 passed"]
+
+
+def test_where_nothing_is_flaky_the_last_line_is_pytests_own(run_parts: RunParts) -> None:
+    done = run_parts({"test_good": GOOD}, one=["test_good.py"], two=["-n", "2", "test_good.py"])
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1].startswith("3 passed in ") and "FLAKY" not in done.stdout
+
+
+def test_a_test_that_fails_twice_fails_the_run_which_still_names_the_flaky_ones(run_parts: RunParts) -> None:
+    done = run_parts({"test_flaky": FLAKY, "test_bad": BAD}, one=["test_flaky.py"], two=["test_bad.py"], three=["."])
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) > 3
+    assert "FLAKY: test_flaky.py::test_flaky[x [y]::z]" in done.stdout.splitlines()[-3:]
+    assert done.stdout.splitlines()[-1] == "FAILED: two: failed twice: test_bad.py::test_bad"
+    assert done.stdout.count("E       AssertionError: never right\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "why"),
+    [
+        (MANY, [], f"{MOST + 1} tests failed"),
+        (CRASH, ["-n", "2"], "worker gw. crashed"),
+        (CRASH, [], "ended without a report"),
+        ("import no_such_module\n", [], "cannot be collected"),
+        ("import no_such_module\n", ["-n", "2"], "cannot be collected"),
+        ("def test_interrupted(): raise KeyboardInterrupt\n", [], "status 2"),
+        (GOOD, ["--no-such-option"], "status 4"),
+        (GOOD, ["-k", "no_such_test"], "status 5"),
+        (SKIPPED_LATER, [], "failed twice: test_it.py::test_skipped_later"),
+    ],
+    ids=[
+        "more failures than are run again", "a crashed worker", "a crashed pytest", "an error at collection",
+        "an error at a worker's collection", "an interrupt", "a usage error", "no tests", "skipped the second time",
+    ],
+)  # fmt: skip
+def test_what_is_no_flaky_test_fails_the_run(run_parts: RunParts, content: str, arguments: list[str], why: str) -> None:
+    done = run_parts({"test_it": content}, it=[*arguments, "test_it.py"])
+    assert done.returncode == 1, done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("FAILED: it: "), done.stdout
+    assert any(word in last for word in (why, why.replace(".", "0"), why.replace(".", "1"))), last
+    assert "FLAKY" not in done.stdout
