@@ -162,6 +162,30 @@ def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: 
         assert f"Usage: kvdepot {name} " in capsys.readouterr().out
 
 
+def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
+    from kvdepot.cli.root import root
+
+    context = click.Context(root)
+    owners: dict[str, set[str]] = {}
+    for name in root.list_commands(context):
+        command = root.get_command(context, name)
+        assert command is not None
+        for option in (each for each in command.params if isinstance(each, click.Option)):
+            for word in option.opts:
+                owners.setdefault(word, set()).add(name)
+    assert owners["--keys"] == {"serve", "config"}  # the server's folder of keys, and nothing else
+    assert owners["--hashes"] == {"warm", "pin"}
+
+
+@pytest.mark.parametrize("words", [["warm"], ["pin", "name"]], ids=" ".join)
+def test_a_prompt_that_is_named_twice_or_not_at_all_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in ([], ["--tokens", "a", "--hashes", "b"]):
+        assert cli.main([*words, *given]) == 2
+        assert "give exactly one of --tokens and --hashes" in capsys.readouterr().err
+
+
 def test_to_serve_neither_tables_nor_commands_of_people_are_imported() -> None:
     script = (
         "import sys; from kvdepot.cli import main; code = main(['serve', '--chunk-size', '0']); "

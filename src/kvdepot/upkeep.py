@@ -60,27 +60,27 @@ def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[M
         context.term()
 
 
-def read_prompt(client: MessageQueueClient, tokens: str | None, keys: str | None, model: str, salt: str) -> Prompt:
-    """The chunks that a file names: token ids (JSON, or numbers apart from each other), or keys in hex; `-`: stdin.
+def read_prompt(client: MessageQueueClient, tokens: str | None, hashes: str | None, model: str, salt: str) -> Prompt:
+    """The chunks of the prompt in a file: token ids (JSON, or separated numbers), or chunk hashes in hex; `-`: stdin.
 
     model: a name that the server lists, or the beginning of just one; empty: the only one there is. Raises ConfigError.
     """
-    file = tokens or keys or "-"
+    file = tokens or hashes or "-"
     try:
         words = re.findall(r"[^\s,\[\]\"]+", sys.stdin.read() if file == "-" else Path(file).read_text())
-        hashes = b"" if tokens else b"".join(map(_key, words))
+        chunks = b"" if tokens else b"".join(map(_hash, words))
         ids = [int(word) for word in words] if tokens else []
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     except ValueError as exc:
-        raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'keys'}: {exc}") from exc
-    return make_prompt(client, ids, hashes, model, salt, file)
+        raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'chunk hashes'}: {exc}") from exc
+    return make_prompt(client, ids, chunks, model, salt, file)
 
 
 def make_prompt(
     client: MessageQueueClient, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
 ) -> Prompt:
-    """The chunks of these token ids, or those with these keys. model: as above. what: its name in errors.
+    """The chunks of these token ids, or those with these hashes. model: as above. what: its name in errors.
 
     Raises ConfigError.
     """
@@ -124,11 +124,11 @@ def _shape_named(client: MessageQueueClient, model: str) -> tuple[str, int, int]
     return shape
 
 
-def _key(word: str) -> bytes:
-    key = bytes.fromhex(word)
-    if len(key) != HASH_BYTES:
+def _hash(word: str) -> bytes:
+    chunk = bytes.fromhex(word)
+    if len(chunk) != HASH_BYTES:
         raise ValueError(f"{word[:80]} is not {HASH_BYTES} bytes")
-    return key
+    return chunk
 
 
 def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:

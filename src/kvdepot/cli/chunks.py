@@ -24,15 +24,15 @@ __all__ = ["check", "forget", "pin", "unpin", "warm"]
 
 @contextmanager
 def _prompt(
-    url: str | None, key: str | None, tokens: str | None, keys: str | None, model: str, salt: str
+    url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
 ) -> Iterator[tuple[MessageQueueClient, Prompt, Progress]]:
-    """A server, the prompt that is meant, and whom to tell how far it is."""
+    """A connection, the prompt that the options name, and a progress bar."""
     from kvdepot import upkeep
 
-    if bool(tokens) == bool(keys):
-        raise click.UsageError("give the prompt as one of --tokens FILE and --keys FILE")
+    if bool(tokens) == bool(hashes):
+        raise click.UsageError("give exactly one of --tokens and --hashes")
     with connect(url, key) as client:
-        prompt = upkeep.read_prompt(client, tokens, keys, model, salt)
+        prompt = upkeep.read_prompt(client, tokens, hashes, model, salt)
         with progress() as told:
             yield client, prompt, told
 

@@ -40,18 +40,18 @@ def web(command: Decorated) -> Decorated:
 
 
 def prompt(command: Decorated) -> Decorated:
-    """--tokens or --keys, --model and --salt: which prompt."""
+    """--tokens or --hashes, --model and --salt: which prompt."""
     for option in reversed(
         [
             click.option(
                 "--tokens", metavar="FILE", type=_FILE, help="the prompt's token ids, JSON or plain; - = standard input"
             ),
             click.option(
-                "--keys", metavar="FILE", type=_FILE,
-                help="keys of chunks in hex, from the prompt's start; - = standard input",
+                "--hashes", metavar="FILE", type=_FILE,
+                help="the prompt's chunk hashes in hex, from its start; - = standard input",
             ),
             click.option(
-                "--model", default="", metavar="NAME", help="as `kvdepot status` lists it, or the beginning of one only"
+                "--model", default="", metavar="NAME", help="a name that `kvdepot status` lists, or a unique prefix"
             ),
             click.option("--salt", default="", metavar="TEXT", help="cache_salt of the requests"),
         ]
