@@ -606,6 +606,80 @@ def test_what_is_to_be_forgotten_must_be_said(depot: Depot) -> None:
     assert "--model, --salt or --all" in done.stderr
 
 
+@pytest.mark.parametrize("words", [["--all", "--model", "m"], ["--all", "--salt", "s"]], ids=" ".join)
+def test_to_forget_everything_and_one_thing_is_a_contradiction(words: list[str], depot: Depot) -> None:
+    done = run("forget", *words, "--yes", "--url", depot.url)
+    assert done.returncode == 2
+    assert "--all forgets everything" in done.stderr
+
+
+@pytest.mark.faults
+def test_to_forget_everything_wants_yes_where_nobody_can_be_asked(depot: Depot, used: Engine) -> None:
+    done = run("forget", "--all", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--yes" in done.stderr and "--dry-run" in done.stderr
+    assert used.lookup([1] * CHUNK) == CHUNK
+    done = run("forget", "--all", "--yes", "--json", "--url", depot.url)
+    assert (done.returncode, json.loads(done.stdout)["memory"] >= 2) == (0, True), done.stderr
+    assert used.lookup([1] * CHUNK) == 0
+
+
+@pytest.mark.faults
+def test_a_dry_run_tells_what_would_be_forgotten_and_forgets_nothing(start_depot: StartDepot, tmp_path: Path) -> None:
+    tier = f"disk://{tmp_path}/kv"
+    depot = start_depot("--tiers", f"{tier}?capacity_gib=1")
+    engine = Engine(depot)
+    for number in (1, 2):
+        engine.store([number] * CHUNK, [0, 1, 2, 3])
+    eventually(lambda: depot.status()["tiers"][0]["objects"] == 2)
+    told = depot.status()
+    done = run("forget", "--all", "--dry-run", "--json", "--url", depot.url)
+    assert done.returncode == 0, done.stderr
+    there = told["tiers"][0]
+    assert json.loads(done.stdout) == {
+        "memory": {"chunks": 2, "bytes": told["used_bytes"]},
+        "tiers": {tier: {"objects_at_most": 2, "bytes_at_most": there["bytes"]}},
+    }
+    done = run("forget", "--model", engine.model, "--dry-run", "--url", depot.url)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert re.fullmatch(r"memory: 2 chunks, [\d.]+ KiB", lines[0])
+    assert re.fullmatch(rf"{tier}: at most 2 objects, [\d.]+ KiB", lines[1])
+    assert "nothing was removed" in lines[2]
+    done = run("forget", "--salt", "nobody's", "--dry-run", "--json", "--url", depot.url)
+    assert json.loads(done.stdout)["memory"] == {"chunks": 0, "bytes": 0}
+    assert engine.lookup([1] * CHUNK) == CHUNK
+    engine.close()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("answer", ["\n", "no\n", "\x04"], ids=["enter", "no", "end of input"])
+def test_to_forget_everything_asks_on_a_terminal_with_what_would_go(depot: Depot, used: Engine, answer: str) -> None:
+    with terminal("forget", "--all", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        assert re.search(r"memory: \d+ chunks, [\d.]+ [KM]iB", shown.text)
+        shown.press(answer)
+        assert shown.end() == 1
+        assert "nothing was removed" in shown.text
+    assert used.lookup([1] * CHUNK) == CHUNK
+    with terminal("forget", "--all", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        shown.press("y\n")
+        assert shown.end() == 0
+        assert re.search(r"[\r\n]memory: \d+ chunks\r\n", shown.text)
+    assert used.lookup([1] * CHUNK) == 0
+
+
+@pytest.mark.faults
+def test_the_question_before_everything_is_forgotten_can_be_interrupted(depot: Depot, used: Engine) -> None:
+    with terminal("forget", "--all", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        os.killpg(shown.process.pid, signal.SIGINT)
+        assert shown.end() == 130
+        assert "Traceback" not in shown.text
+    assert used.lookup([1] * CHUNK) == CHUNK
+
+
 def test_check_tells_what_it_found_as_json(depot: Depot, used: Engine) -> None:
     done = run("check", "--arena-name", depot.name, "--json")
     said = json.loads(done.stdout)

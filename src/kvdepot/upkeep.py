@@ -15,15 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from kvdepot import wire
 from kvdepot.client import CONNECT_S, MessageQueueClient
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError
 from kvdepot.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
-from kvdepot.status import MOST_NAME
+from kvdepot.status import MOST_NAME, read
 
-__all__ = ["Prompt", "connect", "forget", "make_prompt", "not_forgotten", "pin", "reset", "unpin", "warm"]
+__all__ = [
+    "Preview",
+    "Prompt",
+    "connect",
+    "forget",
+    "make_prompt",
+    "not_forgotten",
+    "pin",
+    "preview",
+    "reset",
+    "unpin",
+    "warm",
+]
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +183,34 @@ def unpin(client: MessageQueueClient, name: str) -> None:
     """End a pin. Raises BadRequest where there is none of that name."""
     if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
         raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """What `forget` of the same model and salt would remove: chunks and bytes in memory, and from each tier at most
+    what it holds in all (None where it has not told), as a tier cannot count by model or salt."""
+
+    memory: MemoryPreview
+    tiers: dict[str, TierPreview]
+
+
+class MemoryPreview(msgspec.Struct, frozen=True):
+    chunks: int
+    bytes: int
+
+
+class TierPreview(msgspec.Struct, frozen=True):
+    objects_at_most: int | None
+    bytes_at_most: int | None
+
+
+def preview(client: MessageQueueClient, model: str, salt: str) -> Preview:
+    """What `forget` would remove now; removes nothing. Raises ProtocolError where the server is too old to count."""
+    chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
+    status = read(client.ask(wire.Status()).result(_ANSWER_S))
+    return Preview(
+        MemoryPreview(chunks, size),
+        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status.tiers},
+    )
 
 
 def forget(client: MessageQueueClient, model: str, salt: str) -> dict[str, Any]:

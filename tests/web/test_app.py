@@ -247,6 +247,7 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         ("/v1/forget", {}, "say what to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),
         ("/v1/forget", {"all": "yes"}, "all"),
+        ("/v1/forget", {"all": True, "model": "x"}, "either `all`"),
         ("/v1/forget", b"{", "truncated"),
         ("/v1/forget", b"\xff\xfe", ""),
         ("/v1/forget", b"", ""),

@@ -262,6 +262,8 @@ def unpin(state: State, data: JSONBody[UnpinRequest]) -> Unpinned:
 @post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
     """Remove chunks from memory and all tiers: how many from each. An error where something may be left, and where."""
+    if data.all and (data.model or data.salt):
+        raise BadRequest("give either `all`, or `model` and `salt`")
     if not (data.model or data.salt or data.all):
         raise BadRequest("say what to forget: `model`, `salt`, or `all`")
     with _change(state):
