@@ -260,12 +260,45 @@ def test_what_is_not_there_is_told_with_what_to_do(
     assert "No such file" in said and advice in said
 
 
+# -- serve
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "tier",
+    ["disk:///{folder}/kv?capacty_gib=1", "disk:///{folder}/kv?capacity_gib=many", "redis://localhost/x", "disk://kv"],
+)
+def test_a_tier_that_is_written_wrong_is_told_once_and_ends_the_server_at_its_start(tier: str, tmp_path: Path) -> None:
+    done = run("serve", "--url", f"ipc://{tmp_path}/s", "--http", "off", "--tiers", tier.format(folder=tmp_path))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvdepot: tier ") and line.count(tier.format(folder=tmp_path).partition("?")[0]) == 1
+
+
+@pytest.mark.faults
+def test_what_is_set_in_vain_or_fits_no_engine_is_told_when_the_server_starts(
+    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVDEPOT_ARENA_GB", "1")
+    depot = start_depot(chunk_size=100)
+    assert "environment variable KVDEPOT_ARENA_GB is not a setting; did you mean KVDEPOT_ARENA_GIB?" in depot.logged()
+    assert "chunk size 100 is not a multiple of 16" in depot.logged()
+    assert cli.main(["config", "--chunk-size", "100", "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["settings"]["chunk_size"]["value"] == 100
+    assert [line.startswith("kvdepot: ") for line in said.err.splitlines()] == [True, True]
+
+
+def test_a_server_whose_settings_are_usual_warns_of_nothing(depot: Depot) -> None:
+    assert "WARNING" not in depot.logged()
+
+
 # -- config
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--chunk-size", "many"], "'many' is no whole number"), (["--lookup-s", "1s"], "'1s' is no number")],
+    [(["--chunk-size", "many"], "'many' is not a whole number"), (["--lookup-s", "1s"], "'1s' is not a number")],
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
 def test_a_value_that_is_no_number_is_told_as_it_was_typed(
@@ -772,7 +805,7 @@ def test_doctor_goes_on_where_the_settings_are_wrong(tmp_path: Path) -> None:
     assert code == 1
     wrong, mistyped = found["settings"]
     assert wrong["state"] == "fail" and "KVDEPOT_CHUNK_SIZE" in wrong["text"]
-    assert mistyped["state"] == "warn" and "KVDEPOT_CHUNK_SIZE is one" in mistyped["advice"]
+    assert mistyped["state"] == "warn" and "did you mean KVDEPOT_CHUNK_SIZE?" in mistyped["advice"]
     assert "server" in found
 
 

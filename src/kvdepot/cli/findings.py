@@ -5,7 +5,6 @@ The one law: it looks, and changes nothing; whatever it cannot find out is a lin
 
 from __future__ import annotations
 
-import difflib
 import http.client
 import importlib.util
 import os
@@ -21,7 +20,7 @@ import msgspec
 from kvdepot import __version__, shm, upkeep, wire
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
-from kvdepot.config import Config, load
+from kvdepot.config import Config, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.status import Status, read
 from kvdepot.web.child import missing_packages
@@ -31,8 +30,6 @@ __all__ = ["Finding", "findings"]
 _ANSWER_S = 2.0
 _FEW_FILES = 4096
 _NAMED = 3
-_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
-"""Variables that are read and are no setting of the server."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -55,6 +52,8 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
         config = Config(url=url or load(environ={}).url)
     else:
         yield Finding("ok", "settings", f"{file or 'environment and defaults'}: the arena is {config.arena}")
+    if told := odd_chunk_size(config.chunk_size):
+        yield Finding("warn", "settings", told, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
     yield _shared_memory(config)
     yield from _left_arenas()
@@ -94,12 +93,8 @@ def _processor() -> Finding:
 
 def _variables() -> Iterator[Finding]:
     """Variables that look like settings and are none."""
-    known = {f"KVDEPOT_{name.upper()}" for name in Config.__struct_fields__} | _OTHER_VARIABLES
-    for name in sorted(set(os.environ) - known):
-        if name.startswith("KVDEPOT_"):
-            close = difflib.get_close_matches(name, known, 1)
-            advice = f"{close[0]} is one" if close else "`kvdepot serve --help` lists them"
-            yield Finding("warn", "settings", f"{name} is in the environment, but is no setting", advice)
+    for name, advice in stray_variables(os.environ):
+        yield Finding("warn", "settings", f"environment variable {name} is not a setting", advice)
 
 
 def _shared_memory(config: Config) -> Finding:

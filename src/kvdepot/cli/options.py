@@ -10,6 +10,7 @@ import msgspec
 from click.shell_completion import CompletionItem
 
 from kvdepot.config import Config, words_of
+from kvdepot.values import is_size
 
 __all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "web"]
 
@@ -70,7 +71,7 @@ def settings(command: Decorated) -> Decorated:
         command = click.option(
             _flag(field.name),
             field.name,
-            metavar="URL..." if many else kind.__name__.upper(),
+            metavar="URL..." if many else "SIZE" if is_size(field.name) else kind.__name__.upper(),
             multiple=many,
             help=f"{meta.description} (default: {default})",
             shell_complete=_words,
