@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvdepot import __version__, shm, upkeep, wire
+from kvdepot import __version__, install, shm, upkeep, wire
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
 from kvdepot.config import Config, load, odd_chunk_size, stray_variables
@@ -218,15 +218,14 @@ def _tiers(config: Config) -> Iterator[Finding]:
         extra = KINDS[tier.kind]
         module = _PACKAGES.get(extra, "")
         if module and importlib.util.find_spec(module) is None:
-            advice = f"pip install 'kvdepot[{extra}]'"
-            yield Finding("fail", "tier", f"{tier.name}: {module} is not installed", advice)
+            yield Finding("fail", "tier", f"{tier.name}: {module} is not installed", install.advice(extra))
         else:
             yield Finding("ok", "tier", f"{tier.name}: what it needs is installed")
 
 
 def _extra(extra: str, module: str, gain: str) -> Finding:
     if importlib.util.find_spec(module) is None:
-        return Finding("warn", extra, f"{module} is not installed", f"pip install 'kvdepot[{extra}]': {gain}")
+        return Finding("warn", extra, f"{module} is not installed", f"{install.advice(extra)}: {gain}")
     return Finding("ok", extra, gain)
 
 
@@ -259,7 +258,7 @@ def _vllm() -> Iterator[Finding]:
         yield Finding("ok", "vLLM", found)
     points = metadata.entry_points(group="vllm.general_plugins")
     if not any(point.value == "kvdepot.integrations:register_vllm" for point in points):
-        advice = f"install kvdepot into vLLM's environment: {sys.executable} -m pip install kvdepot"
+        advice = f"install it into vLLM's environment: {sys.executable} -m pip install . in kvdepot's source tree"
         yield Finding("fail", "vLLM plugin", "vLLM does not find KVDepotConnector", advice)
         return
     wanted = os.environ.get("VLLM_PLUGINS")
@@ -281,7 +280,7 @@ def _nvidia() -> Iterator[Finding]:
         yield Finding("ok", "NVIDIA", "no driver here: KV lies in the processor's memory")
         return
     if not bindings:
-        advice = "pip install 'kvdepot[cuda]', in the server's and in the engines' environment"
+        advice = f"{install.advice('cuda')}, in the server's and in the engines' environment"
         yield Finding("fail", "NVIDIA", "there is a driver, but cuda-python is not installed", advice)
         return
     from kvdepot.devices.cuda.driver import load as load_driver
@@ -343,7 +342,7 @@ def _web(config: Config, status: Status | None) -> Finding:
     if config.http == "off":
         return Finding("ok", "web page", "http is off")
     if missing := missing_packages():
-        advice = "pip install 'kvdepot[web]' for the page, metrics and API, or --http off"
+        advice = f"{install.advice('web')} for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
     answered = ask_health(config.http) is not None
     if status is None:

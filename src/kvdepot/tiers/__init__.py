@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvdepot import install
 from kvdepot.errors import ConfigError
 from kvdepot.values import explain, in_units, suggestion
 
@@ -173,7 +174,7 @@ class TierConfig(msgspec.Struct, frozen=True):
         try:
             tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
         except ImportError as exc:
-            raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{kind}]'") from exc
+            raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
         return tier
 
 
