@@ -28,7 +28,7 @@ from typing import Any
 import zmq
 from demo import figures, prepare, prompt_length, report, run_engine, start_server
 
-from kvdepot import wire
+from kvdepot import install, wire
 from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 
@@ -86,7 +86,7 @@ def master(host: Host, folder: Path) -> Iterator[str]:
     """A `mooncake_master` on that host; its address."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
-        sys.exit("Mooncake is missing: pip install 'kvdepot[mooncake]'")
+        sys.exit(f"Mooncake is missing: {install.advice('mooncake')}")
     ports = [free_port(), free_port()]
     with (folder / "master.log").open("wb") as log:
         process = subprocess.Popen(

@@ -395,7 +395,7 @@ class Desk:
             return wire.Lookup(model, ranks, blocks, request, pick.below(3), hashes)
         if kind == 10:
             return wire.EndSession(request)
-        return pick.of((wire.Status(), wire.Noop(), wire.ChunkSize(), wire.Clear("m")))
+        return pick.of((wire.Status(), wire.Noop(), wire.ChunkSize(), wire.Clear("m"), wire.Count("m")))
 
     @staticmethod
     def keys(prompt: int, first: int, end: int) -> list[bytes]:
@@ -531,6 +531,7 @@ def depot_seeds() -> list[bytes]:
         wire.Unregister(1),
         wire.EndSession("r0"),
         wire.Clear("m"),
+        wire.Count("m"),
         wire.Status(),
         wire.Noop(),
         wire.ChunkSize(),

@@ -162,6 +162,30 @@ def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: 
         assert f"Usage: kvdepot {name} " in capsys.readouterr().out
 
 
+def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
+    from kvdepot.cli.root import root
+
+    context = click.Context(root)
+    owners: dict[str, set[str]] = {}
+    for name in root.list_commands(context):
+        command = root.get_command(context, name)
+        assert command is not None
+        for option in (each for each in command.params if isinstance(each, click.Option)):
+            for word in option.opts:
+                owners.setdefault(word, set()).add(name)
+    assert owners["--keys"] == {"serve", "config"}  # the server's folder of keys, and nothing else
+    assert owners["--hashes"] == {"warm", "pin"}
+
+
+@pytest.mark.parametrize("words", [["warm"], ["pin", "name"]], ids=" ".join)
+def test_a_prompt_that_is_named_twice_or_not_at_all_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in ([], ["--tokens", "a", "--hashes", "b"]):
+        assert cli.main([*words, *given]) == 2
+        assert "give exactly one of --tokens and --hashes" in capsys.readouterr().err
+
+
 def test_to_serve_neither_tables_nor_commands_of_people_are_imported() -> None:
     script = (
         "import sys; from kvdepot.cli import main; code = main(['serve', '--chunk-size', '0']); "
@@ -236,12 +260,45 @@ def test_what_is_not_there_is_told_with_what_to_do(
     assert "No such file" in said and advice in said
 
 
+# -- serve
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "tier",
+    ["disk:///{folder}/kv?capacty_gib=1", "disk:///{folder}/kv?capacity_gib=many", "redis://localhost/x", "disk://kv"],
+)
+def test_a_tier_that_is_written_wrong_is_told_once_and_ends_the_server_at_its_start(tier: str, tmp_path: Path) -> None:
+    done = run("serve", "--url", f"ipc://{tmp_path}/s", "--http", "off", "--tiers", tier.format(folder=tmp_path))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvdepot: tier ") and line.count(tier.format(folder=tmp_path).partition("?")[0]) == 1
+
+
+@pytest.mark.faults
+def test_what_is_set_in_vain_or_fits_no_engine_is_told_when_the_server_starts(
+    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVDEPOT_ARENA_GB", "1")
+    depot = start_depot(chunk_size=100)
+    assert "environment variable KVDEPOT_ARENA_GB is not a setting; did you mean KVDEPOT_ARENA_GIB?" in depot.logged()
+    assert "chunk size 100 is not a multiple of 16" in depot.logged()
+    assert cli.main(["config", "--chunk-size", "100", "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["settings"]["chunk_size"]["value"] == 100
+    assert [line.startswith("kvdepot: ") for line in said.err.splitlines()] == [True, True]
+
+
+def test_a_server_whose_settings_are_usual_warns_of_nothing(depot: Depot) -> None:
+    assert "WARNING" not in depot.logged()
+
+
 # -- config
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--chunk-size", "many"], "'many' is no whole number"), (["--lookup-s", "1s"], "'1s' is no number")],
+    [(["--chunk-size", "many"], "'many' is not a whole number"), (["--lookup-s", "1s"], "'1s' is not a number")],
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
 def test_a_value_that_is_no_number_is_told_as_it_was_typed(
@@ -582,6 +639,80 @@ def test_what_is_to_be_forgotten_must_be_said(depot: Depot) -> None:
     assert "--model, --salt or --all" in done.stderr
 
 
+@pytest.mark.parametrize("words", [["--all", "--model", "m"], ["--all", "--salt", "s"]], ids=" ".join)
+def test_to_forget_everything_and_one_thing_is_a_contradiction(words: list[str], depot: Depot) -> None:
+    done = run("forget", *words, "--yes", "--url", depot.url)
+    assert done.returncode == 2
+    assert "--all forgets everything" in done.stderr
+
+
+@pytest.mark.faults
+def test_to_forget_everything_wants_yes_where_nobody_can_be_asked(depot: Depot, used: Engine) -> None:
+    done = run("forget", "--all", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--yes" in done.stderr and "--dry-run" in done.stderr
+    assert used.lookup([1] * CHUNK) == CHUNK
+    done = run("forget", "--all", "--yes", "--json", "--url", depot.url)
+    assert (done.returncode, json.loads(done.stdout)["memory"] >= 2) == (0, True), done.stderr
+    assert used.lookup([1] * CHUNK) == 0
+
+
+@pytest.mark.faults
+def test_a_dry_run_tells_what_would_be_forgotten_and_forgets_nothing(start_depot: StartDepot, tmp_path: Path) -> None:
+    tier = f"disk://{tmp_path}/kv"
+    depot = start_depot("--tiers", f"{tier}?capacity_gib=1")
+    engine = Engine(depot)
+    for number in (1, 2):
+        engine.store([number] * CHUNK, [0, 1, 2, 3])
+    eventually(lambda: depot.status()["tiers"][0]["objects"] == 2)
+    told = depot.status()
+    done = run("forget", "--all", "--dry-run", "--json", "--url", depot.url)
+    assert done.returncode == 0, done.stderr
+    there = told["tiers"][0]
+    assert json.loads(done.stdout) == {
+        "memory": {"chunks": 2, "bytes": told["used_bytes"]},
+        "tiers": {tier: {"objects_at_most": 2, "bytes_at_most": there["bytes"]}},
+    }
+    done = run("forget", "--model", engine.model, "--dry-run", "--url", depot.url)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert re.fullmatch(r"memory: 2 chunks, [\d.]+ KiB", lines[0])
+    assert re.fullmatch(rf"{tier}: at most 2 objects, [\d.]+ KiB", lines[1])
+    assert "nothing was removed" in lines[2]
+    done = run("forget", "--salt", "nobody's", "--dry-run", "--json", "--url", depot.url)
+    assert json.loads(done.stdout)["memory"] == {"chunks": 0, "bytes": 0}
+    assert engine.lookup([1] * CHUNK) == CHUNK
+    engine.close()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("answer", ["\n", "no\n", "\x04"], ids=["enter", "no", "end of input"])
+def test_to_forget_everything_asks_on_a_terminal_with_what_would_go(depot: Depot, used: Engine, answer: str) -> None:
+    with terminal("forget", "--all", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        assert re.search(r"memory: \d+ chunks, [\d.]+ [KM]iB", shown.text)
+        shown.press(answer)
+        assert shown.end() == 1
+        assert "nothing was removed" in shown.text
+    assert used.lookup([1] * CHUNK) == CHUNK
+    with terminal("forget", "--all", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        shown.press("y\n")
+        assert shown.end() == 0
+        assert re.search(r"[\r\n]memory: \d+ chunks\r\n", shown.text)
+    assert used.lookup([1] * CHUNK) == 0
+
+
+@pytest.mark.faults
+def test_the_question_before_everything_is_forgotten_can_be_interrupted(depot: Depot, used: Engine) -> None:
+    with terminal("forget", "--all", "--url", depot.url) as shown:
+        eventually(lambda: "[y/N]" in shown.text)
+        os.killpg(shown.process.pid, signal.SIGINT)
+        assert shown.end() == 130
+        assert "Traceback" not in shown.text
+    assert used.lookup([1] * CHUNK) == CHUNK
+
+
 def test_check_tells_what_it_found_as_json(depot: Depot, used: Engine) -> None:
     done = run("check", "--arena-name", depot.name, "--json")
     said = json.loads(done.stdout)
@@ -674,7 +805,7 @@ def test_doctor_goes_on_where_the_settings_are_wrong(tmp_path: Path) -> None:
     assert code == 1
     wrong, mistyped = found["settings"]
     assert wrong["state"] == "fail" and "KVDEPOT_CHUNK_SIZE" in wrong["text"]
-    assert mistyped["state"] == "warn" and "KVDEPOT_CHUNK_SIZE is one" in mistyped["advice"]
+    assert mistyped["state"] == "warn" and "did you mean KVDEPOT_CHUNK_SIZE?" in mistyped["advice"]
     assert "server" in found
 
 

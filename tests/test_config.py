@@ -92,8 +92,72 @@ def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.M
     assert load().chunk_size == 48
 
 
-def test_environment_variables_that_are_no_setting_are_left_alone() -> None:
-    assert load(environ={"KVDEPOT_HOME": "/x", "CHUNK_SIZE": "9", "KVDEPOT_": "y"}).chunk_size == 256
+def test_environment_variables_that_are_no_setting_change_nothing_and_are_told_with_what_was_meant() -> None:
+    environ = {"KVDEPOT_HOME": "/x", "CHUNK_SIZE": "9", "KVDEPOT_": "y", "KVDEPOT_CHUNK_SISE": "9"}
+    assert load(environ=environ).chunk_size == 256
+    told = dict(config.stray_variables(environ))
+    assert told.keys() == environ.keys() - {"CHUNK_SIZE"}
+    assert told["KVDEPOT_CHUNK_SISE"] == "did you mean KVDEPOT_CHUNK_SIZE?"
+    assert told["KVDEPOT_HOME"] == "`kvdepot config` lists all settings"
+
+
+def test_variables_that_are_meant_for_others_are_no_stray_ones() -> None:
+    read_elsewhere = dict.fromkeys(["KVDEPOT_CHUNK_SIZE", "KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_TRACE"], "")
+    # What Kubernetes and docker put into the environment beside a service called kvdepot.
+    endings = "SERVICE_HOST SERVICE_PORT SERVICE_PORT_HTTP PORT PORT_7077_TCP PORT_7077_TCP_ADDR PORT_7077_TCP_PROTO"
+    links = dict.fromkeys((f"KVDEPOT_{ending}" for ending in endings.split()), "")
+    assert config.stray_variables(read_elsewhere | links) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("64GiB", 64.0), ("512MiB", 0.5), ("1.5GiB", 1.5), ("2 TiB", 2048.0), ("64gib", 64.0), (".5GiB", 0.5),
+        ("8GB", 8e9 / GIB), ("64", 64.0), ("0.25", 0.25), ("0", 0.0),
+    ],
+)  # fmt: skip
+def test_a_size_can_have_a_unit_wherever_it_is_a_setting(tmp_path: Path, text: str, gib: float) -> None:
+    file = write(tmp_path, f'arena_gib = "{text}"')
+    for loaded in (
+        load(file, environ={}),
+        load(environ={"KVDEPOT_ARENA_GIB": text}),
+        load(flags={"arena_gib": text}, environ={}),
+    ):
+        assert loaded.arena_gib == gib
+
+
+def test_a_size_with_a_unit_is_counted_in_the_unit_of_its_setting() -> None:
+    loaded = load(flags={"gpu_staging_mib": "1GiB", "max_message_mib": "2048KiB"}, environ={})
+    assert (loaded.gpu_staging_mib, loaded.max_message_mib) == (1024, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("arena_gib", "64G", "'64G' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
+        ("arena_gib", "much", "'much' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
+        ("arena_gib", "64GiB!", "'64GiB!' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
+        ("arena_gib", "9" * 400 + "GiB", "is not a finite number"),
+        ("max_message_mib", "1536KiB", "1.5 MiB is not a whole number of MiB"),
+        ("max_message_mib", "2GiB", "2048 is out of range, it must be <= 1024"),
+    ],
+)
+def test_a_size_that_is_none_is_refused_with_how_to_write_one(name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags={name: text}, environ={})
+    assert str(caught.value).startswith(f"--{name.replace('_', '-')}: ")
+    assert name not in str(caught.value), "the flag has said it"
+    assert said in str(caught.value)
+
+
+def test_unknown_settings_of_a_file_are_all_told_with_what_was_meant(tmp_path: Path) -> None:
+    file = write(tmp_path, 'chunk-size = 256\npolicies = "lru"\ncolour = "red"')
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={})
+    assert str(caught.value) == (
+        f"{file}: unknown setting chunk-size (did you mean chunk_size?), policies (did you mean policy?), colour; "
+        "`kvdepot config` lists all settings"
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)

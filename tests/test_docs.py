@@ -57,7 +57,6 @@ STAND_INS = {
     "tcp://127.0.0.1:5557": "tcp://127.0.0.1:{port}",
     ".venv/bin/": "",
     "demo/demo.py": f"{ROOT}/demo/demo.py",
-    "kvdepot serve &": "kvdepot serve",
 }
 
 _COLLECTORS_OWN = {"kvdepot_up", "kvdepot_loop_lag_seconds"}
@@ -216,6 +215,7 @@ def _run(
         text = block.text
         for shown, there in STAND_INS.items():
             text = text.replace(shown, there.format(**places))
+        text = re.sub(r"^(kvdepot serve\b[^#\n]*?) &(?=\s)", r"\1", text, flags=re.M)
         name = block.mark.removeprefix("file: ") if block.mark.startswith("file: ") else ""
         if not name and block.kind == "python":
             name = f"block{number}.py"
@@ -273,6 +273,27 @@ def _pattern(shown: str) -> str:
 def test_what_is_not_run_is_shell_all_the_same(block: Block) -> None:
     checked = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_two_commands_at_the_top_of_the_readme_do_all_the_set_up() -> None:
+    first = blocks(ROOT / "README.md")[0]
+    assert first.text == "make demo\nmake test\n"
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {"demo", "test"} <= set(targets)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "start.md"], ids=lambda page: page.name)
+def test_a_block_that_newcomers_paste_holds_no_placeholder(page: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "sh":
+            commands = re.sub(r"#.*", "", block.text)
+            assert re.findall(r"(?<![\w$])[A-Z]{3,}(?!\w)", commands) == [], block
+
+
+def test_what_newcomers_install_shows_the_upper_bound_of_the_hit_rate() -> None:
+    for page in (ROOT / "README.md", DOCS / "start.md", DOCS / "vllm.md"):
+        (told,) = re.findall(r"^pip install '\.\[(.*?)\]'", page.read_text(), re.M)
+        assert set(told.split(",")) >= {"web", "ceiling"}, page.name
 
 
 def test_the_extras_that_the_pages_name_exist() -> None:

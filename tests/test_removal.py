@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -23,7 +24,7 @@ from kvdepot.removal import Removal, Removals
 from kvdepot.space import PAGE, Space
 from kvdepot.testing.faulty import MemoryTier
 from tests.conftest import SHM, StartDepot
-from tests.test_depot import Desk, lookup, prompt, retrieve, store
+from tests.test_depot import Desk, lookup, prompt, retrieve, shards, store
 from tests.test_index import Path, Shelf, key_of, keys
 from tests.test_index import prompt as keys_of
 from tests.test_tiering import look, new_host
@@ -248,6 +249,33 @@ def test_forgetting_is_answered_when_it_is_through_and_lookups_are_answered_mean
     assert turns == 4 and desk.answers[asked] == {"memory": 5}
     assert desk.depot.next_deadline() > 0.0
     assert desk.depot.counters["forgotten_chunks"] == 5
+
+
+def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk: Desk) -> None:
+    chain, salted = prompt("a", 3), prompt("b", 2)
+    desk.ask(b"one", store(chain))
+    desk.ask(b"one", wire.Store(1, 1, [msgspec.structs.replace(shards(salted), salt=SALTS[1])]))
+    asked = desk.send(b"one", wire.Count(salt=SALTS[1]))
+    turns = 0
+    while asked not in desk.answers:
+        assert desk.depot.next_deadline() == 0.0
+        desk.go_on()
+        turns += 1
+    assert turns == 4
+    size = (desk.index.space.capacity - desk.index.space.free_bytes) // 5
+    assert desk.answers[asked] == [2, 2 * size]
+    assert desk.ask(b"one", wire.Count()) == [5, 5 * size]
+    assert desk.ask(b"one", wire.Count("another model")) == [0, 0]
+    assert desk.ask(b"one", lookup(chain)) == 3
+    assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
+
+
+def test_what_is_being_forgotten_already_is_not_counted(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 3)))
+    desk.send(b"one", wire.Forget())
+    asked = desk.send(b"one", wire.Count())
+    desk.settle()
+    assert desk.answers[asked] == [0, 0]
 
 
 def test_clearing_is_answered_when_it_is_through(desk: Desk) -> None:

@@ -561,6 +561,7 @@ def _requests(memory: str) -> st.SearchStrategy[wire.Request]:
         st.builds(wire.EndSession, _text),
         st.builds(wire.Hello, st.sampled_from([wire.VERSION, 0]), _text),
         st.just(wire.Clear()),
+        st.builds(wire.Count, _text, st.just(b"")),
     )
 
 

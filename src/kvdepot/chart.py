@@ -17,6 +17,7 @@ import numpy as np
 from kvdepot.bounds import BOUNDS
 from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
+from kvdepot.install import advice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "check_plot", "plot", "print_tables"]
 
-_EXTRA = "pip install 'kvdepot[simulate]'"
 _FORMATS = (".svg", ".png", ".pdf")
 _MARKERS = "osD^vPX*"
 _BOUND_COLORS = {"infinite": "0.55", "belady": "black"}
@@ -117,7 +117,7 @@ def plot(sweeps: list[Sweep], policies: list[str], path: str) -> bool:
     try:
         import matplotlib.figure
     except ImportError:
-        print(f"kvdepot: a plot needs matplotlib: {_EXTRA}", file=sys.stderr)
+        print(f"kvdepot: a plot needs matplotlib: {advice('simulate')}", file=sys.stderr)
         return False
     figure = matplotlib.figure.Figure(figsize=(8.5, 5.2 * len(sweeps)), layout="constrained")
     for number, sweep in enumerate(sweeps):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -20,10 +20,25 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
 from kvdepot.tiers import TierConfig, parse
+from kvdepot.values import explain, in_units, suggestion
 
-__all__ = ["Config", "default_key", "default_url", "load", "load_with_sources", "masked", "words_of"]
+__all__ = [
+    "Config",
+    "default_key",
+    "default_url",
+    "load",
+    "load_with_sources",
+    "masked",
+    "odd_chunk_size",
+    "stray_variables",
+    "words_of",
+]
 
 GIB = 1 << 30
+_PREFIX = "KVDEPOT_"
+"""Of a setting in the environment."""
+SMALLEST_BLOCK = 16
+"""Tokens of the smallest block that vLLM uses by itself."""
 
 
 def default_url() -> str:
@@ -59,7 +74,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: Annotated[str, Meta(description="ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT")] = ""
     chunk_size: Annotated[int, Meta(ge=1, le=1 << 20, description="tokens a chunk")] = 256
     arena_gib: Annotated[
-        float, Meta(ge=0, description="size of the arena in GiB; 0 = 4, or a quarter of free memory if less")
+        float,
+        Meta(ge=0, description="arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of free memory if less"),
     ] = 0.0
     keys: Annotated[
         str, Meta(description="folder made by `kvdepot keygen`: clients need a key; a must for tcp beyond this host")
@@ -69,10 +85,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     copy_threads: Annotated[int, Meta(ge=1, le=256, description="threads that copy KV")] = 2
     gpu_staging_mib: Annotated[
-        int, Meta(ge=0, le=4096, description="device memory that copies may take for themselves, in MiB a GPU in use")
+        int, Meta(ge=0, le=4096, description="device memory that copies may use on each GPU in use, in MiB or as 1GiB")
     ] = 64
     policy: Annotated[str, Meta(description="eviction policy: " + ", ".join(sorted(POLICIES)))] = "lru"
-    max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message taken, in MiB")] = 4
+    max_message_mib: Annotated[int, Meta(ge=1, le=1024, description="largest message accepted, in MiB or as 1GiB")] = 4
     max_clients: Annotated[int, Meta(ge=1, description="clients served at once")] = 4096
     max_queued: Annotated[int, Meta(ge=1, description="stores and retrieves in flight per client")] = 1024
     max_sessions: Annotated[int, Meta(ge=1, description="requests per client that hold pins")] = 100_000
@@ -163,6 +179,16 @@ def words_of(setting: str) -> tuple[str, ...]:
     return tuple(sorted(POLICIES)) if setting == "policy" else _WORDS.get(setting, ())
 
 
+def odd_chunk_size(chunk_size: int) -> str:
+    """Why no vLLM engine may fit chunks of so many tokens; empty: one may. Other engines' blocks may be smaller."""
+    if chunk_size % SMALLEST_BLOCK == 0:
+        return ""
+    return (
+        f"chunk size {chunk_size} is not a multiple of {SMALLEST_BLOCK}, vLLM's smallest block; an engine whose block "
+        f"size does not divide it is refused"
+    )
+
+
 def _is_events_endpoint(url: str) -> bool:
     port = re.fullmatch(r"tcp://.+:(\d{1,5})", url)
     return 0 < int(port[1]) < 65535 if port else bool(re.fullmatch(r"ipc://.+", url))
@@ -200,29 +226,60 @@ def load_with_sources(
         merged |= table
         source |= dict.fromkeys(table, file)
     for name, value in (os.environ if environ is None else environ).items():
-        if name.startswith("KVDEPOT_") and name[8:].lower() in Config.__struct_fields__:
-            merged[name[8:].lower()] = value
-            source[name[8:].lower()] = name
+        setting = name[len(_PREFIX) :].lower() if name.startswith(_PREFIX) else ""
+        if setting in Config.__struct_fields__:
+            merged[setting] = value
+            source[setting] = name
     for name, value in (flags or {}).items():
         if value is not None:
             merged[name] = value
             source[name] = "--" + name.replace("_", "-")
     if isinstance(merged.get("tiers"), str):  # as the environment has it: URLs hold no spaces
         merged["tiers"] = merged["tiers"].split()
+    _refuse_unknown(source)
+    merged = in_units(merged)
     try:
         config = msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as exc:
-        text = str(exc)
-        found = re.search(r"`\$\.(\w+)`|field `(\w+)`|^(\w+):", text)
-        name = next(filter(None, found.groups())) if found else ""
-        where = f"{source[name]}: " if name in source else ""
-        said = re.sub(r" - at `\$(\.\w+)?`$", "", text)
-        if wrong := re.fullmatch(r"Expected `(int|float)`, got `str`", said):
-            said = f"{merged[name]!r} is no {'whole number' if wrong[1] == 'int' else 'number'}"
-        raise ConfigError(f"{where}{name}: {said}" if name and not said.startswith(name) else where + said) from exc
+        name, said = explain(exc, merged)
+        if file is not None and source.get(name) == file:
+            name = f"{file}: {name}"  # a flag or a variable names the setting by itself
+        raise ConfigError(f"{source.get(name, name)}: {said}" if name else said) from exc
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())
     return config, {name: source.get(name, "default") for name in Config.__struct_fields__}
+
+
+def _refuse_unknown(source: Mapping[str, str]) -> None:
+    """Raises ConfigError with all unknown settings of the first place that has any."""
+    unknown = [name for name in source if name not in Config.__struct_fields__]
+    if not unknown:
+        return
+    where = source[unknown[0]]
+    told = []
+    for name in unknown:
+        meant = suggestion(name, Config.__struct_fields__)
+        told.append(f"{name} (did you mean {meant}?)" if meant else name)
+    raise ConfigError(f"{where}: unknown setting {', '.join(told)}; `kvdepot config` lists all settings")
+
+
+_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
+"""Variables that are read and are no setting of the server."""
+_LINK = re.compile(r"KVDEPOT_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?)")
+"""What Kubernetes and docker tell of a service that is called kvdepot."""
+
+
+def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables that look like settings and are none: their names, and what to do."""
+    known = {f"{_PREFIX}{name.upper()}" for name in Config.__struct_fields__} | _OTHER_VARIABLES
+    stray = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
+    return [(name, _advice(name, known)) for name in stray if not _LINK.fullmatch(name)]
+
+
+def _advice(name: str, known: Collection[str]) -> str:
+    # Without the prefix, which would make all of them alike.
+    meant = suggestion(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known])
+    return f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"
 
 
 _SECRET = re.compile("secret|token|passw|passphrase|credential|access_key|signature", re.IGNORECASE)

@@ -24,7 +24,7 @@ from kvdepot.clients import Action, Asking, Card, Client, Instance, Reply
 from kvdepot.config import Config
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
-from kvdepot.index import Chunk, Index
+from kvdepot.index import Chunk, Index, Namespace
 from kvdepot.keys import HASH_BYTES
 from kvdepot.layout import Layout
 from kvdepot.mover import Copy, CopyPiece, Mapped
@@ -178,6 +178,8 @@ class Depot:
                 return self.sessions.unpin(client, number, request.name)
             case wire.Forget():
                 return self._forget(client, number, request)
+            case wire.Count():
+                return self._count_chunks(client, number, request)
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello():
@@ -246,16 +248,9 @@ class Depot:
         return None
 
     def _forget(self, client: Client, number: bytes, request: wire.Forget) -> list[Action]:
-        check_names("", request.model)
-        check_salt(request.salt)
-        salt = tenant_salt(client.tenant, request.salt) if request.salt else None
+        spaces, salt = self._named(client, request)
         if self.tiering.forgettings >= MOST_FORGETTINGS:
             raise Busy(f"{self.tiering.forgettings} models or salts are being forgotten: wait until they are")
-        spaces = [
-            space
-            for space in self.index.namespaces()
-            if space.tenant == client.tenant and space.model.startswith(request.model)
-        ]
         what = f"{request.model[:_SHOWN] or 'every model'}{', one salt' if salt else ''}"
 
         def removed(chunks: int) -> Errands:
@@ -272,6 +267,21 @@ class Depot:
         self.removals.begin(spaces, salt, hides=True, done=removed)
         self.sessions.forget()
         return [*self.tiering.forget(forgetting, self.now), *self._remove_some()]
+
+    def _named(self, client: Client, request: wire.Forget | wire.Count) -> tuple[list[Namespace], bytes | None]:
+        """The namespaces and the salt that are meant, of the client's tenant; None: any salt. Raises BadRequest."""
+        check_names("", request.model)
+        check_salt(request.salt)
+        salt = tenant_salt(client.tenant, request.salt) if request.salt else None
+        tenants = [space for space in self.index.namespaces() if space.tenant == client.tenant]
+        return [space for space in tenants if space.model.startswith(request.model)], salt
+
+    def _count_chunks(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
+        def counted(chunks: int) -> list[Action]:
+            return [] if client.dead else [Reply(client.identity, number, [chunks, counting.counted_bytes])]
+
+        counting = self.removals.begin(*self._named(client, request), hides=False, done=counted, counts=True)
+        return self._remove_some()
 
     def _clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
         spaces = [

@@ -35,9 +35,11 @@ class Removal:
     spaces: frozenset[Namespace]
     salt: bytes | None  # None: any
     hides: bool  # also what is held, which goes when it is not; else that stays, and what it needs
+    counts: bool  # nothing goes: `removed` is what would
     done: Callable[[int], list[Any]]  # told how many chunks were removed or hidden
     left: list[Chunk] = field(default_factory=list)  # to be looked at, from the end on
     removed: int = 0
+    counted_bytes: int = 0  # where it only counts
 
     def means(self, chunk: Chunk) -> bool:
         return chunk.generation < self.number and chunk.namespace in self.spaces and self.salt in (None, chunk.salt)
@@ -58,16 +60,21 @@ class Removals:
         return len(self._under_way)
 
     def begin(
-        self, spaces: Iterable[Namespace], salt: bytes | None, hides: bool, done: Callable[[int], list[Any]]
+        self,
+        spaces: Iterable[Namespace],
+        salt: bytes | None,
+        hides: bool,
+        done: Callable[[int], list[Any]],
+        counts: bool = False,
     ) -> Removal:
-        """Remove what is there now of these namespaces and of this salt. Nothing goes before `step`.
+        """Remove what is there now of these namespaces and of this salt, or count it. Nothing goes before `step`.
 
         Raises Busy with nothing done. The list of what is there is made at once: some ten milliseconds a million.
         """
         if len(self._under_way) >= _MOST:
             raise Busy(f"{len(self._under_way)} requests to forget or clear are under way: wait until they are through")
         self._index.generation += 1
-        removal = Removal(self._index.generation, frozenset(spaces), salt, hides, done)
+        removal = Removal(self._index.generation, frozenset(spaces), salt, hides, counts, done)
         for space in removal.spaces:
             removal.left += space.chunks.values()
         self._under_way.append(removal)
@@ -90,12 +97,17 @@ class Removals:
             through.append(self._under_way.pop(0))
             if removal.hides:
                 self._index.hiding.remove(removal)
-            for space in removal.spaces:
+            for space in () if removal.counts else removal.spaces:
                 self._index.forget_namespace(space)
         return through
 
     def _look_at(self, chunk: Chunk, removal: Removal) -> None:
         index = self._index
+        if removal.counts:
+            if removal.means(chunk) and index.is_there(chunk):
+                removal.removed += 1
+                removal.counted_bytes += chunk.bytes
+            return
         if chunk.gone or index.forestall(chunk) or removal.hides:
             return
         if not removal.means(chunk) or not index.is_evictable(chunk):

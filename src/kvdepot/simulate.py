@@ -32,13 +32,10 @@ from kvdepot.index import Chunk, Index
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.space import PAGE, Space
 from kvdepot.traces import Request, Trace, load
+from kvdepot.values import parse_size
 
 __all__ = ["Asked", "Result", "Sweep", "replay", "run"]
 
-_UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Told what happens, and how much of how much is done."""
 
@@ -252,11 +249,9 @@ def _count(text: str, option: str) -> int:
 
 
 def _size(text: str, option: str) -> int:
-    number = text.rstrip("BbiIkKmMgGtT ")
-    unit = text[len(number) :].strip().upper()
     try:
-        size = round(float(number) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
+        size = round(parse_size(text))
+    except (ValueError, OverflowError):
         size = 0
     if size < 1:
         raise ConfigError(f"{option} takes sizes like 64GiB, 500GB or 131072, not {text!r}")

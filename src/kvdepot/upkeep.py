@@ -15,15 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from kvdepot import wire
 from kvdepot.client import CONNECT_S, MessageQueueClient
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError
 from kvdepot.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
-from kvdepot.status import MOST_NAME
+from kvdepot.status import MOST_NAME, read
 
-__all__ = ["Prompt", "connect", "forget", "make_prompt", "not_forgotten", "pin", "reset", "unpin", "warm"]
+__all__ = [
+    "Preview",
+    "Prompt",
+    "connect",
+    "forget",
+    "make_prompt",
+    "not_forgotten",
+    "pin",
+    "preview",
+    "reset",
+    "unpin",
+    "warm",
+]
 
 log = logging.getLogger(__name__)
 
@@ -60,27 +73,27 @@ def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[M
         context.term()
 
 
-def read_prompt(client: MessageQueueClient, tokens: str | None, keys: str | None, model: str, salt: str) -> Prompt:
-    """The chunks that a file names: token ids (JSON, or numbers apart from each other), or keys in hex; `-`: stdin.
+def read_prompt(client: MessageQueueClient, tokens: str | None, hashes: str | None, model: str, salt: str) -> Prompt:
+    """The chunks of the prompt in a file: token ids (JSON, or separated numbers), or chunk hashes in hex; `-`: stdin.
 
     model: a name that the server lists, or the beginning of just one; empty: the only one there is. Raises ConfigError.
     """
-    file = tokens or keys or "-"
+    file = tokens or hashes or "-"
     try:
         words = re.findall(r"[^\s,\[\]\"]+", sys.stdin.read() if file == "-" else Path(file).read_text())
-        hashes = b"" if tokens else b"".join(map(_key, words))
+        chunks = b"" if tokens else b"".join(map(_hash, words))
         ids = [int(word) for word in words] if tokens else []
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     except ValueError as exc:
-        raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'keys'}: {exc}") from exc
-    return make_prompt(client, ids, hashes, model, salt, file)
+        raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'chunk hashes'}: {exc}") from exc
+    return make_prompt(client, ids, chunks, model, salt, file)
 
 
 def make_prompt(
     client: MessageQueueClient, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
 ) -> Prompt:
-    """The chunks of these token ids, or those with these keys. model: as above. what: its name in errors.
+    """The chunks of these token ids, or those with these hashes. model: as above. what: its name in errors.
 
     Raises ConfigError.
     """
@@ -124,11 +137,11 @@ def _shape_named(client: MessageQueueClient, model: str) -> tuple[str, int, int]
     return shape
 
 
-def _key(word: str) -> bytes:
-    key = bytes.fromhex(word)
-    if len(key) != HASH_BYTES:
+def _hash(word: str) -> bytes:
+    chunk = bytes.fromhex(word)
+    if len(chunk) != HASH_BYTES:
         raise ValueError(f"{word[:80]} is not {HASH_BYTES} bytes")
-    return key
+    return chunk
 
 
 def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:
@@ -170,6 +183,34 @@ def unpin(client: MessageQueueClient, name: str) -> None:
     """End a pin. Raises BadRequest where there is none of that name."""
     if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
         raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """What `forget` of the same model and salt would remove: chunks and bytes in memory, and from each tier at most
+    what it holds in all (None where it has not told), as a tier cannot count by model or salt."""
+
+    memory: MemoryPreview
+    tiers: dict[str, TierPreview]
+
+
+class MemoryPreview(msgspec.Struct, frozen=True):
+    chunks: int
+    bytes: int
+
+
+class TierPreview(msgspec.Struct, frozen=True):
+    objects_at_most: int | None
+    bytes_at_most: int | None
+
+
+def preview(client: MessageQueueClient, model: str, salt: str) -> Preview:
+    """What `forget` would remove now; removes nothing. Raises ProtocolError where the server is too old to count."""
+    chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
+    status = read(client.ask(wire.Status()).result(_ANSWER_S))
+    return Preview(
+        MemoryPreview(chunks, size),
+        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status.tiers},
+    )
 
 
 def forget(client: MessageQueueClient, model: str, salt: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "Answer",
     "ChunkSize",
     "Clear",
+    "Count",
     "EndSession",
     "Failure",
     "Forget",
@@ -216,6 +217,17 @@ class Forget(_Message, frozen=True):
     salt: bytes = b""
 
 
+class Count(_Message, frozen=True):
+    """Ask what a Forget of the same model and salt would remove from memory; it removes nothing.
+
+    A message of its own, not a flag of Forget: a server too old to know it refuses it, where it would ignore the flag
+    and forget. Answer: chunks, and their bytes, as a list.
+    """
+
+    model: str = ""
+    salt: bytes = b""
+
+
 class Status(_Message, frozen=True):
     """Answer: a dict of counts."""
 
@@ -234,6 +246,7 @@ Request: TypeAlias = (
     | Pin
     | Unpin
     | Forget
+    | Count
     | Status
 )
 

@@ -220,11 +220,12 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         assert command("unpin", "system", *place).returncode == 0
         chain = ChunkChain(here.chunk_size)
         chain.extend(there.prompt(1, CHUNKS).tokens)
-        keys = tmp_path / "keys"
-        keys.write_text("\n".join(chain.slice(i, i + 1).hex() for i in range(CHUNKS)))
-        assert command("warm", "--keys", str(keys), *place).stdout == f"{CHUNKS} of {CHUNKS} chunks are in memory\n"
-        keys.write_text("abc")
-        assert command("warm", "--keys", str(keys), *place).returncode == 2
+        hashes = tmp_path / "hashes"
+        hashes.write_text("\n".join(chain.slice(i, i + 1).hex() for i in range(CHUNKS)))
+        warm = command("warm", "--hashes", str(hashes), *place)
+        assert warm.stdout == f"{CHUNKS} of {CHUNKS} chunks are in memory\n"
+        hashes.write_text("abc")
+        assert command("warm", "--hashes", str(hashes), *place).returncode == 2
         again = command("unpin", "system", *place)
         assert again.returncode == 1 and "nothing is pinned as 'system'" in again.stderr
         wrong = command("warm", "--tokens", str(tokens), "--model", "other", *place)

@@ -208,7 +208,7 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
     tokens = list(range(3 * CHUNK))
     chain = ChunkChain(CHUNK)
     chain.extend(tokens)
-    keys = [chain.slice(i, i + 1).hex() for i in range(3)]
+    hashes = [chain.slice(i, i + 1).hex() for i in range(3)]
     client = MessageQueueClient(web.depot.url, web.depot.context)
     try:
         engine.store(tokens, list(range(3 * PER_CHUNK)))
@@ -219,7 +219,7 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
             "chunks": 3, "of_chunks": 3,
         }  # fmt: skip
         assert web.depot.status()["chunks"] == 3
-        pinned = web.change("/v1/pin", {"keys": keys[:2], "name": "system", "ttl_s": 600})
+        pinned = web.change("/v1/pin", {"hashes": hashes[:2], "name": "system", "ttl_s": 600})
         assert pinned.value == {"chunks": 2, "of_chunks": 2}
         assert [pin["name"] for pin in web.depot.status()["pinned"]] == ["system"]
         assert web.change("/v1/unpin", {"name": "system"}).value == {"name": "system"}
@@ -247,15 +247,17 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         ("/v1/forget", {}, "say what to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),
         ("/v1/forget", {"all": "yes"}, "all"),
+        ("/v1/forget", {"all": True, "model": "x"}, "either `all`"),
         ("/v1/forget", b"{", "truncated"),
         ("/v1/forget", b"\xff\xfe", ""),
         ("/v1/forget", b"", ""),
-        ("/v1/warm", {}, "`tokens`"),
-        ("/v1/warm", {"tokens": [1], "keys": ["0" * 64]}, "`tokens`"),
+        ("/v1/warm", {}, "give exactly one of `tokens` and `hashes`"),
+        ("/v1/warm", {"tokens": [1], "hashes": ["0" * 64]}, "give exactly one of `tokens` and `hashes`"),
+        ("/v1/warm", {"keys": ["0" * 64]}, "keys"),
         ("/v1/warm", {"tokens": [-1]}, "tokens"),
         ("/v1/warm", {"tokens": [1 << 32]}, "tokens"),
         ("/v1/warm", {"tokens": [1.5]}, "tokens"),
-        ("/v1/warm", {"keys": ["xyz"]}, "keys"),
+        ("/v1/warm", {"hashes": ["xyz"]}, "hashes"),
         ("/v1/warm", {"tokens": [1, 2, 3]}, "no engine has registered yet"),
         ("/v1/pin", {"tokens": [1]}, "name"),
         ("/v1/pin", {"tokens": [1], "name": ""}, "name"),

@@ -700,7 +700,7 @@ def test_what_stays_the_same_is_not_drawn_anew(site: Site, open_page: OpenPage) 
 def port() -> int:
     """One that is free, for servers that follow each other."""
     if importlib.util.find_spec("kvdepot.web.app") is None:
-        _needed(False, "kvdepot[web]")
+        _needed(False, "kvdepot.web")
     return free_port()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,29 +11,29 @@ import click
 import msgspec
 
 from kvdepot.cli import options
-from kvdepot.cli.connect import connect
-from kvdepot.cli.output import Progress, print_json, progress
+from kvdepot.cli.connect import connect, endpoint
+from kvdepot.cli.output import Progress, can_ask, clean, confirmed, count, print_json, progress, size
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvdepot.client import MessageQueueClient
-    from kvdepot.upkeep import Prompt
+    from kvdepot.upkeep import Preview, Prompt
 
 __all__ = ["check", "forget", "pin", "unpin", "warm"]
 
 
 @contextmanager
 def _prompt(
-    url: str | None, key: str | None, tokens: str | None, keys: str | None, model: str, salt: str
+    url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
 ) -> Iterator[tuple[MessageQueueClient, Prompt, Progress]]:
-    """A server, the prompt that is meant, and whom to tell how far it is."""
+    """A connection, the prompt that the options name, and a progress bar."""
     from kvdepot import upkeep
 
-    if bool(tokens) == bool(keys):
-        raise click.UsageError("give the prompt as one of --tokens FILE and --keys FILE")
+    if bool(tokens) == bool(hashes):
+        raise click.UsageError("give exactly one of --tokens and --hashes")
     with connect(url, key) as client:
-        prompt = upkeep.read_prompt(client, tokens, keys, model, salt)
+        prompt = upkeep.read_prompt(client, tokens, hashes, model, salt)
         with progress() as told:
             yield client, prompt, told
 
@@ -92,19 +93,46 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
 @click.command()
 @click.option("--model", default="", metavar="NAME", help="of this model, and of those whose name begins so")
 @click.option("--salt", default="", metavar="TEXT", help="of requests with this cache_salt")
-@click.option("--all", "everything", is_flag=True, help="everything")
+@click.option("--all", "everything", is_flag=True, help="everything; asks first on a terminal")
+@click.option("--yes", is_flag=True, help="do not ask; --all needs it where there is no terminal to ask on")
+@click.option("--dry-run", is_flag=True, help="show what would be removed, and remove nothing")
 @options.server
 @options.as_json
-def forget(model: str, salt: str, everything: bool, url: str | None, key: str | None, as_json: bool) -> int:
+def forget(
+    model: str, salt: str, everything: bool, yes: bool, dry_run: bool, url: str | None, key: str | None, as_json: bool
+) -> int:
     """Remove chunks from memory and from all tiers, shared ones too: of a model, of a salt, or everything.
 
-    Exit code 1 when something may be left: a tier could not, or may have models that this server does not know and
-    whose name begins so; name those in full. Requests that are under way with such a salt store anew.
+    Exit code 1 when something may be left: a tier failed, or may hold models that this server does not know and
+    whose names begin with NAME; name those in full. Running requests with such a salt are stored again.
     """
+    if everything and (model or salt):
+        raise ConfigError("--all forgets everything: give either it, or --model and --salt")
     if not (model or salt or everything):
         raise ConfigError("say what to forget: --model, --salt or --all")
+    asks = everything and not yes and not dry_run
+    if asks and not can_ask():
+        raise ConfigError(
+            "--all removes every chunk from memory and from all tiers, shared ones too: "
+            "confirm with --yes, or see what would go with --dry-run"
+        )
     from kvdepot import upkeep
 
+    if asks or dry_run:
+        with connect(url, key) as client, progress() as told:
+            told("counting chunks", 0, 0)
+            found = upkeep.preview(client, model, salt)
+        if dry_run and as_json:
+            print_json(msgspec.to_builtins(found))
+            return 0
+        shown = "\n".join(_preview_lines(found))
+        if dry_run:
+            print(f"{shown}\nnothing was removed: this was a dry run", flush=True)
+            return 0
+        print(shown, file=sys.stderr)
+        if not confirmed(f"Remove all of this from {clean(endpoint(url))}, for good?"):
+            print("kvdepot: nothing was removed", file=sys.stderr)
+            return 1
     with connect(url, key) as client, progress() as told:
         told(f"forgetting {model or 'all models'}", 0, 0)
         said = upkeep.forget(client, model, salt)
@@ -114,6 +142,17 @@ def forget(model: str, salt: str, everything: bool, url: str | None, key: str | 
         for place, what in said.items():
             print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
     return 1 if upkeep.not_forgotten(said) else 0
+
+
+def _preview_lines(found: Preview) -> list[str]:
+    lines = [f"memory: {count(found.memory.chunks)} chunks, {size(found.memory.bytes)}"]
+    for name, tier in found.tiers.items():
+        parts = [
+            *([f"{count(tier.objects_at_most)} objects"] if tier.objects_at_most is not None else []),
+            *([size(tier.bytes_at_most)] if tier.bytes_at_most is not None else []),
+        ]
+        lines.append(f"{clean(name)}: {'at most ' + ', '.join(parts) if parts else 'the tier does not say how much'}")
+    return lines
 
 
 @click.command()

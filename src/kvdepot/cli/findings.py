@@ -5,7 +5,6 @@ The one law: it looks, and changes nothing; whatever it cannot find out is a lin
 
 from __future__ import annotations
 
-import difflib
 import http.client
 import importlib.util
 import os
@@ -18,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvdepot import __version__, shm, upkeep, wire
+from kvdepot import __version__, install, shm, upkeep, wire
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
-from kvdepot.config import Config, load
+from kvdepot.config import Config, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.status import Status, read
 from kvdepot.web.child import missing_packages
@@ -31,8 +30,6 @@ __all__ = ["Finding", "findings"]
 _ANSWER_S = 2.0
 _FEW_FILES = 4096
 _NAMED = 3
-_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
-"""Variables that are read and are no setting of the server."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -55,6 +52,8 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
         config = Config(url=url or load(environ={}).url)
     else:
         yield Finding("ok", "settings", f"{file or 'environment and defaults'}: the arena is {config.arena}")
+    if told := odd_chunk_size(config.chunk_size):
+        yield Finding("warn", "settings", told, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
     yield _shared_memory(config)
     yield from _left_arenas()
@@ -94,12 +93,8 @@ def _processor() -> Finding:
 
 def _variables() -> Iterator[Finding]:
     """Variables that look like settings and are none."""
-    known = {f"KVDEPOT_{name.upper()}" for name in Config.__struct_fields__} | _OTHER_VARIABLES
-    for name in sorted(set(os.environ) - known):
-        if name.startswith("KVDEPOT_"):
-            close = difflib.get_close_matches(name, known, 1)
-            advice = f"{close[0]} is one" if close else "`kvdepot serve --help` lists them"
-            yield Finding("warn", "settings", f"{name} is in the environment, but is no setting", advice)
+    for name, advice in stray_variables(os.environ):
+        yield Finding("warn", "settings", f"environment variable {name} is not a setting", advice)
 
 
 def _shared_memory(config: Config) -> Finding:
@@ -223,15 +218,14 @@ def _tiers(config: Config) -> Iterator[Finding]:
         extra = KINDS[tier.kind]
         module = _PACKAGES.get(extra, "")
         if module and importlib.util.find_spec(module) is None:
-            advice = f"pip install 'kvdepot[{extra}]'"
-            yield Finding("fail", "tier", f"{tier.name}: {module} is not installed", advice)
+            yield Finding("fail", "tier", f"{tier.name}: {module} is not installed", install.advice(extra))
         else:
             yield Finding("ok", "tier", f"{tier.name}: what it needs is installed")
 
 
 def _extra(extra: str, module: str, gain: str) -> Finding:
     if importlib.util.find_spec(module) is None:
-        return Finding("warn", extra, f"{module} is not installed", f"pip install 'kvdepot[{extra}]': {gain}")
+        return Finding("warn", extra, f"{module} is not installed", f"{install.advice(extra)}: {gain}")
     return Finding("ok", extra, gain)
 
 
@@ -264,7 +258,7 @@ def _vllm() -> Iterator[Finding]:
         yield Finding("ok", "vLLM", found)
     points = metadata.entry_points(group="vllm.general_plugins")
     if not any(point.value == "kvdepot.integrations:register_vllm" for point in points):
-        advice = f"install kvdepot into vLLM's environment: {sys.executable} -m pip install kvdepot"
+        advice = f"install it into vLLM's environment: {sys.executable} -m pip install . in kvdepot's source tree"
         yield Finding("fail", "vLLM plugin", "vLLM does not find KVDepotConnector", advice)
         return
     wanted = os.environ.get("VLLM_PLUGINS")
@@ -286,7 +280,7 @@ def _nvidia() -> Iterator[Finding]:
         yield Finding("ok", "NVIDIA", "no driver here: KV lies in the processor's memory")
         return
     if not bindings:
-        advice = "pip install 'kvdepot[cuda]', in the server's and in the engines' environment"
+        advice = f"{install.advice('cuda')}, in the server's and in the engines' environment"
         yield Finding("fail", "NVIDIA", "there is a driver, but cuda-python is not installed", advice)
         return
     from kvdepot.devices.cuda.driver import load as load_driver
@@ -348,7 +342,7 @@ def _web(config: Config, status: Status | None) -> Finding:
     if config.http == "off":
         return Finding("ok", "web page", "http is off")
     if missing := missing_packages():
-        advice = "pip install 'kvdepot[web]' for the page, metrics and API, or --http off"
+        advice = f"{install.advice('web')} for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
     answered = ask_health(config.http) is not None
     if status is None:

@@ -10,6 +10,7 @@ import msgspec
 from click.shell_completion import CompletionItem
 
 from kvdepot.config import Config, words_of
+from kvdepot.values import is_size
 
 __all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "web"]
 
@@ -40,18 +41,18 @@ def web(command: Decorated) -> Decorated:
 
 
 def prompt(command: Decorated) -> Decorated:
-    """--tokens or --keys, --model and --salt: which prompt."""
+    """--tokens or --hashes, --model and --salt: which prompt."""
     for option in reversed(
         [
             click.option(
                 "--tokens", metavar="FILE", type=_FILE, help="the prompt's token ids, JSON or plain; - = standard input"
             ),
             click.option(
-                "--keys", metavar="FILE", type=_FILE,
-                help="keys of chunks in hex, from the prompt's start; - = standard input",
+                "--hashes", metavar="FILE", type=_FILE,
+                help="the prompt's chunk hashes in hex, from its start; - = standard input",
             ),
             click.option(
-                "--model", default="", metavar="NAME", help="as `kvdepot status` lists it, or the beginning of one only"
+                "--model", default="", metavar="NAME", help="a name that `kvdepot status` lists, or a unique prefix"
             ),
             click.option("--salt", default="", metavar="TEXT", help="cache_salt of the requests"),
         ]
@@ -70,7 +71,7 @@ def settings(command: Decorated) -> Decorated:
         command = click.option(
             _flag(field.name),
             field.name,
-            metavar="URL..." if many else kind.__name__.upper(),
+            metavar="URL..." if many else "SIZE" if is_size(field.name) else kind.__name__.upper(),
             multiple=many,
             help=f"{meta.description} (default: {default})",
             shell_complete=_words,

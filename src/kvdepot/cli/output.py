@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Progress", "clean", "console", "count", "duration", "print_json", "progress", "share", "size"]
+__all__ = [
+    "Progress",
+    "can_ask",
+    "clean",
+    "confirmed",
+    "console",
+    "count",
+    "duration",
+    "print_json",
+    "progress",
+    "share",
+    "size",
+]
 
 _PIPE_COLUMNS = 200
 """A pipe has no width; a table cut to 80 columns would lose figures."""
@@ -59,6 +71,20 @@ def progress() -> Iterator[Progress]:
         yield lambda what, done, total: bar.update(
             task, description=escape(clean(what)), completed=done, total=total or None
         )
+
+
+def confirmed(question: str) -> bool:
+    """Ask on standard error; whether the answer is yes. Blocks. Only where `can_ask`."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline()
+    if not answer.endswith("\n"):
+        print(file=sys.stderr)  # the input has ended, the line has not
+    return answer.strip().lower() in ("y", "yes")
+
+
+def can_ask() -> bool:
+    """Whether somebody is there to see a question and answer it."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def clean(text: str) -> str:

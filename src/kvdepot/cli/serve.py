@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from typing import Any
 
 import click
 
 from kvdepot import logs
 from kvdepot.cli import options
-from kvdepot.config import load, load_with_sources, masked
+from kvdepot.config import load, load_with_sources, masked, odd_chunk_size, stray_variables
 
 __all__ = ["config", "serve"]
+
+log = logging.getLogger(__name__)
 
 _WHERE = (
     "Every setting can also stand in the file of --config (TOML) or in the environment as KVDEPOT_<SETTING>, e.g. "
@@ -27,6 +30,14 @@ def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM or SIGINT."""
     config = load(file, options.flags_of(given))
     logs.configure(config.log_level, config.log_format)
+    for name, advice in stray_variables(os.environ):
+        log.warning("environment variable %s is not a setting; %s", name, advice)
+    if odd_chunk_size(config.chunk_size):
+        log.warning(
+            "chunk size %d is not a multiple of 16, vLLM's smallest block; an engine whose block size does not divide "
+            "it is refused",
+            config.chunk_size,
+        )
     from kvdepot.server import Server
 
     server = Server(config)
@@ -49,6 +60,9 @@ def config(file: str | None, as_json: bool, **given: Any) -> int:
 
     settings, sources = load_with_sources(file, options.flags_of(given))
     shown = masked(settings)
+    told = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
+    for line in filter(None, [*told, odd_chunk_size(settings.chunk_size)]):
+        print(f"kvdepot: {clean(line)}", file=sys.stderr)
     if as_json:
         print_json(
             {

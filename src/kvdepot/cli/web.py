@@ -36,8 +36,8 @@ def open(as_json: bool, key: str | None, **which: str | None) -> int:
         address = read(client.ask(wire.Status()).result(_STATUS_S)).http
     if not address:
         raise Unavailable(
-            f"the server at {config.url} has no page (yet): http is off, kvdepot[web] is not installed, or its address "
-            "is taken. `kvdepot serve` logs which, and `kvdepot doctor` looks further"
+            f"the server at {config.url} has no page (yet): http is off, its packages are not installed, or its "
+            "address is taken; the log of `kvdepot serve` says which, and `kvdepot doctor` looks further"
         )
     if ask_health(address) is None:
         raise Unavailable(f"the page at {_address(address)} does not answer; the server's log says why")

@@ -20,7 +20,9 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvdepot import install
 from kvdepot.errors import ConfigError
+from kvdepot.values import explain, in_units, suggestion
 
 __all__ = ["KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
 
@@ -145,7 +147,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_file: Annotated[str, Meta(description="file with 32 bytes in hex: objects are encrypted (AES-256-GCM)")] = ""
     ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks count as gone; 0 = never")] = 0
     threads: Annotated[int, Meta(ge=1, le=64, description="reads and writes under way at once")] = 4
-    queue_mib: Annotated[int, Meta(ge=1, description="MiB that wait to be written; what is more is dropped")] = 1024
+    queue_mib: Annotated[
+        int, Meta(ge=1, description="what may wait to be written, in MiB or as 2GiB; more is dropped")
+    ] = 1024
 
 
 class TierConfig(msgspec.Struct, frozen=True):
@@ -170,7 +174,7 @@ class TierConfig(msgspec.Struct, frozen=True):
         try:
             tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
         except ImportError as exc:
-            raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{kind}]'") from exc
+            raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
         return tier
 
 
@@ -213,7 +217,20 @@ def parse(text: str) -> TierConfig:
 
 def convert(given: dict[str, str], kind: type[Any], name: str) -> Any:
     """Options of a URL as a struct. Raises ConfigError that says which tier and which option."""
+    for option in given:
+        if option not in kind.__struct_fields__:
+            raise ConfigError(f"tier {name}: {_unknown(option, kind)}")
+    values = in_units(given)
     try:
-        return msgspec.convert(given, kind, strict=False)
+        return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"tier {name}: {exc}") from exc
+        option, said = explain(exc, values)
+        raise ConfigError(f"tier {name}: {option}: {said}" if option else f"tier {name}: {said}") from exc
+
+
+def _unknown(option: str, kind: type[Any]) -> str:
+    known = (*kind.__struct_fields__, *Options.__struct_fields__)
+    meant = suggestion(option, known)
+    if not meant and not re.fullmatch("[a-z_]{1,20}", option):
+        return "an unknown option"  # not shown: it may be the rest of a password with a ? in it
+    return f"unknown option {option} (did you mean {meant}?)" if meant else f"unknown option {option}"

@@ -152,11 +152,15 @@ class Carrier:
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
         self._refused: KVDepotError | None = None
+        self._has_begun = False  # the constructor has waited for the tier long enough
         opening = threading.Thread(target=self._open_first, name=f"kvdepot-{config.kind}-open", daemon=True)
         opening.start()
         opening.join(_OPEN_S)
+        with self._ready:
+            self._has_begun = True
         if isinstance(self._refused, ConfigError):
             raise self._refused
+        self._tell_refused()
         self._threads = [
             threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
             for i in range(count)
@@ -194,8 +198,15 @@ class Carrier:
         try:
             self._open()
         except KVDepotError as exc:
-            self._refused = exc
-            log.warning("tier %s cannot be had yet: %s", self._config.name, exc)
+            with self._ready:
+                self._refused = exc
+                if not self._has_begun:
+                    return  # the constructor's to raise or to log
+            self._tell_refused()
+
+    def _tell_refused(self) -> None:
+        if self._refused is not None:
+            log.warning("tier %s cannot be had yet: %s", self._config.name, self._refused)
 
     def _open(self) -> Tier:
         with self._opening:

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from kvdepot import install
 from kvdepot.curve import read_file
 from kvdepot.errors import ConfigError
 from kvdepot.tiers import Options
@@ -77,11 +78,11 @@ class Codec:
         """Whether the log has been told of an object that is not readable. The carrier's."""
         self._coding = 0  # of all we encrypt, and the only one that we decrypt
         if compress and _zstandard() is None:
-            raise ConfigError("compress=zstd needs zstandard; pip install 'kvdepot[compress]'")
+            raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
             assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
             if _ciphers() is None:
-                raise ConfigError("key_file needs cryptography; pip install 'kvdepot[encrypt]'")
+                raise ConfigError(f"key_file needs cryptography; {install.advice('encrypt')}")
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
 
@@ -125,7 +126,7 @@ class Codec:
         if rest != self._coding:  # what has no key could have been written by anybody
             return "it is encrypted with another key" if rest else "it is not encrypted, and this tier has a key_file"
         if shuffled and _zstandard() is None:
-            return "it is compressed, and zstandard is missing; pip install 'kvdepot[compress]'"
+            return f"it is compressed, and zstandard is missing; {install.advice('compress')}"
         return ""
 
     def decode(self, header: Header, stored: Sequence[memoryview], out: Sequence[memoryview]) -> bool:

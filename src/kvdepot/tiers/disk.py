@@ -31,7 +31,9 @@ __all__ = ["Disk", "DiskOptions", "open"]
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a `disk://` URL."""
 
-    capacity_gib: Annotated[float, Meta(gt=0, description="GiB of the file system that objects take at most")]
+    capacity_gib: Annotated[
+        float, Meta(gt=0, description="most that objects take of the file system, in GiB or as 512MiB")
+    ]
     policy: Annotated[str, Meta(description=f"which objects go first: {', '.join(POLICIES)}")] = "lru"
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvdepot import install
 from kvdepot.errors import ConfigError, TierError
 
 __all__ = ["SPANS_UNDER_WAY", "Membership", "known", "library"]
@@ -53,7 +54,7 @@ def library() -> Any:
             raise ConfigError(
                 f"tier mooncake: {exc}; apt-get install {missing} (all it needs: {' '.join(_DEBIAN.values())})"
             ) from exc
-        raise ConfigError(f"tier mooncake: {exc}; pip install 'kvdepot[mooncake]'") from exc
+        raise ConfigError(f"tier mooncake: {exc}; {install.advice('mooncake')}") from exc
 
 
 class Membership:

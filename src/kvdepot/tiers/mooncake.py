@@ -72,11 +72,21 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol: Annotated[str, Meta(pattern="^(tcp|rdma)$", description="tcp or rdma")] = "tcp"
     device: Annotated[str, Meta(description="RDMA devices, separated by commas")] = ""
     segment_gib: Annotated[
-        float, Meta(ge=0, le=65536, description="memory of this host that the pool gets; 0 = none, else 1/64 or more")
+        float,
+        Meta(
+            ge=0,
+            le=65536,
+            description="memory of this host that the pool gets, in GiB or as 512MiB; 0 = none, else 16MiB or more",
+        ),
     ] = 1.0
     replicas: Annotated[int, Meta(ge=1, le=16, description="hosts that each new object is written to")] = 1
     buffer_mib: Annotated[
-        int, Meta(ge=1, le=65536, description="memory through which bytes outside the arena are staged, with rdma")
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="memory through which bytes outside the arena are staged with rdma, in MiB or as 1GiB",
+        ),
     ] = 64
     metadata: Annotated[str, Meta(description="the pool's metadata server")] = "P2PHANDSHAKE"
 

@@ -91,10 +91,10 @@ class Unpinned(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt by its token ids or by the keys of its chunks, in hex; and its model, or the beginning of its name."""
+    """A prompt: exactly one of token ids and chunk hashes in hex; and its model, by name or a unique prefix of it."""
 
     tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 20)] = []
-    keys: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]], Meta(max_length=wire.MAX_CHUNKS)] = []
+    hashes: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]], Meta(max_length=wire.MAX_CHUNKS)] = []
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
 
@@ -229,10 +229,10 @@ def _change(state: State) -> Iterator[None]:
 
 
 def _prompt(poll: Poll, data: Prompt) -> upkeep.Prompt:
-    if bool(data.tokens) == bool(data.keys):
-        raise BadRequest("say the prompt by `tokens`, or by `keys`")
-    keys = b"".join(map(bytes.fromhex, data.keys))
-    return upkeep.make_prompt(poll.client, data.tokens, keys, data.model, data.salt)
+    if bool(data.tokens) == bool(data.hashes):
+        raise BadRequest("give exactly one of `tokens` and `hashes`")
+    hashes = b"".join(map(bytes.fromhex, data.hashes))
+    return upkeep.make_prompt(poll.client, data.tokens, hashes, data.model, data.salt)
 
 
 @post("/v1/warm", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
@@ -262,6 +262,8 @@ def unpin(state: State, data: JSONBody[UnpinRequest]) -> Unpinned:
 @post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
     """Remove chunks from memory and all tiers: how many from each. An error where something may be left, and where."""
+    if data.all and (data.model or data.salt):
+        raise BadRequest("give either `all`, or `model` and `salt`")
     if not (data.model or data.salt or data.all):
         raise BadRequest("say what to forget: `model`, `salt`, or `all`")
     with _change(state):

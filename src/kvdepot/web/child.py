@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvdepot import install
 from kvdepot.config import Config, masked
 from kvdepot.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
@@ -122,7 +123,7 @@ class Child:
         if self._stopping.wait(_GRACE_S):
             return
         if missing := missing_packages():
-            log.info("no HTTP: %s is missing; pip install 'kvdepot[web]', or say --http off", missing[0])
+            log.info("no HTTP: %s is missing; %s, or say --http off", missing[0], install.advice("web"))
             return
         listener = self._listen()
         if listener is None:

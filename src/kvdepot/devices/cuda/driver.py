@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdepot import install
 from kvdepot.errors import DeviceError
 
 __all__ = ["Addresses", "Driver", "DriverError", "load"]
@@ -68,7 +69,7 @@ class Driver:
         try:
             from cuda.bindings import __version__, driver
         except ImportError as exc:
-            raise DeviceError("KV tensors on a GPU need cuda-python: pip install 'kvdepot[cuda]'") from exc
+            raise DeviceError(f"KV tensors on a GPU need cuda-python: {install.advice('cuda')}") from exc
         if tuple(int(part) for part in re.findall(r"\d+", __version__)[:3]) < _BINDINGS_SINCE:
             raise DeviceError(
                 f"cuda-bindings {__version__} stop all threads while a GPU is waited for: pip install "

@@ -134,7 +134,7 @@ function showGain(status) {
 function ceilingText(headline, windows) {
   if (!headline.chunks) return "Nothing has been looked up yet.";
   if (headline.ceiling === undefined) {
-    return windows.length ? "" : "For the ceiling install kvdepot[ceiling].";
+    return windows.length ? "" : "The upper bound needs the package datasketches on the server.";
   }
   return `of about ${share(headline.ceiling)} at most, were memory endless`;
 }

@@ -1,0 +1,89 @@
+"""How people write settings: sizes with units, and what is said of a wrong value or a mistyped name.
+
+Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate.py. Nothing blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+__all__ = ["explain", "in_units", "is_size", "parse_size", "suggestion"]
+
+_UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(text: str) -> float:
+    """Bytes of `64GiB`, `1.5 MiB`, `500GB` (powers of 1000) or a plain number of bytes. Raises ValueError."""
+    found = _SIZE.fullmatch(text)
+    if found is None or found[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size")
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def is_size(name: str) -> bool:
+    """Whether a setting of this name is a size: a plain number counts in the unit that the name ends with."""
+    return name.endswith(("_gib", "_mib"))
+
+
+def in_units(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with sizes such as `arena_gib = "512MiB"` as numbers of the setting's own unit; the rest as it is."""
+    return {name: _in_unit(name, value) if is_size(name) else value for name, value in given.items()}
+
+
+def _in_unit(name: str, value: Any) -> Any:
+    if not isinstance(value, str) or not (found := _SIZE.fullmatch(value)) or not found[2]:
+        return value
+    try:
+        count = parse_size(value) / _UNITS[_unit(name).upper()]
+    except ValueError:
+        return value  # which is no number either: `explain` says so
+    return int(count) if count.is_integer() else count
+
+
+def _unit(name: str) -> str:
+    return "GiB" if name.endswith("_gib") else "MiB"
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """The known name that a mistyped one is closest to; empty: none is close."""
+    close = get_close_matches(name.replace("-", "_"), known, 1)
+    return close[0] if close else ""
+
+
+def explain(exc: msgspec.ValidationError, given: Mapping[str, Any]) -> tuple[str, str]:
+    """The field that a struct could not be made for, empty where it is none of them; and what is wrong, in words.
+
+    given: the values that were converted.
+    """
+    text = str(exc)
+    found = re.search(r"`\$\.(\w+)`|field `(\w+)`|^(\w+): ", text)
+    name = next(filter(None, found.groups())) if found else ""
+    said = re.sub(r" - at `\$(\.\w+)?`$", "", text).removeprefix(f"{name}: ")
+    value = given.get(name)
+    if said.startswith("Object missing required field"):
+        said = "must be given"
+    elif kind := re.fullmatch(r"Expected `(int|float)`, got `\w+`", said):
+        said = _not_a_number(name, value, kind[1] == "int")
+    elif words := re.fullmatch(r"Expected `str` matching regex '\^\(([\w|]+)\)\$'", said):
+        said = f"{value!r} is none of {words[1].replace('|', ', ')}"
+    elif bound := re.fullmatch(r"Expected `(?:int|float)` (<=|>=|<|>) (\S+)", said):
+        said = f"{value} is out of range, it must be {bound[1]} {bound[2].removesuffix('.0')}"
+    return name, said
+
+
+def _not_a_number(name: str, value: Any, is_whole: bool) -> str:
+    if not is_size(name):
+        return f"{value!r} is not a {'whole number' if is_whole else 'number'}"
+    unit = _unit(name)
+    if isinstance(value, float):
+        return f"{value:g} {unit} is not a whole number of {unit}"
+    return f"{value!r} is not a size: write 64GiB or 512MiB, say, or a plain number of {unit}"
