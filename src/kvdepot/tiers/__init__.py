@@ -10,6 +10,7 @@ A tier is written as a URL (`parse`): `disk:///var/cache/kv?capacity_gib=100&wri
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.tiers.urls import SECRET_OPTION, credentials_of, has_ambiguous_secret, has_place, redact, secrets_of, shown
 
 __all__ = ["KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
 
@@ -158,11 +160,20 @@ class TierConfig(msgspec.Struct, frozen=True):
     options: Options
     own: dict[str, str]
     """Options of this kind of tier alone."""
+    secrets: tuple[str, ...] = ()
+    """What no message may hold."""
+
+    def __repr__(self) -> str:
+        return f"<TierConfig {self.name}>"
 
     @property
     def name(self) -> str:
-        """What people call it: the URL without credentials."""
-        return _shown(self.url)
+        """What people call it: the URL without credentials and options."""
+        return shown(credentials_of(self.url)[2])
+
+    def redact(self, exc: Exception) -> str:
+        """What an error says, without this tier's secrets."""
+        return redact(str(exc), self.secrets)
 
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
@@ -171,6 +182,8 @@ class TierConfig(msgspec.Struct, frozen=True):
             tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
         except ImportError as exc:
             raise ConfigError(f"tier {self.name}: {exc.name} is missing; pip install 'kvdepot[{kind}]'") from exc
+        except KVDepotError as exc:
+            raise type(exc)(self.redact(exc)) from None  # a cause may quote the URL
         return tier
 
 
@@ -188,32 +201,46 @@ def _module(kind: str) -> Any:
     raise AssertionError(kind)
 
 
-def _shown(text: str) -> str:
-    """A URL without its credentials, which end with the last @: a password may hold anything."""
-    scheme, colon, rest = text.partition("://")
-    return scheme + colon + rest.partition("?")[0].rpartition("@")[2] if colon else scheme.rpartition("@")[2]
-
-
 def parse(text: str) -> TierConfig:
     """A tier's URL with its options. Raises ConfigError that names what is wrong, never with the credentials."""
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        raise ConfigError(f"tiers: {_shown(text)!r} is no URL") from None  # whose text may quote a password
-    if parts.scheme not in KINDS or "://" not in text:
+    scheme, colon, rest = text.partition("://")
+    if not colon or scheme not in KINDS:
         known = ", ".join(kind + "://" for kind in KINDS)
-        raise ConfigError(f"tiers: {_shown(text)!r} begins with none of {known}")
-    if re.search(r"[\s\x00-\x1f#]", text):
-        raise ConfigError(f"tiers: {_shown(text)!r} holds a space or a #; write %20 or %23")
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        raise ConfigError(f"tiers: {shown(text)!r} begins with none of {known}")
+    if has_ambiguous_secret(text):
+        raise ConfigError(
+            f"tiers: {shown(text)!r} holds a space, a # or an @ behind a ?; percent-encode them (%20, %23, %40), and "
+            "a ? in a password (%3F)"
+        )
+    try:
+        query = urlsplit(text).query
+    except ValueError:
+        raise ConfigError(f"tiers: {shown(text)!r} is no URL") from None  # whose text may quote a password
+    if not has_place(text):
+        raise ConfigError(f"tiers: {shown(text)!r} has no host:port, or no bucket, behind ://")
+    place, _, _ = rest.partition("?")
+    if "@" in place and KINDS[scheme] != "redis" and not (KINDS[scheme] != "mooncake" and place.startswith("/")):
+        raise ConfigError(f"tiers: {shown(text)!r}: {scheme}:// takes no user or password in its URL")
+    given = dict(parse_qsl(query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
-    config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)
+    config = TierConfig(scheme, text.partition("?")[0], Options(), given, tuple(secrets_of(text)))
     return msgspec.structs.replace(config, options=convert(common, Options, config.name))
 
 
 def convert(given: dict[str, str], kind: type[Any], name: str) -> Any:
     """Options of a URL as a struct. Raises ConfigError that says which tier and which option."""
+    if unknown := [option for option in given if option not in kind.__struct_fields__]:
+        raise ConfigError(f"tier {name}: {_unknown(unknown, kind.__struct_fields__)}")
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"tier {name}: {exc}") from exc
+
+
+def _unknown(options: Sequence[str], own: Sequence[str]) -> str:
+    """What is said of options that there are not."""
+    if any(SECRET_OPTION.search(option) for option in options):  # a part of the secret may look like another option
+        return "no option holds a secret; they come from files or the environment, as docs/tiers.md says"
+    known = [*own, *Options.__struct_fields__]
+    close = difflib.get_close_matches(options[0], known, 1)
+    return f"there is no option {options[0]!r}: " + (f"{close[0]} is one" if close else f"there are {', '.join(known)}")

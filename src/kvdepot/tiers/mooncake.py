@@ -43,6 +43,7 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import Blob, Usage, convert
 from kvdepot.tiers.membership import Membership, known, library
+from kvdepot.tiers.urls import shown
 
 __all__ = ["ENVIRONMENT", "MooncakeOptions", "MooncakeTier", "open"]
 
@@ -83,22 +84,23 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def open(url: str, options: dict[str, str], threads: int) -> MooncakeTier:
     """The tier at `mooncake://host[:port]/`. Blocks for seconds. Raises ConfigError, or TierError without a master."""
-    own: MooncakeOptions = convert(options, MooncakeOptions, url)
+    name = shown(url)
+    own: MooncakeOptions = convert(options, MooncakeOptions, name)
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or PORT
-    except ValueError as exc:
-        raise ConfigError(f"tier {url}: {exc}") from exc
+    except ValueError:
+        raise ConfigError(f"tier {name}: must be mooncake://host[:port]/") from None
     if not host or parts.path not in ("", "/") or parts.username is not None:
-        raise ConfigError(f"tier {url}: must be mooncake://host[:port]/")
+        raise ConfigError(f"tier {name}: must be mooncake://host[:port]/")
     if own.protocol == "rdma" and not own.device:
-        raise ConfigError(f"tier {url}: protocol=rdma needs device=, e.g. device=mlx5_0")
+        raise ConfigError(f"tier {name}: protocol=rdma needs device=, e.g. device=mlx5_0")
     if own.device and own.protocol != "rdma":
-        raise ConfigError(f"tier {url}: device= is for protocol=rdma")
+        raise ConfigError(f"tier {name}: device= is for protocol=rdma")
     if 0 < own.segment_gib < 1 / 64:
-        raise ConfigError(f"tier {url}: segment_gib is 0 or at least 1/64")
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        raise ConfigError(f"tier {name}: segment_gib is 0 or at least 1/64")
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     library()
     return MooncakeTier((host, port), own, registers=own.protocol == "rdma")
 
