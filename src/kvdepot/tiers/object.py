@@ -20,6 +20,7 @@ missed: a directory is made in its place.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -42,6 +43,8 @@ from kvdepot.tiers.pieces import fill
 from kvdepot.tiers.urls import redact, shown
 
 __all__ = ["ObjectOptions", "ObjectTier", "open"]
+
+log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 4 << 30
 """Below what one PUT may bring to any of these stores."""
@@ -82,6 +85,7 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
             path = Path(rest)
             if not path.is_absolute():
                 raise ConfigError(f"tier {name}: an absolute path is needed, file:///directory")
+            _make_directory(path)
             return ObjectTier(name, LocalStore(path, mkdir=True), own, path)
         bucket, _, prefix = rest.partition("/")
         if not bucket:
@@ -91,6 +95,16 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
         raise ConfigError(f"tier {name}: {exc.filename}: {exc.strerror}") from exc
     except (BaseError, ValueError) as exc:
         raise ConfigError(f"tier {name}: {_told(exc)}") from None
+
+
+def _make_directory(path: Path) -> None:
+    """For this user alone where there is none. Raises OSError."""
+    if path.exists():
+        if (mode := path.stat().st_mode & 0o777) & 0o007:
+            log.warning("%s has mode %04o: other users of this host can reach what is stored there", path, mode)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _store(kind: str, bucket: str, prefix: str | None, own: ObjectOptions) -> S3Store | GCSStore | AzureStore:
