@@ -164,8 +164,9 @@ class MooncakeTier:
         self._options = options
         self._registers = registers
         self._memory: list[memoryview] = []
-        self._asks_sizes = False
-        """Objects are smaller than the room for them: it is worth a round trip to ask for sizes first."""
+        self._asks_sizes = True
+        """Whether sizes are asked for before a read, which is a round trip: the library fails, loudly, where memory is
+        not of just the object's size. Not after a read in which all memory was, until one in which some was not."""
         self._staging = threading.Lock()
         self._stage = np.zeros(0, np.uint8)
         """The staging area: whoever holds _staging uses it."""
@@ -244,8 +245,11 @@ class MooncakeTier:
         with self._pool.calling() as store, self._pool.reading():
             objects = [_Object(number, PREFIX + blob.name, _spans(blob)) for number, blob in enumerate(blobs)]
             if self._asks_sizes:
-                self._get(store, self._fit(store, objects, sizes), sizes)
-            elif odd := self._get(store, objects, sizes):  # the library wants to be told exact sizes
+                fitting = self._fit(store, objects, sizes)
+                exact = [entry for entry in fitting if entry.size == blobs[entry.number].size]
+                self._asks_sizes = not fitting or len(exact) < len(fitting)
+                self._get(store, fitting, sizes)
+            elif odd := self._get(store, objects, sizes):
                 fitting = [entry for entry in self._fit(store, odd, sizes) if entry.size < blobs[entry.number].size]
                 self._asks_sizes = bool(fitting)
                 self._get(store, fitting, sizes)
