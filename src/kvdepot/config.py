@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +19,7 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
 from kvdepot.tiers import TierConfig, parse
+from kvdepot.tiers.urls import shown
 from kvdepot.values import explain, in_units, suggestion
 
 __all__ = [
@@ -153,6 +153,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
 
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in masked(self).items())})"
+
     @property
     def tier_configs(self) -> list[TierConfig]:
         """The tiers as they were asked for."""
@@ -282,40 +285,7 @@ def _advice(name: str, known: Collection[str]) -> str:
     return f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"
 
 
-_SECRET = re.compile("secret|token|passw|passphrase|credential|access_key|signature", re.IGNORECASE)
-
-
 def masked(config: Config) -> dict[str, Any]:
-    """The settings by name, for people to see: what a URL holds of passwords stands there as ***."""
-    shown = {}
-    for name, value in msgspec.structs.asdict(config).items():
-        if isinstance(value, tuple):
-            value = [_masked(text) for text in value]
-        shown[name] = _masked(value) if isinstance(value, str) else value
-    return shown
-
-
-def _masked(text: str) -> str:
-    """A URL without its secrets; what is no URL as it is. What may be a password is taken for one."""
-    scheme, colon, rest = text.partition("://")
-    if not colon:
-        return text
-    place, mark, query = rest.partition("?")
-    options = [option.partition("=") for option in query.split("&")] if mark else []
-    if any("@" in name or ("@" in value and "://" not in value) for name, _, value in options):
-        # a password with a ? or & in it
-        return f"{scheme}://***"
-    credentials, at, host = place.rpartition("@")
-    user, divider, _ = credentials.partition(":")
-    kept = (f"{user}:***@" if divider else "***@") if at else ""
-    told = [f"{name}{equals}{_masked_option(name, value)}" for name, equals, value in options]
-    return f"{scheme}://{kept}{host}{mark}{'&'.join(told)}"
-
-
-def _masked_option(name: str, value: str) -> str:
-    """Its value, which may be a URL with secrets of its own; % signs hide none."""
-    if value and _SECRET.search(name) and not name.endswith("_file"):
-        return "***"
-    read = unquote(value)
-    shown = _masked(read)
-    return value if shown == read else shown
+    """The settings by name, for people to see: what a tier's URL holds of secrets stands there as ***."""
+    values = msgspec.structs.asdict(config)
+    return values | {"tiers": [shown(tier) for tier in config.tiers]}

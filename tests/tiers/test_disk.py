@@ -294,6 +294,81 @@ def test_links_are_not_followed(root: Path, start: Callable[..., Disk]) -> None:
     assert len([path for path in (outside / "00").rglob("*") if path.is_file()]) == 2
 
 
+# -- other users
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+
+
+def test_a_directory_that_others_could_enter_is_closed_to_them_and_the_log_says_so(
+    root: Path, start: Callable[..., Disk], caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = start()
+    assert write(tier, 1)
+    tier.close()
+    for directory in (root, *(path for path in root.rglob("*") if path.is_dir())):
+        directory.chmod(0o777)
+    tier = start()
+    assert read(tier, 1) == content(1, 10_000)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*")) if path.is_dir()} == {0o700}
+    assert f"{root} had mode 0777" in caplog.text
+
+
+@as_root
+def test_what_another_user_put_into_an_open_directory_is_never_read(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1) and write(tier, 2)
+    tier.close()
+    root.chmod(0o777)
+    os.chown(file_of(root, 1), NOBODY, NOBODY)
+    os.chown(root / "kvdepot.lock", NOBODY, NOBODY)
+    planted = file_of(root, 2).parents[2]
+    os.chown(planted, NOBODY, NOBODY)
+    tier = start()
+    assert there(tier, 1, 2) == [] and not planted.exists()
+    assert (root / "kvdepot.lock").stat().st_uid == os.geteuid()
+    assert write(tier, 2) and read(tier, 2) == content(2, 10_000)
+
+
+@as_root
+def test_a_directory_of_another_user_is_refused(root: Path) -> None:
+    root.mkdir(mode=0o700)
+    os.chown(root, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}.*{root}/kvdepot"):
+        Disk(root, GIB)
+    assert list(root.iterdir()) == []
+
+
+def test_a_directory_that_any_user_could_replace_is_refused(root: Path) -> None:
+    (root / "open").mkdir(parents=True)
+    (root / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match=f"chmod o-w {root}/open"):
+        Disk(root / "open" / "tier", GIB)
+    (root / "open").chmod(0o1777)  # as /tmp: only owners can rename what is in it
+    Disk(root / "open" / "tier", GIB).close()
+
+
+@as_root
+def test_a_link_is_followed_only_if_this_user_or_root_made_it(root: Path) -> None:
+    root.mkdir()
+    (root / "real").mkdir(mode=0o700)
+    (root / "link").symlink_to(root / "real")
+    Disk(root / "link", GIB).close()
+    assert (root / "real" / "kvdepot.lock").exists()
+    os.lchown(root / "link", NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match="link"):
+        Disk(root / "link", GIB)
+
+
+def test_a_directory_with_other_files_is_refused_and_left_as_it_is(root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o755)
+    (root / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"thesis\.txt"):
+        Disk(root, GIB)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o755
+
+
 def test_what_a_killed_process_was_writing_and_removing_is_gone_after_the_start(
     root: Path, start: Callable[..., Disk]
 ) -> None:

@@ -146,6 +146,24 @@ def test_where_memory_has_to_be_registered_other_memory_is_staged(pool: Master, 
         tier.close()
 
 
+@pytest.mark.parametrize("spare", [0, 16])
+def test_the_first_read_has_memory_of_just_the_objects_size_and_succeeds(
+    pool: Master, tier: Tier, spare: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What carrier.py offers has room for more than there is, as an object may be longer where it is encrypted."""
+    assert write(tier, 1) and write(tier, 2)
+    fresh = join(pool)
+    try:
+        for number in (1, 2, 1):
+            area = bytearray(MIB + spare)
+            assert fresh.read([Blob(name_of(number), [memoryview(area)])]) == [MIB]
+            assert area[:MIB] == content(number, MIB)
+        assert fresh.usage().counters["failed"] == 0
+    finally:
+        fresh.close()
+    assert "TRANSFER" not in (said := capfd.readouterr().err) and "slice" not in said
+
+
 def test_any_number_of_pieces_and_threads_stays_below_what_the_library_can_bear(tier: Tier, memory: memoryview) -> None:
     """Beyond 2048 transfers to one host it hangs for a minute, and that host is lost to this client for ever."""
     count, piece = 250, 512

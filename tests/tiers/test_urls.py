@@ -1,12 +1,31 @@
-"""How tiers are written in the settings."""
+"""How tiers are written in the settings, and that nothing said of them holds a secret."""
 
 from __future__ import annotations
 
-import pytest
+import logging
+import socket
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from urllib.parse import quote
 
-from kvdepot.errors import ConfigError
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from kvdepot.config import load, masked
+from kvdepot.errors import ConfigError, KVDepotError, TierError
 from kvdepot.tiers import convert, parse
+from kvdepot.tiers.carrier import Carrier, Probe
+from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import DiskOptions
+from kvdepot.tiers.urls import redact, shown
+
+MARK = "Qx7v"
+"""Each piece of a generated password holds it, so that none can be told unseen."""
 
 
 def test_options_of_all_tiers_and_those_of_one_kind_are_told_apart() -> None:
@@ -15,7 +34,7 @@ def test_options_of_all_tiers_and_those_of_one_kind_are_told_apart() -> None:
     assert (config.options.write, config.options.threads, config.options.compress) == ("on_evict", 3, "off")
 
 
-@pytest.mark.parametrize("password", ["secret", "sec/ret", "sec@ret", "%23secret"])
+@pytest.mark.parametrize("password", ["secret", "sec/ret", "sec@ret", "%23secret", "%3Fsecret", "sec:ret"])
 def test_what_people_see_of_a_tier_holds_no_password(password: str) -> None:
     config = parse(f"redis://user:{password}@host:1/0?write=off")
     assert config.name == "redis://host:1/0"
@@ -32,6 +51,12 @@ def test_what_people_see_of_a_tier_holds_no_password(password: str) -> None:
         "user:secret@host",
         "redis:user:secret@host",
         "redis://:secret@host?threads=0",
+        "redis://user:secret?secret@host",
+        "redis://user:secret?secret=secret@host?write=off",
+        "redis://user:secret?x=http://secret@host",
+        "mooncake://user:secret@host",
+        "mooncake://user:sec?secret@host",
+        "s3://user:secret@host?region=eu",
     ],
 )
 def test_a_url_that_is_wrong_is_refused_without_its_password(text: str) -> None:
@@ -68,7 +93,119 @@ def test_a_wrong_option_is_refused_with_its_name_and_what_could_be_written(optio
 
 
 def test_a_word_of_a_password_that_looks_like_an_option_is_not_told() -> None:
-    config = parse("redis://:pa?secret@host")
     with pytest.raises(ConfigError) as refused:
-        convert(config.own, DiskOptions, config.name)
-    assert "secret" not in str(refused.value)
+        convert({"Hunter2": ""}, DiskOptions, "redis://host")
+    assert str(refused.value) == "tier redis://host: an unknown option"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://user:secret",  # where the host was left out, what stands in its place is the password
+        "redis://user:secret?write=off",
+        "redis://:secret/0",
+        "redis://host?password=secret",
+        "redis://host?password=secret&secret=1",
+        "redis://host?token=a&secret",
+        "s3://bucket?session_token=secret",
+        "disk://user:secret@host/directory?capacity_gib=1",
+        "disk://user:secret?capacity_gib=1",
+        "mooncake://user:secret",
+        "az://container?access_key=secret&account=me",
+    ],
+)
+def test_what_is_found_wrong_when_a_tier_is_opened_is_told_without_secrets(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(text.replace("secret", MARK)).open()
+    assert MARK not in "".join(traceback.format_exception(refused.value))
+
+
+_pieces = st.sampled_from([MARK, f"{MARK}8", f"{MARK}%40", f"{MARK}%3F{MARK}"])
+_between = st.sampled_from(
+    [*list("?#@/%:&=+ ;,[]\"'\\$!*|<>"), "://", "?a=", "&b=", "@x/", "%", "%25", "\n", "\t", "é"]
+)
+passwords = st.lists(st.tuples(_pieces, _between), min_size=1, max_size=5).map(
+    lambda pairs: "".join(map("".join, pairs)) + MARK
+)
+places = st.sampled_from(
+    [
+        "redis://{}@127.0.0.1:1/0", "redis://user:{}@127.0.0.1:1", "rediss://:{}@127.0.0.1:1/0?timeout_s=1",
+        "redis://:{}@127.0.0.1:1?threads=none", "redis://:{}@127.0.0.1:1?nothing=1&write=off", "redis://user:{}",
+        "redis+cluster://:{}@127.0.0.1:1,127.0.0.1:1", "redis://127.0.0.1:1/0?password={}", "rediss:{}@127.0.0.1",
+        "mooncake://u:{}@127.0.0.1:1", "mooncake://{}@127.0.0.1:1/?segment_gib=0", "mooncake://127.0.0.1:1/?token={}",
+        "s3://key:{}@bucket", "s3://bucket?secret_access_key={}&region=eu", "s3://bucket?region=eu&session_token={}",
+        "s3://bucket?endpoint=http://key:{}@127.0.0.1:1&region=eu&retries=0", "az://container?account=a&sig={}",
+        "disk://user:{}@host/kv?capacity_gib=1", "unknown://u:{}@h", "{}@h",
+    ]
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(place=places, password=passwords, is_quoted=st.booleans())
+@example(place="redis://user:{}@127.0.0.1:1", password=f"{MARK}?{MARK}", is_quoted=False)
+@example(place="redis://user:{}@127.0.0.1:1", password=f"{MARK}?x=http://{MARK}", is_quoted=False)
+@example(place="mooncake://u:{}@127.0.0.1:1", password=MARK, is_quoted=False)
+def test_nothing_that_is_said_of_a_tier_holds_a_piece_of_its_password(
+    place: str, password: str, is_quoted: bool
+) -> None:
+    assume(is_quoted or "}@" in place or "@" not in password)  # else what follows its @ is the host
+    url = place.format(quote(password, safe="") if is_quoted else password)
+    said = [shown(url), redact(f"an error of {url}: {password}", [password])] if is_quoted else [shown(url)]
+    try:
+        loaded = load(flags={"tiers": [url]}, environ={})
+        said += [repr(loaded), repr(masked(loaded))]
+        (config,) = loaded.tier_configs
+        said += [repr(config), config.name]
+        tier = config.open()
+        said.append(repr(tier))
+        tier.usage()
+    except KVDepotError as exc:
+        said += traceback.format_exception(exc)
+    assert MARK not in "".join(said)
+
+
+class Echo:
+    """A server that quotes what it is told in its error, as Redis does with commands that it does not know."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, suppress(OSError):
+                    while told := connection.recv(65536):
+                        words = told.decode(errors="replace").split("\r\n")
+                        connection.sendall(f"-ERR unknown command: {' '.join(words)}\r\n".encode())
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize("password", ["hunter2", "h?u#n@t/e:r%2", "ab"])
+def test_a_server_that_quotes_the_password_is_not_quoted(
+    password: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    echo = Echo()
+    (tmp_path / "password").write_text(password)
+    arena = type("Arena", (), {"bytes": np.zeros(4096, np.uint8)})()
+    said = []
+    for url in (
+        f"redis://me:{quote(password, safe='')}@127.0.0.1:{echo.port}/0",
+        f"redis://127.0.0.1:{echo.port}/0?password_file={tmp_path}/password",
+    ):
+        outcomes: SimpleQueue[object] = SimpleQueue()
+        carrier = Carrier(parse(url), arena, lambda _, outcome, to=outcomes: to.put(outcome), Codec())
+        carrier.submit(Probe(None, 0))
+        outcome = outcomes.get(timeout=20)
+        carrier.stop(5.0)
+        assert isinstance(outcome, TierError) and "unknown command" in str(outcome)
+        said += [*traceback.format_exception(outcome), caplog.text]
+    echo.close()
+    words = [word.strip("'\"") for word in "".join(said).replace(str(tmp_path), "").split()]
+    assert password not in words
+    assert len(password) < 4 or not any(password in word for word in words)

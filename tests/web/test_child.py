@@ -337,6 +337,6 @@ def test_settings_are_shown_without_secrets(start_web: StartWeb, tmp_path: Path)
     shown = web.get("/v1/config")
     assert b"hunter2" not in shown.body
     assert web.token.encode() not in shown.body
-    assert shown.value["tiers"] == [f"disk://{tmp_path}/kv?capacity_gib=1", "redis://me:***@127.0.0.1:1/0?write=off"]
+    assert shown.value["tiers"] == [f"disk://{tmp_path}/kv?capacity_gib=1", "redis://***@127.0.0.1:1/0?write=off"]
     assert shown.value["chunk_size"] == 256
     assert json.loads(shown.body)["http"] == "127.0.0.1:0"

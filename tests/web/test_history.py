@@ -117,3 +117,22 @@ def test_the_number_of_series_has_a_bound() -> None:
     for i in range(1000):
         history.add(float(i), {f"tier_bytes.{i}": 1.0})
     assert len(history.figures().series) == 64
+
+
+@pytest.mark.parametrize("count", [1_234_567, 123_456_789_123])
+def test_counters_are_kept_exactly_for_a_rounded_one_falls_when_the_next_status_is_shown(count: int) -> None:
+    history = History()
+    boot = "5f0123456789abcd"
+    for second in range(2000):  # the older half is kept by ten seconds
+        saved = Saved(count + second, count / 7 + second)
+        history.add(float(second), measure(None, status(boot=boot, saved=saved), 0.0))
+    figures = history.figures()
+    assert len(figures.times_s) < 1500
+    for time_s, tokens, seconds, run in zip(
+        figures.times_s,
+        figures.series["saved_tokens"],
+        figures.series["saved_prefill_s"],
+        figures.series["boot"],
+        strict=True,
+    ):
+        assert (tokens, seconds, run) == (count + time_s, count / 7 + time_s, 0x5F0123456789)

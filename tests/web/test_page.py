@@ -502,6 +502,19 @@ def test_saved_tokens_are_drawn_from_the_beginning_of_the_time_shown(site: Site,
     assert "Time 4 s" in legends
 
 
+def test_a_restart_is_told_by_the_boot_id_not_by_a_counter_that_falls(site: Site, open_page: OpenPage) -> None:
+    now, site.ticks = site.status.wall_s, False
+    site.history = {
+        "times_s": [now - 30, now - 20, now - 10, now],
+        # The second server has saved more by the first look at it than the one before had.
+        "series": {"boot": [1, 1, 2, 2], "saved_tokens": [1000, 1500, 2000, 2500], "saved_prefill_s": [10, 12, 3, 4]},
+    }
+    page = open_page()
+    legends = " ".join(" ".join(page.locator("#charts .legend").all_inner_texts()).split())
+    assert "Tokens 3,000" in legends
+    assert "Time 6 s" in legends
+
+
 def test_without_uplot_the_page_says_what_is_missing_and_shows_tables(site: Site, open_page: OpenPage) -> None:
     site.missing = "/vendor/"
     site.history = example_history(site.status.wall_s)

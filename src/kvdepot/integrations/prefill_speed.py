@@ -3,7 +3,9 @@
 The connector's scheduler calls it, with what it builds and what comes back. An engine builds steps ahead (vLLM's async
 scheduling): the next one is built within milliseconds, while the first still runs, and only the output ends a step. The
 one law: a step's time is that from its being built, or from the output before it where that came later, to its own
-output; and a step whose output is not known to be its own is not measured.
+output; and a step whose output is not known to be its own is not measured. Nor is an engine's first: it pays for
+memory that is touched for the first time and for kernels that are chosen or compiled, and took up to six times as long
+as the next. An engine that loads nearly all of its prompts would price them by that step alone.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ overhead."""
 _MOST_BUILT = 64
 """Steps whose output is awaited: what never comes is forgotten."""
 _SAMPLES = 31
-"""Steps that the speed is the median of: one that was slow (a compilation) or seemed fast (its output before it was
-late) does not count for long."""
+"""Steps that the speed is the median of: one that was slow (another compilation) or seemed fast (its output before it
+was late) does not count for long."""
 
 
 class _Built(NamedTuple):
@@ -39,6 +41,7 @@ class PrefillSpeed:
         self._last_step = 0
         self._built: deque[_Built] = deque(maxlen=_MOST_BUILT)
         self._output_at = -math.inf  # of the latest output
+        self._is_warm = False  # whether the first measured step is over
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def __repr__(self) -> str:
@@ -65,5 +68,6 @@ class PrefillSpeed:
         while self._built and self._built[0].step <= step:
             built = self._built.popleft()
             took_s = now - max(built.at, before)
-            if built.step == step and took_s > 0:
+            if built.step == step and took_s > 0 and self._is_warm:
                 self._samples.append(built.tokens / took_s)
+            self._is_warm = True

@@ -21,7 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from kvdepot import install
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.tiers.urls import SECRET_OPTION, credentials_of, has_ambiguous_secret, has_place, redact, secrets_of, shown
 from kvdepot.values import explain, in_units, suggestion
 
 __all__ = ["KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
@@ -162,11 +163,20 @@ class TierConfig(msgspec.Struct, frozen=True):
     options: Options
     own: dict[str, str]
     """Options of this kind of tier alone."""
+    secrets: tuple[str, ...] = ()
+    """What no message may hold."""
+
+    def __repr__(self) -> str:
+        return f"<TierConfig {self.name}>"
 
     @property
     def name(self) -> str:
-        """What people call it: the URL without credentials."""
-        return _shown(self.url)
+        """What people call it: the URL without credentials and options."""
+        return shown(credentials_of(self.url)[2])
+
+    def redact(self, exc: Exception) -> str:
+        """What an error says, without this tier's secrets."""
+        return redact(str(exc), self.secrets)
 
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
@@ -175,6 +185,8 @@ class TierConfig(msgspec.Struct, frozen=True):
             tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
         except ImportError as exc:
             raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
+        except KVDepotError as exc:
+            raise type(exc)(self.redact(exc)) from None  # a cause may quote the URL
         return tier
 
 
@@ -192,34 +204,36 @@ def _module(kind: str) -> Any:
     raise AssertionError(kind)
 
 
-def _shown(text: str) -> str:
-    """A URL without its credentials, which end with the last @: a password may hold anything."""
-    scheme, colon, rest = text.partition("://")
-    return scheme + colon + rest.partition("?")[0].rpartition("@")[2] if colon else scheme.rpartition("@")[2]
-
-
 def parse(text: str) -> TierConfig:
     """A tier's URL with its options. Raises ConfigError that names what is wrong, never with the credentials."""
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        raise ConfigError(f"tiers: {_shown(text)!r} is no URL") from None  # whose text may quote a password
-    if parts.scheme not in KINDS or "://" not in text:
+    scheme, colon, rest = text.partition("://")
+    if not colon or scheme not in KINDS:
         known = ", ".join(kind + "://" for kind in KINDS)
-        raise ConfigError(f"tiers: {_shown(text)!r} begins with none of {known}")
-    if re.search(r"[\s\x00-\x1f#]", text):
-        raise ConfigError(f"tiers: {_shown(text)!r} holds a space or a #; write %20 or %23")
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        raise ConfigError(f"tiers: {shown(text)!r} begins with none of {known}")
+    if has_ambiguous_secret(text):
+        raise ConfigError(
+            f"tiers: {shown(text)!r} holds a space, a # or an @ behind a ?; percent-encode them (%20, %23, %40), and "
+            "a ? in a password (%3F)"
+        )
+    try:
+        query = urlsplit(text).query
+    except ValueError:
+        raise ConfigError(f"tiers: {shown(text)!r} is no URL") from None  # whose text may quote a password
+    if not has_place(text):
+        raise ConfigError(f"tiers: {shown(text)!r} has no host:port, or no bucket, behind ://")
+    place, _, _ = rest.partition("?")
+    if "@" in place and KINDS[scheme] != "redis" and not (KINDS[scheme] != "mooncake" and place.startswith("/")):
+        raise ConfigError(f"tiers: {shown(text)!r}: {scheme}:// takes no user or password in its URL")
+    given = dict(parse_qsl(query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
-    config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)
+    config = TierConfig(scheme, text.partition("?")[0], Options(), given, tuple(secrets_of(text)))
     return msgspec.structs.replace(config, options=convert(common, Options, config.name))
 
 
 def convert(given: dict[str, str], kind: type[Any], name: str) -> Any:
     """Options of a URL as a struct. Raises ConfigError that says which tier and which option."""
-    for option in given:
-        if option not in kind.__struct_fields__:
-            raise ConfigError(f"tier {name}: {_unknown(option, kind)}")
+    if unknown := [option for option in given if option not in kind.__struct_fields__]:
+        raise ConfigError(f"tier {name}: {_unknown(unknown, kind)}")
     values = in_units(given)
     try:
         return msgspec.convert(values, kind, strict=False)
@@ -228,9 +242,12 @@ def convert(given: dict[str, str], kind: type[Any], name: str) -> Any:
         raise ConfigError(f"tier {name}: {option}: {said}" if option else f"tier {name}: {said}") from exc
 
 
-def _unknown(option: str, kind: type[Any]) -> str:
-    known = (*kind.__struct_fields__, *Options.__struct_fields__)
-    meant = suggestion(option, known)
+def _unknown(options: Sequence[str], kind: type[Any]) -> str:
+    """What is said of options that there are not."""
+    if any(SECRET_OPTION.search(option) for option in options):  # a part of the secret may look like another option
+        return "no option holds a secret; they come from files or the environment, as docs/tiers.md says"
+    option = options[0]
+    meant = suggestion(option, (*kind.__struct_fields__, *Options.__struct_fields__))
     if not meant and not re.fullmatch("[a-z_]{1,20}", option):
         return "an unknown option"  # not shown: it may be the rest of a password with a ? in it
     return f"unknown option {option} (did you mean {meant}?)" if meant else f"unknown option {option}"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -206,7 +208,7 @@ class Carrier:
 
     def _tell_refused(self) -> None:
         if self._refused is not None:
-            log.warning("tier %s cannot be had yet: %s", self._config.name, self._refused)
+            log.warning("tier %s cannot be had yet: %s", self._config.name, self._config.redact(self._refused))
 
     def _open(self) -> Tier:
         with self._opening:
@@ -232,9 +234,13 @@ class Carrier:
             try:
                 outcome = run(errand, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
             except KVDepotError as exc:
-                outcome = exc
-            except Exception as exc:
-                log.exception("tier %s: %s failed", self._config.name, type(errand).__name__)
+                outcome = type(exc)(self._config.redact(exc))
+            except Exception as exc:  # noqa: BLE001 - the top of a thread: it logs and answers
+                # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
+                calls = traceback.extract_tb(exc.__traceback__)
+                where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
+                said = f"{type(exc).__name__}: {self._config.redact(exc)} ({where})"
+                log.error("tier %s: %s failed: %s", self._config.name, type(errand).__name__, said)
                 outcome = InternalError(f"{type(errand).__name__}: {type(exc).__name__}")
             self._report(errand.token, outcome)
 

@@ -24,6 +24,7 @@ from kvdepot.tiers import Blob, Usage, convert
 from kvdepot.tiers.folder import Folder
 from kvdepot.tiers.ledger import Ledger
 from kvdepot.tiers.places import device_of
+from kvdepot.tiers.urls import shown
 
 __all__ = ["Disk", "DiskOptions", "open"]
 
@@ -44,12 +45,13 @@ def open(url: str, options: dict[str, str], threads: int) -> Disk:
     cannot be had.
     """
     parts = urlsplit(url)
-    own: DiskOptions = convert(options, DiskOptions, url)
+    name = shown(url)
+    own: DiskOptions = convert(options, DiskOptions, name)
     path = Path(unquote(parts.path))
     if parts.netloc or not path.is_absolute() or path == Path("/"):
-        raise ConfigError(f"tier {url}: write disk:///directory, with three slashes and a directory of its own")
+        raise ConfigError(f"tier {name}: write disk:///directory, with three slashes and a directory of its own")
     if own.policy not in POLICIES:
-        raise ConfigError(f"tier {url}: {own.policy!r} is none of the policies {', '.join(POLICIES)}")
+        raise ConfigError(f"tier {name}: {own.policy!r} is none of the policies {', '.join(POLICIES)}")
     return Disk(path, int(own.capacity_gib * 2**30), own.policy)
 
 

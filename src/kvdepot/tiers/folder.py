@@ -43,8 +43,8 @@ from kvdepot.tiers.places import (
     TMP,
     TRASH,
     create,
-    is_ours,
     make_parents,
+    make_private,
     move,
     objects_in,
     place_of,
@@ -102,15 +102,13 @@ class Folder:
     def _claim(self, path: Path) -> None:
         """Make the directory ours."""
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if others := [name for name in os.listdir(path) if not is_ours(name)]:
-                raise ConfigError(f"{path} holds {others[0]!r}: the disk tier needs a directory of its own")
+            make_private(path)
             self._block = os.statvfs(path).f_frsize
             self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             is_free = shm.lock(self._fd)
         except OSError as exc:
             self._unlock()
-            raise TierError(f"{path} cannot be had: {exc.strerror}") from exc
+            raise TierError(f"{path} cannot be used: {exc.strerror}") from exc
         if not is_free:
             self._unlock()
             raise ConfigError(f"{path} is in use by another kvdepot server")

@@ -43,6 +43,7 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import Blob, Usage, convert
 from kvdepot.tiers.membership import Membership, known, library
+from kvdepot.tiers.urls import shown
 
 __all__ = ["ENVIRONMENT", "MooncakeOptions", "MooncakeTier", "open"]
 
@@ -93,22 +94,23 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def open(url: str, options: dict[str, str], threads: int) -> MooncakeTier:
     """The tier at `mooncake://host[:port]/`. Blocks for seconds. Raises ConfigError, or TierError without a master."""
-    own: MooncakeOptions = convert(options, MooncakeOptions, url)
+    name = shown(url)
+    own: MooncakeOptions = convert(options, MooncakeOptions, name)
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or PORT
-    except ValueError as exc:
-        raise ConfigError(f"tier {url}: {exc}") from exc
+    except ValueError:
+        raise ConfigError(f"tier {name}: must be mooncake://host[:port]/") from None
     if not host or parts.path not in ("", "/") or parts.username is not None:
-        raise ConfigError(f"tier {url}: must be mooncake://host[:port]/")
+        raise ConfigError(f"tier {name}: must be mooncake://host[:port]/")
     if own.protocol == "rdma" and not own.device:
-        raise ConfigError(f"tier {url}: protocol=rdma needs device=, e.g. device=mlx5_0")
+        raise ConfigError(f"tier {name}: protocol=rdma needs device=, e.g. device=mlx5_0")
     if own.device and own.protocol != "rdma":
-        raise ConfigError(f"tier {url}: device= is for protocol=rdma")
+        raise ConfigError(f"tier {name}: device= is for protocol=rdma")
     if 0 < own.segment_gib < 1 / 64:
-        raise ConfigError(f"tier {url}: segment_gib is 0 or at least 1/64")
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        raise ConfigError(f"tier {name}: segment_gib is 0 or at least 1/64")
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     library()
     return MooncakeTier((host, port), own, registers=own.protocol == "rdma")
 
@@ -172,8 +174,9 @@ class MooncakeTier:
         self._options = options
         self._registers = registers
         self._memory: list[memoryview] = []
-        self._asks_sizes = False
-        """Objects are smaller than the room for them: it is worth a round trip to ask for sizes first."""
+        self._asks_sizes = True
+        """Whether sizes are asked for before a read, which is a round trip: the library fails, loudly, where memory is
+        not of just the object's size. Not after a read in which all memory was, until one in which some was not."""
         self._staging = threading.Lock()
         self._stage = np.zeros(0, np.uint8)
         """The staging area: whoever holds _staging uses it."""
@@ -252,8 +255,11 @@ class MooncakeTier:
         with self._pool.calling() as store, self._pool.reading():
             objects = [_Object(number, PREFIX + blob.name, _spans(blob)) for number, blob in enumerate(blobs)]
             if self._asks_sizes:
-                self._get(store, self._fit(store, objects, sizes), sizes)
-            elif odd := self._get(store, objects, sizes):  # the library wants to be told exact sizes
+                fitting = self._fit(store, objects, sizes)
+                exact = [entry for entry in fitting if entry.size == blobs[entry.number].size]
+                self._asks_sizes = not fitting or len(exact) < len(fitting)
+                self._get(store, fitting, sizes)
+            elif odd := self._get(store, objects, sizes):
                 fitting = [entry for entry in self._fit(store, odd, sizes) if entry.size < blobs[entry.number].size]
                 self._asks_sizes = bool(fitting)
                 self._get(store, fitting, sizes)

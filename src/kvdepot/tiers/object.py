@@ -20,6 +20,7 @@ missed: a directory is made in its place.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -39,8 +40,11 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import Blob, Usage, convert
 from kvdepot.tiers.pieces import fill
+from kvdepot.tiers.urls import redact, shown
 
 __all__ = ["ObjectOptions", "ObjectTier", "open"]
+
+log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 4 << 30
 """Below what one PUT may bring to any of these stores."""
@@ -70,25 +74,37 @@ _MEANT_FOR = {"endpoint": ("s3", "az"), "region": ("s3",), "account": ("az",), "
 
 def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
     """The tier at `url`. Connects when first asked. Raises ConfigError that names what is wrong."""
-    own: ObjectOptions = convert(options, ObjectOptions, url)
+    name = shown(url)
+    own: ObjectOptions = convert(options, ObjectOptions, name)
     kind, _, rest = url.partition("://")
     for option, kinds in _MEANT_FOR.items():
         if getattr(own, option) and kind not in kinds:
-            raise ConfigError(f"tier {url}: {option} is not for {kind}://")
+            raise ConfigError(f"tier {name}: {option} is not for {kind}://")
     try:
         if kind == "file":
             path = Path(rest)
             if not path.is_absolute():
-                raise ConfigError(f"tier {url}: an absolute path is needed, file:///directory")
-            return ObjectTier(url, LocalStore(path, mkdir=True), own, path)
+                raise ConfigError(f"tier {name}: an absolute path is needed, file:///directory")
+            _make_directory(path)
+            return ObjectTier(name, LocalStore(path, mkdir=True), own, path)
         bucket, _, prefix = rest.partition("/")
         if not bucket:
-            raise ConfigError(f"tier {url}: there is no bucket")
-        return ObjectTier(url, _store(kind, bucket, prefix.strip("/") or None, own), own)
+            raise ConfigError(f"tier {name}: there is no bucket")
+        return ObjectTier(name, _store(kind, bucket, prefix.strip("/") or None, own), own)
     except OSError as exc:
-        raise ConfigError(f"tier {url}: {exc.filename}: {exc.strerror}") from exc
+        raise ConfigError(f"tier {name}: {exc.filename}: {exc.strerror}") from exc
     except (BaseError, ValueError) as exc:
-        raise ConfigError(f"tier {url}: {_told(exc)}") from exc
+        raise ConfigError(f"tier {name}: {_told(exc)}") from None
+
+
+def _make_directory(path: Path) -> None:
+    """For this user alone where there is none. Raises OSError."""
+    if path.exists():
+        if (mode := path.stat().st_mode & 0o777) & 0o007:
+            log.warning("%s has mode %04o: other users of this host can reach what is stored there", path, mode)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _store(kind: str, bucket: str, prefix: str | None, own: ObjectOptions) -> S3Store | GCSStore | AzureStore:
@@ -266,7 +282,7 @@ class ObjectTier:
         try:
             yield
         except (BaseError, OSError, ValueError) as exc:
-            raise TierError(f"{self._name}: {_told(exc)}") from exc
+            raise TierError(f"{self._name}: {_told(exc)}") from None
 
     def _count(self, name: str, count: int) -> None:
         with self._lock:
@@ -278,4 +294,4 @@ def _told(exc: Exception) -> str:
     text = str(exc)
     why = re.search(r'<Code>(\w+)</Code>|message: "([^"]*)"|source: (TimedOut)', text)
     said = text.partition("\n")[0].partition("<?xml")[0].strip()
-    return said + (f" ({why[1] or why[2] or why[3]})" if why else "")
+    return redact(said + (f" ({why[1] or why[2] or why[3]})" if why else ""))

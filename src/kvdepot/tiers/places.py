@@ -19,18 +19,82 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvdepot.errors import ConfigError
 from kvdepot.tiers import NAME
 
 __all__ = [
-    "LOCK", "QUARANTINE", "TMP", "TRASH", "create", "device_of", "is_ours", "make_parents", "move", "objects_in",
-    "place_of", "prune", "remove", "spaces_in",
+    "LOCK", "QUARANTINE", "TMP", "TRASH", "create", "device_of", "is_ours", "make_parents", "make_private", "move",
+    "objects_in", "place_of", "prune", "remove", "spaces_in",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 LOCK, TMP, TRASH, QUARANTINE = "kvdepot.lock", "tmp", "trash", "quarantine"
 _LEVELS = [re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 32)] + [re.compile(r"[0-9a-f][0-9a-f.]")]
+_OTHERS = 0o077
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
+
+
+def make_private(place: Path) -> None:
+    """Make the directory where there is none, and make sure that it is this user's alone.
+
+    A directory of ours that others may enter is given mode 0700, and the log says so. Raises ConfigError where it holds
+    what is not ours, where another user owns it or a link to it, or could put another in its place; OSError where it
+    cannot be had.
+    """
+    for part in reversed([part for part in place.parents if not part.exists()]):
+        part.mkdir(mode=0o755)  # whatever the umask allows
+    place.mkdir(mode=0o700, exist_ok=True)
+    if others := [name for name in os.listdir(place) if not is_ours(name)]:
+        raise ConfigError(f"{place} holds {others[0]!r}: the disk tier needs a directory of its own")
+    real = Path(os.path.realpath(place))
+    for part in (place, *place.parents):
+        if part.is_symlink() and part.lstat().st_uid not in (0, os.geteuid()):
+            raise ConfigError(f"{part} is a link of user {part.lstat().st_uid}: name the directory itself, {real}")
+    for parent in sorted({*place.parents, *(real.parents if real.exists() else ())}):
+        _check_parent(place, parent)
+    info = place.stat()
+    if info.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{place} belongs to user {info.st_uid}: the disk tier needs a directory of its own user ({os.geteuid()}); "
+            f"name one below it, {place}/kvdepot, or chown it"
+        )
+    mode = stat.S_IMODE(info.st_mode)
+    if mode & _OTHERS:
+        place.chmod(0o700)
+        if stat.S_IMODE(place.stat().st_mode) & _OTHERS:
+            raise ConfigError(f"{place} has mode {mode:04o}, and its file system does not let us make it 0700")
+        log.warning("%s had mode %04o: it is 0700 now, and what other users put there is removed", place, mode)
+    for name in (LOCK, QUARANTINE):
+        with contextlib.suppress(FileNotFoundError):
+            if _is_foreign(f"{place}/{name}", os.lstat(f"{place}/{name}")):
+                remove(f"{place}/{name}")
+
+
+def _check_parent(place: Path, parent: Path) -> None:
+    """Whoever can write to a parent directory can put another directory in the place of ours."""
+    info = parent.stat()
+    if info.st_mode & stat.S_ISVTX:
+        return  # only its owner can
+    if info.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{place}: every user can write to {parent} and could replace it; take a directory elsewhere, or "
+            f"chmod o-w {parent}"
+        )
+    if info.st_mode & stat.S_IWGRP and info.st_gid not in (0, os.getegid()):
+        log.warning("%s: group %d can write to %s, and could replace it", place, info.st_gid, parent)
+    elif info.st_uid not in (0, os.geteuid()):
+        log.warning("%s: user %d owns %s, and could replace it", place, info.st_uid, parent)
+
+
+def _is_foreign(path: str, info: os.stat_result) -> bool:
+    """Whether another user has put it there or may change it still; a directory of ours is closed instead."""
+    if info.st_uid != os.geteuid():
+        log.warning("%s belongs to user %d: removed", path, info.st_uid)
+        return True
+    if stat.S_ISDIR(info.st_mode) and info.st_mode & _OTHERS:
+        Path(path).chmod(0o700)
+    return False
 
 
 def is_ours(name: str) -> bool:
@@ -45,7 +109,10 @@ def place_of(root: str, name: str) -> str:
 
 
 def objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_result]]]:
-    """Names and facts of all objects under a root, a directory at a time. Removes links and files without a byte."""
+    """Names and facts of all objects under a root, a directory at a time.
+
+    Removes links, files without a byte, and what belongs to another user.
+    """
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         if level == len(_LEVELS):
             yield _objects(path, entries)
@@ -56,6 +123,8 @@ def objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_re
             if entry.is_symlink():  # or what we write would go who knows where
                 log.warning("%s is a link, which is not followed: removed", entry.path)
                 os.unlink(entry.path)
+            elif _is_foreign(entry.path, entry.stat(follow_symlinks=False)):
+                remove(entry.path)
             elif entry.is_dir(follow_symlinks=False):
                 yield from objects_in(entry.path, level + 1)
 
@@ -68,7 +137,9 @@ def _objects(path: str, files: Iterator[os.DirEntry[str]]) -> list[tuple[str, os
         if salt[:2] != top or file.name[:2] != fan or not NAME.fullmatch(name):
             continue
         info = file.stat(follow_symlinks=False)
-        if stat.S_ISREG(info.st_mode) and info.st_size:
+        if _is_foreign(file.path, info):  # whose header may be whatever its owner wants
+            remove(file.path)
+        elif stat.S_ISREG(info.st_mode) and info.st_size:
             found.append((name, info))
         elif not stat.S_ISDIR(info.st_mode):
             os.unlink(file.path)  # a link, or what a power cut has left of a file

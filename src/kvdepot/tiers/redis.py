@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 import redis
@@ -46,6 +46,7 @@ from redis.retry import Retry
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import Blob, Usage, convert
 from kvdepot.tiers.pieces import fill
+from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
 __all__ = ["RedisOptions", "RedisTier", "open"]
 
@@ -80,9 +81,9 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
     """The tier at `url`. Connects when first asked. Raises ConfigError that names what is wrong."""
-    scheme, _, rest = url.partition("://")
-    credentials, _, place = rest.rpartition("@")  # the last one: passwords may hold any character, places none
-    name = f"{scheme}://{place}"
+    user, password, rest = credentials_of(url)
+    scheme, _, place = rest.partition("://")
+    name = shown(rest)
     own: RedisOptions = convert(options, RedisOptions, name)
     cluster = scheme.endswith("+cluster")
     hosts, _, database = place.partition("/")
@@ -91,10 +92,9 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
         raise ConfigError(f"tier {name}: several hosts need redis+cluster://")
     if database and (cluster or not database.isdecimal()):
         raise ConfigError(f"tier {name}: {database!r} is no database" + " of a cluster" * cluster)
-    user, _, password = credentials.partition(":")
     settings: dict[str, Any] = {
-        "username": unquote(user) or None,
-        "password": unquote(password) or None,
+        "username": user or None,
+        "password": password or None,
         "socket_timeout": own.timeout_s,
         "socket_connect_timeout": own.timeout_s,
         "protocol": 2,  # nothing of 3 is needed, and with 3 redis-py listens to pushes that stretch timeouts
@@ -113,15 +113,16 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
         if not Path(path).is_file():
             raise ConfigError(f"tier {name}: {path} is no file")
     servers = _Cluster(nodes, settings) if cluster else _Single(nodes[0], int(database or 0), settings)
-    return RedisTier(name, servers, own)
+    secrets = [secret for secret in (settings["password"], *secrets_of(url)) if secret]
+    return RedisTier(name, servers, own, secrets)
 
 
 def _node(text: str, name: str) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
-    except ValueError as exc:
-        raise ConfigError(f"tier {name}: {text!r} is no host:port") from exc
+    except ValueError:
+        raise ConfigError(f"tier {name}: no host:port") from None  # which may be a password without its host
     if not host:
         raise ConfigError(f"tier {name}: there is no host")
     return host, port or 6379
@@ -144,11 +145,14 @@ _Route = tuple[redis.ConnectionPool, Sequence[int]]
 class RedisTier:
     """Objects as values. Threads: any; what they share is redis-py's pools and two counters under a lock."""
 
-    def __init__(self, name: str, servers: _Single | _Cluster, options: RedisOptions) -> None:
-        """name: without credentials."""
+    def __init__(
+        self, name: str, servers: _Single | _Cluster, options: RedisOptions, secrets: Sequence[str] = ()
+    ) -> None:
+        """name: without credentials. secrets: what no error may quote."""
         self._name = name
         self._servers = servers
         self._options = options
+        self._secrets = secrets
         self._prefix = options.prefix.encode()
         self._closed = False
         self._lock = threading.Lock()
@@ -292,7 +296,9 @@ class RedisTier:
             yield
         except (RedisError, RedisClusterException, OSError) as exc:
             self._servers.failed()
-            raise TierError(f"{self._name}: {type(exc).__name__}: {exc}") from exc
+            # A server that does not know AUTH quotes its arguments, cut off at some length.
+            said = redact(str(exc).partition(", with args beginning with")[0], self._secrets)
+            raise TierError(f"{self._name}: {type(exc).__name__}: {said}") from None
         finally:
             if self._closed:
                 self._servers.close()

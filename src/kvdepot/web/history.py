@@ -25,6 +25,11 @@ _SPARE = 64
 """Points more than that before the oldest are dropped, together."""
 _MOST_SERIES = 64
 _NAN = float("nan")
+_EXACT = frozenset({"saved_tokens", "saved_prefill_s", "boot"})
+"""Counters, and whose they are: never rounded, and a point of ten seconds has the latest, not a mean. A counter that
+rounding makes fall looks like a restart."""
+_BOOT_DIGITS = 12
+"""Of a boot id in hex; page/series.js has the same."""
 _LOST = ("dropped_chunks", "failed_chunks", "expired_chunks")
 """Counters of chunks that were not kept; page/series.js has the same."""
 
@@ -73,7 +78,7 @@ class History:
 
     def add(self, time_s: float, values: Mapping[str, float]) -> None:
         """One more point, a second or so after the last; a clock that was set back takes the points since with it."""
-        values = {name: float(f"{value:.6g}") for name, value in values.items()}
+        values = {name: value if name in _EXACT else float(f"{value:.6g}") for name, value in values.items()}
         with self._lock:
             self._seconds.add(time_s, values)
             self._ten.append(values)
@@ -98,7 +103,14 @@ class History:
 
 def _mean(name: str, points: Sequence[Mapping[str, float]]) -> float:
     known = [value for point in points if not math.isnan(value := point.get(name, _NAN))]
+    if known and name in _EXACT:
+        return known[-1]
     return float(f"{sum(known) / len(known):.6g}") if known else _NAN
+
+
+def boot_number(boot: str) -> float:
+    """A run of the server as a number that tells it from others: 48 bits of its id, exact in a double."""
+    return float(int(boot[:_BOOT_DIGITS] or "0", 16))
 
 
 def measure(before: Status | None, now: Status, took_s: float) -> dict[str, float]:
@@ -108,6 +120,7 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
     """
     window = now.hit_rates[0] if now.hit_rates else None
     point = {
+        "boot": boot_number(now.boot),
         "hit_rate": window.hit_rate if window is not None and window.chunks else _NAN,
         "ceiling": window.ceiling if window is not None and window.chunks else _NAN,
         "saved_tokens": float(now.saved.tokens),

@@ -146,8 +146,8 @@ export class Chart {
       this.#lines = lines;
       this.recolour();
     }
-    const [times, ...values] = history.window(lines.map((line) => line.name), range_s);
-    this.#data = [times, ...values.map((line, i) => (lines[i].rises ? risen(line) : line))];
+    const [times, boots, ...values] = history.window(["boot", ...lines.map((line) => line.name)], range_s);
+    this.#data = [times, ...values.map((line, i) => (lines[i].rises ? risen(line, boots) : line))];
     if (this.#uPlot && this.#data[0].length) {
       this.#plot ??= this.#draw();
       this.#plot.setData(this.#data, false);

@@ -32,6 +32,9 @@ export function percentile(buckets, part) {
 /** Counters of chunks that were not kept, a series each; kvdepot.web.history has the same. */
 const LOST = ["dropped_chunks", "failed_chunks", "expired_chunks"];
 
+/** A run of the server as a number, as kvdepot.web.history has it: 48 bits of its id. */
+export const bootNumber = (boot) => Number.parseInt(boot.slice(0, 12) || "0", 16);
+
 const counter = (name) => (status) => status.counters[name] ?? 0;
 
 function bucketsOf(status, request) {
@@ -44,6 +47,7 @@ export function point(before, now) {
   const a_second = (value) => Math.max(value(now) - value(before), 0) / elapsed_s;
   const newest = now.hit_rates[0];
   const values = {
+    boot: bootNumber(now.boot),
     hit_rate: newest?.chunks ? newest.hit_rate : null,
     ceiling: newest?.chunks ? newest.ceiling : null,
     saved_tokens: now.saved.tokens,
@@ -66,14 +70,20 @@ export function point(before, now) {
   return values;
 }
 
-/** A count since the server's start as one since the window's beginning; a restart, which sets it to 0, is no loss. */
-export function risen(line) {
+/**
+ * A count since the server's start as one since the window's beginning. boots: whose count each value is: with another
+ * run of the server it began anew at 0, whether it is less by now or more.
+ */
+export function risen(line, boots) {
   let total = 0;
   let before = null;
-  return line.map((value) => {
+  let boot = null;
+  return line.map((value, i) => {
     if (value === null) return null;
-    if (before !== null) total += value >= before ? value - before : value;
+    const anew = boot !== null && boots[i] !== null && boots[i] !== boot;
+    if (before !== null) total += anew ? value : Math.max(value - before, 0);
     before = value;
+    boot = boots[i] ?? boot;
     return total;
   });
 }

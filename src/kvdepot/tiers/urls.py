@@ -1,0 +1,131 @@
+"""Tier URLs as people may see them: credentials and other secrets are replaced by `***`.
+
+`shown` is for a URL out of the settings, however malformed; `redact` is for messages, which may quote URLs or secrets.
+Whatever tells people of a tier (log, errors, status, `kvdepot config`, `kvdepot doctor`, HTTP) takes its text from one
+of the two. The one law: what may be part of a password counts as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from urllib.parse import quote, unquote
+
+__all__ = [
+    "HIDDEN",
+    "SECRET_OPTION",
+    "credentials_of",
+    "has_ambiguous_secret",
+    "has_place",
+    "redact",
+    "secrets_of",
+    "shown",
+]
+
+HIDDEN = "***"
+SECRET_OPTION = re.compile("secret|token|passw|passphrase|credential|access_key|signature|^sig$", re.IGNORECASE)
+"""Names of options whose value is a secret, unless they end with `_file`."""
+
+_PATHS = ("disk", "file")
+"""Schemes of directories: without a host, and an `@` in them ends no credentials."""
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,31}")
+_HOST = r"(\[[0-9A-Fa-f:.%]*\]|[\w.\-]+)(:\d{0,5})?"
+_PLACE = re.compile(rf"{_HOST}(,{_HOST})*(/[^?#@\s]*)?")
+"""Hosts with ports, and a path. Without credentials: a port that is no number may be a password without its `@host`."""
+_PLACE_AFTER = re.compile(r"[\w.,:%\[\]\-]*(/[^?#&=@\s]*)?")
+"""The same behind credentials, however malformed."""
+_WORD = re.compile(r"[\w./+\-]*")
+_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,31}://[^\s\"'<>()]+")
+_LONG = 4
+"""A secret this long is replaced wherever it stands; a shorter one only as a word, or it would garble the message."""
+
+
+def credentials_of(url: str) -> tuple[str, str, str]:
+    """`user`, `password` (percent-decoded, perhaps empty) and what is left: the URL without them and its options."""
+    scheme, colon, rest = url.partition("://")
+    place = rest.partition("?")[0]
+    if scheme in _PATHS and place.startswith("/"):
+        return "", "", f"{scheme}{colon}{place}"
+    credentials, _, place = place.rpartition("@")
+    user, _, password = credentials.partition(":")
+    return unquote(user), unquote(password), f"{scheme}{colon}{place}"
+
+
+def secrets_of(url: str) -> list[str]:
+    """What a message about this tier must not hold: its passwords, and those of URLs among its options."""
+    place, _, query = url.partition("?")
+    found = []
+    if place.partition("://")[0] in _PATHS:
+        place = ""
+    for part in (place, *(unquote(option.partition("=")[2]) for option in query.split("&"))):
+        credentials = part.partition("://")[2].rpartition("@")[0] if "://" in part else part.rpartition("@")[0]
+        user, colon, password = credentials.partition(":")
+        found += [password if colon else user, credentials]
+    return [secret for secret in found if secret]
+
+
+def has_ambiguous_secret(url: str) -> bool:
+    """Whether a password may hold a character that ends it: then nobody knows where the host begins."""
+    return "@" in url.partition("?")[2] or re.search(r"[\s\x00-\x1f#]", url) is not None
+
+
+def has_place(url: str) -> bool:
+    """Whether behind the credentials there is a directory, or hosts with ports, or a bucket."""
+    scheme, _, place = credentials_of(url)[2].partition("://")
+    return scheme in _PATHS or _PLACE.fullmatch(place) is not None
+
+
+def redact(text: str, secrets: Collection[str] = ()) -> str:
+    """A message without these secrets, however they are quoted there, and without those of URLs in it."""
+    forms = {form for secret in secrets for form in _forms(secret)}
+    for form in sorted(forms, key=len, reverse=True):
+        pattern = re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)"
+        text = re.sub(pattern, HIDDEN, text)
+    return _IN_TEXT.sub(lambda found: shown(found[0]), text)
+
+
+def _forms(secret: str) -> Iterator[str]:
+    for plain in (secret, unquote(secret)):
+        yield from (plain, quote(plain), quote(plain, safe=""), repr(plain)[1:-1])
+
+
+def shown(url: str) -> str:
+    """A URL with `***` for its secrets; `***` for all of it but what cannot be one where it is malformed."""
+    scheme, colon, rest = url.partition("://")
+    if not colon:
+        return _after_credentials(url) if "@" in url else url if _WORD.fullmatch(url) else HIDDEN
+    if not _SCHEME.fullmatch(scheme):
+        return HIDDEN
+    if has_ambiguous_secret(url):
+        return f"{scheme}://{_after_credentials(rest) if '@' in rest else HIDDEN}"
+    place, mark, query = rest.partition("?")
+    if not (scheme in _PATHS and place.startswith("/")):
+        place = _place(place)
+    if place.endswith(HIDDEN):  # no host
+        return f"{scheme}://{place}"  # what looks like options may belong to a password without its host
+    return f"{scheme}://{place}{mark}{'&'.join(_options(query))}"
+
+
+def _after_credentials(text: str) -> str:
+    """What follows the last `@`, where that is nothing but a host and a path."""
+    place = text.rpartition("@")[2].partition("?")[0]
+    return f"{HIDDEN}@{place}" if _PLACE_AFTER.fullmatch(place) else HIDDEN
+
+
+def _place(place: str) -> str:
+    _, at, host = place.rpartition("@")
+    if not (_PLACE_AFTER if at else _PLACE).fullmatch(host):
+        host = HIDDEN if host else ""
+    return f"{HIDDEN}@{host}" if at else host
+
+
+def _options(query: str) -> Iterator[str]:
+    """The options up to the first secret: where its value holds an `&`, what follows is a part of it."""
+    for option in query.split("&"):
+        name, equals, value = option.partition("=")
+        if value and SECRET_OPTION.search(name) and not name.endswith("_file"):
+            yield f"{name}={HIDDEN}"
+            return
+        read = unquote(value)
+        is_url = "://" in read or (":" in read.partition("@")[0] and "@" in read)
+        yield f"{name}{equals}{shown(read) if is_url else value}"
