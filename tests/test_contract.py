@@ -658,7 +658,7 @@ def test_an_op_without_a_whole_chunk_ends_well_and_moves_nothing(engine: Engine)
 def test_tokens_and_hashes_never_name_the_same_chunk(engine: Engine) -> None:
     tokens = prompt(CHUNK)
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    chain = bytes(engine.worker.mq_client.chains.get("other", tokens, CHUNK).hashes)
+    _, chain = engine.worker.mq_client.chains.name("other", tokens, CHUNK, 0, 1)
     assert engine.lookup(block_hashes=[chain] * PER_CHUNK) == 0
 
 

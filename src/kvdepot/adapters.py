@@ -144,10 +144,10 @@ class LMCacheMPSchedulerAdapter:
         if request_id in self.lookup_futures:
             return
         if token_ids is not None:
+            chunks = len(token_ids) // self.chunk_size
             hashes = b""
-            if len(token_ids) >= self.chunk_size:
-                chain = self.mq_client.chains.get(request_id, token_ids, self.chunk_size)
-                hashes = bytes(chain.hashes)
+            if chunks:
+                _, hashes = self.mq_client.chains.name(request_id, token_ids, self.chunk_size, 0, chunks)
         else:
             assert block_hashes is not None
             hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
@@ -402,8 +402,8 @@ class LMCacheMPWorkerAdapter:
             if op.token_ids is not None:
                 end = op.end or len(op.token_ids)
                 first, last = contract.chunk_range(op.start, end, len(op.token_ids), self.chunk_size)
-                chain = self.mq_client.chains.get(request_id, op.token_ids, self.chunk_size)
-                parent, depth, hashes = chain.parent(first), first, chain.slice(first, last)
+                parent, hashes = self.mq_client.chains.name(request_id, op.token_ids, self.chunk_size, first, last)
+                depth = first
             else:
                 assert op.block_hashes is not None
                 hashes = b"".join(map(engine_hash, striding_block_hashes(op.block_hashes, self.blocks_in_chunk)))
