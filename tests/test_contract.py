@@ -658,7 +658,7 @@ def test_an_op_without_a_whole_chunk_ends_well_and_moves_nothing(engine: Engine)
 def test_tokens_and_hashes_never_name_the_same_chunk(engine: Engine) -> None:
     tokens = prompt(CHUNK)
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    chain = bytes(engine.worker.mq_client.chains.get("other", tokens, CHUNK).hashes)
+    _, chain = engine.worker.mq_client.chains.name("other", tokens, CHUNK, 0, 1)
     assert engine.lookup(block_hashes=[chain] * PER_CHUNK) == 0
 
 
@@ -1008,6 +1008,34 @@ def test_a_request_the_engine_reports_twice_is_returned_once(engine: Engine, whe
 def test_a_request_that_never_stored_is_reported_at_once_and_once(engine: Engine) -> None:
     assert engine.worker.get_finished({"a", "b"}) == ({"a", "b"}, None)
     assert engine.worker.get_finished({"a", "b"}) == (None, None)
+
+
+@pytest.mark.parametrize("uses", [("store", "store"), ("nothing", "store"), ("store", "nothing"), ("retrieve",) * 2])
+def test_an_id_that_is_used_again_ends_each_time_and_once(engine: Engine, uses: tuple[str, ...]) -> None:
+    worker = engine.worker
+    for use in (*uses, *uses):
+        op = LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK))
+        if use == "store":
+            worker.submit_store_request("r", op, None)
+        elif use == "retrieve":
+            worker.submit_retrieve_request("r", op, None)
+            assert eventually(lambda: worker.get_finished(set())[1]) == {"r"}
+        else:
+            assert worker.get_finished(set()) == (None, None)  # the step that computes it
+        told = [worker.get_finished({"r"})[0]]
+        eventually(lambda told=told: told.append(worker.get_finished({"r"})[0]) or {"r"} in told)
+        told += [worker.get_finished({"r"})[0] for _ in range(3)]
+        assert told.count({"r"}) == 1 and told.count(None) == len(told) - 1
+        assert not worker.finished_stores
+
+
+def test_a_new_use_of_an_id_is_told_from_a_repeated_report_by_its_store_in_the_very_next_step(engine: Engine) -> None:
+    worker, event = engine.worker, Later()
+    assert worker.get_finished({"r"}) == ({"r"}, None)
+    worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), event)
+    assert worker.get_finished({"r"}) == (None, None)
+    event.happen()
+    assert eventually(lambda: worker.get_finished(set())[0]) == {"r"}
 
 
 def test_a_request_with_two_stores_is_reported_when_both_have_ended(engine: Engine) -> None:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,7 +64,6 @@ log = logging.getLogger(__name__)
 LOOKUP_S = 1.0
 """A lookup without an answer by then, and the time that the server's tiers have, counts as a miss."""
 _SHUTDOWN_S = 5.0
-_MAX_FINISHED = 65536
 
 
 def send_lmcache_request(
@@ -144,10 +143,10 @@ class LMCacheMPSchedulerAdapter:
         if request_id in self.lookup_futures:
             return
         if token_ids is not None:
+            chunks = len(token_ids) // self.chunk_size
             hashes = b""
-            if len(token_ids) >= self.chunk_size:
-                chain = self.mq_client.chains.get(request_id, token_ids, self.chunk_size)
-                hashes = bytes(chain.hashes)
+            if chunks:
+                _, hashes = self.mq_client.chains.name(request_id, token_ids, self.chunk_size, 0, chunks)
         else:
             assert block_hashes is not None
             hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
@@ -300,7 +299,7 @@ class LMCacheMPWorkerAdapter:
         self.store_futures: dict[str, list[_Transfer]] = {}
         self.retrieve_futures: dict[str, list[_Transfer]] = {}
         self.finished_stores: set[str] = set()  # reported finished by the engine, store still in flight
-        self.previously_finished: OrderedDict[str, None] = OrderedDict()  # returned by get_finished
+        self.previously_finished: set[str] = set()  # returned by get_finished and reported again ever since
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # told of each store and retrieve when it has ended
         self.unpins = True  # as chunks are retrieved; False where whoever looked them up ends its sessions itself
@@ -374,6 +373,7 @@ class LMCacheMPWorkerAdapter:
         self._last_ticket = next(self._tickets)
         transfer = _Transfer(list(request_ids), shards, self.blocks_in_chunk, is_store, self._last_ticket)
         futures = self.store_futures if is_store else self.retrieve_futures
+        self.previously_finished.difference_update(request_ids)
         for request_id in request_ids:
             futures.setdefault(request_id, []).append(transfer)
         if not shards:
@@ -402,8 +402,8 @@ class LMCacheMPWorkerAdapter:
             if op.token_ids is not None:
                 end = op.end or len(op.token_ids)
                 first, last = contract.chunk_range(op.start, end, len(op.token_ids), self.chunk_size)
-                chain = self.mq_client.chains.get(request_id, op.token_ids, self.chunk_size)
-                parent, depth, hashes = chain.parent(first), first, chain.slice(first, last)
+                parent, hashes = self.mq_client.chains.name(request_id, op.token_ids, self.chunk_size, first, last)
+                depth = first
             else:
                 assert op.block_hashes is not None
                 hashes = b"".join(map(engine_hash, striding_block_hashes(op.block_hashes, self.blocks_in_chunk)))
@@ -449,19 +449,21 @@ class LMCacheMPWorkerAdapter:
 
         First set: ids that the engine has reported finished (now or earlier) and that have no store in flight; each at
         most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set.
+
+        An id may be used again: what counts as a repeated report is one in the calls that directly follow the id's
+        return. Once a call does not report the id, or a store or retrieve is submitted under it, it is a new request.
         """
         self._events.look()
         self.mq_client.pump()
         self._settle(self.store_futures, self._store_ended)
         loaded = self._settle(self.retrieve_futures, self._retrieve_ended)
-        for request_id in finished_req_ids_from_engine:
-            if request_id not in self.previously_finished:
-                self.finished_stores.add(request_id)
+        # Asynchronous scheduling repeats a report from steps that it had scheduled before it heard of the id's return. A
+        # new request of the same id is scheduled after those, in a step that does not report it.
+        repeated = self.previously_finished & finished_req_ids_from_engine
+        self.finished_stores |= finished_req_ids_from_engine - repeated
         stored = {request_id for request_id in self.finished_stores if request_id not in self.store_futures}
         self.finished_stores -= stored
-        self.previously_finished.update(dict.fromkeys(stored))
-        while len(self.previously_finished) > _MAX_FINISHED:
-            self.previously_finished.popitem(last=False)
+        self.previously_finished = repeated | stored
         for request_id in stored:
             self.mq_client.chains.drop(request_id)
         return stored or None, loaded or None

@@ -72,8 +72,9 @@ class MessagingFuture(Generic[T]):
 
     def query(self) -> bool:
         """Whether it is done, with a value or an error. Never blocks."""
-        if not self._done and self._client is not None:
-            self._client.pump()
+        client = self._client  # which another thread takes away when it finishes us
+        if not self._done and client is not None:
+            client.pump()
         return self._done
 
     def result(self, timeout: float | None = None) -> T:
@@ -82,9 +83,9 @@ class MessagingFuture(Generic[T]):
         Raises what the server answered; Unavailable when it is gone; DeadlineExceeded after `timeout` (the request
         is still under way then).
         """
-        if not self.query():
-            assert self._client is not None
-            self._client.wait(self.query, 60.0 if timeout is None else timeout)
+        client = self._client
+        if not self.query() and client is not None:
+            client.wait(self.query, 60.0 if timeout is None else timeout)
         if not self._done:
             raise DeadlineExceeded(f"no answer within {60.0 if timeout is None else timeout:g} s")
         if self._error is not None:
@@ -123,7 +124,7 @@ class _DeviceWork:
 
 
 class MessageQueueClient:
-    """A connection to one server. Safe to use from several threads; `close` it.
+    """A connection to one server. Any thread may use it, several at once; `close` it.
 
     Construction does not block and does not fail when no server is there: the first requests wait up
     to 5 s for it. key: this client's key or the file of it, where the server wants one; empty: what KVDEPOT_KEY names,

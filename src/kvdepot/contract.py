@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,24 +166,39 @@ class LoadStoreOp:
 
 
 class Chains:
-    """The chunk chains of requests under way, so that each token is hashed once a request."""
+    """The chunk chains of requests under way, so that each token is hashed once a request. Any thread.
+
+    A chain is not thread-safe, so a thread takes it out while it extends and reads it. Another thread that names chunks
+    of the same request meanwhile finds none and hashes from the start. The lock is never held while tokens are hashed.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._chains: OrderedDict[str | None, ChunkChain] = OrderedDict()
 
-    def get(self, request_id: str | None, token_ids: Sequence[int], chunk_size: int) -> ChunkChain:
-        """The chain of `token_ids`, which continues what the request had before where it does."""
-        chain = self._chains.pop(request_id, None)
+    def name(
+        self, request_id: str | None, token_ids: Sequence[int], chunk_size: int, first: int, end: int
+    ) -> tuple[bytes, bytes]:
+        """The parent and the hashes of chunks `[first, end)` of a prompt; only tokens new to the request are hashed.
+
+        Raises BadRequest for anything that is not a token id.
+        """
+        with self._lock:
+            chain = self._chains.pop(request_id, None)
         if chain is None or chain.chunk_size != chunk_size:
             chain = ChunkChain(chunk_size, ROOT)
-        self._chains[request_id] = chain
         chain.extend(token_ids)
-        if len(self._chains) > _MAX_CHAINS:
-            self._chains.popitem(last=False)
-        return chain
+        named = chain.parent(first), chain.slice(first, end)
+        with self._lock:
+            self._chains[request_id] = chain
+            if len(self._chains) > _MAX_CHAINS:
+                self._chains.popitem(last=False)
+        return named
 
     def drop(self, request_id: str | None) -> None:
-        self._chains.pop(request_id, None)
+        """Forget a request's chain; unknown ids are fine."""
+        with self._lock:
+            self._chains.pop(request_id, None)
 
 
 class Call(msgspec.Struct):
@@ -283,8 +299,8 @@ def _key_hashes(key: IPCCacheEngineKey, chunk_size: int, chains: Chains) -> tupl
         return b"", 0, engine_hash(key.chunk_hash)
     tokens = cast(tuple[int, ...], key.token_ids)
     first, end = chunk_range(key.start, key.end or len(tokens), len(tokens), chunk_size)
-    chain = chains.get(key.request_id, tokens, chunk_size)
-    return chain.parent(first), first, chain.slice(first, end)
+    parent, hashes = chains.name(key.request_id, tokens, chunk_size, first, end)
+    return parent, first, hashes
 
 
 def _transfer(

@@ -66,8 +66,9 @@ class EventQueue:
         self._name = name
         self._prepare = prepare
         self._numbers = itertools.count()
-        self._waiting: dict[int, _Waiting] = {}  # added to by anyone; whoever takes one out ends it
+        self._waiting: dict[int, _Waiting] = {}  # added to under the lock; whoever takes one out ends it
         self._woken = threading.Event()
+        self._lock = threading.Lock()  # of the next two: one thread is started, and nothing is added after `stop`
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -79,17 +80,23 @@ class EventQueue:
 
         Both are called on our thread or on one that looks.
         """
-        if self._stopping:
-            fail(Unavailable("this client is closed"))
-            return
-        if len(self._waiting) >= _MAX_WAITING:
-            fail(DeadlineExceeded(f"{_MAX_WAITING} requests already wait for their events"))
-            return
-        self._waiting[next(self._numbers)] = _Waiting(event, go, fail)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._woken.set()
+        refusal = self._add(_Waiting(event, go, fail))
+        if refusal is not None:
+            fail(refusal)
+
+    def _add(self, waiting: _Waiting) -> KVDepotError | None:
+        """Take it in; or why not."""
+        with self._lock:
+            if self._stopping:
+                return Unavailable("this client is closed")
+            if len(self._waiting) >= _MAX_WAITING:
+                return DeadlineExceeded(f"{_MAX_WAITING} requests already wait for their events")
+            self._waiting[next(self._numbers)] = waiting
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._woken.set()
+        return None
 
     def look(self) -> None:
         """Let go what may go. Blocks only where an event's `query` does. Several threads may be at it.
@@ -97,9 +104,10 @@ class EventQueue:
         No lock keeps them apart: who waits for the GIL with it would keep the others from what they could do at once.
         """
         # Asked once each, for what waits now: the answer may not cover what is added meanwhile.
-        waiting_now = list(self._waiting.items())
+        # A copy is made at once; going through the dictionary itself fails where another thread adds to it.
+        waiting_now = self._waiting.copy()
         answers: dict[int, bool | KVDepotError] = {}
-        for number, waiting in waiting_now:
+        for number, waiting in waiting_now.items():
             answer = answers.get(id(waiting.event))
             if answer is None:
                 answer = answers[id(waiting.event)] = _ask(waiting.event)
@@ -110,12 +118,16 @@ class EventQueue:
 
     def stop(self) -> None:
         """Fail what waits and end the thread. Blocks 5 s at most, for an event that does not answer. Safe twice."""
-        self._stopping = True
+        with self._lock:
+            self._stopping = True
+            thread = self._thread
         self._woken.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_S)
-        while self._waiting:
-            _end(self._waiting.popitem()[1], Unavailable("this client is closed"))
+        if thread is not None:
+            thread.join(_STOP_S)
+        for number in list(self._waiting):
+            waiting = self._waiting.pop(number, None)
+            if waiting is not None:
+                _end(waiting, Unavailable("this client is closed"))
 
     def _run(self) -> None:
         try:

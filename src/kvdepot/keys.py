@@ -88,8 +88,8 @@ class _Reached:
 class ChunkChain:
     """The chunk hashes of one growing prompt; every token is hashed once.
 
-    `hashes` is the concatenation of the 32-byte hashes of all full chunks so far. Not thread-safe: it
-    belongs to the adapter that made it.
+    `hashes` is the concatenation of the 32-byte hashes of all full chunks so far. Not thread-safe: one
+    thread at a time may extend or read it.
     """
 
     __slots__ = ("_tokens", "chunk_size", "hashes", "root")

@@ -172,6 +172,18 @@ def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
+def test_a_request_id_that_is_used_again_ends_each_time(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    engine = start_engine(models["gqa"], start_depot(arena_mib=64).url).wait_started()
+    for turn in range(4):
+        for tokens in (2 * 256 + 11, 40):  # one that stores, and one that is shorter than a chunk
+            results = engine.tell("run", requests=[{"id": "same", "tokens": prompt(100 + turn, tokens)}])
+            assert list(results) == ["same"]
+    engine.stop()
+
+
 def test_a_hybrid_model_is_refused_at_start_with_the_reason(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
