@@ -457,8 +457,8 @@ class LMCacheMPWorkerAdapter:
         self.mq_client.pump()
         self._settle(self.store_futures, self._store_ended)
         loaded = self._settle(self.retrieve_futures, self._retrieve_ended)
-        # Asynchronous scheduling repeats a report from steps that it had scheduled before it heard of the id's return. A
-        # new request of the same id is scheduled after those, in a step that does not report it.
+        # Asynchronous scheduling repeats a report from steps that it had scheduled before it heard of the id's return.
+        # A new request of the same id is scheduled after those, in a step that does not report it.
         repeated = self.previously_finished & finished_req_ids_from_engine
         self.finished_stores |= finished_req_ids_from_engine - repeated
         stored = {request_id for request_id in self.finished_stores if request_id not in self.store_futures}
