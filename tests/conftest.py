@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,18 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
         )
         time.sleep(0.001)
     return value
+
+
+def suspend(pid: int) -> None:
+    """SIGSTOP; returns when none of its threads runs any more, which on a busy machine is not at once."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    eventually(lambda: all(state(task) == "T" for task in tasks.iterdir()))
+
+
+def state(process: Path) -> str:
+    """Of a process or thread by its folder in /proc: T is stopped, Z has ended."""
+    return (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def clear(index: Index, model: str = "") -> int:

@@ -27,18 +27,20 @@ def idle():  # seconds of our processors together; one whose process waits for a
     with open("/proc/stat") as file:
         fields = [line.split() for line in file]
     return sum(int(row[4]) for row in fields if row[0] in ours) / user_hz
-def slept():  # a clock that stands still while others have the processors, where the kernel tells
+def look():  # now, and a clock that stands still while others have the processors, where the kernel tells
     try:
         with open("/proc/self/schedstat") as file:
-            return time.monotonic() - sum(map(int, file.readline().split()[:2])) / 1e9
+            others = sum(map(int, file.readline().split()[:2])) / 1e9
     except OSError:
-        return time.monotonic()
-last = began = time.monotonic()
-idled, sleeping, stalled = idle(), slept(), 0.0
+        others = 0.0
+    now = time.monotonic()
+    return now, now - others
+(last, sleeping), idled, stalled = look(), idle(), 0.0
+began = last
 said = []  # not printed until somebody reads: a full pipe would hold us up, too
 while True:
     asked = select.select([0], [], [], TICK_S)[0]
-    now, awake = time.monotonic(), slept()
+    now, awake = look()
     if awake - sleeping > HELD_UP_S:
         said.append(f"stalled {last} {now} {awake - sleeping}")
         stalled += awake - sleeping

@@ -23,7 +23,7 @@ from kvdepot.connection import LINGER_S, Connection, Watch
 from kvdepot.errors import Busy, Unavailable, VersionMismatch
 from kvdepot.layout import Layout, Mapping, Segment
 
-from .conftest import SHM, StartDepot, eventually
+from .conftest import SHM, StartDepot, eventually, suspend
 
 
 def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
@@ -110,7 +110,7 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = LMCacheMPWorkerAdapter(depot.url, context, "stopped", 1, 0, 64)
     worker.register_kv_caches({"layer": torch.zeros(16, 64, 1, 8)})
-    os.kill(depot.process.pid, signal.SIGSTOP)
+    suspend(depot.process.pid)
     op = LoadStoreOp([1, 2, 3, 4], token_ids=list(range(256)), start=0, end=256)
     if is_store:
         worker.submit_store_request("r", op, None)
@@ -308,7 +308,7 @@ def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_add
     told: dict[str, Any] = {}
     talk.ask(wire.Register(1, layout("")), lambda value: told.update(registered=value))
     talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
-    os.kill(stopped.process.pid, signal.SIGSTOP)
+    suspend(stopped.process.pid)
     talk.server = start_server(boot=b"boot-two")
     talk.wait(20.0)  # long enough for its silence to be suspected, and the other one to be found
     talk.ask(wire.Noop(), lambda value: told.update(up=value))

@@ -35,7 +35,7 @@ from kvdepot.adapters import (
 from kvdepot.contract import pack_block_ids
 from kvdepot.keys import ROOT, ChunkChain
 
-from .conftest import Depot, StartDepot, eventually
+from .conftest import Depot, StartDepot, eventually, suspend
 from .metronome import ran_s
 
 CHUNK = 256
@@ -503,7 +503,7 @@ def test_an_unknown_request_id_raises_unknown_request(engine: Engine) -> None:
 def test_a_lookup_is_none_while_it_is_pending_and_looking_again_is_free(depot: Depot, engine: Engine) -> None:
     scheduler, tokens = engine.scheduler, prompt(CHUNK)
     before = depot.status()["counters"].get("lookups", 0)
-    os.kill(depot.process.pid, signal.SIGSTOP)
+    suspend(depot.process.pid)
     try:
         scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
         assert scheduler.check_lookup_result("r") is None
@@ -1389,7 +1389,7 @@ def test_a_server_that_does_not_answer_gives_0_in_time_and_ends_no_store_until_i
     engine, tokens = Engine(server), prompt(CHUNK)
     worker = engine.worker
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
-    os.kill(server.process.pid, signal.SIGSTOP)
+    suspend(server.process.pid)
     future = send_lmcache_request(worker.mq_client, RequestType.NOOP, [])
     assert not future.query()
     with pytest.raises(TimeoutError) as caught:

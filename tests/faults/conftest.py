@@ -19,7 +19,7 @@ import pytest
 
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, state, suspend
 from tests.faults.engine import ToyEngine
 
 ANSWER_S = 120.0
@@ -68,19 +68,9 @@ class Driver:
 
 def is_zombie(pid: int) -> bool:
     try:
-        return _state(f"/proc/{pid}") == "Z"
+        return state(Path(f"/proc/{pid}")) == "Z"
     except OSError:
         return True
-
-
-def _state(process: str) -> str:
-    return Path(process, "stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
-def stop(process: subprocess.Popen[Any]) -> None:
-    """SIGSTOP; returns when none of its threads runs any more."""
-    process.send_signal(signal.SIGSTOP)
-    eventually(lambda: all(_state(f"/proc/{process.pid}/task/{task}") == "T" for task in _tasks(process.pid)))
 
 
 def _tasks(pid: int) -> list[str]:
@@ -205,7 +195,7 @@ class Watcher:
             deadline = time.monotonic() + 0.5  # past it the copy is over, or will be taken at the next attempt
             while not self.status()["operations"] and time.monotonic() < deadline:
                 pass
-            stop(depot.process)
+            suspend(depot.process.pid)
             request_id: str = driver.answer()
             if request_id in driver.tell("under_way"):
                 return request_id

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SHM, Depot, StartDepot, eventually
-from tests.faults.conftest import Driver, Nursery, StartDriver, stop
+from tests.conftest import SHM, Depot, StartDepot, eventually, suspend
+from tests.faults.conftest import Driver, Nursery, StartDriver
 
 pytestmark = pytest.mark.faults
 
@@ -163,7 +163,7 @@ def test_a_full_dev_shm_drops_stores_without_a_crash_and_takes_them_when_there_i
     second = place.serve(48)  # it fits when it starts ...
     arena = place.shm / "arena"
     eventually(lambda: arena.stat().st_size == 48 * MIB)
-    stop(second)
+    suspend(second.pid)
     place.fill()  # ... and then another takes the memory
     second.send_signal(signal.SIGCONT)
     eventually(lambda: driver.tell("reaches_server"))

@@ -53,6 +53,7 @@ class _Process:
     def stop(self) -> None:
         """SIGSTOP: it hangs, and its connections stay open."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -22,7 +22,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.install import advice
 from kvdepot.web.token import obtain_token, read_token, token_path
 
-from ..conftest import Depot, StartDepot, eventually
+from ..conftest import Depot, StartDepot, eventually, suspend
 from ..ports import free_port
 from ..test_server import CHUNK, PER_CHUNK, Engine, run_serve, works
 from .conftest import NEEDED, StartWeb, Web, lives, need
@@ -64,7 +64,7 @@ def test_a_web_process_that_hangs_ends_by_itself_says_where_it_hung_and_is_back(
 def test_a_web_process_that_was_stopped_goes_on_and_is_not_taken_for_one_that_hangs(start_web: StartWeb) -> None:
     web = start_web()
     child = web.child()
-    os.kill(child, signal.SIGSTOP)
+    suspend(child)
     try:
         time.sleep(11.0)  # longer than its loop may hang
     finally:
@@ -119,7 +119,7 @@ def test_the_web_process_is_gone_when_its_server_has_stopped(start_web: StartWeb
 
 def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartWeb) -> None:
     web = start_web()
-    os.kill(web.depot.process.pid, signal.SIGSTOP)
+    suspend(web.depot.process.pid)
     try:
         ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer, 20.0)
         assert ill.value["code"] == "unavailable"
@@ -140,7 +140,7 @@ def test_a_loop_that_gets_to_requests_late_is_behind(start_web: StartWeb) -> Non
 
     def hold_up() -> None:
         while not done.is_set():
-            os.kill(web.depot.process.pid, signal.SIGSTOP)
+            suspend(web.depot.process.pid)
             done.wait(1.6)
             os.kill(web.depot.process.pid, signal.SIGCONT)
             done.wait(0.05)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ..conftest import StartDepot, eventually
+from ..conftest import StartDepot, eventually, suspend
 from ..metronome import ran_s
 from .conftest import NEEDED, Answer, StartWeb, Web, need
 from .test_connections import connect, open_connections
@@ -34,7 +34,7 @@ def latest(web: Web) -> int:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         yield
     finally:
