@@ -232,6 +232,12 @@ def test_tensors_in_too_many_pieces_are_refused() -> None:
         build_layout([scattered], [0])
 
 
+@pytest.mark.parametrize("axis", [-1, 3, 7, None, "0"])
+def test_an_axis_that_the_tensor_does_not_have_is_refused(axis: int) -> None:
+    with pytest.raises(LayoutError, match=r"l: .* is no axis of shape \[4, 8, 2\]"):
+        build_layout([dense("l", (4, 8, 2))], [axis])
+
+
 # -- the block axis from shapes
 
 
@@ -245,6 +251,10 @@ def test_tensors_in_too_many_pieces_are_refused() -> None:
         ([(10, 16, 576)], 16, [0]),
         ([(2, 10, 16, 8, 64), (10, 16, 576)], 16, [1, 0]),
         ([(10, 4096)], 0, [0]),
+        ([(10, 2, 8, 16, 64)], 16, [0]),  # heads before tokens
+        ([(10, 8, 16, 64)], 16, [0]),
+        ([(10, 16, 32, 16)], 16, [0]),  # as many tokens as each of many heads has items
+        ([(2, 10, 8, 16, 64)], 16, [1]),
     ],
 )
 def test_the_block_axis_is_told_from_plain_shapes(
@@ -264,6 +274,13 @@ def test_the_block_axis_is_told_from_plain_shapes(
         ([(10, 16, 8), (11, 16, 8)], 16),
         ([(2, 10, 16, 8, 64), (9, 16, 576)], 16),
         ([(8,)], 0),
+        ([(4, 2, 100, 16, 8, 64)], 16),  # all layers in one tensor, whose blocks are the third axis
+        ([(4, 2, 100, 16, 8, 64)], 0),
+        ([(2, 4, 100, 16, 8, 64)], 16),
+        ([(4, 2, 96, 16, 512)], 16),
+        ([(2, 4, 100, 16, 512)], 16),
+        ([(4, 96, 16, 8, 64)], 16),
+        ([(4, 96, 16, 576)], 16),
     ],
     ids=str,
 )

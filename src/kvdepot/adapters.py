@@ -314,9 +314,10 @@ class LMCacheMPWorkerAdapter:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_axes: Sequence[int] | None = None) -> None:
         """Share the paged KV tensors (layer name -> tensor) with the server; returns when it has mapped them.
 
-        The tensors' storage moves into shared memory in place, views stay valid. block_axes names each tensor's
-        block axis; without it, it must be plain from the shapes (`[num_blocks, ...]`, or `[2, num_blocks, ...]`).
-        Blocks up to 30 s. Raises LayoutError, with the shapes, for tensors it can't describe.
+        CPU tensors' storage moves into shared memory; see KVCacheHandle for what stays valid. block_axes names each
+        tensor's block axis; without it, it must be plain from the shapes (`[num_blocks, ...]`, or
+        `[2, num_blocks, ...]`). Blocks up to 30 s. Raises LayoutError, with the shapes, for tensors it can't describe
+        or share.
         """
         views = [handle.view for handle in wrap_kv_caches(kv_caches)]
         axes = find_block_axes(views, self._block_tokens) if block_axes is None else list(block_axes)
@@ -457,8 +458,8 @@ class LMCacheMPWorkerAdapter:
         self.mq_client.pump()
         self._settle(self.store_futures, self._store_ended)
         loaded = self._settle(self.retrieve_futures, self._retrieve_ended)
-        # Asynchronous scheduling repeats a report from steps that it had scheduled before it heard of the id's return.
-        # A new request of the same id is scheduled after those, in a step that does not report it.
+        # Asynchronous scheduling repeats a report in steps that it scheduled before it heard of the id's return. A new
+        # request of the same id is scheduled after those, in a step that does not report it.
         repeated = self.previously_finished & finished_req_ids_from_engine
         self.finished_stores |= finished_req_ids_from_engine - repeated
         stored = {request_id for request_id in self.finished_stores if request_id not in self.store_futures}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 
 from kvdepot import wire
-from kvdepot.errors import BadRequest, ProtocolError
+from kvdepot.errors import BadRequest, LayoutError, ProtocolError
 from kvdepot.keys import ROOT, ChunkChain, engine_hash, pack_ids
 from kvdepot.layout import TensorView, build_layout, find_block_axes
 
@@ -116,9 +116,13 @@ class IPCCacheEngineKey:
 class KVCacheHandle:
     """What another process needs to map one layer's paged KV tensor.
 
-    A CPU tensor's storage moves into POSIX shared memory, in place: every view of it stays valid. Blocks while it
-    copies the storage. A CUDA tensor's allocation is exported as it is. Raises LayoutError or DeviceError for
-    tensors that cannot be shared; the message says what to set.
+    A CPU tensor's storage moves into POSIX shared memory: every torch tensor on that storage moves with it and stays
+    valid, but its old memory is freed. What holds an address outside torch (a NumPy array or memoryview of the tensor,
+    a DLPack import, a `data_ptr()` that somebody keeps) then points at freed memory: make those afterwards. What can be
+    seen of that is refused: a tensor on memory of NumPy, a buffer or a mapped file, one in shared memory already, and
+    one of which a NumPy array is alive. DLPack exports and kept addresses cannot be seen. Blocks while it copies the
+    storage. A CUDA tensor's allocation is exported as it is. Raises LayoutError or DeviceError for
+    tensors that cannot be shared; the message says what to do.
     """
 
     __slots__ = ("view",)
@@ -133,8 +137,14 @@ class KVCacheHandle:
 
 
 def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
-    """One shareable handle a layer, in dict order."""
+    """One shareable handle a layer, in dict order. Raises LayoutError for what is no dict of names and tensors."""
+    if not isinstance(kv_caches, dict):
+        raise LayoutError(f"KV tensors are registered as a dict of layer names and tensors, not as {_kind(kv_caches)}")
     return [KVCacheHandle(tensor, name) for name, tensor in kv_caches.items()]
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def striding_block_hashes(block_hashes: list[bytes], blocks_in_chunk: int) -> Iterable[bytes]:

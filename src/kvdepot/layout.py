@@ -127,8 +127,9 @@ def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[
     (`[num_blocks, ...]`), or axis 1 behind a K/V axis of two (`[2, num_blocks, ...]`). Where both
     could be, `block_tokens` (tokens a block; 0 = unknown) helps: an axis after the block axis then has that size,
     alone or fused with others; and five axes that begin with two, or four where the tokens follow the second, are K
-    and V apart, for a paged cache of two blocks serves nobody. Raises LayoutError, with the shapes, unless exactly
-    one reading is left.
+    and V apart, for a paged cache of two blocks serves nobody. A tensor that may hold several layers is not read: six
+    axes or more, or a longer axis between the block axis and the tokens (`[layers, 2, blocks, tokens, ...]`). Raises
+    LayoutError, with the shapes, unless exactly one reading is left.
     """
     if not views:
         raise LayoutError("no KV tensors were given")
@@ -145,7 +146,7 @@ def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[
         )
         if len(axes) == 2 and kv_apart and view.shape[1] != 2:
             axes = [1]
-        return axes
+        return [axis for axis in axes if not _may_hold_layers(view.shape, axis, block_tokens)]
 
     per_layer = [possible(view) for view in views]
     readings: list[list[int]] = []
@@ -163,6 +164,15 @@ def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[
     return readings[0]
 
 
+def _may_hold_layers(shape: Sequence[int], axis: int, block_tokens: int) -> bool:
+    """Whether what looks like the block axis may be one of layers, and the blocks follow it."""
+    if len(shape) >= 6:
+        return True
+    inner = list(shape[axis + 1 :])
+    before_tokens = inner[: inner.index(block_tokens)] if block_tokens in inner else []
+    return max(before_tokens, default=0) > shape[axis]
+
+
 def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layout:
     """Describe tensors whose block axes are known. Raises LayoutError when they can't be described.
 
@@ -170,6 +180,11 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
     """
     if len(views) != len(block_axes) or not views:
         raise LayoutError(f"{len(views)} KV tensors but {len(block_axes)} block axes")
+    for view, axis in zip(views, block_axes, strict=True):
+        if not isinstance(axis, int) or not 0 <= axis < len(view.shape):
+            raise LayoutError(f"{view.name}: {axis!r:.20} is no axis of shape {list(view.shape)}")
+        if 0 in view.shape:
+            raise LayoutError(f"{view.name}: shape {list(view.shape)} has no blocks, or blocks without bytes")
     counts = {view.shape[axis] for view, axis in zip(views, block_axes, strict=True)}
     if len(counts) != 1:
         raise LayoutError(f"layers disagree on the number of blocks: {sorted(counts)}")

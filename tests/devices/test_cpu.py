@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvdepot.devices import share
+from kvdepot.errors import LayoutError
 from kvdepot.layout import TensorView
 from tests.devices.conformance import DeviceConformance
 from tests.devices.tensors import DTYPES, Bytes, Model
@@ -61,6 +63,7 @@ import os, signal, threading
 from pathlib import Path
 import torch
 from kvdepot.devices import share
+from kvdepot.errors import LayoutError
 share(torch.zeros(4096, dtype=torch.uint8), "one")  # which starts torch's helper
 (helper,) = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
 os.kill(int(helper), signal.SIGSTOP)
@@ -76,3 +79,47 @@ assert Path("/dev/shm", view.mapping).read_bytes()[view.offset :] == bytes([8, *
 def test_tensors_are_shared_also_where_torchs_helper_is_held_up_for_longer_than_torch_waits() -> None:
     done = subprocess.run([sys.executable, "-c", _HELD_UP], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class TestMemoryThatOthersHold:
+    """Sharing moves a storage and frees its old memory, so what is known to point there must not be left behind."""
+
+    def test_a_tensor_of_which_an_array_is_alive_is_refused_and_the_array_stays_good(self) -> None:
+        tensor = torch.arange(16 * 64 * 4).view(16, 64, 4)
+        array = memoryview(tensor[1:].numpy())
+        with pytest.raises(LayoutError, match="a layer: a NumPy array of it"):
+            share(tensor, "a layer")
+        assert array[3, 5, 2] == tensor[4, 5, 2]
+        del array
+        share(tensor, "a layer")
+        later = tensor.numpy()
+        share(tensor[2:], "a layer")  # moves nothing any more
+        tensor[3].fill_(-7)
+        assert (later[3] == -7).all()
+
+    def test_an_array_that_is_gone_and_views_of_torch_keep_no_tensor_from_being_shared(self) -> None:
+        tensor = torch.arange(16 * 64 * 4).view(16, 64, 4)
+        assert tensor.numpy().sum() == tensor.sum()
+        view = tensor[3]
+        share(tensor, "a layer")
+        tensor[3].fill_(-7)
+        assert (view == -7).all()
+
+    @pytest.mark.parametrize("kind", ["from_numpy", "frombuffer", "from_dlpack", "from_file", "share_memory_"])
+    def test_a_tensor_on_memory_of_others_is_refused(self, kind: str, tmp_path: Path) -> None:
+        room = bytearray(16 * 64 * 4 + 128)
+        first = 8 - np.frombuffer(room, np.uint8).ctypes.data % 64 % 8 + 8
+        first += 8 * ((np.frombuffer(room, np.uint8).ctypes.data + first) % 64 == 0)
+        theirs = np.frombuffer(room, np.uint8)[first : first + 16 * 64 * 4]
+        (tmp_path / "kv").write_bytes(bytes(theirs))
+        tensor = {
+            "from_numpy": lambda: torch.from_numpy(theirs),
+            "frombuffer": lambda: torch.frombuffer(room, dtype=torch.uint8, count=16 * 64 * 4, offset=first),
+            "from_dlpack": lambda: torch.from_dlpack(theirs),
+            "from_file": lambda: torch.from_file(str(tmp_path / "kv"), True, 16 * 64 * 4, dtype=torch.uint8),
+            "share_memory_": lambda: torch.zeros(16 * 64 * 4, dtype=torch.uint8).share_memory_(),
+        }[kind]()
+        address = tensor.data_ptr()
+        with pytest.raises(LayoutError, match="a layer: its memory is"):
+            share(tensor.view(16, 64, 4), "a layer")
+        assert tensor.data_ptr() == address

@@ -26,9 +26,10 @@ __all__ = ["Devices", "finish", "share"]
 def share(tensor: torch.Tensor, name: str) -> TensorView:
     """Make one layer's tensor visible to another process of this host, and say where its elements lie.
 
-    The process must keep the tensor's storage alive. Blocks. Raises LayoutError for devices that cannot be shared,
-    DeviceError where the device's driver refuses.
+    The process must keep the tensor's storage alive. Blocks. Raises LayoutError for what is no plain tensor on a device
+    that can be shared, DeviceError where the device's driver refuses.
     """
+    _check_plain(tensor, name)
     if tensor.device.type == "cpu":
         from kvdepot.devices import cpu
 
@@ -38,6 +39,36 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
         return sharing.share(tensor, name)
     raise LayoutError(f"{name or 'tensor'} is on {tensor.device}: only CPU and CUDA tensors can be shared")
+
+
+def _check_plain(tensor: object, name: object) -> None:
+    """Raise LayoutError unless the bytes of a tensor's storage are its values, and all of them.
+
+    Asked before the storage is touched: of some tensors that hold none, touching it kills the process.
+    """
+    import torch
+
+    if not isinstance(name, str) or name != name.encode(errors="ignore").decode():
+        raise LayoutError(f"a layer's name must be text that UTF-8 can carry, not {name!r:.80}")
+    called = name or "tensor"
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor)
+        raise LayoutError(f"{called} is a {kind.__module__}.{kind.__qualname__}, not a torch.Tensor")
+    if tensor.is_nested:
+        what = "a nested tensor"  # which may have no shape
+    elif tensor.layout is not torch.strided:
+        what = f"of layout {tensor.layout}, shape {list(tensor.shape)}"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        what = f"a {type(tensor).__qualname__}, which wraps other tensors"
+    elif tensor.is_quantized:
+        what = "quantized: its scales lie outside its bytes"
+    elif tensor.is_conj() or tensor.is_neg():
+        what = "a lazy conjugate or negative: resolve_conj() and resolve_neg() write it out"
+    elif not tensor.numel():
+        what = f"empty, shape {list(tensor.shape)}"
+    else:
+        return
+    raise LayoutError(f"{called} is {what}: only strided tensors that hold all their values themselves can be shared")
 
 
 def finish(device: str) -> None:

@@ -1,16 +1,18 @@
-"""CPU tensors: their storage moves into POSIX shared memory, in place; the server maps it, and numpy moves the bytes.
+"""CPU tensors: their storage moves into POSIX shared memory; the server maps it, and numpy moves the bytes.
 
 `share` is the client's (it is given torch tensors), `HostTensors` the server's.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +31,8 @@ __all__ = ["HostTensors", "share"]
 _MIN_UNIT = 512
 """Smallest unit to gather by index when segments are not dense; below it, one copy a block is faster."""
 
+_TORCH_ALIGNS = 64
+"""torch allocates the processor's memory at multiples of this; NumPy and Python hardly ever do."""
 _TRIES = 5
 """Of telling torch's helper process, to which torch gives a second each: a machine may be held up for longer."""
 
@@ -36,10 +40,12 @@ _TRIES = 5
 def share(tensor: torch.Tensor, name: str) -> TensorView:
     """Put a tensor's storage into shared memory (once) and say where its elements lie.
 
-    All tensors on the same storage move with it and stay valid. Blocks while the bytes are copied, about 3 s a GiB.
-    torch removes the file when the process ends, `kill -9` included. Raises LayoutError.
+    All torch tensors on the same storage move with it and stay valid; the memory where it was is freed, so addresses
+    that others hold (NumPy, DLPack) do not. Blocks while the bytes are copied, about 3 s a GiB. torch removes the file
+    when the process ends, `kill -9` included. Raises LayoutError.
     """
     storage = tensor.untyped_storage()
+    _check_own(tensor, name or "tensor")
     for tries_left in reversed(range(_TRIES)):
         try:
             _, file, size = storage._share_filename_cpu_()
@@ -62,6 +68,60 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
         strides=tuple(stride * item for stride in tensor.stride()),
         item_bytes=item,
         dtype=str(tensor.dtype).removeprefix("torch."),
+    )
+
+
+def _check_own(tensor: torch.Tensor, called: str) -> None:
+    """Raise LayoutError where others are known to hold the address of a storage that would have to move.
+
+    Who imported it by DLPack, or keeps a `data_ptr()`, torch does not know.
+    """
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    if storage.is_shared():
+        if not _file_at(address).startswith(f"{SHM}/torch_"):  # else it is in a file that torch made, and stays there
+            raise LayoutError(
+                f"{called}: its memory is a mapped file, or shared with other processes by share_memory_(); moving it "
+                "into shared memory of its own would cut those off: allocate it anew, with torch"
+            )
+    elif not storage.resizable():  # torch was given this memory, or numpy() was called on it at some time
+        if address % _TORCH_ALIGNS or _file_at(address):
+            raise LayoutError(
+                f"{called}: its memory is not torch's own (from_numpy, frombuffer, DLPack, a mapped file), and moving "
+                "it into shared memory would leave the owner behind: allocate it with torch"
+            )
+        if _has_array(tensor):
+            raise LayoutError(
+                f"{called}: a NumPy array of it, or a detached tensor, is alive, and moving it into shared memory "
+                "would free the array's memory: delete it, and make it anew once the tensor is registered"
+            )
+
+
+def _file_at(address: int) -> str:
+    """The path of the file that is mapped at an address; empty for memory without one, or whose file is deleted."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, path = line.split(" ", maxsplit=5)
+        first, _, end = span.partition("-")
+        if int(first, 16) <= address < int(end, 16):
+            path = path.strip()
+            return "" if path.startswith("[") or path.endswith(" (deleted)") else path
+    return ""
+
+
+def _has_array(tensor: torch.Tensor) -> bool:
+    """Whether a NumPy array of a tensor's storage may be alive: it holds a tensor that is no view of ours."""
+    import torch
+
+    origin = tensor if tensor._base is None else tensor._base
+    address = tensor.untyped_storage().data_ptr()
+    return any(
+        type(other) is torch.Tensor
+        and other is not tensor
+        and other is not origin
+        and torch._C._has_storage(other)
+        and not other._is_view()
+        and other.untyped_storage().data_ptr() == address
+        for other in gc.get_objects()
     )
 
 
