@@ -35,8 +35,9 @@ class Child:
             prompt["cache_salt"] = request["salt"]
         lora = LoRARequest(*request["lora"]) if request.get("lora") else None
         params = SamplingParams(
-            max_tokens=request.get("max_tokens", 8), temperature=0, logprobs=3, detokenize=False, ignore_eos=True
-        )
+            max_tokens=request.get("max_tokens", 8), temperature=0, logprobs=3, detokenize=False, ignore_eos=True,
+            extra_args={"kv_transfer_params": request["transfer"]} if "transfer" in request else None,
+        )  # fmt: skip
         self.engine.add_request(
             request["id"], prompt, params, lora_request=lora, trace_headers=request.get("trace_headers")
         )

@@ -93,6 +93,23 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+def write_lora(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of `LLAMA` with random weights."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LLAMA["num_hidden_layers"]):
+        for name, width in (("q_proj", 256), ("v_proj", 128)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{base}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.1
+            weights[f"{base}.lora_B.weight"] = torch.randn(width, 8, generator=generator) * 0.1
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"})
+    )
+    return folder
+
+
 def prompt(seed: int, tokens: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(3, 1000) for _ in range(tokens)]
@@ -116,6 +133,7 @@ class Engine:
         environ = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
             "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive",
+            "PYTHONPATH": os.pathsep.join([str(CHILD.parents[2]), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(

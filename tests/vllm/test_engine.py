@@ -6,15 +6,13 @@ tokens of it, so both runs compute the same rest in the same batch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import LLAMA, nothing_is_held, output, prompt
+from tests.vllm.engines import nothing_is_held, output, prompt, write_lora
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -48,7 +46,7 @@ def test_a_fresh_engine_gets_what_an_earlier_one_stored(
 def test_salts_and_lora_adapters_never_share_and_two_engines_do(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
 ) -> None:
-    adapters = [(name, i + 1, str(_write_lora(tmp_path / name, i))) for i, name in enumerate(("red", "blue"))]
+    adapters = [(name, i + 1, str(write_lora(tmp_path / name, i))) for i, name in enumerate(("red", "blue"))]
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     one = start_engine(models["gqa"], vllm_depot.url, **options)
     two = start_engine(models["gqa"], vllm_depot.url, **options)
@@ -196,23 +194,10 @@ def test_an_unknown_setting_and_a_missing_server_are_named_at_start(
 ) -> None:
     said = start_engine(models["gqa"], "ipc:///nowhere", extra={"kvdepot.save_decodes": True}).start_error()
     assert "kvdepot.save_decodes is no setting of kvdepot" in said
-    said = start_engine(models["gqa"], f"ipc://{tmp_path}/none.sock").start_error()
+    engine = start_engine(models["gqa"], f"ipc://{tmp_path}/none.sock")
+    said = engine.start_error()
     assert "no kvdepot server answers" in said and "kvdepot serve" in said
-
-
-def _write_lora(folder: Path, seed: int) -> Path:
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(LLAMA["num_hidden_layers"]):
-        for name, width in (("q_proj", 256), ("v_proj", 128)):
-            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{base}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.1
-            weights[f"{base}.lora_B.weight"] = torch.randn(width, 8, generator=generator) * 0.1
-    save_file(weights, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(
-        json.dumps({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"})
-    )
-    return folder
+    engine.process.wait(60)
+    last = engine.logged().strip().splitlines()[-1]
+    assert "no kvdepot server answers" in last and "kvdepot serve" in last
+    assert "Starting to load model" not in engine.logged()

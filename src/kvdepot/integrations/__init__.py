@@ -18,5 +18,10 @@ def register_vllm() -> None:
     """vLLM's plugin entry point: make `KVDepotConnector` known by name. Called in every vLLM process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if "KVDepotConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("KVDepotConnector", "kvdepot.integrations.vllm", "KVDepotConnector")
+    from kvdepot.integrations.vllm_start import check_early, log_with_vllm
+
+    if "KVDepotConnector" in KVConnectorFactory._registry:
+        return
+    KVConnectorFactory.register_connector("KVDepotConnector", "kvdepot.integrations.vllm", "KVDepotConnector")
+    log_with_vllm()
+    check_early(KVConnectorFactory)

@@ -7,12 +7,12 @@ law: vLLM never decodes over a block that is not whole, and neither side ever wa
     request arrives       on_new_request              hash, send the lookup
     request is scheduled  get_num_new_matched_tokens  its answer (awaited 0.5 ms at most, else asked again next step)
     blocks are allocated  update_state_after_alloc    note which chunks go into which blocks
-    step is built         build_connector_meta        loads; stores of chunks this step completes; preempted requests
+    step is built         build_connector_meta        loads; stores that earlier steps completed; preempted requests
     worker, before        handle_preemptions          stores of preempted requests end or are made void
     worker, after         start_load_kv, wait_for_save, get_finished
                           (on a GPU the step may still run: both go behind an event on vLLM's own stream)
-    step has ended        update_connector_output     how long it took; of loads, failed blocks: vLLM recomputes, and no
-                                                      second try
+    step has ended        update_connector_output     how long it took; its chunks may be stored (vllm_stores.py);
+                                                      of loads, failed blocks: vLLM recomputes, and no second try
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
 Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, where the server wants
@@ -22,6 +22,7 @@ one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks too, de
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -51,9 +52,11 @@ from kvdepot.errors import ConfigError
 from kvdepot.integrations.prefill_speed import PrefillSpeed
 from kvdepot.integrations.vllm_events import Known, WorkerReport
 from kvdepot.integrations.vllm_identity import namespace, read_settings, refuse_unserved
-from kvdepot.integrations.vllm_requests import extras, root
+from kvdepot.integrations.vllm_lora import Adapters
+from kvdepot.integrations.vllm_requests import Prompt, names_are_contents, root
 from kvdepot.integrations.vllm_stats import KVDepotMetrics, KVDepotStats
-from kvdepot.keys import ChunkChain, salt_tag
+from kvdepot.integrations.vllm_stores import Transfer, WaitingStores
+from kvdepot.keys import salt_tag
 from kvdepot.layout import Layout, build_layout
 from kvdepot.operation import Operation
 
@@ -68,7 +71,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -86,31 +89,21 @@ _IDLE_S = 0.002
 
 
 @dataclass
-class _Transfer:
-    """Chunks of one request to copy, as the scheduler tells the workers."""
-
-    request_id: str
-    parent: bytes
-    depth: int
-    hashes: bytes
-    block_ids: bytes
-    skip_blocks: int = 0
-    salt: bytes = b""
-    trace: dict[str, str] | None = None  # the request's W3C trace headers, where it has some
-
-
-@dataclass
 class _Metadata(KVConnectorMetadata):
     """One step's orders, scheduler to workers."""
 
-    loads: list[_Transfer] = field(default_factory=list)
-    stores: list[_Transfer] = field(default_factory=list)
+    loads: list[Transfer] = field(default_factory=list)
+    stores: list[Transfer] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
+    void: bool = False
+    """Whether no store that is under way may become visible any more."""
     idle: bool = False
     step: int = 0
-    """Its number, where its output is to bring it back."""
+    """Its number, which its output brings back."""
+    measured: int = 0
+    """Its number among those of prefill; 0 for others."""
 
 
 @dataclass
@@ -118,16 +111,17 @@ class _Tracked:
     """What the scheduler knows of one request."""
 
     request: Request
-    chain: ChunkChain
-    extras: list[tuple[int, bytes]]
+    prompt: Prompt
+    is_cached: bool = True  # else it is neither looked up nor stored any more
     preemptions: int = 0
     local_tokens: int = 0  # in the engine's own cache when it was last asked for
     saved_chunks: int = 0  # from the start, in the depot or on their way
-    load: _Transfer | None = None
+    read_tokens: int | None = None  # that it did not compute itself since its blocks were allocated
+    load: Transfer | None = None
     load_blocks: frozenset[int] = frozenset()
     load_tokens: int = 0
     may_load: bool = True
-    stores_open: bool = False  # a worker may be storing its blocks
+    stores_open: bool = False  # a worker may be storing its blocks, or will
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
@@ -182,10 +176,21 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         (self._scheduler or self._moves).watch = self._ended_operation
         self._context = context
         self._gpu: torch.device | None = None  # where the KV is, if on one
+        self._adapters = Adapters()
+        self._named = names_are_contents(vllm_config)
+        self._epoch = ""  # of weights that only this engine has
         self._tracked: dict[str, _Tracked] = {}
-        self._new_loads: list[_Transfer] = []
+        self._uncached: set[str] = set()  # requests that are not tracked, and why was told
+        self._told: set[str] = set()  # reasons
+        self._step = self._ended_step = 0
+        self._stores_waiting = WaitingStores()
+        self._void = False
+        self._forget_after = 0  # the step after whose output nothing from before a reset can come any more
+        self._new_loads: list[Transfer] = []
         self._prefill = PrefillSpeed()
         self._ended: set[str] = set()
+        self._ending: set[str] = set()  # finished requests with a store that waits for its step
+        self._closing: set[str] = set()  # finished requests that no worker has reported yet
         log.info("kvdepot: %s at %s as %s", role.name.lower(), settings["url"], model)
 
     @property
@@ -202,7 +207,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._spans is not None:
             self._spans(operation)
 
-    def _note_trace(self, transfer: _Transfer) -> None:
+    def _note_trace(self, transfer: Transfer) -> None:
         if transfer.trace:
             self._traces[transfer.request_id] = transfer.trace
 
@@ -236,9 +241,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What this worker has stored since the last step, and which step this was if it is measured."""
         report = self._report
-        report.step = self._orders.step
-        if not report.keys and not report.step:
-            return None
+        report.step, report.measured = self._orders.step, self._orders.measured
         self._report = WorkerReport()
         return report
 
@@ -255,19 +258,50 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
-        if request.prompt_embeds is not None or request.request_id in self._tracked:
+        request_id = request.request_id
+        if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
             return  # embeddings are not named by tokens: neither stored nor looked up
-        tracked = _Tracked(request, ChunkChain(self._asks.chunk_size, root(request)), extras(request))
-        self._tracked[request.request_id] = tracked
-        self._look_up(tracked)
+        try:
+            request_id.encode()  # an id that is no text cannot be sent
+            parent = root(request, self._adapters, self._epoch)
+            if parent is None:
+                self._uncached.add(request_id)
+                return
+            tracked = _Tracked(request, Prompt(request, self._asks.chunk_size, parent, self._named))
+            self._tracked[request_id] = tracked
+            self._look_up(tracked)
+        except Exception as exc:  # noqa: BLE001 - see `_spare`
+            self._spare(request_id, exc)
+
+    def _spare(self, request_id: str, exc: Exception) -> None:
+        """What is wrong with one request's id, salt, adapter, items or tokens costs its caching, never the engine.
+
+        Not for what a load that was promised depends on, nor for what concerns all requests.
+        """
+        self._uncache(request_id)
+        if request_id not in self._tracked:
+            self._uncached.add(request_id)
+        self._stats.count_uncached()
+        reason = type(exc).__name__
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning("request %r is not cached, nor others with a %s: %s", request_id[:64], reason, exc)
+
+    def _uncache(self, request_id: str) -> None:
+        """Neither look the request up nor store it any more. What a worker is storing goes on."""
+        self._stores_waiting.drop(request_id)
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.is_cached = tracked.may_load = False
+            self._asks.cleanup_lookup_result(request_id)
 
     def _look_up(self, tracked: _Tracked) -> None:
         request = tracked.request
-        tracked.chain.extend(request.all_token_ids, tracked.extras)
+        chain = tracked.prompt.hash()
         self._asks.cleanup_lookup_result(request.request_id)
         if self._loads and not request.skip_reading_prefix_cache:
             salt = salt_tag(request.cache_salt or "")
-            self._asks.submit_lookup(request.request_id, bytes(tracked.chain.hashes), self._ranks, salt=salt)
+            self._asks.submit_lookup(request.request_id, bytes(chain.hashes), self._ranks, salt=salt)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens the depot has beyond the engine's own `num_computed_tokens`; None: ask again next step."""
@@ -275,18 +309,21 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
-        if request.num_preemptions > tracked.preemptions:
+        if request.num_preemptions > tracked.preemptions and tracked.is_cached:
             tracked.preemptions = request.num_preemptions
             tracked.may_load = True
-            self._look_up(tracked)
-        if not tracked.may_load or len(tracked.chain) * self._asks.chunk_size <= num_computed_tokens:
+            try:
+                self._look_up(tracked)
+            except Exception as exc:  # noqa: BLE001 - see `_spare`
+                self._spare(request.request_id, exc)
+        if not tracked.may_load or len(tracked.prompt.chain) * self._asks.chunk_size <= num_computed_tokens:
             return 0, False  # the depot could not add anything: no need to await its answer
         cached = self._asks.wait_lookup_result(request.request_id, _ANSWER_S)
         if cached is None:
             return None, False
         tracked.saved_chunks = cached // self._asks.chunk_size
         if self._known is not None:
-            self._known.looked_up(request, tracked.chain, tracked.saved_chunks)
+            self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         return (new_tokens, True) if new_tokens > 0 else (0, False)
@@ -294,7 +331,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note which chunks go into which of the blocks that were just allocated."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or num_external_tokens == 0:
+        if tracked is None:
+            return
+        tracked.read_tokens = None
+        if num_external_tokens == 0:
             return
         chunk_size, per_chunk = self._asks.chunk_size, self._asks.blocks_in_chunk
         first = tracked.local_tokens // chunk_size
@@ -310,9 +350,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _transfer(
         self, tracked: _Tracked, first: int, end: int, block_ids: list[int], skip_blocks: int = 0
-    ) -> _Transfer:
-        chain = tracked.chain
-        return _Transfer(
+    ) -> Transfer:
+        chain = tracked.prompt.chain
+        return Transfer(
             tracked.request.request_id, chain.parent(first), first, chain.slice(first, end),
             pack_block_ids(block_ids), skip_blocks, salt_tag(tracked.request.cache_salt or ""),
             dict(tracked.request.trace_headers) if self._spans is not None and tracked.request.trace_headers else None,
@@ -320,49 +360,69 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> _Metadata:
         """This step's orders to the workers."""
-        meta = _Metadata(
-            loads=self._new_loads,
-            preempted=set(scheduler_output.preempted_req_ids or ()),
-            ended=self._ended,
-            idle=scheduler_output.total_num_scheduled_tokens == 0,
-            step=self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic()),
-        )
-        self._new_loads, self._ended = [], set()
-        for request_id in meta.preempted:
+        self._step += 1
+        preempted = set(scheduler_output.preempted_req_ids or ())
+        for request_id in preempted:
+            self._stores_waiting.drop(request_id)
             if request_id in self._tracked:
                 self._tracked[request_id].stores_open = False
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been made void
+        meta = _Metadata(
+            loads=self._new_loads,
+            stores=self._stores_waiting.take(),
+            preempted=preempted,
+            ended=self._ended,
+            void=self._void,
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
+            step=self._step,
+            measured=self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic()),
+        )
+        self._new_loads, self._ended, self._void = [], set(), False
         if self._stores:
+            state = scheduler_output.kv_connector_block_state
             for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None:
-                    self._order_store(meta, scheduler_output, tracked, new_tokens)
+                    assert state is not None
+                    try:
+                        self._prepare_store(state, tracked, new_tokens)
+                    except Exception as exc:  # noqa: BLE001 - see `_spare`
+                        self._spare(request_id, exc)
         return meta
 
-    def _order_store(
-        self, meta: _Metadata, scheduler_output: SchedulerOutput, tracked: _Tracked, new_tokens: int
-    ) -> None:
-        """Store the chunks that are complete once this step has run and that the depot does not have."""
-        request, chunk_size = tracked.request, self._asks.chunk_size
+    def _prepare_store(self, state: KVConnectorBlockState, tracked: _Tracked, new_tokens: int) -> None:
+        """Store the chunks that are complete once this step has come back, and that the depot does not have."""
+        request, chunk_size, waiting = tracked.request, self._asks.chunk_size, self._stores_waiting
+        if tracked.read_tokens is None:
+            tracked.read_tokens = request.num_computed_tokens
+        read = -(-tracked.read_tokens * self._asks.blocks_in_chunk // chunk_size)
+        if waiting.has_suspects:
+            (block_ids,) = state.resolve_block_ids(request.request_id)
+            if not waiting.check(block_ids, read):
+                self._uncache(request.request_id)
         # Decoded tokens count up to the last one known: behind it there may be drafts or placeholders.
         known = request.num_tokens if self._save_decode else request.num_prompt_tokens
         end = min(request.num_computed_tokens + new_tokens, known) // chunk_size
-        if end <= tracked.saved_chunks:
+        if end <= tracked.saved_chunks or not tracked.is_cached:
             return
         if tracked.saved_chunks == 0 and request.request_id in self._asks.lookup_futures:
             cached = self._asks.check_lookup_result(request.request_id)
             tracked.saved_chunks = (cached or 0) // chunk_size
-        if end <= tracked.saved_chunks:
+        chain = tracked.prompt.chain
+        if end > len(chain) or request.streaming_queue is not None:
+            before = chain.parent(tracked.saved_chunks)
+            chain = tracked.prompt.hash()
+            if chain.parent(tracked.saved_chunks) != before:
+                tracked.saved_chunks = 0  # an update of its session replaced tokens
+        first, end = tracked.saved_chunks, min(end, len(chain))
+        if end <= first:
             return
-        if end > len(tracked.chain):
-            tracked.chain.extend(request.all_token_ids, tracked.extras)
-        state = scheduler_output.kv_connector_block_state
-        assert state is not None
         (block_ids,) = state.resolve_block_ids(request.request_id)
-        first, per_chunk = tracked.saved_chunks, self._asks.blocks_in_chunk
-        meta.stores.append(self._transfer(tracked, first, end, block_ids[first * per_chunk : end * per_chunk]))
+        per_chunk = self._asks.blocks_in_chunk
+        store = self._transfer(tracked, first, end, block_ids[first * per_chunk : end * per_chunk])
+        waiting.add(self._step, store, block_ids[: end * per_chunk], read, request.lora_request)
         if self._known is not None:
-            self._known.ordered(request, tracked.chain, first, end)
+            self._known.ordered(request, chain, first, end)
         tracked.saved_chunks = end
         tracked.stores_open = True
 
@@ -372,9 +432,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         failed = connector_output.invalid_block_ids or set()
         told = connector_output.kv_connector_worker_meta
         report = told if isinstance(told, WorkerReport) else WorkerReport()
-        self._prefill.output(report.step, time.monotonic())
+        self._prefill.output(report.measured, time.monotonic())
         if self._known is not None:
             self._known.stored(report)
+        self._closing.difference_update(connector_output.finished_sending or ())
+        self._step_ended(report.step, failed)
         for request_id in connector_output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -392,11 +454,32 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             tracked.load = None
             tracked.load_blocks = frozenset()
 
+    def _step_ended(self, step: int, failed: set[int]) -> None:
+        """A step is back: what it completed may be stored, except what a failed load or a changed adapter spoilt."""
+        waiting, self._ended_step = self._stores_waiting, max(step, self._ended_step)
+        # Blocks of our own loads are given to nobody else and computed again before anybody reads them.
+        others = failed.difference(*(tracked.load_blocks for tracked in self._tracked.values())) if failed else failed
+        if others:
+            for request_id in waiting.failed(others):
+                self._uncache(request_id)
+        for request_id, adapter in list(waiting.adapters(step)):
+            if not self._adapters.is_unchanged(adapter):
+                waiting.drop(request_id)
+                self._uncache(request_id)
+        waiting.ended(step)
+        done = {request_id for request_id in self._ending if not waiting.waits(request_id)}
+        self._ending -= done
+        self._ended |= done
+        if 0 < self._forget_after <= step:
+            self._forget_after = 0
+            self._asks.mq_client.ask(wire.Forget(self._asks.model_name, b""), deadline_s=None)
+
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """True where a worker may still be storing the request's blocks; it reports the id when it is done."""
         request_id = request.request_id
+        self._uncached.discard(request_id)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False, None
@@ -405,7 +488,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
         if not tracked.stores_open:
             return False, None
-        self._ended.add(request_id)
+        self._closing.add(request_id)
+        (self._ending if self._stores_waiting.waits(request_id) else self._ended).add(request_id)
         return True, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -413,11 +497,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Forget what is stored for this model, in memory and tiers (its weights changed, say).
+        """Forget what is stored for this model, in memory and tiers: its weights changed, say.
 
-        False where something may be left. Blocks 30 s at most.
+        Nobody can tell whether they are those on disk any more, so from now on this engine shares KV with none but
+        itself. False where something may be left. Blocks 30 s at most.
         """
         is_forgotten = upkeep.reset(self._asks.mq_client, self._asks.model_name)
+        self._epoch = secrets.token_hex(16)
+        log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
+        for request_id in self._tracked:
+            self._uncache(request_id)  # its blocks may be of both
+        self._stores_waiting.clear()
+        if self._tracked or self._closing or self._ended_step < self._step:
+            self._void, self._forget_after = True, self._step + 1  # what is under way may be stored after all
         if self._known is not None:
             self._known.clear()
         return is_forgotten
@@ -453,6 +545,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
+        if self._orders.void:
+            self._moves.give_up_stores(set(self._moves.store_futures), _PREEMPTION_S)
         loads = self._orders.loads
         event = self._queued() if loads else None
         for load in loads:
@@ -460,7 +554,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._moves.submit_shards([load.request_id], self._shards([load]), event, is_store=False)
 
     def wait_for_save(self) -> None:
-        """Submit this step's stores: they begin when the forward pass has written their blocks."""
+        """Submit stores of chunks that earlier steps completed: they begin when what is queued so far is done."""
         stores = self._orders.stores
         if stores:
             ids = [store.request_id for store in stores]
@@ -479,7 +573,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         event.record(torch.cuda.current_stream(self._gpu))
         return event
 
-    def _shards(self, transfers: Iterable[_Transfer]) -> list[wire.Shards]:
+    def _shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
         return [
             self._moves.shards(t.request_id, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt)
             for t in transfers
@@ -494,16 +588,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose last store is done, among those vLLM waits for; and requests whose load has ended."""
         orders = self._orders
-        self._ended |= orders.ended
         if orders.idle:
             self._moves.wait_any(_IDLE_S)
-        stored, loaded = self._moves.get_finished(finished_req_ids)
+        # Not vLLM's ids: stores of a finished request may come a step later, and vLLM asserts that it awaits each.
+        stored, loaded = self._moves.get_finished(orders.ended)
         for request_id in self._traces.keys() - self._moves.store_futures.keys() - self._moves.retrieve_futures.keys():
             del self._traces[request_id]
-        # Ids come twice, or for requests that never stored; vLLM asserts that it waits for each it is told.
-        stored = (stored or set()) & self._ended
-        self._ended -= stored
-        return stored or None, loaded
+        return stored, loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that vLLM must recompute."""

@@ -37,7 +37,9 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, 
     keys: dict[bytes, set[int]] = field(default_factory=dict)
     """Chunks that they have stored since the last step, by the ranks of these workers."""
     step: int = 0
-    """The number of the step, where it is measured (prefill_speed.py)."""
+    """The number of the step."""
+    measured: int = 0
+    """Its number among those that are measured (prefill_speed.py); 0 for others."""
 
     def add(self, keys: bytes, rank: int) -> None:
         """A worker has stored these, 32 bytes each."""
@@ -50,6 +52,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, 
         for key, ranks in other.keys.items():
             self.keys.setdefault(key, set()).update(ranks)
         self.step = max(self.step, other.step)
+        self.measured = max(self.measured, other.measured)
         return self
 
 

@@ -96,6 +96,11 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "kvdepot does not serve sleep mode: a sleeping engine gives its KV's memory away and wakes with other "
             "memory, while the server still has the old. Start without --enable-sleep-mode"
         )
+    if vllm_config.weight_transfer_config is not None:
+        raise ConfigError(
+            "kvdepot does not serve engines whose weights are replaced while they run (weight_transfer_config): it is "
+            "not told of it, and would mix the KV of old and new weights"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
         raise ConfigError(

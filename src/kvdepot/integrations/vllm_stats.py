@@ -28,6 +28,7 @@ _COUNTED: Mapping[str, str] = {
     "stored_shards": "Shards that were stored in the depot, or were there.",
     "stored_bytes": "Bytes of the shards that were stored.",
     "store_failed_shards": "Shards of stores that were dropped, in part at least.",
+    "uncached_requests": "Requests that were not cached because of an error, which the log has.",
 }
 _TIMED: Mapping[str, str] = {
     "lookup_seconds": "Time from a lookup to the scheduler's taking its answer.",
@@ -56,6 +57,10 @@ class KVDepotStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's, which myp
             self._add(f"{operation.kind}d_bytes", operation.size_bytes)
             self._add(f"{operation.kind}_failed_shards", lost)
         self.data.setdefault(f"{operation.kind}_seconds", []).append(operation.took_s)
+
+    def count_uncached(self) -> None:
+        """A request is not cached, because of an error."""
+        self._add("uncached_requests", 1)
 
     def _add(self, name: str, count: int) -> None:
         self.data[name] = self.data.get(name, 0) + count

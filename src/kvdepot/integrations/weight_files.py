@@ -1,7 +1,8 @@
 """Which version of weights lies at a path, or in the local cache of a model hub, and since when.
 
-Called by vllm_identity.py for models and by vllm_requests.py for LoRA adapters. Reads names, sizes, times and samples
-of the contents; a model of 160 files takes some tens of milliseconds once its files are in the page cache.
+Called by vllm_identity.py for models and by vllm_lora.py for adapters. `find_weights` names a version by its contents,
+equal on any host; it reads samples, tens of milliseconds for a model of 160 files that are in the page cache. `look`
+notices a change within one process by what no copy, rename or `touch` can give back; it reads no file.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from blake3 import blake3
 
-__all__ = ["Weights", "find_weights"]
+__all__ = ["Look", "Weights", "find_weights", "look"]
 
 _HARMLESS_SUFFIXES = {".md", ".log", ".lock", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf"}
 _MAX_FILES = 20_000
@@ -24,6 +26,8 @@ _WHOLE_BYTES = 1 << 20
 _SAMPLE_BYTES = 4096
 _SAMPLES = 4096
 """Of the larger files together: times alone do not tell weights apart where an image build sets them all alike."""
+_MAX_LINKS = 40
+"""As Linux: beyond it a path is a loop."""
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -35,6 +39,22 @@ class Weights:
     """Equal digests mean equal files, on any host."""
     changed_at: float
     """Unix time of the last change to any of them, or to the links that lead to them; 0.0 where they never change."""
+
+
+class Look(NamedTuple):
+    """A folder of weights at one moment."""
+
+    place: str
+    """The folder, without links."""
+    files: tuple[tuple[str | int, ...], ...]
+    links: tuple[tuple[str | int, ...], ...]
+    """Those on the way to it."""
+    changed_at: float
+    """Unix time of the last change to files, links or folder."""
+
+    def is_same(self, other: Look) -> bool:
+        """Whether no weights were written, replaced or linked elsewhere between. Other files may come and go."""
+        return self[:3] == other[:3]
 
 
 def find_weights(name: str, revision: str | None = None, cache: str | None = None) -> Weights | None:
@@ -51,6 +71,18 @@ def find_weights(name: str, revision: str | None = None, cache: str | None = Non
         return _in_hub_cache(name, revision or "main", cache)
     except (OSError, ValueError):  # ValueError: a path with a null byte
         return None
+
+
+def look(folder: Path) -> Look:
+    """A folder of weights now. Raises OSError where it cannot be read."""
+    links = _links(folder)
+    files: list[tuple[str | int, ...]] = []
+    newest_ns = max([folder.stat().st_ctime_ns, *(int(link[-1]) for link in links)])
+    for name, file, state in sorted(_walk(folder), key=lambda entry: entry[0]):
+        entry = file.lstat()
+        files.append((name, *_stat(entry), *_stat(state)))
+        newest_ns = max(newest_ns, entry.st_ctime_ns, state.st_ctime_ns)
+    return Look(os.path.realpath(folder), tuple(files), tuple(links), newest_ns / 1e9)
 
 
 def _in_hub_cache(name: str, revision: str, cache: str | None) -> Weights | None:
@@ -74,7 +106,7 @@ def _in_hub_cache(name: str, revision: str, cache: str | None) -> Weights | None
 
 def _at(path: Path) -> Weights:
     """Of a file, or of all files in a folder. Raises OSError for what cannot be read, and for too many files."""
-    changed_at = max(_links_changed_at(path), 0.0)
+    changed_at = max((int(link[-1]) / 1e9 for link in _links(path)), default=0.0)
     resolved = path.resolve()
     if resolved.is_file():
         entries = [("", resolved, resolved.stat())]
@@ -136,11 +168,27 @@ def _sample(hasher: blake3, file: Path, size: int, samples: int) -> None:
         os.close(descriptor)
 
 
-def _links_changed_at(path: Path) -> float:
-    """When the newest symbolic link on the way to `path` was made."""
-    absolute = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow the links that are looked for
-    states = [part.lstat() for part in (absolute, *absolute.parents)]
-    return max((state.st_ctime for state in states if stat.S_ISLNK(state.st_mode)), default=0.0)
+def _stat(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _links(path: Path) -> list[tuple[str | int, ...]]:
+    """Each link that a path leads through, with its target and, last, the time of its last change in ns."""
+    found: list[tuple[str | int, ...]] = []
+    todo, done = list(reversed(path.absolute().parts)), Path("/")
+    while todo:
+        part = todo.pop()
+        if part in {"/", "."}:
+            continue
+        done = done.parent if part == ".." else done / part
+        if part != ".." and done.is_symlink():
+            target = str(done.readlink())
+            found.append((str(done), target, *_stat(done.lstat())))
+            if len(found) > _MAX_LINKS:
+                raise OSError(f"{path} leads through too many links")
+            todo += reversed(Path(target).parts)
+            done = Path("/") if target.startswith("/") else done.parent
+    return found
 
 
 def _snapshot(folder: Path) -> str | None:

@@ -1,0 +1,122 @@
+"""Stores that wait until the output of their step is back: which may go, and which must not.
+
+KVDepotConnector (vllm.py) uses it in the scheduler. Below vLLM's MultiConnector another connector may load blocks
+within a step, and say only with the step's output that it failed; vLLM then computes them again. Blocks of that step
+hold garbage, and so does what was computed from them, by every request that shares them. So nothing is stored before
+the step that completed it has come back without a failure. The one law: no byte is stored that was read from a block
+that failed, or computed from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+__all__ = ["Transfer", "WaitingStores"]
+
+
+@dataclass
+class Transfer:
+    """Chunks of one request to copy, as the scheduler tells the workers."""
+
+    request_id: str
+    parent: bytes
+    depth: int
+    hashes: bytes
+    block_ids: bytes
+    skip_blocks: int = 0
+    salt: bytes = b""
+    trace: dict[str, str] | None = None  # the request's W3C trace headers, where it has some
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    step: int
+    store: Transfer
+    read: list[int]
+    """Blocks that the request read and did not compute: from vLLM's own cache, or loaded."""
+    computed: list[int]
+    """Blocks after these."""
+    adapter: LoRARequest | None
+
+
+class WaitingStores:
+    """Stores of steps that have not come back, and those that may go to the workers.
+
+    Suspect blocks are those that a failed load left, and those computed from them. A block stops being one when a
+    request gets it to compute it anew; until then requests that read it store nothing.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting] = []
+        self._ready: list[Transfer] = []
+        self._suspect: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<WaitingStores {len(self._waiting)} wait, {len(self._ready)} ready, {len(self._suspect)} suspect>"
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether `check` must see what each request of a step reads."""
+        return bool(self._suspect)
+
+    def check(self, block_ids: list[int], read: int) -> bool:
+        """Whether a request may store what it computes. read: how many of its first blocks it did not compute."""
+        self._suspect.difference_update(block_ids[read:])
+        return self._suspect.isdisjoint(block_ids[:read]) or self._spread(block_ids[:read], block_ids[read:])
+
+    def _spread(self, read: list[int], computed: list[int]) -> bool:
+        first = next(i for i, block_id in enumerate(read) if block_id in self._suspect)
+        self._suspect.update(read[first:], computed)
+        return False
+
+    def add(
+        self, step: int, store: Transfer, block_ids: list[int], read: int, adapter: LoRARequest | None = None
+    ) -> None:
+        """A store of what a step completes. block_ids: all blocks of the request up to the end of the store."""
+        self._waiting.append(_Waiting(step, store, block_ids[:read], block_ids[read:], adapter))
+
+    def adapters(self, step: int) -> Iterator[tuple[str, LoRARequest]]:
+        """Requests with a store of a step up to this one, and the adapter that it was computed with."""
+        for waiting in self._waiting:
+            if waiting.step <= step and waiting.adapter is not None:
+                yield waiting.store.request_id, waiting.adapter
+
+    def failed(self, block_ids: set[int]) -> set[str]:
+        """Loads of these blocks have failed. The requests that must not store any more; what waited is dropped."""
+        self._suspect |= block_ids
+        tainted: set[str] = set()
+        while bad := [w for w in self._waiting if not self._suspect.isdisjoint(w.read)]:
+            for waiting in bad:
+                self._spread(waiting.read, waiting.computed)
+                tainted.add(waiting.store.request_id)
+                self.drop(waiting.store.request_id)
+        return tainted
+
+    def ended(self, step: int) -> None:
+        """Steps up to this one have come back, and what failed in them was told before."""
+        self._ready += [waiting.store for waiting in self._waiting if waiting.step <= step]
+        self._waiting = [waiting for waiting in self._waiting if waiting.step > step]
+
+    def take(self) -> list[Transfer]:
+        """Stores that may go to the workers now."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request's stores: its blocks are another's now, or must not be trusted."""
+        self._waiting = [waiting for waiting in self._waiting if waiting.store.request_id != request_id]
+        self._ready = [store for store in self._ready if store.request_id != request_id]
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a store of the request waits for its step."""
+        return any(waiting.store.request_id == request_id for waiting in self._waiting)
+
+    def clear(self) -> None:
+        """Forget all stores."""
+        self._waiting.clear()
+        self._ready.clear()

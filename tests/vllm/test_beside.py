@@ -1,0 +1,172 @@
+"""KVDepotConnector below MultiConnector, beside a connector whose loads fail; and requests that cannot be cached.
+
+One engine for all tests of this file: each prompt is its test's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot import wire
+from kvdepot.client import MessageQueueClient
+from kvdepot.keys import ChunkChain, derive_root
+from tests.conftest import Depot, eventually
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import Engine, nothing_is_held, output, prompt, write_lora
+
+TOKENS = 3 * 256 + 17
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+def beside(url: str, **settings: Any) -> dict[str, Any]:
+    """vLLM's settings for a depot behind a loader that fails."""
+    connectors = [
+        {
+            "kv_connector": "FailingLoader",
+            "kv_connector_module_path": "tests.vllm.failing_loader",
+            "kv_role": "kv_both",
+        },
+        {
+            "kv_connector": "KVDepotConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kvdepot.url": url},
+        },
+    ]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+    } | settings
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of LoRA adapters that are there before the engine is."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("replaced", "dangling")):
+        write_lora(folder / name, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_depot: Depot, models: dict[str, Path], adapters: Path) -> Iterator[Engine]:
+    started = Engine(
+        models["gqa"],
+        vllm_depot.url,
+        dtype="float32",  # so that a batch of another shape gives the same tokens
+        kv_transfer_config=beside(vllm_depot.url, kv_load_failure_policy="recompute"),
+        **LORA,
+    )
+    try:
+        yield started.wait_started()
+        started.stop()
+    finally:
+        started.close()
+    eventually(lambda: nothing_is_held(vllm_depot.status()))
+
+
+def recovered(engine: Engine) -> int:
+    return engine.logged().count("Recovered from KV load failure")
+
+
+def test_a_failure_policy_that_would_end_requests_is_refused_before_a_model_is_loaded(
+    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    engine = start_engine(models["gqa"], vllm_depot.url, kv_transfer_config=beside(vllm_depot.url))
+    assert '"kv_load_failure_policy": "recompute"' in engine.start_error()
+    assert "Starting to load model" not in engine.logged()
+
+
+def test_the_documented_lines_of_the_connector_are_in_vllms_log_once(engine: Engine, vllm_depot: Depot) -> None:
+    lines = [line for line in engine.logged().splitlines() if f"scheduler at {vllm_depot.url} as gqa" in line]
+    assert len(lines) == 1 and "INFO" in lines[0]
+
+
+def test_a_prompt_that_failed_to_load_within_a_step_is_not_stored_nor_what_shares_its_blocks(engine: Engine) -> None:
+    tokens = prompt(41, TOKENS)
+    longer = [*tokens[:700], *prompt(42, 300)]
+    fails = {"transfer": {"fails": "within"}}
+    # In one step: the second and third request find the blocks of the first in vLLM's own cache.
+    before = recovered(engine)
+    requests = [engine.request(tokens, **fails), engine.request(tokens), engine.request(longer)]
+    together = engine.tell("run", requests=requests)
+    assert recovered(engine) > before
+    cold = together[requests[0]["id"]]
+    again = engine.run_fresh(tokens)
+    from_depot = engine.run_fresh(tokens)
+    assert from_depot["cached"] == 768
+    assert cold["tokens"] == again["tokens"] == from_depot["tokens"]
+    assert output(from_depot) == output(engine.run(tokens))
+    computed = engine.run_fresh(longer)
+    assert output(engine.run_fresh(longer)) == output(engine.run(longer))
+    assert computed["tokens"] == engine.run(longer)["tokens"]
+
+
+def test_a_prompt_that_failed_to_load_between_steps_is_stored_as_it_was_computed(engine: Engine) -> None:
+    tokens = prompt(43, TOKENS)
+    before = recovered(engine)
+    cold = engine.run(tokens, transfer={"fails": "between"})
+    assert recovered(engine) > before
+    from_depot = engine.run_fresh(tokens)
+    assert from_depot["cached"] == 768
+    assert cold["tokens"] == from_depot["tokens"]
+    assert output(from_depot) == output(engine.run(tokens))
+
+
+def test_an_adapter_replaced_while_it_is_loaded_is_not_stored_under_its_new_name(
+    engine: Engine, vllm_depot: Depot, adapters: Path
+) -> None:
+    lora = ("replaced", 1, str(adapters / "replaced"))
+    engine.run(prompt(44, TOKENS), lora=lora)
+    assert engine.run_fresh(prompt(44, TOKENS), lora=lora)["cached"] == 768
+    before = vllm_depot.status()["chunks"]
+    (adapters / "replaced").rename(adapters / "was")
+    write_lora(adapters / "replaced", 7)
+    engine.run(prompt(45, TOKENS), lora=lora)
+    assert engine.run_fresh(prompt(44, TOKENS), lora=lora)["cached"] == 0
+    assert vllm_depot.status()["chunks"] == before
+    assert "LoRA adapter 'replaced' is not cached" in engine.logged()
+
+
+def test_what_is_wrong_with_one_request_costs_its_caching_and_not_the_engine(engine: Engine, adapters: Path) -> None:
+    tokens = prompt(46, TOKENS)
+    plain = engine.run(tokens)
+    (adapters / "dangling" / "extra.bin").symlink_to(adapters / "nowhere")
+    lora = ("dangling", 2, str(adapters / "dangling"))
+    engine.run(tokens, lora=lora)
+    assert engine.run_fresh(tokens, lora=lora)["cached"] == 768
+    (adapters / "dangling" / "loop.bin").symlink_to("loop.bin")
+    engine.run(tokens, lora=lora)
+    assert engine.run_fresh(tokens, salt="\ud800")["tokens"] == plain["tokens"]
+    assert engine.run_fresh(tokens, salt="\ud800")["cached"] == 0
+    assert engine.run_fresh(tokens)["cached"] == 768
+    assert engine.logged().count("with a UnicodeEncodeError") == 1
+    assert engine.tell("metrics")["vllm:kvdepot_uncached_requests"] >= 2
+
+
+def test_after_a_reset_an_engine_shares_what_it_stores_with_nobody(engine: Engine, vllm_depot: Depot) -> None:
+    tokens = prompt(47, TOKENS)
+    model = re.search(r"scheduler at \S+ as (\S+)", engine.logged())
+    assert model is not None
+    chain = ChunkChain(256, derive_root())
+    chain.extend(tokens)
+    client = MessageQueueClient(vllm_depot.url, vllm_depot.context)
+
+    def found_by_others() -> int:
+        lookup = wire.Lookup(model[1], 1, 2, "other", 1, bytes(chain.hashes))
+        return int(client.ask(lookup).result(30))
+
+    before = engine.run(tokens)
+    assert engine.tell("reset all") is True
+    assert found_by_others() == 0
+    engine.run(tokens)
+    again = engine.run_fresh(tokens)
+    assert again["cached"] == 768 and again["tokens"] == before["tokens"]
+    assert found_by_others() == 0
+    client.close()
+    assert "shares KV with no other engine" in engine.logged()

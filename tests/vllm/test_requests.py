@@ -1,0 +1,320 @@
+"""What of a request names its chunks, on vLLM's own request objects."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import eventually
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
+
+SIZE = 256
+ROOT = b"r" * 32
+
+
+def item(name: str, offset: int, length: int = 16) -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length), name)
+
+
+def request(tokens: list[int], items: list[Any] | None = None, **options: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request("r", tokens, SamplingParams(max_tokens=4), None, mm_features=items, **options)
+
+
+def hashes(of: Any, named: bool = True) -> bytes:
+    from kvdepot.integrations.vllm_requests import Prompt
+
+    return bytes(Prompt(of, SIZE, ROOT, named).hash().hashes)
+
+
+def update(session: Any, tokens: list[int], items: list[Any]) -> None:
+    """As vLLM's scheduler does with the next input of a streaming session."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import StreamingUpdate
+
+    class Bare:
+        hash_block_size = 16
+        log_stats = False
+
+    following = request(tokens, items, resumable=True)
+    session.num_computed_tokens = session.num_tokens
+    Scheduler._update_request_as_session(Bare(), session, StreamingUpdate.from_request(following))  # type: ignore[arg-type]
+
+
+def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> None:
+    from kvdepot.integrations.vllm_requests import Prompt
+
+    last = []
+    for name in ("cat", "dog"):
+        session = request(list(range(300)), resumable=True)
+        prompt = Prompt(session, SIZE, ROOT, named=True)
+        first = bytes(prompt.hash().hashes)
+        update(session, [7] * 400, [item(name, 100)])
+        whole = bytes(prompt.hash().hashes)
+        assert len(whole) == 2 * 32 and whole[:32] == first
+        assert whole == hashes(request(list(range(300)) + [7] * 400, [item(name, 400)]))
+        last.append(whole)
+    assert last[0][32:] != last[1][32:]
+
+
+def test_an_item_that_changes_where_chunks_are_hashed_already_changes_them() -> None:
+    from kvdepot.integrations.vllm_requests import Prompt
+
+    one = request([7] * 600, [item("cat", 300)])
+    prompt = Prompt(one, SIZE, ROOT, named=True)
+    before = bytes(prompt.hash().hashes)
+    one.mm_features[0] = item("dog", 300)
+    after = bytes(prompt.hash().hashes)
+    assert after[:32] == before[:32] and after[32:] != before[32:]
+    assert after == hashes(one)
+
+
+def test_chunks_end_before_an_item_that_is_not_named_by_its_contents() -> None:
+    images = [item("renderer0-mm-1-image-0", 520), item("renderer0-mm-1-image-1", 700)]
+    assert hashes(request([7] * 1024, images), named=False) == hashes(request([7] * 520))
+    assert hashes(request([7] * 1024), named=False) == hashes(request([7] * 1024))
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gib", "named"), [(False, 0, False), (True, 0, True), (False, 1, True), (True, 1, True)]
+)
+def test_items_have_names_of_their_contents_unless_both_of_vllms_caches_are_off(
+    prefix_caching: bool, cache_gib: float, named: bool
+) -> None:
+    from types import SimpleNamespace
+
+    from vllm.config import CacheConfig
+    from vllm.config.multimodal import MultiModalConfig
+
+    from kvdepot.integrations.vllm_requests import names_are_contents
+
+    config: Any = SimpleNamespace(
+        cache_config=CacheConfig(enable_prefix_caching=prefix_caching),
+        model_config=SimpleNamespace(multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gib)),
+    )
+    assert names_are_contents(config) is named
+    config.model_config.multimodal_config = None
+    assert names_are_contents(config)
+
+
+def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvdepot.errors import ConfigError
+    from kvdepot.integrations.vllm_identity import refuse_unserved
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        weight_transfer_config=None,
+        speculative_config=None,
+    )
+    refuse_unserved(config, cache)
+    config.weight_transfer_config = object()
+    with pytest.raises(ConfigError, match="weight_transfer_config"):
+        refuse_unserved(config, cache)
+
+
+# -- LoRA adapters
+
+
+def write(folder: Path, contents: str = "one") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text(contents)
+    return folder
+
+
+def lora(path: Path | str, number: int = 1, name: str = "red") -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, str(path))
+
+
+def started(later_s: float = 60.0) -> Any:
+    """The adapters of an engine that is started after what is on disk now."""
+    from kvdepot.integrations.vllm_lora import Adapters
+
+    return Adapters(time.time() + later_s)
+
+
+def test_files_that_were_there_before_the_engine_name_its_adapter_for_every_engine(tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter")
+    one, two = started(), started()
+    assert one.parts(lora(folder)) == two.parts(lora(folder)) == one.parts(lora(folder))
+    assert one.is_unchanged(lora(folder))
+    assert one.parts(lora(folder, 2, "blue")) != one.parts(lora(folder))
+    (folder / "README.md").write_text("no weights")
+    assert one.is_unchanged(lora(folder))
+    write(folder, "another")
+    assert started().parts(lora(folder)) != two.parts(lora(folder))
+
+
+def test_files_that_are_replaced_under_an_engine_are_not_cached_any_more_even_when_they_come_back(
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path / "adapter")
+    adapters = started()
+    assert adapters.parts(lora(folder))
+    times = (folder / "adapter_model.safetensors").stat()
+    folder.rename(tmp_path / "old")
+    write(folder, "two")  # as long, and as old as it says
+    os.utime(folder / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert not adapters.is_unchanged(lora(folder))
+    folder.rename(tmp_path / "new")
+    (tmp_path / "old").rename(folder)
+    assert adapters.parts(lora(folder)) is None
+
+
+def test_files_that_are_newer_than_the_engine_are_shared_with_no_other(tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter")
+    one, two = started(-60), started(-60)
+    parts = one.parts(lora(folder))
+    assert parts and parts == one.parts(lora(folder)) and one.is_unchanged(lora(folder))
+    assert parts != two.parts(lora(folder)) != started().parts(lora(folder))
+
+
+def test_a_link_on_the_way_that_is_newer_than_the_engine_or_is_turned_counts_as_a_change(tmp_path: Path) -> None:
+    write(tmp_path / "v1" / "adapter"), write(tmp_path / "v2" / "adapter", "another")
+    current, path = tmp_path / "current", tmp_path / "current" / "adapter"
+    current.symlink_to("v1")
+    adapters = started()
+    before = adapters.parts(lora(path))
+    current.unlink()
+    current.symlink_to("v2")
+    assert adapters.parts(lora(path)) is None
+    assert started().parts(lora(path)) not in (None, before)
+    # An engine that began between the files and the link cannot know what was loaded.
+    from kvdepot.integrations.weight_files import look
+
+    files = look(tmp_path / "v2" / "adapter")
+    eventually(lambda: time.time() > files.changed_at + 0.1)
+    current.unlink()
+    current.symlink_to("v2")
+    assert look(path).changed_at > files.changed_at and not look(path).is_same(look(tmp_path / "v2" / "adapter"))
+
+
+def test_an_adapter_in_the_home_directory_is_looked_at_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "adapter")
+    adapters = started()
+    before = adapters.parts(lora("~/adapter"))
+    assert before == started().parts(lora("~/adapter"))
+    write(tmp_path / "adapter", "another")
+    assert adapters.parts(lora("~/adapter")) is None
+    assert started().parts(lora("~/adapter")) != before
+
+
+def test_a_hub_name_is_its_snapshot_where_nobody_asks_the_network_and_else_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    repo = tmp_path / "models--acme--red"
+    for commit in ("a" * 40, "b" * 40):
+        write(repo / "snapshots" / commit, commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    name = lora("acme/red")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert started().parts(name) != started().parts(name)
+    assert started().parts(lora("acme/unknown")) != started().parts(lora("acme/unknown"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    first, adapters = started().parts(name), started()
+    assert first == adapters.parts(name) == started().parts(name)
+    (repo / "refs" / "main").write_text("b" * 40)
+    assert adapters.parts(name) is None
+    assert started().parts(name) not in (None, first)
+
+
+def test_an_adapter_that_is_downloaded_by_its_first_load_is_private_and_cached(tmp_path: Path) -> None:
+    adapters = started(-60)
+    before = adapters.parts(lora(tmp_path / "later"))
+    write(tmp_path / "later")
+    assert before and adapters.parts(lora(tmp_path / "later")) == before
+    write(tmp_path / "later", "another")
+    assert adapters.parts(lora(tmp_path / "later")) is None
+
+
+def test_one_id_for_two_adapters_is_not_cached(tmp_path: Path) -> None:
+    adapters = started()
+    red, blue = write(tmp_path / "red"), write(tmp_path / "blue")
+    assert adapters.parts(lora(red, 1))
+    assert adapters.parts(lora(blue, 1, "blue")) is None
+
+
+def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> None:
+    from kvdepot.integrations.weight_files import find_weights
+
+    folder = write(tmp_path / "adapter")
+    before = find_weights(str(folder))
+    (folder / "extra.bin").symlink_to(tmp_path / "gone")
+    assert find_weights(str(folder)) == before
+    adapters = started()
+    assert adapters.parts(lora(folder)) == started().parts(lora(folder))
+    (tmp_path / "gone").write_text("weights")
+    assert not adapters.is_unchanged(lora(folder))
+
+
+# -- stores that wait for their step
+
+
+def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
+    from kvdepot.integrations.vllm_stores import Transfer, WaitingStores
+
+    stores = WaitingStores()
+    for request_id, step, block_ids, read in requests:
+        stores.add(step, Transfer(request_id, ROOT, 0, b"", b""), block_ids, read)
+    return stores
+
+
+def ids(stores: Any) -> list[str]:
+    return [store.request_id for store in stores.take()]
+
+
+def test_a_store_goes_when_its_step_is_back_and_not_before() -> None:
+    stores = waiting(("a", 1, [1, 2], 0), ("b", 2, [3, 4], 1))
+    assert ids(stores) == [] and stores.waits("a")
+    stores.ended(1)
+    assert ids(stores) == ["a"] and not stores.waits("a") and stores.waits("b")
+    stores.drop("b")
+    stores.ended(2)
+    assert ids(stores) == []
+
+
+def test_who_read_a_block_that_failed_stores_nothing_nor_who_shares_what_was_computed_from_it() -> None:
+    stores = waiting(("a", 1, [1, 2, 3], 2), ("b", 2, [1, 2, 4], 2), ("c", 1, [5, 6], 1), ("d", 2, [3, 7], 1))
+    assert stores.failed({2}) == {"a", "b", "d"}
+    stores.ended(2)
+    assert ids(stores) == ["c"]
+    assert not stores.check([1, 2, 8], 2)
+    assert not stores.check([1, 8, 9], 2)
+    assert stores.check([1, 5, 6], 3)
+
+
+def test_a_block_that_is_given_to_be_computed_anew_is_trusted_again() -> None:
+    stores = waiting(("a", 1, [1, 2], 1))
+    stores.failed({1})
+    assert not stores.check([1, 2, 3], 3)
+    assert stores.check([9, 1], 1)  # another request got it
+    assert stores.check([1], 1)
+    assert not stores.check([2], 1)
+    assert stores.has_suspects
+    assert stores.check([1, 2, 3], 0)
+    assert not stores.has_suspects
