@@ -472,7 +472,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._ended |= done
         if 0 < self._forget_after <= step:
             self._forget_after = 0
-            self._asks.mq_client.ask(wire.Forget(self._asks.model_name, b""), deadline_s=None)
+            self._asks.mq_client.ask(wire.Forget(self._asks.model_name))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
