@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -121,8 +122,10 @@ def say(text: str) -> None:
 
 
 def new_url() -> str:
-    """A unix socket of our own."""
-    return f"ipc://{tempfile.gettempdir()}/kvdepot-bench-{uuid.uuid4().hex[:12]}.sock"
+    """A unix socket of our own. As at the default one, nobody else can change its folder, so messages go unsealed."""
+    folder = Path(tempfile.gettempdir(), f"kvdepot-bench-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return f"ipc://{folder}/{uuid.uuid4().hex[:12]}.sock"
 
 
 def free_port() -> int:

@@ -264,7 +264,7 @@ class Desk:
         client = self.clients.get(place)
         identity = bytes([place]) if client is None else client.identity
         number, request = wire.decode_request(frame)
-        if isinstance(request, ProtocolError | wire.Hello):
+        if isinstance(request, ProtocolError | wire.Hello | wire.Prove):
             return  # the server's to answer
         question = Question(client, request)
         if client is not None:

@@ -60,6 +60,8 @@ def _kind_of_request(request: object) -> str:
     match request:
         case wire.Hello():
             return "hello"
+        case wire.Prove():
+            return "prove"
         case wire.Register():
             return "register, many" if len(request.layout.segments) > 1 else "register"
         case wire.Unregister():
@@ -123,7 +125,8 @@ def _request_seeds() -> list[bytes]:
     shards = wire.Shards("r", "model", 2, 1, ROOT, 0, bytes(64), struct.pack("<4I", 0, 1, 2, 3), 1)
     layout = Layout([Mapping("kv", 4096)], [Segment(0, 0, 64, 64)], 64, bytes(32))
     messages: list[wire.Request] = [
-        wire.Hello(wire.VERSION, "kvdepot-card-0"),
+        wire.Hello(wire.VERSION, "kvdepot-card-0", bytes(16), True),
+        wire.Prove(bytes(32)),
         wire.Register(1, layout, "model", 2, 1, 2),
         wire.Unregister(1),
         wire.Lookup("model", 2, 2, "r", 2, bytes(96)),

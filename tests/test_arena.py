@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import uuid
@@ -18,7 +19,7 @@ from kvdepot.arena import Arena
 from kvdepot.header import HEADER_BYTES, Watch
 from kvdepot.shm import is_locked
 
-from .conftest import SHM
+from .conftest import SHM, eventually
 
 # The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
 OWNER = """
@@ -91,3 +92,35 @@ def test_a_killed_servers_lock_is_free_only_after_all_it_opened_later_has_ended(
         while not watch.is_gone():  # no sleep: it is the first moment that counts
             pass
         assert not any(map(is_locked, locks)), "the arena's lock was free while files of drivers were still open"
+
+
+FORKER = """
+import os, sys, time
+from kvdepot.arena import Arena
+
+arena = Arena(sys.argv[1], 1 << 20, b"bootboot")
+child = os.fork()
+if child == 0:
+    time.sleep(120)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_servers_lock_is_free_though_a_process_that_it_forked_lives_on(name: str) -> None:
+    command = [sys.executable, "-c", FORKER, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        watch = Watch(name, b"bootboot")
+        try:
+            assert not watch.is_gone()
+            process.kill()
+            process.wait()
+            os.kill(child, 0)
+            eventually(watch.is_gone)
+        finally:
+            watch.close()
+            process.kill()
+            os.kill(child, signal.SIGKILL)

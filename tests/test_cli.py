@@ -37,8 +37,11 @@ import kvdepot
 from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import Screen
+from kvdepot.client import MessageQueueClient
 from kvdepot.config import Config
 from kvdepot.curve import read_client_key
+from kvdepot.endpoints import Claim
+from kvdepot.errors import Unavailable
 from kvdepot.metrics import Event, Latency
 from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
@@ -980,3 +983,42 @@ def test_open_says_what_to_do_where_there_is_no_server(tmp_path: Path) -> None:
     assert "kvdepot serve" in done.stderr
     done = run("token", "--url", f"ipc://{tmp_path}/x")
     assert done.returncode == 2 and "Traceback" not in done.stderr and str(tmp_path) in done.stderr
+
+
+# -- a server that is there and does not answer
+
+
+@pytest.mark.faults
+def test_a_stopped_server_is_named_and_not_taken_for_one_that_was_never_started(start_depot: StartDepot) -> None:
+    depot = start_depot(arena_mib=4)
+    pid = depot.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        told = [run("status", "--url", depot.url).stderr]
+        (finding,) = doctor("--url", depot.url)[1]["server"]
+        assert finding["state"] == "fail"
+        told.append(finding["text"])
+        client = MessageQueueClient(depot.url, depot.context)
+        with pytest.raises(Unavailable) as silent:
+            client.learn_chunk_size(0.5)
+        told.append(str(silent.value))
+        with pytest.raises(Unavailable) as taken:
+            Claim(depot.url, "--url")
+        assert f"pid {pid}" in str(taken.value)
+        for text in told:
+            assert f"pid {pid}" in text and f"kill -CONT {pid}" in text and "start one" not in text
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    client.close()
+    assert depot.status()["clients"]
+
+
+@pytest.mark.faults
+def test_a_stopped_server_at_a_tcp_port_is_not_taken_for_one_that_was_never_started(start_depot: StartDepot) -> None:
+    depot = start_depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=4)
+    os.kill(depot.process.pid, signal.SIGSTOP)
+    try:
+        said = run("status", "--url", depot.url).stderr
+        assert "who listens at" in said and "start one" not in said
+    finally:
+        os.kill(depot.process.pid, signal.SIGCONT)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import client, connection, header, wire
+from kvdepot import client, connection, handshake, header, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.connection import LINGER_S, Connection, Watch
 from kvdepot.errors import Busy, Unavailable, VersionMismatch
@@ -41,7 +41,8 @@ def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() ->
     answers: list[Any] = []
     connection.ask(wire.Store(1, 1, []), answers.append)
     (hello,) = frames
-    connection.take(wire.encode_answer(hello[: wire.ID_BYTES], b"bootboot", wire.Welcome(wire.VERSION, "arena", 256)))
+    proof = wire.Proof(wire.VERSION, "arena", bytes(16), bytes(32))
+    connection.take(wire.encode_answer(hello[: wire.ID_BYTES], b"bootboot", proof))
     (answer,) = answers
     assert isinstance(answer, Unavailable) and "too many open files" in str(answer)
     assert len(frames) == 1 and not connection.welcomed
@@ -155,6 +156,9 @@ class Server:
         self.process.communicate()
 
 
+CARD = b"secret of a card"
+
+
 class Talk:
     """A connection whose network and clock are the test's; locks and processes are real."""
 
@@ -164,7 +168,11 @@ class Talk:
         self.replies: list[bytes] = []
         self.slow: list[bytes] = []  # answers to registrations, where they are held back
         self.holds_back = False
-        self.connection = Connection("ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now)
+        self.between = False
+        self.seal: handshake.Seal | None = None
+        self.connection = Connection(
+            "ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now, CARD, lambda: self.between
+        )
 
     def send(self, frame: bytes) -> bool:
         """Deliver; all but copies are answered at once."""
@@ -173,7 +181,12 @@ class Talk:
             return False
         number, request = frame[: wire.ID_BYTES], wire.decode_request(frame)[1]
         if isinstance(request, wire.Hello):
-            value: Any = wire.Welcome(wire.VERSION, server.name, 256)
+            secret = header.Watch(server.name, server.boot).secret
+            self.challenge = handshake.Challenge(request, server.boot, server.name, secret)
+            value: Any = self.challenge.proof
+        elif isinstance(request, wire.Prove):
+            self.seal = self.challenge.check(request, CARD)
+            value = wire.Welcome(wire.VERSION, 256)
         elif isinstance(request, wire.Store | wire.Retrieve):
             return True
         else:

@@ -329,16 +329,22 @@ def test_registrations_that_need_more_files_than_are_left_are_refused(
 # -- those who flood, and those who do not read
 
 _FLOOD = """
-import sys, zmq
+import msgspec, sys, zmq
 from kvdepot import wire
+from kvdepot.handshake import Offer
+from kvdepot.header import Watch
 from kvdepot.shm import Card
 url, kind = sys.argv[1:]
 context = zmq.Context()
 socket = context.socket(zmq.DEALER)
 card = Card()
 socket.connect(url)
-socket.send(wire.encode_request(0, wire.Hello(wire.VERSION, card.name, card.secret)))
-socket.recv()
+offer = Offer(card.name, card.secret, False)
+socket.send(wire.encode_request(0, offer.hello))
+_, boot, value = wire.decode_reply(socket.recv())
+proof = msgspec.convert(value, wire.Proof)
+socket.send(wire.encode_request(0, offer.accept(proof, boot, Watch(proof.arena, boot).secret)[0]))
+assert isinstance(wire.decode_reply(socket.recv())[2], list)
 frames = {
     "lookups": wire.encode_request(1, wire.Lookup("flood", 1, 0, "r", 1, bytes(32))),
     "status": wire.encode_request(1, wire.Status()),

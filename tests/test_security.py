@@ -29,6 +29,7 @@ from kvdepot.adapters import (
 )
 from kvdepot.config import load
 from kvdepot.errors import BadRequest, ConfigError, LayoutError, Unavailable, UnknownClient
+from kvdepot.handshake import Offer
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.shm import Card
 
@@ -71,15 +72,14 @@ def test_a_hello_with_a_living_clients_card_but_not_its_secret_is_refused(raw: R
     victim.learn_chunk_size(10.0)
     try:
         for guess in (b"", bytes(16), secrets.token_bytes(16), victim.card.secret[:15], victim.card.secret + b"x"):
-            refused = raw.ask(wire.Hello(wire.VERSION, victim.card.name, guess))
-            assert type(refused) is BadRequest
+            assert type(raw.introduce(victim.card.name, guess)) is BadRequest
             assert type(raw.ask(wire.Noop())) is UnknownClient
     finally:
         victim.close()
 
 
 def test_a_card_that_no_server_has_seen_yet_needs_its_secret_too(raw: Raw) -> None:
-    refused = raw.ask(wire.Hello(wire.VERSION, raw.card.name, secrets.token_bytes(16)))
+    refused = raw.introduce(raw.card.name, secrets.token_bytes(16))
     assert type(refused) is BadRequest
     assert "secret" in str(refused)
     assert raw.card.secret.hex() not in str(refused)
@@ -92,15 +92,14 @@ def test_a_card_without_a_secret_is_refused(raw: Raw) -> None:
     with Path(SHM / raw.card.name).open("r+b") as page:
         page.write(bytes(4096))
     for guess in (b"", bytes(16)):
-        assert type(raw.ask(wire.Hello(wire.VERSION, raw.card.name, guess))) is BadRequest
+        assert type(raw.introduce(raw.card.name, guess)) is BadRequest
 
 
 def test_one_card_serves_one_client(raw: Raw, loopback: Depot) -> None:
     raw.hello()
     other = Raw(loopback)
     try:
-        refused = other.ask(wire.Hello(wire.VERSION, raw.card.name, raw.card.secret))
-        assert type(refused) is BadRequest
+        assert type(other.introduce(raw.card.name, raw.card.secret)) is BadRequest
         assert type(other.ask(wire.Noop())) is UnknownClient
         other.hello()
     finally:
@@ -112,15 +111,15 @@ def test_a_client_does_not_change_its_card(raw: Raw) -> None:
     raw.hello()
     other = Card()
     try:
-        assert type(raw.ask(wire.Hello(wire.VERSION, other.name, other.secret))) is BadRequest
-        assert type(raw.ask(wire.Hello(wire.VERSION, raw.card.name, other.secret))) is BadRequest
+        assert type(raw.introduce(other.name, other.secret)) is BadRequest
+        assert type(raw.introduce(raw.card.name, other.secret)) is BadRequest
     finally:
         other.close()
-    assert raw.ask(wire.Hello(wire.VERSION, raw.card.name, raw.card.secret))[0] == wire.VERSION
+    assert raw.introduce(raw.card.name, raw.card.secret)[0] == wire.VERSION
 
 
 def test_no_repr_shows_a_cards_secret(raw: Raw) -> None:
-    hello = wire.Hello(wire.VERSION, raw.card.name, raw.card.secret)
+    hello = Offer(raw.card.name, raw.card.secret, True).hello
     for text in (repr(hello), str(hello), repr(raw.card)):
         assert raw.card.name in text
         assert repr(raw.card.secret)[2:-1] not in text
@@ -474,7 +473,7 @@ def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, k
     thief.connect(keyed.url)
     card = alice.card
     for number, request in enumerate(
-        [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), wire.Hello(wire.VERSION, card.name, card.secret)]
+        [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), Offer(card.name, card.secret, False).hello]
     ):
         thief.send(wire.encode_request(number, request))
         assert thief.poll(10_000)

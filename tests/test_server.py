@@ -32,7 +32,7 @@ from kvdepot.adapters import (
     RequestType,
 )
 from kvdepot.config import Config
-from kvdepot.errors import Busy, KVDepotError
+from kvdepot.errors import ArenaError, Busy, KVDepotError
 from kvdepot.header import Watch
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
@@ -348,7 +348,7 @@ def test_the_arena_is_never_larger_than_asked(start_depot: StartDepot) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_with_0_and_removes_its_files(start_depot: StartDepot, number: int) -> None:
     server = start_depot()
     engine = Engine(server)
@@ -360,6 +360,68 @@ def test_a_signal_ends_the_server_with_0_and_removes_its_files(start_depot: Star
     assert "stopped" in server.logged()
     assert "Traceback" not in server.logged()
     engine.close()
+
+
+def test_a_server_that_is_to_outlive_its_terminal_does_so(start_depot: StartDepot) -> None:
+    """As `nohup kvdepot serve` is started: with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = start_depot(arena_mib=4)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.status()["clients"]
+    assert server.stop() == 0
+
+
+def test_an_arena_whose_name_was_taken_away_is_told_and_whose_else_is_left_alone(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=4)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(10.0)
+    path = SHM / server.name
+    path.unlink()
+    eventually(lambda: client.ask(wire.Status()).result(10.0)["unreachable"])
+    assert client.ask(wire.Noop()).result(10.0) == "ok", "who is connected goes on"
+    other = MessageQueueClient(server.url, server.context)
+    with pytest.raises(ArenaError, match=f"{path} was removed or replaced while it ran.*start the server anew"):
+        other.learn_chunk_size(10.0)
+    path.write_text("somebody else's")
+    ticks = server.logged().count("ERROR")
+    assert ticks == 1 and f"{path} was removed" in server.logged()
+    for each in (client, other):
+        each.close()
+    assert server.stop() == 0
+    assert server.logged().count("ERROR") == 1, "it is said once"
+    assert path.read_text() == "somebody else's"
+
+
+def test_a_socket_whose_name_was_taken_away_is_made_again(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=4)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(10.0)
+    for _ in range(2):
+        socket_path(server).unlink()
+        eventually(socket_path(server).exists)
+        other = MessageQueueClient(server.url, server.context)
+        assert other.learn_chunk_size(10.0) == client.ask(wire.ChunkSize()).result(10.0)
+        other.close()
+    assert "was removed: listening there again" in server.logged()
+    client.close()
+    assert server.stop() == 0
+    assert not socket_path(server).exists()
+
+
+def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=4)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(10.0)
+    other = socket_path(server).with_suffix(".other")
+    other.write_text("somebody else's")
+    other.rename(socket_path(server))
+    eventually(lambda: "socket" in client.ask(wire.Status()).result(10.0)["unreachable"])
+    assert "something else lies where the server's socket was" in server.logged()
+    client.close()
+    server.process.kill()
 
 
 def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -> None:

@@ -18,7 +18,9 @@ import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvdepot import errors, wire
+from kvdepot import errors, handshake, wire
+from kvdepot.errors import KVDepotError
+from kvdepot.header import Watch
 from kvdepot.keys import ROOT
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.shm import Card
@@ -43,6 +45,9 @@ class Raw:
         self._socket.connect(depot.url)
         self._numbers = itertools.count(1)
         self.card = Card()
+        self._sealed = handshake.is_open_to_all(depot.url)
+        self._seals: list[handshake.Seal] = []  # of what we send; and an older one that may still be answered with
+        self._boot = b""
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -52,13 +57,18 @@ class Raw:
         assert self._socket.poll(int(timeout_s * 1000)), "no reply"
         frames = self._socket.recv_multipart()
         assert len(frames) == 1
-        number, _, value = wire.decode_reply(frames[0])
+        plain = next((plain for seal in self._seals if (plain := seal.open(frames[0])) is not None), frames[0])
+        number, self._boot, value = wire.decode_reply(plain)
         return number, value
 
     def ask_bytes(self, body: bytes) -> Any:
         """The answer to one request with this body; it must be the only one and carry our number."""
         number = next(self._numbers)
-        self.send(number.to_bytes(8, "little") + body)
+        frame = number.to_bytes(8, "little") + body
+        return self._exchange(number, self._seals[0].close(frame) if self._seals else frame)
+
+    def _exchange(self, number: int, frame: bytes) -> Any:
+        self.send(frame)
         answered, value = self.receive()
         assert answered == number
         return value
@@ -67,9 +77,28 @@ class Raw:
         return self.ask_bytes(wire.encode_request(0, request)[8:])
 
     def hello(self) -> Raw:
-        value = self.ask(wire.Hello(wire.VERSION, self.card.name, self.card.secret))
+        value = self.introduce(self.card.name, self.card.secret)
         assert isinstance(value, list), value
         return self
+
+    def introduce(self, card: str, secret: bytes) -> Any:
+        """Say hello and prove it with this card; the welcome, or the error on the way there."""
+        offer = handshake.Offer(card, secret, self._sealed)
+        number = next(self._numbers)
+        value = self._exchange(number, wire.encode_request(number, offer.hello))
+        if not isinstance(value, list):
+            return value
+        proof = msgspec.convert(value, wire.Proof)
+        watch = Watch(proof.arena, self._boot)
+        prove, seal = offer.accept(proof, self._boot, watch.secret)
+        watch.close()
+        number = next(self._numbers)
+        if seal is not None:
+            self._seals.insert(0, seal)
+        value = self._exchange(number, wire.encode_request(number, prove))
+        if isinstance(value, KVDepotError) and seal is not None:
+            self._seals.pop(0)
+        return value
 
     def heard_nothing_more(self) -> bool:
         """Whether no reply but the one to a question asked now arrives."""
@@ -306,7 +335,7 @@ def test_requests_before_hello_are_refused_by_name(raw: Raw, request_: wire.Requ
 
 @pytest.mark.parametrize("version", [0, wire.VERSION + 1, -1, 2**63])
 def test_another_protocol_version_is_refused_and_said(raw: Raw, version: int) -> None:
-    value = raw.ask(wire.Hello(version, raw.card.name))
+    value = raw.ask(wire.Hello(version, raw.card.name, bytes(16)))
     assert type(value) is errors.VersionMismatch
     assert str(version) in str(value)
     assert type(raw.ask(wire.Noop())) is errors.UnknownClient
@@ -325,7 +354,7 @@ def test_a_second_hello_changes_nothing(known: Raw) -> None:
     ],
 )  # fmt: skip
 def test_a_card_that_is_none_is_refused(raw: Raw, card: str) -> None:
-    assert isinstance(raw.ask(wire.Hello(wire.VERSION, card)), errors.BadRequest)
+    assert isinstance(raw.introduce(card, bytes(16)), errors.BadRequest)
     assert type(raw.ask(wire.Noop())) is errors.UnknownClient
 
 
@@ -334,7 +363,7 @@ def test_a_card_nobody_holds_or_too_short_is_refused(raw: Raw, size: int) -> Non
     path = SHM / f"kvdepot-card-{secrets.token_hex(8)}"
     path.write_bytes(bytes(size))
     try:
-        assert isinstance(raw.ask(wire.Hello(wire.VERSION, path.name)), errors.BadRequest)
+        assert isinstance(raw.introduce(path.name, bytes(16)), errors.BadRequest)
     finally:
         path.unlink()
 
@@ -559,7 +588,8 @@ def _requests(memory: str) -> st.SearchStrategy[wire.Request]:
         st.builds(wire.Register, _small, layouts, _text, _small | _any_int, _small | _any_int, _small | _any_int),
         st.builds(wire.Unregister, _small | _any_int),
         st.builds(wire.EndSession, _text),
-        st.builds(wire.Hello, st.sampled_from([wire.VERSION, 0]), _text),
+        st.builds(wire.Hello, st.sampled_from([wire.VERSION, 0]), _text, st.binary(max_size=20), st.booleans()),
+        st.builds(wire.Prove, st.binary(max_size=40)),
         st.just(wire.Clear()),
         st.builds(wire.Count, _text, st.just(b"")),
     )

@@ -17,9 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from kvdepot import wire
+from kvdepot.errors import KVDepotError
+from kvdepot.handshake import Offer
+from kvdepot.header import Watch
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.layout import Layout, Mapping, Segment
 from kvdepot.shm import Card
@@ -52,7 +56,19 @@ class Odd:
         card = Card()
         print(json.dumps({"card": card.name}), flush=True)
         self.cards.append(card)
-        self.ask(wire.Hello(wire.VERSION, card.name))
+        offer = Offer(card.name, card.secret, False)
+        self.ask(offer.hello)
+        deadline = time.monotonic() + 1.0
+        while (left := deadline - time.monotonic()) > 0 and self.socket.poll(int(left * 1000) + 1):
+            try:
+                _, boot, value = wire.decode_reply(self.socket.recv())
+                proof = msgspec.convert(value, wire.Proof)
+                watch = Watch(proof.arena, boot)
+                self.ask(offer.accept(proof, boot, watch.secret)[0])
+                watch.close()
+                return
+            except (KVDepotError, msgspec.ValidationError):
+                continue  # an answer to something else; or the server was killed
 
     def close(self) -> None:
         self.socket.close()

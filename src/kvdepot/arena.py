@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from kvdepot import shm
 from kvdepot.errors import ArenaError, LayoutError
-from kvdepot.header import CHUNKS_OFFSET, HEADER_BYTES, Header
+from kvdepot.handshake import SECRET_BYTES
+from kvdepot.header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, Header
 from kvdepot.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 
 __all__ = ["Arena", "smallest_arena"]
@@ -49,6 +50,8 @@ class Arena:
         self.name = name
         self.size = size
         self.path = shm.shm_path(name)
+        self.secret = os.urandom(SECRET_BYTES)
+        """By which clients tell that this server can write here (handshake.py)."""
         self.taken_over = False
         self.whole = 0
         """Bytes from the start that the last server's file still had when we took it over."""
@@ -65,6 +68,7 @@ class Arena:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = self.bytes.ctypes.data
         shm.advise_huge(self.address, size)
+        shm.do_not_fork(self.address, size)
         self.populated = HEADER_BYTES  # bytes from the start that have memory; written by one thread
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -93,6 +97,7 @@ class Arena:
                 continue
             raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
         found = Header.read(self._fd, self.path) if self.taken_over else None
+        os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512
         stats = os.statvfs(shm.SHM)
         room = stats.f_bavail * stats.f_frsize + old
@@ -113,7 +118,6 @@ class Arena:
                 f"{self.path} is cut off or too small for what is in it ({self.whole} bytes, {self.size} asked for): "
                 "raise --arena-gib or remove the file"
             )
-        os.fchmod(self._fd, 0o600)
         # Until `settle`, the header says how far the bytes in there are the old ones: should we die before.
         header = self._write_header(found._replace(size=min(self.whole, self.size), boot=boot))
         os.ftruncate(self._fd, self.size)
@@ -121,6 +125,7 @@ class Arena:
 
     def _write_header(self, header: Header) -> Header:
         try:
+            os.pwrite(self._fd, self.secret, SECRET_OFFSET)
             os.pwrite(self._fd, header.pack(), 0)  # not through the mapping: without memory that would be a SIGBUS
         except OSError as exc:
             raise ArenaError(f"arena {self.path} cannot be written: {exc.strerror}") from exc
@@ -129,6 +134,13 @@ class Arena:
     def settle(self) -> None:
         """What was in the file has been taken over: from now on all of it counts."""
         self.header = self._write_header(self.header._replace(size=self.size))
+
+    def is_lost(self) -> bool:
+        """Whether the name no longer leads to our file, so that no new client can find it.
+
+        Nothing gives it back: Linux links no file anew whose last name is gone.
+        """
+        return self._fd >= 0 and not shm.leads_to(self.path, self._fd)
 
     def table(self) -> memoryview:
         """The memory of the table of records."""
@@ -167,6 +179,11 @@ class Arena:
         if self._thread is not None:
             self._thread.join()
         if remove:
-            self.path.unlink(missing_ok=True)
+            self.remove()
         os.close(self._fd)
         self._fd = -1
+
+    def remove(self) -> None:
+        """Remove the file, unless another one lies there now. It stays locked until `close`, or our end."""
+        if not self.is_lost():
+            self.path.unlink(missing_ok=True)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import select
+import stat
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import zmq
@@ -25,6 +27,7 @@ from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
 from kvdepot.curve import Key, read_client_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.events import EventQueue
+from kvdepot.handshake import is_open_to_all
 from kvdepot.header import Watch
 from kvdepot.shm import Card
 
@@ -39,8 +42,8 @@ CONNECT_S = 5.0
 
 
 def _check_owner(url: str) -> None:
-    """Raise Unavailable for another user's unix socket: whoever answers there could make engines decode anything."""
-    if not url.startswith("ipc://"):
+    """Raise Unavailable for another user's unix socket: whoever answers there could prove nothing (handshake.py)."""
+    if not url.startswith("ipc://") or is_open_to_all(url):
         return
     path = url[len("ipc://") :]
     try:
@@ -49,6 +52,27 @@ def _check_owner(url: str) -> None:
         return  # nobody listens there yet
     for owner in owners - {os.geteuid()}:
         raise Unavailable(f"{path} belongs to user {owner}, not to user {os.geteuid()} who asks: not connecting")
+
+
+def _others_between(url: str) -> bool:
+    """Whether another user could ever listen at this endpoint: at a unix socket, whoever can change a folder above it.
+
+    A folder that anybody may add to but only its owner may take from (/tmp) is no danger above one of our own.
+    """
+    if is_open_to_all(url) or not url.startswith("ipc://"):
+        return is_open_to_all(url)
+    child = Path(os.path.realpath(url[len("ipc://") :]))
+    for folder in child.parents:
+        try:
+            info = folder.stat()
+        except OSError:
+            return True  # it may come to be anybody's
+        shared = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if info.st_uid not in (0, os.geteuid()) or (
+            shared and not (info.st_mode & stat.S_ISVTX and folder != child.parent)
+        ):
+            return True
+    return False
 
 
 class MessagingFuture(Generic[T]):
@@ -159,7 +183,10 @@ class MessageQueueClient:
             self.card.close()
             raise Unavailable(f"{server_url!r} is no address of a server: {exc.strerror}") from exc
         self._fd: int = self._socket.getsockopt(zmq.FD)
-        self._connection = Connection(server_url, self.card.name, self._send, Watch, time.monotonic, self.card.secret)
+        between = partial(_others_between, server_url) if keys is None else bool  # CURVE proves each message itself
+        self._connection = Connection(
+            server_url, self.card.name, self._send, Watch, time.monotonic, self.card.secret, between
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "welcomed" if self._connection.welcomed else "not connected"
@@ -215,7 +242,10 @@ class MessageQueueClient:
             try:
                 self.ask(wire.ChunkSize()).result(timeout_s)
             except DeadlineExceeded as exc:
-                raise self._connection.no_server() from exc
+                from kvdepot.endpoints import silence
+
+                told = silence(self.server_url)
+                raise (Unavailable(told) if told else self._connection.no_server()) from exc
         return self.chunk_size
 
     def ask(

@@ -31,6 +31,7 @@ from kvdepot.errors import (
     UnknownClient,
     UnknownInstance,
 )
+from kvdepot.handshake import Offer, Seal
 
 __all__ = ["MAX_IN_FLIGHT", "Connection", "Done", "Watch"]
 
@@ -57,7 +58,11 @@ Done: TypeAlias = Callable[[Any], None]
 
 
 class Watch(Protocol):
-    """What tells whether the server of one boot still lives (header.Watch)."""
+    """What tells whether the server of one boot still lives (header.Watch).
+
+    secret: what lies in its arena and only its own user can read."""
+
+    secret: bytes
 
     def is_gone(self) -> bool: ...
 
@@ -95,10 +100,12 @@ class Connection:
         watch: Callable[[str, bytes], Watch],
         clock: Callable[[], float],
         secret: bytes = b"",
+        others_between: Callable[[], bool] = bool,
     ) -> None:
         """card, secret: how it introduces itself (shm.py).
 
-        send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError."""
+        send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError.
+        others_between: asked at each hello: whether another user could stand between here and the server."""
         self.boot = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
@@ -106,6 +113,11 @@ class Connection:
         self._url = url
         self._card = card
         self._secret = secret
+        self._others_between = others_between
+        self._offer = Offer(card, secret, False)  # our last hello
+        self._proved: _Server | None = None  # has proved itself, and has not welcomed us yet
+        self._seals: list[Seal] = []  # of what we send, and of what we take: one before the first is still taken
+        self._answered = b""  # the boot that the last answer in recovery came from
         self._send = send
         self._open_watch = watch
         self._clock = clock
@@ -171,7 +183,10 @@ class Connection:
             self.lose(self.no_server())
 
     def _transmit(self, number: int) -> bool:
-        return self._send(self._pending[number].frame)
+        pending = self._pending[number]
+        if self._seals and not isinstance(pending.request, wire.Hello | wire.Prove):
+            return self._send(self._seals[0].close(pending.frame))
+        return self._send(pending.frame)
 
     def _cut_off(self) -> Unavailable:
         return Unavailable(f"the connection to {self._url} is down")
@@ -197,8 +212,8 @@ class Connection:
         return bool(self._pending) and not self.welcomed and not self._recovering
 
     def _greet(self) -> bool:
-        hello = wire.Hello(wire.VERSION, self._card, self._secret)
-        self._reached = self._ask_own(hello, self._on_welcome, _HELLO_S)
+        self._offer = Offer(self._card, self._secret, self._others_between())
+        self._reached = self._ask_own(self._offer.hello, self._on_proof, _HELLO_S)
         return self._reached
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
@@ -214,25 +229,64 @@ class Connection:
         self._recovering.discard(number)
         return False
 
-    def _on_welcome(self, value: Any) -> None:
+    def _on_proof(self, value: Any) -> None:
+        """The answer to our hello. Nothing is believed, and nothing told, before it is checked against the arena."""
         if isinstance(value, DeadlineExceeded) and not self._met:
             return  # it accepts connections but is slow to answer: `expire` asks again, as long as callers wait
         if isinstance(value, KVDepotError):
             self.lose(value)
             return
-        welcome = msgspec.convert(value, wire.Welcome)
-        if self._server is not None and self._server.boot != self.boot and not self._is_gone(self._server):
-            self._former.append(self._server)  # a successor has its place, and still it may touch blocks
-            self._server = None
-        self._forget_server()
-        self.chunk_size = welcome.chunk_size
-        self.lookup_s = welcome.lookup_s
+        self._drop_proved()
         try:
-            self._server = _Server(self.boot, self._open_watch(welcome.arena, self.boot))
+            proof = msgspec.convert(value, wire.Proof)
+            self._proved = _Server(self._answered, self._open_watch(proof.arena, self._answered))
+            prove, seal = self._offer.accept(proof, self._answered, self._proved.watch.secret)
+        except (Unavailable, msgspec.ValidationError) as exc:
+            self._drop_proved()
+            self.lose(
+                Unavailable(f"who answers at {self._url} is no kvdepot server of this user ({exc}): not believed")
+            )
+            return
         except KVDepotError as exc:
             # Without it nobody could tell whether a server that falls silent still touches blocks.
             self.lose(Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?"))
             return
+        if not self._ask_own(prove, self._on_welcome, _HELLO_S):
+            self.lose(self._cut_off())
+            return
+        self._seals = [seal, *self._seals[:1]] if seal is not None else []
+
+    def _drop_proved(self) -> None:
+        if self._proved is not None:
+            self._proved.watch.close()
+            self._proved = None
+
+    def _on_welcome(self, value: Any) -> None:
+        proved = self._proved
+        if isinstance(value, DeadlineExceeded):
+            if not self._met:
+                return  # as in `_on_proof`
+        elif isinstance(value, UnknownClient) or proved is None or proved.boot != self._answered:
+            return  # another server than the one that has proved itself: `expire` says hello to that one
+        if isinstance(value, KVDepotError):
+            self.lose(value)
+            return
+        try:
+            welcome = msgspec.convert(value, wire.Welcome)
+        except msgspec.ValidationError as exc:
+            self.lose(ProtocolError(f"the welcome of {self._url} is none: {exc}"))
+            return
+        assert proved is not None
+        self._proved = None
+        self.boot = proved.boot
+        del self._seals[1:]
+        if self._server is not None and self._server.boot != self.boot and not self._is_gone(self._server):
+            self._former.append(self._server)  # a successor has its place, and still it may touch blocks
+            self._server = None
+        self._forget_server()
+        self._server = proved
+        self.chunk_size = welcome.chunk_size
+        self.lookup_s = welcome.lookup_s
         if self._met and self._registered:
             log.info("connected to %s again: registering again", self._url)
         self._met = True
@@ -314,8 +368,9 @@ class Connection:
 
     def take(self, frame: bytes) -> None:
         """A frame has arrived."""
+        opened = next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
         try:
-            number, boot, value = wire.decode_reply(frame)
+            number, boot, value = wire.decode_reply(frame if opened is None else opened)
         except ProtocolError:
             log.warning("dropped %d bytes that are no reply", len(frame))
             return
@@ -323,17 +378,31 @@ class Connection:
         pending = self._pending.get(number)
         if pending is None:
             return  # answered after its deadline
+        if self._seals and opened is None and not self._believes_unsealed(pending.request, value):
+            self.welcomed = False  # somebody in between; or a server that has lost our key: say hello again
+            return
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
             return
         del self._pending[number]
         if number in self._recovering:
             self._recovering.discard(number)
-            self.boot = boot
+            self._answered = boot
         elif isinstance(pending.request, wire.Register) and not isinstance(value, KVDepotError):
             self._registered[pending.request.instance] = pending.request
         elif isinstance(pending.request, wire.Unregister):
             self._registered.pop(pending.request.instance, None)
         pending.done(value)
+
+    def _believes_unsealed(self, request: wire.Request, value: Any) -> bool:
+        """Whether an answer counts that carries no seal though our messages do: where its sender can have no key.
+
+        While its server lives, no other end of a store or retrieve is believed: it may still touch blocks.
+        """
+        if isinstance(request, wire.Hello):
+            return True
+        if isinstance(request, wire.Prove):
+            return isinstance(value, KVDepotError)
+        return isinstance(value, UnknownClient) and (self._server is None or self._server.watch.is_gone())
 
     def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
         """The server has forgotten us: introduce ourselves again, then send this once more."""
@@ -394,6 +463,7 @@ class Connection:
             self._closed = True
             self._fail_all(Unavailable("this client is closed"))
             self._forget_server()
+            self._drop_proved()
             for former in self._former:
                 former.watch.close()
             self._former.clear()

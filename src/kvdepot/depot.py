@@ -182,7 +182,7 @@ class Depot:
                 return self._count_chunks(client, number, request)
             case wire.Status():
                 value = self.status(client.tenant)
-            case wire.Hello():
+            case wire.Hello() | wire.Prove():
                 raise InternalError("hello is the server's to answer")
         return [Reply(client.identity, number, value)]
 

@@ -22,7 +22,8 @@ import zmq
 from kvdepot.config import Config
 from kvdepot.curve import Gate, ServerKeys, is_loopback, read_server_keys
 from kvdepot.endpoints import listen
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.handshake import is_open_to_all
 from kvdepot.shm import shut
 
 __all__ = ["Door"]
@@ -77,11 +78,19 @@ class Door:
         # ZeroMQ drops the connection above this; up to it, the sender is told (see Server._receive).
         socket.setsockopt(zmq.MAXMSGSIZE, 4 * config.max_message_mib << 20)
         self._monitor = socket.get_monitor_socket(_WATCHED)
-        self._path = Path(self._url[len("ipc://") :]) if self._url.startswith("ipc://") else None
+        has_path = self._url.startswith("ipc://") and not is_open_to_all(self._url)
+        self._path = Path(self._url[len("ipc://") :]) if has_path else None
         self._hidden = False
+        self._listening: os.stat_result | None = None  # the unix socket's file
+        self.lost = False
+        """Whether something else lies where our unix socket was, so that no new client can find us."""
         self._connections = 0
         self._most = 1 << 30
-        listen(socket, self._url)
+        self._listen()
+
+    def _listen(self) -> None:
+        listen(self._socket, self._url)
+        self._listening = self._path.lstat() if self._path is not None else None
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -130,9 +139,23 @@ class Door:
                     counters["handshakes_refused"] += 1
 
     def tick(self) -> None:
-        """Let clients in again where there is room again."""
+        """Let clients in again where there is room again, or where somebody has removed our unix socket."""
         if self._hidden and self._connections < self._most:
             self._hide(False)
+        if self._path is None or self._listening is None or self._hidden:
+            return
+        try:
+            self.lost = not os.path.samestat(self._path.lstat(), self._listening)
+        except FileNotFoundError:
+            try:
+                self._listen()
+            except (Unavailable, OSError) as exc:
+                if not self.lost:
+                    log.error("%s was removed, and cannot be made again: %s", self._path, exc)
+                self.lost = True
+            else:
+                log.warning("%s was removed: listening there again", self._path)
+                self.lost = False
 
     def _hide(self, hidden: bool) -> None:
         """Move the unix socket out of the clients' sight, or back."""

@@ -7,7 +7,6 @@ that is somebody else's. ZeroMQ by itself removes whatever lies where it is to l
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import socket
@@ -17,11 +16,20 @@ from typing import Any
 
 import zmq
 
+from kvdepot import shm
 from kvdepot.errors import Unavailable
+from kvdepot.handshake import is_open_to_all
 
-__all__ = ["Claim", "listen"]
+__all__ = ["Claim", "holder", "listen", "silence"]
 
+_LOCK = ".lock"
+"""What the name of a unix socket's lock ends in; the file says who has it."""
 _MOST_PATH = 107
+_CONNECT_S = 1.0
+_NO_ANSWER = (
+    "who listens at {url} does not answer: it is stopped or hangs, or is no kvdepot server, or has --keys and does not "
+    "know this client's (KVDEPOT_KEY)"
+)
 
 
 def listen(listener: zmq.Socket[Any], url: str) -> None:
@@ -35,6 +43,67 @@ def listen(listener: zmq.Socket[Any], url: str) -> None:
         os.umask(old)
 
 
+def holder(url: str) -> str:
+    """Who has the lock of a unix socket, as far as it says: `pid N`, or `a process`; empty: nobody, or it has none."""
+    if not url.startswith("ipc://") or is_open_to_all(url):
+        return ""
+    try:
+        fd = os.open(url[len("ipc://") :] + _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        return (_read_holder(fd) or "a process") if shm.is_locked(fd) else ""
+    finally:
+        os.close(fd)
+
+
+def _read_holder(fd: int) -> str:
+    """What `Claim` wrote: `pid N`, with its host or container where that is not ours; empty where there is nothing."""
+    pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").strip().partition(" ")
+    if not pid.isdecimal():
+        return ""
+    return f"pid {pid}" if host == os.uname().nodename else f"pid {pid} of {host}"
+
+
+def silence(url: str) -> str:
+    """Why nobody answers where somebody listens, and what to do; empty where nobody does. Blocks for a second."""
+    who = holder(url)
+    if not who:
+        return _NO_ANSWER.format(url=url) if is_open_to_all(url) and _accepts(url) else ""
+    said = f"the kvdepot server at {url} ({who}) holds its socket but does not answer"
+    pid = who.removeprefix("pid ")
+    if pid.isdecimal() and _is_stopped(pid):
+        return f"{said}, for it is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
+    end = f"`kill -9 {pid}`" if pid.isdecimal() else "SIGKILL"
+    return (
+        f"{said}: it hangs (end it with {end}; the next one takes its chunks over), or has --keys and does not know "
+        "this client's (KVDEPOT_KEY)"
+    )
+
+
+def _accepts(url: str) -> bool:
+    """Whether somebody takes connections at a TCP port or an abstract unix socket."""
+    place = url.partition("://")[2]
+    try:
+        if place.startswith("@"):
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.settimeout(_CONNECT_S)
+                asking.connect("\0" + place[1:])
+        else:
+            host, _, port = place.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _is_stopped(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 class Claim:
     """The sole right to listen at an endpoint; only unix sockets need one. `close` it when ZeroMQ is done with it."""
 
@@ -43,10 +112,10 @@ class Claim:
         self._url = url
         self._setting = setting
         self._fd = -1
-        if not url.startswith("ipc://"):
-            return
+        if not url.startswith("ipc://") or is_open_to_all(url):
+            return  # the kernel gives a port or an abstract name to one socket
         self._path = Path(url[len("ipc://") :])
-        self._lock = self._path.with_name(self._path.name + ".lock")
+        self._lock = self._path.with_name(self._path.name + _LOCK)
         if len(os.fsencode(self._path)) > _MOST_PATH:
             raise Unavailable(f"cannot listen on {url}: a unix socket's path has at most {_MOST_PATH} bytes")
         try:
@@ -74,16 +143,18 @@ class Claim:
     def _take(self) -> bool:
         """Lock the place; False where the lock's file went meanwhile, and the lock is worth nothing."""
         fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not shm.lock(fd):
+            who = _read_holder(fd)
             os.close(fd)
             raise Unavailable(
-                f"another kvdepot server listens on {self._url}; stop it, or choose another {self._setting}"
-            ) from None
+                f"another kvdepot server listens on {self._url}{f' ({who})' * bool(who)}; stop it, or choose another "
+                f"{self._setting}"
+            )
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), self._lock.lstat()):
                 self._fd = fd
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
                 return True
         os.close(fd)
         return False
@@ -108,12 +179,13 @@ class Claim:
     def _give_back(self) -> None:
         """Let others have the place, and what lies there."""
         if self._fd >= 0:
-            self._lock.unlink(missing_ok=True)
+            if shm.leads_to(self._lock, self._fd):
+                self._lock.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
     def close(self) -> None:
         """Remove the socket's file, and let others have the place."""
-        if self._fd >= 0:
+        if self._fd >= 0 and shm.leads_to(self._lock, self._fd):  # else another server may be there
             self._path.unlink(missing_ok=True)
         self._give_back()

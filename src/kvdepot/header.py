@@ -14,20 +14,23 @@ arena's memory.
             offset 16, uint64     file size in bytes
             offset 24, uint64     table_bytes
             offset 32, 8 bytes    boot id of the server that owns it now
+            offset 64, 32 bytes   secret of that server, new with each boot id; not part of the sum (handshake.py)
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 from typing import NamedTuple
 from zlib import crc32
 
 from kvdepot import shm
-from kvdepot.errors import ArenaError
+from kvdepot.errors import ArenaError, LayoutError, Unavailable
+from kvdepot.handshake import SECRET_BYTES
 
-__all__ = ["CHUNKS_OFFSET", "HEADER_BYTES", "MAGIC", "Header", "Watch"]
+__all__ = ["CHUNKS_OFFSET", "HEADER_BYTES", "MAGIC", "SECRET_OFFSET", "Header", "Watch"]
 
 HEADER_BYTES = mmap.PAGESIZE
 CHUNKS_OFFSET = 64
@@ -39,6 +42,7 @@ for one of the store before it); with equal offsets neither direction is.
 MAGIC = shm.ARENA_MAGIC
 VERSION = 2
 _HEADER = struct.Struct("<8sIIQQ8s")
+SECRET_OFFSET = 64
 
 
 class Header(NamedTuple):
@@ -96,12 +100,28 @@ class Header(NamedTuple):
 
 
 class Watch:
-    """A client's view of an arena: tells whether the server of one boot still lives."""
+    """A client's view of an arena: tells whether the server of one boot still lives.
+
+    secret: what that server keeps there, where only its own user can read it.
+    """
 
     def __init__(self, name: str, boot: bytes) -> None:
-        """Raises LayoutError when the file cannot be seen from here, Busy without descriptors."""
+        """Raises LayoutError when the file cannot be seen from here or others may read it, Unavailable when it is no
+        arena that a living server of this boot owns, Busy without descriptors."""
         self._boot = boot
         self._fd = shm.open_shared(name, os.O_RDONLY)
+        try:
+            if os.fstat(self._fd).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise LayoutError(f"other users may open shared memory {name}")
+            head = os.pread(self._fd, SECRET_OFFSET + SECRET_BYTES, 0)
+            if head[: len(MAGIC)] != MAGIC or len(head) < SECRET_OFFSET + SECRET_BYTES:
+                raise Unavailable(f"shared memory {name} is no arena")
+            self.secret = head[SECRET_OFFSET:]
+            if head[: _HEADER.size][-len(boot) :] != boot or not shm.is_locked(self._fd):
+                raise Unavailable(f"another server owns the arena {name}, or none")
+        except BaseException:
+            self.close()
+            raise
 
     def is_gone(self) -> bool:
         """True once that server can touch no memory any more: its lock is free, or another boot holds it."""

@@ -52,6 +52,7 @@ class Report:
         self.journal = Journal()
         self.latencies = Latencies()
         self.http = ""  # where the server listens for HTTP; set by server.py, on the deciding thread
+        self.unreachable = ""  # why no new client can find this server; set by server.py likewise
         self._depot = depot
         self._devices = devices
         self._boot = boot
@@ -97,6 +98,7 @@ class Report:
             wall_s=depot.wall,
             uptime_s=now - self._began if self._began is not None else 0.0,
             http=self.http,
+            unreachable=self.unreachable,
             chunk_size_tokens=depot.chunk_size,
             capacity_bytes=index.space.capacity,
             used_bytes=index.space.capacity - index.space.free_bytes,

@@ -28,8 +28,17 @@ from kvdepot.depot import Action, Depot, Reply
 from kvdepot.devices import Devices
 from kvdepot.door import Door
 from kvdepot.endpoints import Claim
-from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, VersionMismatch
+from kvdepot.errors import (
+    ArenaError,
+    BadRequest,
+    Busy,
+    KVDepotError,
+    ProtocolError,
+    UnknownClient,
+    VersionMismatch,
+)
 from kvdepot.evict import POLICIES
+from kvdepot.handshake import Challenge, Seal, is_open_to_all, is_sealed
 from kvdepot.index import Index
 from kvdepot.kv_events import Publisher, replay_endpoint
 from kvdepot.kv_feed import Feed
@@ -42,10 +51,11 @@ from kvdepot.tiers.carrier import Carrier
 from kvdepot.tiers.codec import make_codec
 from kvdepot.web.child import Child
 
-__all__ = ["Server"]
+__all__ = ["STOP_SIGNALS", "Server"]
 
 log = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TICK_S = 1.0
 _SWEEP_TICKS = 3
 _LINES = 20
@@ -60,6 +70,8 @@ _WEB = ".web"
 """What the web process is called where clients have keys."""
 _STATUS_COST = 4
 """A status, which tells of all models, engines and tiers there are, counts as so many requests against `max_rate`."""
+_MOST_CHALLENGES = 1024
+"""Clients between Hello and Prove; beyond that the oldest must begin again."""
 _BATCH = 128
 """Messages taken before outcomes of copies get their turn."""
 
@@ -98,6 +110,9 @@ class Server:
         self._heard = cast(int, self._socket.getsockopt(zmq.FD))
         self._cards: dict[bytes, shm.CardView] = {}
         self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
+        self._challenges: dict[bytes, Challenge] = {}  # of clients that have said hello and not proved themselves yet
+        self._seals: dict[bytes, Seal] = {}  # of clients whose messages are sealed
+        self._must_seal = self._door.keys is None and is_open_to_all(config.url)
         self._rates = Rates(config.max_rate)
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -229,9 +244,10 @@ class Server:
         os.eventfd_write(self._wake, 1)
 
     def catch_signals(self) -> None:
-        """Let SIGTERM and SIGINT stop the server. Main thread only."""
-        signal.signal(signal.SIGTERM, self.stop)
-        signal.signal(signal.SIGINT, self.stop)
+        """Let SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP stop the server. Main thread only."""
+        for number in STOP_SIGNALS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.stop)
 
     def _receive(self, most: int) -> None:
         limit = self._config.max_message_mib << 20
@@ -248,7 +264,7 @@ class Server:
                     raise ProtocolError(f"a message of {len(frames) - 1} frames, not 1")
                 if len(frame) > limit:
                     raise ProtocolError(f"a message of {len(frame)} bytes is longer than {limit}")
-                number, request = wire.decode_request(frame)
+                number, request = self._open(identity, number, frame)
                 if isinstance(request, KVDepotError):
                     raise request
                 if isinstance(request, wire.Status):
@@ -281,35 +297,75 @@ class Server:
             self.depot.counters["users_refused"] += 1
             raise BadRequest("another client has introduced itself under this identity")
         if isinstance(request, wire.Hello):
-            self._send(identity, number, self._hello(identity, user, request))
+            self._send(identity, number, self._hello(identity, request))
+        elif isinstance(request, wire.Prove):
+            self._send(identity, number, self._welcome(identity, user, request))
         else:
             self._act(self.depot.handle(identity, number, request, time.monotonic()))
 
-    def _hello(self, identity: bytes, user: str, hello: wire.Hello) -> wire.Welcome:
+    def _open(self, identity: bytes, number: bytes, frame: bytes) -> tuple[bytes, wire.Request | ProtocolError]:
+        """Decode a message, and take its seal off. Raises UnknownClient where the seal is not what it must be."""
+        seal = self._seals.get(identity)
+        if seal is None and not is_sealed(frame):
+            return wire.decode_request(frame)
+        plain = seal.open(frame) if seal is not None else None
+        if plain is not None:
+            return wire.decode_request(plain)
+        if not is_sealed(frame):
+            number, request = wire.decode_request(frame)
+            if isinstance(request, wire.Hello | wire.Prove | ProtocolError):
+                return number, request
+        raise UnknownClient("say hello first: this message is not sealed as was agreed with this server")
+
+    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Proof:
         if hello.version != wire.VERSION:
             raise VersionMismatch(
                 f"the client speaks protocol {hello.version}, this server {wire.VERSION}: "
                 "install the same kvdepot on both sides"
             )
+        if self.arena.is_lost():
+            raise ArenaError(
+                f"the server's arena {self.arena.path} was removed or replaced while it ran, so no client can check "
+                "whom it talks to: start the server anew"
+            )
         known = self._cards.get(identity)
-        if known is not None:
-            if hello.card != known.name or not known.has_secret(hello.secret):
-                raise BadRequest("this client has introduced itself with another card")
-        else:
-            self._cards[identity] = self._meet(identity, user, hello)
-        lookup_s = self._config.lookup_s if self._carriers else 0.0
-        return wire.Welcome(wire.VERSION, self.arena.name, self._config.chunk_size, lookup_s)
+        if known is not None and hello.card != known.name:
+            raise BadRequest("this client has introduced itself with another card")
+        if self._must_seal and not hello.sealed:
+            raise BadRequest("messages must be sealed where every user of this host can connect")
+        challenge = Challenge(hello, self.boot, self.arena.name, self.arena.secret)
+        self._challenges.pop(identity, None)
+        if len(self._challenges) >= _MOST_CHALLENGES:
+            del self._challenges[next(iter(self._challenges))]
+        self._challenges[identity] = challenge
+        return challenge.proof
 
-    def _meet(self, identity: bytes, user: str, hello: wire.Hello) -> shm.CardView:
-        """Take a new client in: its card, once it has proved that the card is its own."""
-        if any(card.name == hello.card for card in self._cards.values()):
-            raise BadRequest(f"card {hello.card} belongs to another client")
-        card = shm.CardView(hello.card)
+    def _welcome(self, identity: bytes, user: str, prove: wire.Prove) -> wire.Welcome:
+        challenge = self._challenges.pop(identity, None)
+        if challenge is None:
+            raise UnknownClient("say hello first: this server has not been asked to prove itself")
+        known = self._cards.get(identity)
+        if known is None:
+            self._cards[identity], seal = self._meet(identity, user, challenge, prove)
+        else:
+            seal = challenge.check(prove, known.secret)
+        self._seals.pop(identity, None)
+        if seal is not None:
+            self._seals[identity] = seal
+        lookup_s = self._config.lookup_s if self._carriers else 0.0
+        return wire.Welcome(wire.VERSION, self._config.chunk_size, lookup_s)
+
+    def _meet(
+        self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove
+    ) -> tuple[shm.CardView, Seal | None]:
+        """Take a new client in: its card, once it has proved that the card is its own; and what seals its messages."""
+        if any(card.name == challenge.card for card in self._cards.values()):
+            raise BadRequest(f"card {challenge.card} belongs to another client")
+        card = shm.CardView(challenge.card)
         try:
             if not card.is_alive():
-                raise BadRequest(f"nobody holds the lock of card {hello.card[:64]!r}")
-            if not card.has_secret(hello.secret):
-                raise BadRequest(f"this is not the secret of card {hello.card}")
+                raise BadRequest(f"nobody holds the lock of card {challenge.card[:64]!r}")
+            seal = challenge.check(prove, card.secret)
             keys = self._door.keys
             self.depot.hello(identity, card, keys.tenant(user) if keys is not None else "")
         except KVDepotError:
@@ -318,7 +374,7 @@ class Server:
             raise
         if user:
             self._users[identity] = user
-        return card
+        return card, seal
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -334,8 +390,12 @@ class Server:
         failed = isinstance(value, KVDepotError)
         self.depot.report.latencies.end(identity, number, failed, time.monotonic())
         encode = wire.encode_failure if failed else wire.encode_answer
+        frame = encode(number, self.boot, value)
+        seal = self._seals.get(identity)
+        if seal is not None and not isinstance(value, wire.Proof | UnknownClient):  # to who may have lost the key
+            frame = seal.close(frame)
         try:
-            self._socket.send_multipart((identity, encode(number, self.boot, value)), zmq.NOBLOCK)
+            self._socket.send_multipart((identity, frame), zmq.NOBLOCK)
         except zmq.ZMQError:
             self.depot.counters["replies_dropped"] += 1  # gone, or does not read
 
@@ -360,6 +420,7 @@ class Server:
             self.depot.report.http = self._web.address
         self._rates.tick()
         self._door.tick()
+        self._look_for_files()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
                 log.info("client %s is gone", identity.hex()[:8], extra={"client": identity.hex()[:8]})
@@ -367,6 +428,8 @@ class Server:
                 self.depot.report.latencies.gone(identity)
                 del self._cards[identity]
                 self._users.pop(identity, None)
+                self._seals.pop(identity, None)
+                self._challenges.pop(identity, None)
                 card.close(remove=True)
         corrupt = self.depot.counters["corrupt_chunks"]
         if corrupt > self._corrupt:
@@ -376,6 +439,27 @@ class Server:
         if self._ticks % _SWEEP_TICKS == 0:  # clients that died before they were met
             self._mover.submit(Call(None, shm.sweep_cards))
         gc.collect(1)
+
+    def _look_for_files(self) -> None:
+        """See whether new clients still find us: others may have removed our files, or put theirs in their place."""
+        was, now = self.depot.report.unreachable, ""
+        if self.arena.is_lost():
+            now = "the arena's file in /dev/shm was removed or replaced"
+            advice = (
+                f"{self.arena.path} was removed or replaced while the server runs: engines that are connected go on, "
+                "others cannot connect any more. Start the server anew (what it has cached is lost), and let "
+                "nothing clean /dev/shm: systemd does when a user logs out, unless logind.conf has RemoveIPC=no"
+            )
+        elif self._door.lost:
+            now = "another file lies where the unix socket was"
+            advice = (
+                f"something else lies where the server's socket was ({self._config.url}): engines that are connected "
+                "go on, others cannot connect any more. Remove it, and start the server anew"
+            )
+        if now and not was:
+            log.error("%s", advice)
+            self.depot.report.note("unreachable", now)
+        self.depot.report.unreachable = now
 
     # -- the end
 
@@ -412,7 +496,7 @@ class Server:
             self.arena.close(remove=self._config.on_stop == "remove")
         elif self._config.on_stop == "remove":
             # A thread hangs and may yet touch the arena or blocks: the arena's lock goes with this process, not before.
-            self.arena.path.unlink(missing_ok=True)
+            self.arena.remove()
         self._claims.close()
         if idle:
             os.close(self._wake)  # else a thread that hangs may yet write to whatever has that number then

@@ -4,10 +4,16 @@ Used by the server (arena, mapping clients' tensors) and the client (its card). 
 file holds `flock` on it as long as it lives. The kernel gives the lock up exactly when the process is gone and its
 mappings with it, `kill -9` included; so a lock that can be taken proves that its owner touches memory no more.
 
+The kernel keeps `flock` with the open file, not with the process, so a process that forks without exec hands it on,
+and would count as alive until its child has ended. Hence a child gets neither descriptor nor mapping: a card is held
+open by its mapping alone, which no fork inherits (MADV_DONTFORK), and a server's descriptors are closed in what Python
+forks. Rejected: POSIX record locks (gone as soon as the process closes any descriptor of the same file, and, when it
+dies, before drivers' descriptors are), process ids and start times (each container numbers its own processes).
+
 A **card** is a client's page of shared memory:
 
     offset 0, uint64     fence: stores whose ticket is <= this number must not become visible
-    offset 8, 16 bytes   secret: whoever says hello with this card must know it
+    offset 8, 16 bytes   secret: whoever says hello with this card must prove to know it (handshake.py)
     offset 24, uint8     left: 1 once the client has closed its connection; of who was killed or crashed it stays 0
 
 The names of cards can be seen by every user of the host, the page only by its own; so the secret proves, over a TCP
@@ -19,6 +25,7 @@ the fence after it has copied and before it seals: a copy that ended before the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -54,11 +61,17 @@ _LEFT = 24
 _MAKING_S = 60.0
 """A file under a hidden name that is older than this has no owner who is about to show it."""
 SECRET_BYTES = 16
+_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL calls release the GIL; mmap.madvise does not
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_locked: set[tuple[int, int]] = set()
+"""Device and inode of files whose lock `lock` has taken for this process."""
 
 
 def shm_path(name: str) -> Path:
@@ -139,7 +152,33 @@ def lock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    if not _locked:
+        os.register_at_fork(after_in_child=_leave_to_parent)
+    info = os.fstat(fd)
+    _locked.add((info.st_dev, info.st_ino))
     return True
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: close what is a parent's, or its locks would outlive it."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+        with contextlib.suppress(OSError):
+            info = os.fstat(int(name))
+            if (info.st_dev, info.st_ino) in _locked:
+                os.close(int(name))
+
+
+def leads_to(path: Path, fd: int) -> bool:
+    """Whether a name still leads to our open file, which others may have removed or replaced."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def do_not_fork(address: int, size: int) -> None:
+    """Keep a mapping, and with it the open file and its lock, out of processes that this one forks."""
+    _libc.madvise(address, size, _MADV_DONTFORK)
 
 
 def is_locked(fd: int) -> bool:
@@ -153,46 +192,72 @@ def is_locked(fd: int) -> bool:
 
 
 class Card:
-    """The client's side: makes the page, holds its lock, raises the fence. Close removes it."""
+    """The client's side: makes the page, holds its lock, raises the fence. Close removes it.
+
+    In a process that the client's forks it is nobody's: it does nothing there.
+    """
 
     def __init__(self) -> None:
         """Raises ArenaError, with nothing left behind."""
-        self._fd = -1
+        self._owner = os.getpid()
+        self._address = 0
         self.name = f"{_CARD}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
         hidden = path.with_name(f".{self.name}")  # see `is_being_made`: locked before anyone can take it for stale
+        fd = -1
         try:
-            self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._fd, mmap.PAGESIZE)
-            os.pwrite(self._fd, self.secret, _SECRET.start)
-            if not lock(self._fd):
-                raise BlockingIOError(errno.EAGAIN, "it is locked")
+            fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.ftruncate(fd, mmap.PAGESIZE)
+            os.pwrite(fd, self.secret, _SECRET.start)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._address = self._map(fd)
             hidden.rename(path)
         except OSError as exc:
-            if self._fd >= 0:
+            self._unmap()
+            if fd >= 0:
                 hidden.unlink(missing_ok=True)
-                os.close(self._fd)
             raise ArenaError(f"{SHM} cannot hold this client's card: {exc}") from exc
-        self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
-        self._fence = memoryview(self._page).cast("Q")
+        finally:
+            if fd >= 0:
+                os.close(fd)  # the mapping keeps the file open, and its lock
+        self._fence = ctypes.c_uint64.from_address(self._address)
+        self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
 
     def __repr__(self) -> str:
         return f"<Card {self.name}>"
 
+    @staticmethod
+    def _map(fd: int) -> int:
+        """Not Python's mmap, which keeps a descriptor of its own."""
+        address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        do_not_fork(address, mmap.PAGESIZE)
+        return int(address)
+
+    def __del__(self) -> None:
+        self._unmap()
+
+    def _unmap(self) -> None:
+        if self._is_ours():
+            _libc.munmap(self._address, mmap.PAGESIZE)
+            self._address = 0
+
+    def _is_ours(self) -> bool:
+        return self._address != 0 and os.getpid() == self._owner
+
     def raise_fence(self, ticket: int) -> None:
         """From now on no store with a ticket up to this one becomes visible."""
-        self._fence[0] = max(self._fence[0], ticket)
+        if self._is_ours():
+            self._fence.value = max(self._fence.value, ticket)
 
     def close(self) -> None:
         """Say goodbye and remove the page; the lock goes with it. Safe twice."""
-        if self._fd >= 0:
-            self._page[_LEFT] = 1
+        if self._is_ours():
+            self._left.value = 1
             (SHM / self.name).unlink(missing_ok=True)
-            self._fence.release()
-            self._page.close()
-            os.close(self._fd)
-            self._fd = -1
+            self._unmap()
 
 
 class CardView:
@@ -218,12 +283,10 @@ class CardView:
     def __repr__(self) -> str:
         return f"<CardView {self.name}>"
 
-    def has_secret(self, secret: bytes) -> bool:
-        """Whether this is the card's secret, that is, whether whoever says so can read the page."""
-        import hmac  # and OpenSSL with it, for the server alone
-
-        known = self._page[_SECRET]
-        return any(known) and hmac.compare_digest(known, secret)
+    @property
+    def secret(self) -> bytes:
+        """What only a client of this user can know."""
+        return self._page[_SECRET]
 
     @property
     def fence(self) -> int:

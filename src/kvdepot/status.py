@@ -125,6 +125,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One server, now. namespaces, engines and pinned list some; their counts and pinned_bytes are of all.
 
     http: HOST:PORT at which this server, and no other, listens for HTTP; empty while it does not.
+    unreachable: why no new client can connect, though the server works; empty where they can.
     wall_s: seconds since 1970 at the last tick, whole ones; what went by between two answers is told by uptime_s.
     """
 
@@ -134,6 +135,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0
     uptime_s: float = 0.0
     http: str = ""
+    unreachable: str = ""
     chunk_size_tokens: int
     capacity_bytes: int
     used_bytes: int

@@ -7,7 +7,8 @@ Used by client.py and server.py. One frame a message, both ways, in msgpack (htt
 
 The id is the client's and comes back as it was; it stands outside the body so that a body nobody can decode
 still gets its reply. `boot` names one run of the server: a client that sees another one knows that
-the server has forgotten it. Every request gets exactly one reply. The first message of a client is `Hello`.
+the server has forgotten it. Every request gets exactly one reply. The first messages of a client are `Hello` and
+`Prove`; handshake.py says why, and how frames are sealed where others could stand in between.
 
 Hashes travel as one byte string, 32 bytes a chunk; block ids as little-endian uint32.
 """
@@ -34,6 +35,8 @@ __all__ = [
     "Lookup",
     "Noop",
     "Pin",
+    "Proof",
+    "Prove",
     "Register",
     "Request",
     "Retrieve",
@@ -50,7 +53,7 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 3
+VERSION = 4
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -66,17 +69,28 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 
 
 class Hello(_Message, frozen=True):
-    """First message. `card` is the client's liveness file, `secret` is read from it (see shm.py).
+    """First message. `card` is the client's liveness file (see shm.py), `nonce` fresh random bytes.
 
-    Answer: `Welcome` fields as a list.
+    sealed: whether messages after `Welcome` are sealed. Answer: `Proof` fields as a list. The version stays the
+    first field in every version of the protocol.
     """
 
     version: int
     card: str
-    secret: bytes = b""
+    nonce: bytes = b""
+    sealed: bool = False
 
     def __repr__(self) -> str:
-        return f"Hello(version={self.version}, card={self.card!r})"
+        return f"Hello(version={self.version}, card={self.card!r}, sealed={self.sealed})"
+
+
+class Prove(_Message, frozen=True):
+    """Second message: the client proves that it can read the arena and the card. Answer: `Welcome` fields as a list."""
+
+    mac: bytes
+
+    def __repr__(self) -> str:
+        return "Prove()"
 
 
 class Register(_Message, frozen=True):
@@ -234,6 +248,7 @@ class Status(_Message, frozen=True):
 
 Request: TypeAlias = (
     Hello
+    | Prove
     | Register
     | Unregister
     | Lookup
@@ -251,14 +266,25 @@ Request: TypeAlias = (
 )
 
 
+class Proof(msgspec.Struct, array_like=True, frozen=True):
+    """Answer to `Hello`: the server's arena, whose lock says that it lives, and the proof that it owns it."""
+
+    version: int
+    arena: str
+    nonce: bytes
+    mac: bytes
+
+    def __repr__(self) -> str:
+        return f"Proof(version={self.version}, arena={self.arena!r})"
+
+
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """Answer to `Hello`: the arena's file name (whose lock says that the server lives) and the chunk size.
+    """Answer to `Prove`: the chunk size.
 
     lookup_s: so long the server may look behind memory before it answers a lookup.
     """
 
     version: int
-    arena: str
     chunk_size: int
     lookup_s: float = 0.0
 

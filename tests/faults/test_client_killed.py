@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvdepot.shm import Card, CardView
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import StartDriver, Watcher, footprint
 
@@ -107,3 +111,54 @@ def test_50_engines_killed_and_started_again_leave_no_growth_anywhere(
     last = start_driver(depot.url, width=16)
     assert last.tell("hits", families=list(range(60)), chunks=6) > 0
     assert not last.tell("stats")["wrong"]
+
+
+FORKS = """
+import ctypes, os, sys, time
+import zmq
+from kvdepot.client import MessageQueueClient
+
+client = MessageQueueClient(sys.argv[1], zmq.Context())
+client.learn_chunk_size(20.0)
+fork = ctypes.PyDLL(None).fork if sys.argv[2] == "C" else os.fork
+child = fork()
+if child == 0:
+    time.sleep(120)
+    os._exit(0)
+print(client.card.name, child, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("language", ["Python", "C"])
+def test_a_killed_client_is_gone_though_a_process_that_it_forked_lives_on(
+    start_depot: StartDepot, language: str
+) -> None:
+    depot = start_depot(arena_mib=8)
+    command = [sys.executable, "-c", FORKS, depot.url, language]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        card, child = client.stdout.readline().split()
+        try:
+            assert (SHM / card).exists()
+            client.kill()
+            client.wait()
+            os.kill(int(child), 0)
+            eventually(lambda: not (SHM / card).exists())
+        finally:
+            client.kill()
+            os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_forked_process_that_closes_its_parents_card_takes_nothing_from_the_parent() -> None:
+    card = Card()
+    child = os.fork()
+    if child == 0:
+        card.raise_fence(7)
+        card.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    view = CardView(card.name)
+    assert view.fence == 0 and not view.has_left() and view.is_alive()
+    view.close(remove=False)
+    card.close()

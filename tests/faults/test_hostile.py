@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
 
 from kvdepot import wire
 from kvdepot.adapters import KVCacheHandle, LoadStoreOp
@@ -26,6 +25,7 @@ from kvdepot.layout import Layout, Mapping, Segment, build_layout
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Connect, MakeEngine, StartDriver
 from tests.faults.engine import BLOCK, ToyEngine
+from tests.test_wire import Raw
 
 pytestmark = pytest.mark.faults
 
@@ -310,13 +310,10 @@ def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
 
 @pytest.mark.parametrize("name", ["../kvdepot-card-x", "kvdepot-card-../../etc/passwd", "passwd", "", "kvdepot-card-0"])
 def test_a_hello_with_a_card_that_is_none_is_refused(scene: Scene, name: str) -> None:
-    with scene.depot.context.socket(zmq.DEALER) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(scene.depot.url)
-        stranger.send(wire.encode_request(1, wire.Hello(wire.VERSION, name)))
-        assert stranger.poll(10_000)
-        _, _, answer = wire.decode_reply(stranger.recv())
-        assert isinstance(answer, BadRequest), answer
+    stranger = Raw(scene.depot)
+    answer = stranger.introduce(name, bytes(16))
+    stranger.close()
+    assert isinstance(answer, BadRequest), answer
 
 
 def test_a_client_that_cuts_its_tensors_off_loses_them_and_nobody_else_anything(

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from kvdepot import contract, wire
 from kvdepot.client import MessageQueueClient, MessagingFuture
 from kvdepot.config import Config
 from kvdepot.connection import CHECK_S, DEADLINE_S, Connection
-from kvdepot.errors import LayoutError
+from kvdepot.errors import LayoutError, Unavailable
 from kvdepot.records import SLOT_BYTES
 from kvdepot.testing.simulation import Link, Network, Process, World
 from kvdepot.tiers.carrier import Errand
@@ -34,6 +35,7 @@ class Card:
     def __init__(self, name: str) -> None:
         self.name = name
         self.fence = 0
+        self.secret = blake3(name.encode()).digest(16)
         self.locked = True
 
 
@@ -62,6 +64,9 @@ class Watch:
         file = host.files.get(name)
         if file is None:
             raise LayoutError(f"shared memory {name} cannot be opened")
+        if file.owner is None or file.boot != boot:
+            raise Unavailable("another server owns the arena, or none")
+        self.secret = file.secret
         self._file = file
         self._boot = boot
 
@@ -106,7 +111,13 @@ class Client(MessageQueueClient):
         self._next_check = 0.0
         self.link = Link(host.network, name, name.encode(), self._arrived)
         self._connection = Connection(
-            self.server_url, page.name, self.link.send, lambda arena, boot: Watch(host, arena, boot), self._now
+            self.server_url,
+            page.name,
+            self.link.send,
+            lambda arena, boot: Watch(host, arena, boot),
+            self._now,
+            page.secret,
+            lambda: sum(name.encode()) % 2 == 0,
         )
         host.clients.append(self)
 

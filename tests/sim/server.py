@@ -15,8 +15,9 @@ import numpy as np
 
 from kvdepot import wire
 from kvdepot.depot import Action, Depot, Reply
-from kvdepot.errors import BadRequest, KVDepotError, LayoutError, VersionMismatch
+from kvdepot.errors import BadRequest, KVDepotError, LayoutError, UnknownClient, VersionMismatch
 from kvdepot.evict import POLICIES
+from kvdepot.handshake import SECRET_BYTES, Challenge, Seal, is_sealed
 from kvdepot.layout import Layout
 from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, checksum, copy
 from kvdepot.records import Records, ShardRecord
@@ -74,6 +75,7 @@ class Server(Checks):
             return
         config = self.host.config
         self.file.boot = self.boot
+        self.file.secret = self.world.random.randbytes(SECRET_BYTES)
         records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
         space = Space(self.file.start, len(self.bytes))
         index = SealedIndex(space, POLICIES[config.policy](), records, config.ttl_s)
@@ -87,6 +89,8 @@ class Server(Checks):
         self._idle = config.copy_threads
         self._running: list[_Running] = []
         self._cards: dict[bytes, CardView] = {}
+        self._challenges: dict[bytes, Challenge] = {}
+        self._seals: dict[bytes, Seal] = {}
         self.met: set[str] = set()  # cards that have said hello
         for name in [name for name, card in self.host.cards.items() if not card.locked]:
             del self.host.cards[name]  # as shm.sweep_cards
@@ -300,13 +304,29 @@ class Server(Checks):
             return
         identity = link.identity
         self._links[identity] = link
+        seal = self._seals.get(identity)
+        number = frame[: wire.ID_BYTES]
+        if is_sealed(frame):
+            plain = seal.open(frame) if seal is not None else None
+            if plain is None:  # sealed for its predecessor
+                self.asked[identity, number] += 1
+                self._send(identity, number, UnknownClient("not sealed as was agreed with this server"))
+                return
+            frame = plain
+            self.world.counters["sealed"] += 1
+            seal = None
         number, request = wire.decode_request(frame)
         assert not isinstance(request, KVDepotError), request
+        assert seal is None or isinstance(request, wire.Hello | wire.Prove), "this client has stopped sealing"
         self.asked[identity, number] += 1
         self.world.note(f"{link.name} > {_short(number, request)}")
-        if isinstance(request, wire.Hello):
+        if isinstance(request, wire.Hello | wire.Prove):
             try:
-                value: Any = self._hello(identity, request)
+                value: Any = (
+                    self._hello(identity, request)
+                    if isinstance(request, wire.Hello)
+                    else self._welcome(identity, request)
+                )
             except KVDepotError as exc:
                 value = exc
             self._send(identity, number, value)
@@ -345,21 +365,33 @@ class Server(Checks):
                 del named[name]
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
 
-    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
+    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Proof:
         if hello.version != wire.VERSION:
             raise VersionMismatch("other version")
+        self._challenges[identity] = Challenge(hello, self.boot, self.file.name, self.file.secret)
+        return self._challenges[identity].proof
+
+    def _welcome(self, identity: bytes, prove: wire.Prove) -> wire.Welcome:
+        challenge = self._challenges.pop(identity, None)
+        if challenge is None:
+            self.world.counters["proved_to_a_successor"] += 1
+            raise UnknownClient("say hello first")
+        card = self.host.cards.get(challenge.card)
+        if card is None:
+            raise LayoutError(f"no card {challenge.card}")
+        if not card.locked:
+            raise BadRequest(f"nobody holds the lock of card {challenge.card}")
+        seal = challenge.check(prove, card.secret)
         if not self.depot.knows(identity):
-            card = self.host.cards.get(hello.card)
-            if card is None:
-                raise LayoutError(f"no card {hello.card}")
-            if not card.locked:
-                raise BadRequest(f"nobody holds the lock of card {hello.card}")
             view = CardView(card)
             self.depot.hello(identity, view)
             self._cards[identity] = view
             self.met.add(card.name)
+        self._seals.pop(identity, None)
+        if seal is not None:
+            self._seals[identity] = seal
         lookup_s = self.host.config.lookup_s if self.carriers else 0.0
-        return wire.Welcome(wire.VERSION, self.file.name, self.host.config.chunk_size, lookup_s)
+        return wire.Welcome(wire.VERSION, self.host.config.chunk_size, lookup_s)
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -404,7 +436,11 @@ class Server(Checks):
         if failure:
             self.world.counters[f"answer_{type(value).__name__}"] += 1
         encode: Callable[..., bytes] = wire.encode_failure if failure else wire.encode_answer
-        if not link.reply(encode(number, self.boot, value)):
+        frame = encode(number, self.boot, value)
+        seal = self._seals.get(identity)
+        if seal is not None and not isinstance(value, wire.Proof | UnknownClient):
+            frame = seal.close(frame)
+        if not link.reply(frame):
             self.world.counters["replies_without_connection"] += 1
 
     def _hear_answer(self, asked: tuple[bytes, bytes], value: Any) -> None:

@@ -30,6 +30,7 @@ class ArenaFile:
     bytes: npt.NDArray[np.uint8]
     table_bytes: int
     boot: bytes = b""  # what its header says
+    secret: bytes = b""  # of that server
     owner: Server | None = None  # who holds its lock
     left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
     flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
@@ -66,6 +67,14 @@ class CardView:
     @property
     def fence(self) -> int:
         return 2**64 - 1 if self._closed else self.card.fence
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def secret(self) -> bytes:
+        return self.card.secret
 
     def is_alive(self) -> bool:
         return self.card.locked

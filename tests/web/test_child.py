@@ -22,7 +22,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.install import advice
 from kvdepot.web.token import obtain_token, read_token, token_path
 
-from ..conftest import Depot, StartDepot, eventually, suspend
+from ..conftest import SHM, Depot, StartDepot, eventually, suspend
 from ..ports import free_port
 from ..test_server import CHUNK, PER_CHUNK, Engine, run_serve, works
 from .conftest import NEEDED, StartWeb, Web, lives, need
@@ -340,3 +340,12 @@ def test_settings_are_shown_without_secrets(start_web: StartWeb, tmp_path: Path)
     assert shown.value["tiers"] == [f"disk://{tmp_path}/kv?capacity_gib=1", "redis://***@127.0.0.1:1/0?write=off"]
     assert shown.value["chunk_size"] == 256
     assert json.loads(shown.body)["http"] == "127.0.0.1:0"
+
+
+def test_a_depot_that_no_new_engine_can_reach_is_not_well(start_web: StartWeb) -> None:
+    web = start_web(arena_mib=4)
+    assert eventually(lambda: web.get("/healthz").status == 200)
+    (SHM / web.depot.name).unlink()
+    answer = eventually(lambda: (now := web.get("/healthz")).status == 503 and now)
+    assert "no new engine can connect" in answer.value["message"] and web.depot.name not in answer.value["message"]
+    assert web.latest()["unreachable"] and web.get("/readyz").status == 200

@@ -21,7 +21,9 @@ from kvdepot import __version__, install, shm, upkeep, wire
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
 from kvdepot.config import Config, load, odd_chunk_size, stray_variables
+from kvdepot.endpoints import holder
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
+from kvdepot.handshake import is_open_to_all
 from kvdepot.status import Status, read
 from kvdepot.web.child import missing_packages
 
@@ -312,7 +314,7 @@ def _key(key: str) -> Finding:
 
 def _ask(url: str, key: str) -> Status | Finding:
     """What the server says of itself, or why it does not."""
-    path = Path(url.removeprefix("ipc://")) if url.startswith("ipc://") else None
+    path = Path(url.removeprefix("ipc://")) if url.startswith("ipc://") and not is_open_to_all(url) else None
     start = "start one with `kvdepot serve`, or say where it is: --url or KVDEPOT_URL"
     if path is not None and not path.exists():
         return Finding("warn", "server", f"none has been started at {url} by this user", start)
@@ -324,7 +326,7 @@ def _ask(url: str, key: str) -> Status | Finding:
         with upkeep.connect(url, key, _ANSWER_S) as client:
             return read(client.ask(wire.Status()).result(_ANSWER_S))
     except KVDepotError as exc:
-        if path is not None and not _is_served(path):
+        if path is not None and not holder(url):
             return Finding("warn", "server", f"the one at {url} has ended", start)
         return Finding("fail", "server", str(exc), "see its log, and whether it wants a key")
 
@@ -362,15 +364,3 @@ def _page(address: str) -> Finding:
     said = "nothing" if answer is None else str(answer)
     advice = "see `kvdepot top` and the server's log"
     return Finding("warn", "web page", f"{address}/healthz answers {said}: its server does not, or is behind", advice)
-
-
-def _is_served(path: Path) -> bool:
-    """Whether a server that lives has the lock beside its socket."""
-    try:
-        descriptor = os.open(f"{path}.lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return shm.is_locked(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,7 +27,7 @@ _WHERE = (
 @click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
-    """Run the server until SIGTERM or SIGINT."""
+    """Run the server until SIGTERM, SIGINT or the end of its terminal (SIGHUP; not with nohup)."""
     config = load(file, options.flags_of(given))
     logs.configure(config.log_level, config.log_format)
     for name, advice in stray_variables(os.environ):
@@ -38,12 +38,12 @@ def serve(file: str | None, **given: Any) -> int:
             "it is refused",
             config.chunk_size,
         )
-    from kvdepot.server import Server
+    from kvdepot.server import STOP_SIGNALS, Server
 
     server = Server(config)
     server.catch_signals()
     server.run()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # it has stopped; and the handlers keep it from being collected
     if server.hangs:
         logging.shutdown()

@@ -182,7 +182,8 @@ def _window(window_s: float) -> str:
 
 def _faults(now: Status) -> list[str]:
     """What somebody should look at: now, and since the start."""
-    faults = [f"{clean(tier.name)} is {clean(tier.state)}" for tier in now.tiers if tier.state != "up"]
+    faults = [f"no new engine can connect: {clean(now.unreachable)}"] if now.unreachable else []
+    faults += [f"{clean(tier.name)} is {clean(tier.state)}" for tier in now.tiers if tier.state != "up"]
     faults += [f"GPU {clean(device.uuid)}: {clean(device.failure)}" for device in now.devices if device.failure]
     if now.unrecorded_shards:
         faults.append(f"{count(now.unrecorded_shards)} shards would not survive a crash: the table of records is full")

@@ -82,6 +82,8 @@ class Poll:
             return f"the depot has not answered for {silent_s:.1f} s"
         if answer is not None and answer.lag_s > BEHIND_S:
             return f"the depot is behind: its last answer took {answer.lag_s:.1f} s"
+        if answer is not None and answer.status.unreachable:
+            return f"no new engine can connect: {answer.status.unreachable}"
         return ""
 
     def latest(self) -> Answer:
