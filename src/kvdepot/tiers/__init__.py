@@ -145,7 +145,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "through"
     compress: Annotated[str, Meta(pattern="^(off|zstd)$", description="zstd: byte shuffle and zstd, lossless")] = "off"
     key_file: Annotated[str, Meta(description="file with 32 bytes in hex: objects are encrypted (AES-256-GCM)")] = ""
-    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks count as gone; 0 = never")] = 0
+    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks expire; 0 = never")] = 0
     threads: Annotated[int, Meta(ge=1, le=64, description="reads and writes under way at once")] = 4
     queue_mib: Annotated[
         int, Meta(ge=1, description="what may wait to be written, in MiB or as 2GiB; more is dropped")
@@ -170,12 +170,17 @@ class TierConfig(msgspec.Struct, frozen=True):
 
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
+        tier: Tier = self.load().open(self.url, dict(self.own), self.options.threads)
+        return tier
+
+    def load(self) -> Any:
+        """Import this kind of tier; its module. Blocks, but for no store. Raises ConfigError where a package is
+        missing."""
         kind = KINDS[self.kind]
         try:
-            tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
+            return _module(kind)
         except ImportError as exc:
             raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
-        return tier
 
 
 def _module(kind: str) -> Any:
@@ -203,12 +208,12 @@ def parse(text: str) -> TierConfig:
     try:
         parts = urlsplit(text)
     except ValueError:
-        raise ConfigError(f"tiers: {_shown(text)!r} is no URL") from None  # whose text may quote a password
+        raise ConfigError(f"tiers: {_shown(text)!r} is not a URL") from None  # whose text may quote a password
     if parts.scheme not in KINDS or "://" not in text:
         known = ", ".join(kind + "://" for kind in KINDS)
-        raise ConfigError(f"tiers: {_shown(text)!r} begins with none of {known}")
+        raise ConfigError(f"tiers: {_shown(text)!r} does not begin with one of {known}")
     if re.search(r"[\s\x00-\x1f#]", text):
-        raise ConfigError(f"tiers: {_shown(text)!r} holds a space or a #; write %20 or %23")
+        raise ConfigError(f"tiers: {_shown(text)!r} contains a space or a #; write %20 or %23")
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(parts.scheme, text.partition("?")[0], Options(), given)
