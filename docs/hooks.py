@@ -23,6 +23,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"^\*What `kvdepot --help` prints.*\*$", lambda _: _help(), markdown, flags=re.M)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """The page with names (settings, paths, flags) marked, which style.css keeps in one line; the theme breaks code."""
+    return re.sub(r"<code>([^\s<]{1,40})</code>", r'<code class="name">\1</code>', html)
+
+
 def _table(name: str) -> str:
     head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
     kind = _kind(name)

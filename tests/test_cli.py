@@ -162,7 +162,9 @@ def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: 
     for name in root.list_commands(click.Context(root)):
         assert re.search(rf"^  {name} +\w", said, re.MULTILINE), name
         assert cli.main([name, "--help"]) == 0
-        assert f"Usage: kvdepot {name} " in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert f"Usage: kvdepot {name} " in told
+        assert [line for line in told.splitlines() if len(line) > 80] == []
 
 
 def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
@@ -821,7 +823,7 @@ def test_doctor_tells_a_key_that_cannot_be_used(tmp_path: Path) -> None:
 def test_doctor_tells_an_arena_that_no_server_has(start_depot: StartDepot) -> None:
     def told() -> bool:
         texts = [finding["text"] for finding in doctor("--url", left.url)[1]["shared memory"]]
-        return any(text.startswith("no server has ") and left.name in text for text in texts)
+        return any("unused arenas take" in text and left.name in text for text in texts)
 
     # Of many it names a few: the first by name.
     left = start_depot("--on-stop", "keep", arena_mib=4, name=f"0-kvdepot-test-{uuid.uuid4().hex[:12]}")
@@ -894,7 +896,7 @@ def test_outside_a_checkout_bench_and_demo_say_where_they_are(command: str, tmp_
         env={**os.environ, "PYTHONPATH": str(package.parent)}, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"kvdepot: .*clone.*\n", done.stderr)
+    assert re.fullmatch(r"kvdepot: .*in a checkout.*\n", done.stderr)
 
 
 @pytest.mark.faults
@@ -960,10 +962,10 @@ def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_want
     second = start_depot("--http", at, arena_mib=8)
     eventually(lambda: "no HTTP at" in second.logged())
     done = run("open", "--url", second.url, KVDEPOT_HTTP=at)
-    assert (done.returncode, done.stdout) == (1, "") and "address is taken" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "") and "address is in use" in done.stderr
     assert (first.status()["http"], second.status()["http"]) == (at, "")
     _, found = doctor("--url", second.url, KVDEPOT_HTTP=at)
-    assert found["web page"][0]["state"] == "warn" and "another program has" in found["web page"][0]["text"]
+    assert found["web page"][0]["state"] == "warn" and "another program listens at" in found["web page"][0]["text"]
     assert first.stop() == 0
     address = eventually(lambda: run("open", "--url", second.url).stdout.strip(), 30.0)
     assert address == f"http://{at}/#token={run('token', '--url', second.url).stdout.strip()}"
@@ -973,7 +975,7 @@ def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_want
 def test_open_says_so_where_the_server_has_no_page(start_depot: StartDepot) -> None:
     depot = start_depot("--http", "off", arena_mib=8)
     done = run("open", "--url", depot.url)
-    assert (done.returncode, done.stdout) == (1, "") and "http is off" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "") and "HTTP is off" in done.stderr
 
 
 @pytest.mark.faults

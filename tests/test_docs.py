@@ -36,6 +36,7 @@ import pytest
 from kvdepot.status import HitRate, Status
 from tests.ports import free_port
 from tests.tiers.servers import RedisServer, need
+from tests.web.browser import chromium, executable
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvdepot"
@@ -474,20 +475,46 @@ def test_the_demos_numbers_become_pictures(tmp_path: Path) -> None:
             assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.faults
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the documentation as a website, built without a warning."""
     need(modules=["mkdocs", "material", "mkdocstrings"])
+    folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
-    start = (tmp_path / "site" / "start" / "index.html").read_text()
+    return folder
+
+
+@pytest.mark.faults
+def test_the_site_is_built_without_a_warning(site: Path) -> None:
+    start = (site / "start" / "index.html").read_text()
     assert "kvdepot serve" in start
-    for page in (tmp_path / "site").rglob("*.html"):
+    for page in site.rglob("*.html"):
         outside = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', page.read_text())
         assert not outside, f"{page.name} loads {outside}"
+
+
+_BROKEN = r"""() => [...document.querySelectorAll(".md-typeset table code")]
+    .filter((code) => code.textContent.length <= 40 && !/\s/.test(code.textContent) && code.getClientRects().length > 1)
+    .map((code) => code.textContent)"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("width", [1280, 900, 400])
+def test_no_table_of_the_site_breaks_the_name_of_a_setting(site: Path, width: int) -> None:
+    need(commands=[executable() or "chromium"], modules=["playwright"])
+    broken: dict[str, list[str]] = {}
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        for file in site.rglob("index.html"):
+            page.goto(f"file://{file}")
+            if names := page.evaluate(_BROKEN):
+                broken[str(file.parent.relative_to(site))] = names
+    assert broken == {}
 
 
 def main() -> None:

@@ -78,11 +78,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(ge=0, description="arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of free memory if less"),
     ] = 0.0
     keys: Annotated[
-        str, Meta(description="folder made by `kvdepot keygen`: clients need a key; a must for tcp beyond this host")
+        str,
+        Meta(description="folder made by `kvdepot keygen`; clients then need a key; required for tcp beyond this host"),
     ] = ""
-    arena_name: Annotated[
-        str, Meta(description="name of the arena in /dev/shm; empty = made from the user and the url")
-    ] = ""
+    arena_name: Annotated[str, Meta(description="name of the arena in /dev/shm; empty = derived from user and url")] = (
+        ""
+    )
     copy_threads: Annotated[int, Meta(ge=1, le=256, description="threads that copy KV")] = 2
     gpu_staging_mib: Annotated[
         int, Meta(ge=0, le=4096, description="device memory that copies may use on each GPU in use, in MiB or as 1GiB")
@@ -94,40 +95,38 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_sessions: Annotated[int, Meta(ge=1, description="requests per client that hold pins")] = 100_000
     max_pins: Annotated[int, Meta(ge=1, description="chunks per client that its requests pin")] = 1 << 22
     max_instances: Annotated[int, Meta(ge=1, description="registrations of KV tensors per client")] = 64
-    max_namespaces: Annotated[
-        int, Meta(ge=1, description="models, shapes and layouts that are told from each other")
-    ] = 1024
+    max_namespaces: Annotated[int, Meta(ge=1, description="distinct models, parallel shapes and layouts")] = 1024
     max_rate: Annotated[int, Meta(ge=16, description="requests a second per client; large ones count more")] = 20_000
     drain_s: Annotated[float, Meta(ge=0, description="seconds to finish copies in flight when stopped")] = 5.0
     on_stop: Annotated[
-        str, Meta(description="what a stop does with the arena: remove, or keep it for the next server")
+        str, Meta(description="what to do with the arena on stop: remove, or keep it for the next server")
     ] = "remove"
     tiers: Annotated[
         tuple[str, ...],
-        Meta(description="what lies behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://..."),
+        Meta(description="storage behind memory, nearest first: disk:///DIR, redis://..., s3://..., mooncake://..."),
     ] = ()
     lookup_s: Annotated[
-        float, Meta(gt=0, le=8, description="seconds a lookup may look behind memory; what comes later is recomputed")
+        float, Meta(gt=0, le=8, description="seconds a lookup may wait for tiers; what arrives later is recomputed")
     ] = 1.0
-    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which a chunk counts as gone; 0 = never")] = 0
+    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which a chunk expires; 0 = never")] = 0
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
     http: Annotated[
         str,
         Meta(
-            description="HOST:PORT of page, metrics and API; off = none; beyond this host, or with keys: with a token"
+            description="HOST:PORT of page, metrics and API; off = none; needs a token beyond this host, or with keys"
         ),
     ] = "127.0.0.1:7077"
     http_token_file: Annotated[
-        str, Meta(description="file with the token for HTTP (mode 0600); empty = one made beside the unix socket")
+        str, Meta(description="file with the HTTP token (mode 0600); empty = created beside the unix socket")
     ] = ""
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
     log_format: Annotated[str, Meta(description="human, or json: one object a line")] = "human"
     kv_events: Annotated[
         str,
         Meta(
-            description="where routers hear, as vLLM's KV events, which chunks come and go: ipc://PATH or "
+            description="endpoint where routers receive vLLM's KV events (chunks stored and removed): ipc://PATH or "
             "tcp://HOST:PORT; replays at PATH.replay or the next port; empty = off"
         ),
     ] = ""
@@ -137,7 +136,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
-            raise ValueError(f"url: {self.url!r} is no ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
+            raise ValueError(f"url: {self.url!r} is not a ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
         if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= _MOST_PORT):
             raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
         if self.kv_events and not _is_events_endpoint(self.kv_events):
@@ -149,7 +148,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
         names = [parse(tier).name for tier in self.tiers]
         if len(set(names)) < len(names):
-            raise ValueError(f"tiers: one of {', '.join(names)} stands there twice")
+            raise ValueError(f"tiers: duplicate tier among {', '.join(names)}")
         if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
 

@@ -242,7 +242,7 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("ftp://x", "begins with none of"),
+        ("ftp://x", "does not begin with one of"),
         ("disk:///tmp/x?capacity_gib=ten", "capacity_gib"),
         ("disk:///tmp/x?colour=red", "colour"),
         ("redis://h?write=sometimes", "write"),

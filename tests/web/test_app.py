@@ -244,7 +244,7 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/v1/forget", {}, "say what to forget"),
+        ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),
         ("/v1/forget", {"all": "yes"}, "all"),
         ("/v1/forget", {"all": True, "model": "x"}, "either `all`"),

@@ -27,7 +27,7 @@ def _script(name: str) -> Path:
         if path.is_file() and (root / "src" / "kvdepot").is_dir():
             return path
     raise ConfigError(
-        f"{name} belongs to the repository, not to the installed package: run this in a clone of it, "
+        f"{name} is part of the repository, not of the installed package: run this in a checkout, "
         "where `make bench` and `make demo` install what they need"
     )
 
@@ -64,23 +64,23 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
 @click.command()
 @click.option("--engine", type=click.Choice(["vllm"]), help="only the figures of a real engine")
 @click.option("--only", metavar="NAME,...", help="only these families of figures")
-@click.option("--tiny", is_flag=True, help="seconds instead of minutes; its numbers mean nothing")
+@click.option("--tiny", is_flag=True, help="run for seconds instead of minutes; the numbers mean nothing")
 @click.option("--no-vllm", is_flag=True, help="leave out the figures that need a vLLM engine")
-@click.option("--trace", metavar="FILE", type=click.Path(), help="requests to replay with each policy, beside made-up "
-    "ones")  # fmt: skip
+@click.option("--trace", metavar="FILE", type=click.Path(), help="requests to replay with each policy, in addition "
+    "to synthetic ones")  # fmt: skip
 @click.option("--out", metavar="FILE", type=click.Path(), help="where to write the figures (default: bench.json)")
 @options.as_json
 def bench(
     engine: str | None, only: str | None, tiny: bool, no_vllm: bool, trace: str | None, out: str | None, as_json: bool
 ) -> int:
-    """Run the canonical benchmark: each figure beside the floor measured in the same run. Takes some minutes.
+    """Run the benchmark: each figure beside the lower bound measured in the same run. Takes some minutes.
 
-    With --json its table goes to standard error and the figures, as written to --out, to standard output.
+    With --json the table goes to standard error, and the figures, as written to --out, to standard output.
     """
     script = _script("bench/bench.py")
     if engine:
         if only or no_vllm:
-            raise click.UsageError("--engine goes with neither --only nor --no-vllm")
+            raise click.UsageError("--engine excludes --only and --no-vllm")
         _need("vllm")
         only = "engine"
     arguments = ["--tiny"] * tiny + ["--no-vllm"] * no_vllm
@@ -95,19 +95,19 @@ def bench(
 @click.option("--cluster", is_flag=True, help="over two depots that share a pool of memory (Mooncake Store)")
 @click.option("--lengths", metavar="N,...", help="prompt lengths in tokens")
 @click.option(
-    "--url", metavar="[URL]", is_flag=False, flag_value="", help="use the server that runs there (without a value: "
-    "KVDEPOT_URL's, or this user's); default: one of its own while it runs",
+    "--url", metavar="[URL]", is_flag=False, flag_value="", help="use the server at URL (without a value: the one of "
+    "KVDEPOT_URL, or this user's); default: start one for the demo",
 )  # fmt: skip
 @options.as_json
 def demo(cluster: bool, lengths: str | None, url: str | None, as_json: bool) -> int:
-    """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back; takes some minutes.
+    """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back. Takes some minutes.
 
-    Exit code 1 when an output differs or nothing was retrieved. With --json what it says goes to standard error and
-    the figures to standard output.
+    Exit code 1 if an output differs or nothing was retrieved. With --json the messages go to standard error and the
+    figures to standard output.
     """
     script = _script("demo/cluster.py" if cluster else "demo/demo.py")
     if cluster and url is not None:
-        raise click.UsageError("--cluster starts its own servers: it goes without --url")
+        raise click.UsageError("--cluster starts its own servers: it excludes --url")
     _need("torch", "safetensors", "vllm")
     given = lengths.split(",") if lengths else []
     arguments = ["--lengths", *given] if given else []

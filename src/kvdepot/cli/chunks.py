@@ -43,7 +43,7 @@ def _prompt(
 @options.server
 @options.as_json
 def warm(as_json: bool, **which: Any) -> int:
-    """Load what the tiers have of a prompt into memory. Exit code 1 when not all of it is there then."""
+    """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are there in the end."""
     from kvdepot import upkeep
 
     with _prompt(**which) as (client, prompt, told):
@@ -54,12 +54,14 @@ def warm(as_json: bool, **which: Any) -> int:
 @click.command()
 @click.argument("name", metavar="NAME")
 @options.prompt
-@click.option("--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long (default: no end)")
+@click.option(
+    "--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long to keep it (default: until unpinned)"
+)
 @options.server
 @options.as_json
 def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
-    """Keep a prompt's chunks in memory, whoever comes and goes, until it is unpinned, its time is over, or the server
-    ends. All pins together take at most half of the memory."""
+    """Keep a prompt's chunks in memory until they are unpinned, the time is over, or the server stops. All pins
+    together may use at most half of the memory."""
     from kvdepot import upkeep
 
     with _prompt(**which) as (client, prompt, told):
@@ -80,7 +82,7 @@ def _said(count: int, chunks: int, done: str, as_json: bool) -> int:
 @options.server
 @options.as_json
 def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
-    """End a pin; `kvdepot status` lists the names."""
+    """End a pin. `kvdepot status` lists the names."""
     from kvdepot import upkeep
 
     with connect(url, key) as client:
@@ -91,25 +93,27 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.option("--model", default="", metavar="NAME", help="of this model, and of those whose name begins so")
-@click.option("--salt", default="", metavar="TEXT", help="of requests with this cache_salt")
-@click.option("--all", "everything", is_flag=True, help="everything; asks first on a terminal")
-@click.option("--yes", is_flag=True, help="do not ask; --all needs it where there is no terminal to ask on")
-@click.option("--dry-run", is_flag=True, help="show what would be removed, and remove nothing")
+@click.option(
+    "--model", default="", metavar="NAME", help="chunks of this model, and of all models whose name begins with NAME"
+)
+@click.option("--salt", default="", metavar="TEXT", help="chunks of requests with this cache_salt")
+@click.option("--all", "everything", is_flag=True, help="all chunks; asks for confirmation on a terminal")
+@click.option("--yes", is_flag=True, help="do not ask; required for --all without a terminal")
+@click.option("--dry-run", is_flag=True, help="show what would be removed, without removing it")
 @options.server
 @options.as_json
 def forget(
     model: str, salt: str, everything: bool, yes: bool, dry_run: bool, url: str | None, key: str | None, as_json: bool
 ) -> int:
-    """Remove chunks from memory and from all tiers, shared ones too: of a model, of a salt, or everything.
+    """Remove chunks from memory and from all tiers, shared ones too: of a model, of a salt, or all.
 
-    Exit code 1 when something may be left: a tier failed, or may hold models that this server does not know and
-    whose names begin with NAME; name those in full. Running requests with such a salt are stored again.
+    Exit code 1 if something may be left: a tier failed, or may hold models that this server does not know whose
+    names begin with NAME; give those names in full. Requests that are running may store such chunks again.
     """
     if everything and (model or salt):
-        raise ConfigError("--all forgets everything: give either it, or --model and --salt")
+        raise ConfigError("--all forgets everything: give either --all, or --model and --salt")
     if not (model or salt or everything):
-        raise ConfigError("say what to forget: --model, --salt or --all")
+        raise ConfigError("nothing to forget: give --model, --salt or --all")
     asks = everything and not yes and not dry_run
     if asks and not can_ask():
         raise ConfigError(
@@ -158,10 +162,10 @@ def _preview_lines(found: Preview) -> list[str]:
 @click.command()
 @click.option("--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
-@click.option("--fix", is_flag=True, help="drop what is wrong; only while no server has the arena")
+@click.option("--fix", is_flag=True, help="drop damaged records; only while no server uses the arena")
 @options.as_json
 def check(fix: bool, as_json: bool, **flags: str | None) -> int:
-    """Audit an arena, of a running server or one that left it. Exit code 1 when something is wrong."""
+    """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong."""
     from kvdepot.check import check as audit
 
     with progress() as told:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["connect", "endpoint"]
 
 _PATIENCE_S = 0.7
-"""After so long a person is told what is waited for."""
+"""After so long a person is told about the wait."""
 
 
 def endpoint(url: str | None) -> str:
@@ -38,7 +38,9 @@ def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
         if key:
             read_client_key(key)
     except ConfigError as exc:
-        raise ConfigError(f"key: {exc}; --key or KVDEPOT_KEY names a client's file that `kvdepot keygen` made") from exc
+        raise ConfigError(
+            f"key: {exc}; give --key or KVDEPOT_KEY a client's key file made by `kvdepot keygen`"
+        ) from exc
     told = f"kvdepot: waiting for a server at {place}"
     waiting = threading.Timer(_PATIENCE_S, print, [told], {"file": sys.stderr, "flush": True})
     waiting.daemon = True

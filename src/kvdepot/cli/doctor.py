@@ -13,18 +13,18 @@ __all__ = ["doctor"]
 
 
 @click.command()
-@click.option("--config", "file", metavar="FILE", type=click.Path(), help="the server's TOML file with settings")
+@click.option("--config", "file", metavar="FILE", type=click.Path(), help="the server's settings file (TOML)")
 @options.server
 @options.as_json
 def doctor(file: str | None, url: str | None, key: str | None, as_json: bool) -> int:
-    """Look at this machine, this user, what is installed and the server, and say of each what to do.
+    """Diagnose common problems of this machine, this user, the installation and the server, each with what to do.
 
-    Exit code 1 when something would keep a depot from working.
+    Exit code 1 if something would keep kvdepot from working.
     """
     from kvdepot.cli.findings import findings
 
     with progress() as told:
-        found = list(findings(file, url, key or default_key(), lambda what: told(f"looking at {what}", 0, 0)))
+        found = list(findings(file, url, key or default_key(), lambda what: told(f"checking {what}", 0, 0)))
     worst = {finding.state for finding in found}
     if as_json:
         print_json(msgspec.to_builtins(found))

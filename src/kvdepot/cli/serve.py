@@ -19,8 +19,9 @@ __all__ = ["config", "serve"]
 log = logging.getLogger(__name__)
 
 _WHERE = (
-    "Every setting can also stand in the file of --config (TOML) or in the environment as KVDEPOT_<SETTING>, e.g. "
-    "KVDEPOT_CHUNK_SIZE=512. Flags win over the environment, which wins over the file."
+    "Every setting can also be given in the file of --config (TOML) or in the environment as KVDEPOT_<SETTING>, e.g. "
+    "KVDEPOT_CHUNK_SIZE=512. Flags override the environment, which overrides the file. A SIZE may have a unit: 64GiB, "
+    "512MiB."
 )
 
 
@@ -55,7 +56,7 @@ def serve(file: str | None, **given: Any) -> int:
 @options.settings
 @options.as_json
 def config(file: str | None, as_json: bool, **given: Any) -> int:
-    """Show what `kvdepot serve` would run with, given the same flags, environment and file; secrets are masked."""
+    """Show the settings that `kvdepot serve` would use with the same flags, environment and file; masks secrets."""
     from kvdepot.cli.output import clean, console, print_json, size
 
     settings, sources = load_with_sources(file, options.flags_of(given))

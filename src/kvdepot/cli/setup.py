@@ -15,14 +15,13 @@ __all__ = ["calibrate", "completion", "keygen"]
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path())
 @click.argument("clients", metavar="[CLIENT]...", nargs=-1)
-@click.option("--tenant", default="", metavar="NAME", help="the one tenant whose chunks these clients reach")
+@click.option("--tenant", default="", metavar="NAME", help="the tenant of these clients; they reach its chunks only")
 @options.as_json
 def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) -> int:
-    """Write DIR/server.key unless it is there, DIR/CLIENT.key for each client, and who they are into DIR/clients.toml.
+    """Write DIR/server.key unless it exists, DIR/CLIENT.key for each client, and add the clients to DIR/clients.toml.
 
-    DIR is made for this user alone; a client's name is of letters, digits, - and _. Start the server with --keys DIR;
-    give each client its file as KVDEPOT_KEY. A running server learns of new clients, and of those taken out of
-    clients.toml, when it is started again.
+    Only this user can read DIR. A client's name consists of letters, digits, - and _. Start the server with --keys
+    DIR, and give each client its file as KVDEPOT_KEY. A running server reads clients.toml again when it is restarted.
     """
     from kvdepot.curve import generate
 
@@ -38,8 +37,8 @@ def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) ->
 @click.option("--gpu", default="", metavar="UUID|N", help="one GPU (default: all)")
 @options.as_json
 def calibrate(gpu: str, as_json: bool) -> int:
-    """Measure each way of copying between GPUs and pinned memory, as a server does when the first worker registers
-    from one, and print how fast each is and which is taken. No server is needed or changed."""
+    """Measure every copy path between GPUs and pinned memory, as a server does when a GPU's first worker registers.
+    Prints the speed of each and which one is used. Needs no server, and changes none."""
     staging_bytes = load().gpu_staging_mib << 20
     from kvdepot.devices.cuda import calibrate as ways
     from kvdepot.devices.cuda.driver import load as load_driver
@@ -61,7 +60,7 @@ def calibrate(gpu: str, as_json: bool) -> int:
             continue
         print(f"{device.name} {uuid}", *ways.table(figures), sep="\n", flush=True)
         if device.ways.without:
-            print(f"copies by programs of the GPU cannot be had: {device.ways.without}", flush=True)
+            print(f"the copy kernel is not available: {device.ways.without}", flush=True)
     if as_json:
         print_json(msgspec.to_builtins(found))
     return 0
@@ -70,12 +69,12 @@ def calibrate(gpu: str, as_json: bool) -> int:
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> int:
-    """Print what makes a shell complete commands, options and their values.
+    """Print a script that makes a shell complete commands, options and their values.
 
     \b
-    bash  kvdepot completion bash > ~/.local/share/bash-completion/completions/kvdepot
-    zsh   kvdepot completion zsh > a folder of $fpath, as _kvdepot
-    fish  kvdepot completion fish > ~/.config/fish/completions/kvdepot.fish
+    kvdepot completion bash > ~/.local/share/bash-completion/completions/kvdepot
+    kvdepot completion zsh > "${fpath[1]}/_kvdepot"
+    kvdepot completion fish > ~/.config/fish/completions/kvdepot.fish
     """
     from click.shell_completion import get_completion_class
 

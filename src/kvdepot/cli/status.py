@@ -15,8 +15,8 @@ __all__ = ["status"]
 @options.server
 @options.as_json
 def status(url: str | None, key: str | None, as_json: bool) -> int:
-    """Show what a running server holds and does: memory, hit rates beside those of an endless cache, what engines
-    saved, latencies, engines, models, tiers, what left, failed or was refused, and GPUs."""
+    """Show the state of a running server: memory, hit rates with their upper bound (infinite cache), saved prefill,
+    latencies, engines, models, tiers, evictions and failures, and GPUs."""
     from kvdepot import wire
 
     with connect(url, key) as client:

@@ -25,21 +25,25 @@ if TYPE_CHECKING:
 
 __all__ = ["top"]
 
-_NO_TERMINAL = "top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` a line a look"
+_NO_TERMINAL = "top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` one line per update"
 _KEYS_S = 0.1
 """How long a look at the keyboard takes; a change of the terminal's size is seen as often."""
 
 
 @click.command()
 @click.option(
-    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, metavar="SECONDS", help="between looks (default: 1)"
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=1.0,
+    metavar="SECONDS",
+    help="time between updates (default: 1)",
 )
 @options.server
 @options.as_json
 def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int:
-    """Watch a running server: its status, drawn again every second. q ends it.
+    """Watch a running server: its status, redrawn every second. Press q to quit.
 
-    --json prints a line of JSON a look instead, until it is interrupted; that needs no terminal.
+    --json prints one line of JSON per update until interrupted; that needs no terminal.
     """
     if as_json:
         return _print_lines(url, key, interval)

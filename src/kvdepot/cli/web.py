@@ -25,8 +25,8 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 @options.web
 @options.as_json
 def open(as_json: bool, key: str | None, **which: str | None) -> int:
-    """Print the address of the running server's web page, for a browser. The token stands behind the #, so no browser
-    sends it on; who has this address can forget, pin and load chunks. Where the page is, the server itself says."""
+    """Print the URL of the running server's web page, as the server reports it. The token is behind the #, which
+    browsers do not send; anybody who has this URL can forget, pin and load chunks."""
     from kvdepot import wire
     from kvdepot.status import read
 
@@ -36,11 +36,11 @@ def open(as_json: bool, key: str | None, **which: str | None) -> int:
         address = read(client.ask(wire.Status()).result(_STATUS_S)).http
     if not address:
         raise Unavailable(
-            f"the server at {config.url} has no page (yet): http is off, its packages are not installed, or its "
-            "address is taken; the log of `kvdepot serve` says which, and `kvdepot doctor` looks further"
+            f"the server at {config.url} has no web page (yet): HTTP is off, its packages are not installed, or its "
+            "address is in use; see the log of `kvdepot serve`, or run `kvdepot doctor`"
         )
     if ask_health(address) is None:
-        raise Unavailable(f"the page at {_address(address)} does not answer; the server's log says why")
+        raise Unavailable(f"the web page at {_address(address)} does not answer; see the server's log")
     page = f"{_address(address)}/#token={quote(_token(config), safe='')}"
     if as_json:
         print_json({"url": page})
@@ -53,8 +53,8 @@ def open(as_json: bool, key: str | None, **which: str | None) -> int:
 @options.web
 @options.as_json
 def token(as_json: bool, **which: str | None) -> int:
-    """Print the bearer token that changes over HTTP need: beyond this host, or where clients need keys, all of HTTP.
-    Anybody who has it can forget, pin and load chunks."""
+    """Print the bearer token for HTTP requests that change something; beyond this host, or where clients need keys, all
+    requests need it. Anybody who has it can forget, pin and load chunks."""
     said = _token(_config(which))
     if as_json:
         print_json({"token": said})
@@ -71,7 +71,7 @@ def _token(config: Config) -> str:
         return read_token(config)
     except ConfigError as exc:
         advice = (
-            "a server makes its token when it starts, for its own user; --url or --http-token-file says which one's"
+            "a server creates its token when it starts, for its own user; --url or --http-token-file selects the server"
         )
         raise ConfigError(f"{exc}; {advice}") from exc
 

@@ -146,7 +146,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "through"
     compress: Annotated[str, Meta(pattern="^(off|zstd)$", description="zstd: byte shuffle and zstd, lossless")] = "off"
     key_file: Annotated[str, Meta(description="file with 32 bytes in hex: objects are encrypted (AES-256-GCM)")] = ""
-    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks count as gone; 0 = never")] = 0
+    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks expire; 0 = never")] = 0
     threads: Annotated[int, Meta(ge=1, le=64, description="reads and writes under way at once")] = 4
     queue_mib: Annotated[
         int, Meta(ge=1, description="what may wait to be written, in MiB or as 2GiB; more is dropped")
@@ -180,14 +180,20 @@ class TierConfig(msgspec.Struct, frozen=True):
 
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
-        kind = KINDS[self.kind]
         try:
-            tier: Tier = _module(kind).open(self.url, dict(self.own), self.options.threads)
-        except ImportError as exc:
-            raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
+            tier: Tier = self.load().open(self.url, dict(self.own), self.options.threads)
         except KVDepotError as exc:
             raise type(exc)(self.redact(exc)) from None  # a cause may quote the URL
         return tier
+
+    def load(self) -> Any:
+        """Import this kind of tier; its module. Blocks, but for no store. Raises ConfigError where a package is
+        missing."""
+        kind = KINDS[self.kind]
+        try:
+            return _module(kind)
+        except ImportError as exc:
+            raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
 
 
 def _module(kind: str) -> Any:
@@ -209,7 +215,7 @@ def parse(text: str) -> TierConfig:
     scheme, colon, rest = text.partition("://")
     if not colon or scheme not in KINDS:
         known = ", ".join(kind + "://" for kind in KINDS)
-        raise ConfigError(f"tiers: {shown(text)!r} begins with none of {known}")
+        raise ConfigError(f"tiers: {shown(text)!r} does not begin with one of {known}")
     if has_ambiguous_secret(text):
         raise ConfigError(
             f"tiers: {shown(text)!r} holds a space, a # or an @ behind a ?; percent-encode them (%20, %23, %40), and "
@@ -218,7 +224,7 @@ def parse(text: str) -> TierConfig:
     try:
         query = urlsplit(text).query
     except ValueError:
-        raise ConfigError(f"tiers: {shown(text)!r} is no URL") from None  # whose text may quote a password
+        raise ConfigError(f"tiers: {shown(text)!r} is not a URL") from None  # whose text may quote a password
     if not has_place(text):
         raise ConfigError(f"tiers: {shown(text)!r} has no host:port, or no bucket, behind ://")
     place, _, _ = rest.partition("?")

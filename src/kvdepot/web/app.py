@@ -265,7 +265,7 @@ def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
     if data.all and (data.model or data.salt):
         raise BadRequest("give either `all`, or `model` and `salt`")
     if not (data.model or data.salt or data.all):
-        raise BadRequest("say what to forget: `model`, `salt`, or `all`")
+        raise BadRequest("nothing to forget: give `model`, `salt` or `all`")
     with _change(state):
         said = upkeep.forget(_poll(state).client, data.model, data.salt)
         if left := upkeep.not_forgotten(said):
@@ -332,7 +332,7 @@ def _answer_error(_: Request[Any, Any, State], exc: Exception) -> Response[Probl
                 problem = Problem(InternalError.code, problem.message)
         case _:
             log.error("an answer failed", exc_info=exc)
-            status_code, problem = 500, Problem(InternalError.code, "a bug of ours; the log of the server has it")
+            status_code, problem = 500, Problem(InternalError.code, "internal error; see the server log")
     headers = {"retry-after": "1"} if status_code in (429, 503) else {}
     if status_code == 413:
         headers["connection"] = "close"  # else the rest of it would be read all the same
