@@ -183,6 +183,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._context = context
         self._gpu: torch.device | None = None  # where the KV is, if on one
         self._tracked: dict[str, _Tracked] = {}
+        self._boot = b""  # the run of a server that `saved_chunks` is about
         self._new_loads: list[_Transfer] = []
         self._prefill = PrefillSpeed()
         self._ended: set[str] = set()
@@ -285,7 +286,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if cached is None:
             return None, False
         tracked.saved_chunks = cached // self._asks.chunk_size
-        if self._known is not None:
+        if self._known is not None and self._asks.is_answered(request.request_id):
             self._known.looked_up(request, tracked.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
@@ -320,6 +321,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> _Metadata:
         """This step's orders to the workers."""
+        self._hear_of_restarts()
         meta = _Metadata(
             loads=self._new_loads,
             preempted=set(scheduler_output.preempted_req_ids or ()),
@@ -339,6 +341,15 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                     self._order_store(meta, scheduler_output, tracked, new_tokens)
         return meta
 
+    def _hear_of_restarts(self) -> None:
+        """A server that was started anew may have nothing: offer it all again. It takes what it does not have."""
+        client = self._asks.mq_client
+        client.pump()
+        if client.boot != self._boot:
+            self._boot = client.boot
+            for tracked in self._tracked.values():
+                tracked.saved_chunks = 0
+
     def _order_store(
         self, meta: _Metadata, scheduler_output: SchedulerOutput, tracked: _Tracked, new_tokens: int
     ) -> None:
@@ -350,8 +361,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if end <= tracked.saved_chunks:
             return
         if tracked.saved_chunks == 0 and request.request_id in self._asks.lookup_futures:
-            cached = self._asks.check_lookup_result(request.request_id)
-            tracked.saved_chunks = (cached or 0) // chunk_size
+            tracked.saved_chunks = self._asks.known_tokens(request.request_id) // chunk_size
         if end <= tracked.saved_chunks:
             return
         if end > len(tracked.chain):
