@@ -110,6 +110,7 @@ class _Lookup:
     is_told: bool = False  # its watcher has been told
     is_unanswered: bool = False  # it has ended without an answer
     was_held: bool = False  # its caller was told to come back
+    is_second: bool = False  # it took the place of one whose caller was told to come back
 
     @property
     def chunks(self) -> int:
@@ -194,9 +195,9 @@ class LMCacheMPSchedulerAdapter:
         )
         self._ask(request_id, request)
 
-    def _ask(self, request_id: str, request: wire.Lookup) -> None:
+    def _ask(self, request_id: str, request: wire.Lookup, is_second: bool = False) -> None:
         client = self.mq_client
-        lookup = self._lookups[request_id] = _Lookup(request, Began.now(), client.heard)
+        lookup = self._lookups[request_id] = _Lookup(request, Began.now(), client.heard, is_second=is_second)
 
         def take(value: Any) -> int:
             lookup.boot = client.boot
@@ -235,18 +236,19 @@ class LMCacheMPSchedulerAdapter:
         """Like `check_lookup_result`, but waits up to `timeout_s` for an answer that is under way, and asks again.
 
         For a caller that can still use an answer. Asked again is a lookup that was not answered, once a server has been
-        heard since; and one that was answered by a server which another has replaced. None until that is answered, for
-        LOOKUP_S and the tiers' time at most; then 0, until the caller comes anew. A server that stays away, or hangs,
-        is not heard, so nobody waits for it again.
+        heard since; and one that was answered by a server which another has replaced. None while it is under way, and
+        once more where that ended without an answer but a server was heard meanwhile; then 0, until the caller comes
+        anew. A server that stays away, or hangs, is not heard, so nobody waits for it longer than LOOKUP_S and the
+        tiers' time, and later nobody waits at all.
         """
         client = self.mq_client
         tokens = self.check_lookup_result(request_id)
         lookup = self._lookups.get(request_id)
-        if tokens is not None and lookup is not None and not lookup.was_held:
+        if tokens is not None and lookup is not None and not (lookup.was_held and lookup.is_second):
             client.pump()
             is_outdated = lookup.boot not in (b"", client.boot)
             if is_outdated or (lookup.is_unanswered and lookup.heard != client.heard):
-                self._ask(request_id, lookup.request)
+                self._ask(request_id, lookup.request, is_second=lookup.was_held)
                 tokens = None
         if tokens is None and client.is_welcomed:
             client.wait(self.lookup_futures[request_id].query, timeout_s)
