@@ -19,8 +19,8 @@ import zmq
 
 from kvdepot import client, connection, handshake, header, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.connection import LINGER_S, Connection, Watch
-from kvdepot.errors import Busy, Unavailable, VersionMismatch
+from kvdepot.connection import GRACE_S, LINGER_S, Connection, Watch
+from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, VersionMismatch
 from kvdepot.layout import Layout, Mapping, Segment
 
 from .conftest import SHM, StartDepot, eventually, suspend
@@ -70,7 +70,7 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         asking.close()
 
 
-def test_a_hello_that_was_refused_is_repeated_at_the_next_look_and_not_by_all_that_happens_at_the_socket() -> None:
+def test_a_hello_that_was_refused_is_repeated_at_the_next_look_of_what_is_overdue() -> None:
     talk = Talk()
     talk.server = Server(f"kvdepot-test-{uuid.uuid4().hex[:12]}", b"12345678")
     try:
@@ -89,12 +89,12 @@ def test_a_hello_that_was_refused_is_repeated_at_the_next_look_and_not_by_all_th
 
         talk.connection._send = refuse
         talk.connection.welcomed = False  # as where its answer may be lost
+        talk.connection.connected()
         for _ in range(100):
-            talk.connection.stirred()
             talk.hear()
-        assert hellos <= 1 and not told, "its store may still be copied"
+        assert hellos == 1 and not told, "its store may still be copied"
         talk.wait(0.05)
-        assert 1 <= hellos <= 6
+        assert 2 <= hellos <= 7
     finally:
         talk.server.kill()
         (SHM / talk.server.name).unlink(missing_ok=True)
@@ -173,6 +173,9 @@ class Talk:
         self.connection = Connection(
             "ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now, CARD, lambda: self.between
         )
+        self.is_deaf = False  # what reaches the server now is not answered
+        self.sent: list[tuple[bytes, wire.Request]] = []  # whom it reached, and what it was
+        self.copies: list[tuple[bytes, bytes]] = []  # the same of copies, by number
 
     def send(self, frame: bytes) -> bool:
         """Deliver; all but copies are answered at once."""
@@ -180,6 +183,10 @@ class Talk:
         if server is None:
             return False
         number, request = frame[: wire.ID_BYTES], wire.decode_request(frame)[1]
+        assert not isinstance(request, KVDepotError)
+        self.sent.append((server.boot, request))
+        if self.is_deaf:
+            return True
         if isinstance(request, wire.Hello):
             secret = header.Watch(server.name, server.boot).secret
             self.challenge = handshake.Challenge(request, server.boot, server.name, secret)
@@ -188,15 +195,37 @@ class Talk:
             self.seal = self.challenge.check(request, CARD)
             value = wire.Welcome(wire.VERSION, 256)
         elif isinstance(request, wire.Store | wire.Retrieve):
+            self.copies.append((server.boot, number))
             return True
         else:
-            value = None
+            value = 7 if isinstance(request, wire.Lookup) else None
         slow = self.holds_back and isinstance(request, wire.Register)
         (self.slow if slow else self.replies).append(wire.encode_answer(number, server.boot, value))
         return True
 
-    def ask(self, request: wire.Request, done: Callable[[Any], None]) -> None:
-        self.connection.ask(request, done)
+    def ask(self, request: wire.Request, done: Callable[[Any], None], deadline_s: float | None = 30.0) -> None:
+        self.connection.ask(request, done, deadline_s)
+        self.hear()
+
+    def break_off(self) -> None:
+        """The connection breaks, with all that was on its way, and the socket says so."""
+        self.replies.clear()
+        self.connection.disconnected()
+
+    def connect(self) -> None:
+        """The socket says that it has a connection."""
+        self.connection.connected()
+        self.hear()
+
+    def reached(self, boot: bytes, kind: type) -> int:
+        """How many requests of a kind have reached a server."""
+        return sum(1 for whom, request in self.sent if whom == boot and isinstance(request, kind))
+
+    def answer_copies(self, boot: bytes) -> None:
+        """The server of that boot has done what it was asked to copy."""
+        for whom, number in self.copies:
+            if whom == boot:
+                self.replies.append(wire.encode_answer(number, boot, True))
         self.hear()
 
     def hear(self) -> None:
@@ -265,53 +294,199 @@ def test_the_end_of_a_session_whose_answer_was_lost_is_told_again(
     assert answers == [None]
 
 
-@pytest.mark.parametrize("device", ["", "GPU-0"])
-@pytest.mark.parametrize("successor", ["none", "at once"])
-def test_a_killed_servers_copies_end_at_once_on_the_processor_and_a_moment_later_on_a_gpu(
-    device: str, successor: str, talk: Talk, start_server: Callable[..., Server]
-) -> None:
-    """What was queued with a GPU's driver may run on when the process is gone and its lock is free."""
-    server = talk.server = start_server()
+def lookup(request: str = "r") -> wire.Lookup:
+    return wire.Lookup("model", 1, 4, request, 1, b"h" * 32, True)
+
+
+def begin_copies(talk: Talk, device: str) -> dict[str, Any]:
+    """Register, and ask for a store and a retrieve that the server does not answer; what becomes of them."""
     told: dict[str, Any] = {}
     talk.ask(wire.Register(1, layout(device)), lambda value: told.update(registered=value))
     talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
     talk.ask(wire.Retrieve(1, []), lambda value: told.update(retrieve=value))
-    assert told == {"registered": None}
+    assert told.pop("registered") is None
+    return told
+
+
+@pytest.mark.parametrize("device", ["", "GPU-0"])
+def test_a_killed_servers_copies_end_when_nothing_of_it_can_be_under_way_and_no_other_comes(
+    device: str, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """What was queued with a GPU's driver may run on when the process is gone and its lock is free."""
+    server = talk.server = start_server()
+    told = begin_copies(talk, device)
     talk.wait(2 * LINGER_S)
-    assert told == {"registered": None}, "it lives"
+    assert told == {}, "it lives"
     server.kill()
-    talk.server = start_server(server.name, b"boot-two") if successor == "at once" else None
+    talk.server = None
     began = talk.now
-    while len(told) < 3:
+    while len(told) < 2:
         assert talk.now < began + 5.0
         talk.wait(0.01)
     took = talk.now - began
     assert isinstance(told["store"], Unavailable) and isinstance(told["retrieve"], Unavailable)
-    assert LINGER_S <= took < LINGER_S + 0.5 if device else took < 0.5
+    assert max(GRACE_S, LINGER_S if device else 0.0) <= took < GRACE_S + 0.5
+
+
+@pytest.mark.parametrize("device", ["", "GPU-0"])
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard of", "found out"])
+def test_a_killed_servers_copies_are_asked_of_the_next_once_when_nothing_of_them_can_be_under_way(
+    device: str, is_heard: bool, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told = begin_copies(talk, device)
+    server.kill()
+    talk.server = start_server(server.name, b"boot-two")
+    if is_heard:
+        talk.break_off()
+        talk.connect()
+    began = talk.now
+    while sum(boot == b"boot-two" for boot, _ in talk.copies) < 2:
+        assert talk.now < began + 5.0
+        talk.wait(0.01)
+    assert talk.now - began >= LINGER_S if device else talk.now - began < 0.5
+    assert told == {}
+    talk.server.kill()
+    talk.server = start_server(server.name, b"boot-3rd")
+    while len(told) < 2:
+        assert talk.now < began + 10.0
+        talk.wait(0.01)
+    assert isinstance(told["store"], Unavailable) and isinstance(told["retrieve"], Unavailable)
+    assert not any(boot == b"boot-3rd" for boot, _ in talk.copies), "it could be they that end servers"
+
+
+def test_a_copy_that_is_asked_of_the_next_server_has_its_answer(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told = begin_copies(talk, "")
+    server.kill()
+    talk.server = start_server(server.name, b"boot-two")
+    talk.break_off()
+    talk.connect()
+    talk.answer_copies(b"boot-two")
+    assert told == {"store": True, "retrieve": True}
+
+
+def test_what_a_living_server_was_asked_is_asked_again_at_once_when_its_connection_breaks(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told = begin_copies(talk, "")
+    talk.is_deaf = True
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 1.0)
+    talk.ask(wire.EndSession("s"), lambda value: told.update(end=value), None)
+    talk.ask(wire.Status(), lambda value: told.update(status=value))
+    assert told == {}
+    talk.break_off()
+    assert isinstance(told.pop("status"), Unavailable), "who knows whether it was done"
+    assert told == {}
+    talk.is_deaf = False
+    talk.connect()
+    assert told == {"lookup": 7, "end": None}
+    talk.answer_copies(server.boot)
+    assert told == {"lookup": 7, "end": None, "store": True, "retrieve": True}
+    assert talk.reached(server.boot, wire.Store) == talk.reached(server.boot, wire.Lookup) == 2
+
+
+def test_requests_wait_a_moment_for_a_server_that_was_lost_and_none_for_one_that_stays_away(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Noop(), lambda value: told.update(first=value))
+    server.kill()
+    talk.server = None
+    talk.break_off()
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 10.0)
+    talk.wait(GRACE_S - 0.1)
+    assert told == {"first": None}
+    talk.wait(0.2)
+    assert isinstance(told["lookup"], Unavailable)
+    talk.ask(lookup("q"), lambda value: told.update(late=value), 10.0)
+    assert isinstance(told["late"], Unavailable)
+    talk.server = start_server(server.name, b"boot-two")
+    talk.connect()
+    assert talk.connection.welcomed, "nobody has to ask for that"
+    talk.ask(lookup(), lambda value: told.update(again=value), 10.0)
+    assert told["again"] == 7
+
+
+def test_a_lookup_is_not_asked_again_when_its_session_has_ended(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """What it pinned would stay pinned."""
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Noop(), lambda value: told.update(first=value))
+    talk.is_deaf = True
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 1.0)
+    talk.is_deaf = False
+    talk.ask(wire.EndSession("r"), lambda value: told.update(end=value), None)
+    assert told == {"first": None, "end": None}
+    talk.break_off()
+    assert isinstance(told["lookup"], Unavailable)
+    talk.connect()
+    assert talk.reached(server.boot, wire.Lookup) == 1
+
+
+def test_a_lookup_that_no_server_answers_ends_at_its_deadline_however_often_servers_come_and_go(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Noop(), lambda value: told.update(first=value))
+    talk.is_deaf = True
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 1.0)
+    for _ in range(9):
+        talk.break_off()
+        talk.connect()
+        talk.wait(0.1)
+    assert "lookup" not in told
+    talk.wait(0.11)
+    assert isinstance(told["lookup"], DeadlineExceeded)
+    assert server.boot
 
 
 def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
     server = talk.server = start_server()
-    told: dict[str, Any] = {}
-    talk.ask(wire.Register(1, layout("GPU-0")), lambda value: told.update(registered=value))
-    talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
+    told = begin_copies(talk, "GPU-0")
     server.kill()
-    talk.server = None
-    talk.ask(wire.Noop(), lambda value: told.update(down=value))
-    assert isinstance(told["down"], Unavailable)
-    assert "store" not in told
     talk.server = start_server(server.name, b"boot-two")
-    talk.ask(wire.Noop(), lambda value: told.update(up=value))
-    talk.wait(0.05)
-    assert told["up"] is None
-    assert "store" not in told, "the old server's copy may still run"
+    talk.ask(lookup(), lambda value: told.update(lookup=value))
+    talk.wait(0.5)
+    assert told == {"lookup": 7}
+    assert not any(boot == b"boot-two" for boot, _ in talk.copies), "the old server's copies may still run"
     talk.wait(LINGER_S)
-    assert isinstance(told["store"], Unavailable)
-    talk.ask(wire.Store(1, 2, []), lambda value: told.update(again=value))
-    talk.wait(2 * LINGER_S)
-    assert "again" not in told, "the new server has it"
+    talk.answer_copies(b"boot-two")
+    assert told == {"lookup": 7, "store": True, "retrieve": True}
+
+
+def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_there(
+    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked meanwhile, and nobody looks for what is overdue or gone."""
+    depot = start_depot()
+    with zmq.Context() as context:
+        asking = client.MessageQueueClient(depot.url, context)
+        asking.learn_chunk_size(10.0)
+        for name in ("CHECK_S", "_GONE_CHECK_S", "_STALE_S"):
+            monkeypatch.setattr(connection, name, 3600.0)
+
+        def is_welcomed() -> bool:
+            asking.pump()
+            return asking.is_welcomed
+
+        boot = asking.boot
+        assert is_welcomed()
+        depot.process.kill()
+        eventually(lambda: not is_welcomed())
+        start_depot(url=depot.url, name=depot.name)
+        eventually(is_welcomed)
+        assert asking.boot != boot
+        asking.close()
 
 
 def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_address(
@@ -327,6 +502,8 @@ def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_add
     talk.ask(wire.Noop(), lambda value: told.update(up=value))
     assert told == {"registered": None, "up": None}
     assert talk.connection.boot == b"boot-two"
+    assert [boot for boot, _ in talk.copies] == [stopped.boot]
     stopped.kill()
     talk.wait(0.1)
-    assert isinstance(told["store"], Unavailable)
+    talk.answer_copies(b"boot-two")
+    assert told["store"] is True

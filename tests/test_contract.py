@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvdepot import adapters, errors
+from kvdepot import adapters, connection, errors
 from kvdepot.adapters import (
     IPCCacheEngineKey,
     KVCacheHandle,
@@ -192,8 +192,8 @@ def client(depot: Depot) -> Iterator[MessageQueueClient]:
     connection.close()
 
 
-def ask(connection: MessageQueueClient, request_type: RequestType, *payloads: Any) -> Any:
-    return send_lmcache_request(connection, request_type, list(payloads)).result(10.0)
+def ask(client: MessageQueueClient, request_type: RequestType, *payloads: Any) -> Any:
+    return send_lmcache_request(client, request_type, list(payloads)).result(10.0)
 
 
 def barrier(worker: LMCacheMPWorkerAdapter | LMCacheMPSchedulerAdapter) -> None:
@@ -1488,6 +1488,130 @@ def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_dep
     assert second.status()["instances"] == 1
     engine.close()
     assert second.status()["instances"] == 0
+
+
+def kill(server: Depot) -> None:
+    server.process.kill()
+    server.process.wait(10)
+
+
+def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: list[int]) -> None:
+    scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
+    assert wait_lookup(scheduler, request_id) == 0
+    assert not scheduler.is_answered(request_id)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["met", "not met"])
+def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
+    start_depot: StartDepot, make_engine: MakeEngine, is_noticed: bool
+) -> None:
+    """Whether or not anybody had met the end of the server before it was asked."""
+    first = start_depot()
+    engine, tokens = make_engine(first), prompt(2 * CHUNK)
+    scheduler = engine.scheduler
+    engine.store(LoadStoreOp(list(range(8)), token_ids=tokens))
+    kill(first)
+    if is_noticed:
+        ask_in_vain(scheduler, "early", tokens)
+    ask_in_vain(scheduler, "r", tokens)
+    assert scheduler.wait_lookup_result("r", 0.1) == 0, "nobody is there: nobody is waited for"
+    second = start_depot(url=first.url, name=first.name)
+    assert scheduler.check_lookup_result("r") == 0, "the contract knows no second answer"
+    eventually(lambda: scheduler.wait_lookup_result("r", 0.1) == 2 * CHUNK)
+    assert scheduler.is_answered("r") and scheduler.known_tokens("r") == 2 * CHUNK
+    assert engine.retrieve(LoadStoreOp(list(range(8, 16)), token_ids=tokens)) == set()
+    scheduler.end_session("r")
+    barrier(scheduler)
+    assert second.status()["sessions"] == 0
+
+
+@pytest.mark.faults
+def test_a_lookup_that_is_under_way_when_its_server_dies_is_answered_by_the_next(
+    start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "LOOKUP_S", 60.0)
+    monkeypatch.setattr(connection, "GRACE_S", 60.0)
+    first = start_depot()
+    engine, tokens = make_engine(first), prompt(CHUNK)
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+    os.kill(first.process.pid, signal.SIGSTOP)
+    engine.scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
+    engine.worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), None)
+    assert engine.scheduler.wait_lookup_result("r", 0.05) is None
+    kill(first)
+    second = start_depot(url=first.url, name=first.name)
+    assert wait_lookup(engine.scheduler, "r") == CHUNK
+    eventually(lambda: engine.worker.get_finished({"s"})[0] == {"s"})
+    assert engine.worker.counters["stores_dropped"] == 0
+    assert second.status()["chunks"] == 2
+
+
+@pytest.mark.faults
+def test_a_server_that_hangs_is_not_waited_for_again_until_it_is_heard(
+    start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "LOOKUP_S", 0.2)
+    server = start_depot()
+    engine, tokens = make_engine(server), prompt(CHUNK)
+    scheduler = engine.scheduler
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+    barrier(scheduler)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    ask_in_vain(scheduler, "r", tokens)
+    for _ in range(10):
+        assert scheduler.wait_lookup_result("r", 0.01) == 0
+    os.kill(server.process.pid, signal.SIGCONT)
+    eventually(lambda: scheduler.wait_lookup_result("r", 0.1) == CHUNK)
+
+
+@pytest.mark.faults
+def test_a_request_that_was_held_back_in_vain_is_looked_up_once_more_when_a_server_was_heard_and_then_goes_without(
+    start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "LOOKUP_S", 0.2)
+    server = start_depot()
+    engine, tokens = make_engine(server), prompt(CHUNK)
+    scheduler = engine.scheduler
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+
+    def hold_back() -> None:
+        """Ask while the server does not answer, let the lookup end, and hear the server."""
+        os.kill(server.process.pid, signal.SIGSTOP)
+        assert scheduler.wait_lookup_result("r", 0.01) is None
+        assert scheduler.mq_client.wait(scheduler.lookup_futures["r"].query, 10.0)
+        os.kill(server.process.pid, signal.SIGCONT)
+        barrier(scheduler)
+
+    barrier(scheduler)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
+    hold_back()
+    first = scheduler.lookup_futures["r"]
+    hold_back()
+    assert scheduler.lookup_futures["r"] is not first, "a server was heard"
+    assert scheduler.wait_lookup_result("r", 0.01) == 0
+    eventually(lambda: scheduler.wait_lookup_result("r", 0.1) == CHUNK)  # when it comes up anew
+
+
+@pytest.mark.faults
+def test_what_a_former_server_had_is_asked_anew_of_an_empty_one(
+    start_depot: StartDepot, make_engine: MakeEngine
+) -> None:
+    first = start_depot()
+    engine, tokens = make_engine(first), prompt(CHUNK)
+    scheduler = engine.scheduler
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+    scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
+    assert wait_lookup(scheduler, "r") == scheduler.known_tokens("r") == CHUNK
+    boot = scheduler.mq_client.boot
+    first.stop()  # and its chunks go with it
+    start_depot(url=first.url, name=first.name)
+    eventually(lambda: scheduler.mq_client.pump() or scheduler.mq_client.boot != boot)
+    assert scheduler.known_tokens("r") == 0
+    assert scheduler.check_lookup_result("r") == CHUNK
+    assert scheduler.wait_lookup_result("r", 10.0) == 0
+    assert scheduler.is_answered("r")
 
 
 @pytest.mark.faults

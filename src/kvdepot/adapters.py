@@ -34,7 +34,7 @@ from kvdepot.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.errors import BadRequest, KVDepotError, UnknownRequest
+from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
 from kvdepot.events import EventQueue, happened
 from kvdepot.keys import HASH_BYTES, engine_hash
 from kvdepot.layout import Layout, build_layout, find_block_axes
@@ -62,7 +62,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0
-"""A lookup without an answer by then, and the time that the server's tiers have, counts as a miss."""
+"""A lookup without an answer by then, and the time that the server's tiers have, counts as a miss for now."""
 _SHUTDOWN_S = 5.0
 
 
@@ -98,6 +98,24 @@ def _connect(
         raise
 
 
+@dataclass(slots=True)
+class _Lookup:
+    """One request's lookup, and what is known of its answer."""
+
+    request: wire.Lookup
+    began: Began
+    heard: int  # how often a server had been heard when it was asked
+    boot: bytes = b""  # whose answer there is
+    is_told: bool = False  # its watcher has been told
+    is_unanswered: bool = False  # it has ended without an answer
+    was_held: bool = False  # its caller was told to come back
+    is_second: bool = False  # it took the place of one whose caller was told to come back
+
+    @property
+    def chunks(self) -> int:
+        return len(self.request.hashes) // HASH_BYTES
+
+
 class LMCacheMPSchedulerAdapter:
     """The scheduler's side: what of a prompt is cached. Used by one thread."""
 
@@ -127,7 +145,7 @@ class LMCacheMPSchedulerAdapter:
             raise
         self.lookup_futures: dict[str, MessagingFuture[int]] = {}
         self.watch: Callable[[Operation], None] | None = None  # told of each lookup when its answer is asked for
-        self._asked: dict[str, tuple[Began, int]] = {}  # lookups that nobody knows the answer of: when, chunks
+        self._lookups: dict[str, _Lookup] = {}
 
     def maybe_submit_lookup_request(
         self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
@@ -174,10 +192,17 @@ class LMCacheMPSchedulerAdapter:
             chained,
             salt,
         )
-        self._asked[request_id] = Began.now(), len(hashes) // HASH_BYTES
-        self.lookup_futures[request_id] = self.mq_client.ask(
-            request, lambda value: contract.check_type(value, int), deadline_s=LOOKUP_S
-        )
+        self._ask(request_id, request)
+
+    def _ask(self, request_id: str, request: wire.Lookup, is_second: bool = False) -> None:
+        client = self.mq_client
+        lookup = self._lookups[request_id] = _Lookup(request, Began.now(), client.heard, is_second=is_second)
+
+        def take(value: Any) -> int:
+            lookup.boot = client.boot
+            return contract.check_type(value, int)
+
+        self.lookup_futures[request_id] = client.ask(request, take, deadline_s=LOOKUP_S)
 
     def check_lookup_result(self, request_id: str) -> int | None:
         """Tokens in the longest cached prefix, or None while the answer is pending. Never blocks.
@@ -190,25 +215,57 @@ class LMCacheMPSchedulerAdapter:
             raise UnknownRequest(f"no lookup was submitted for request {request_id[:64]!r}")
         if not future.query():
             return None
+        lookup = self._lookups.get(request_id)
         try:
             found, error = future.result(), ""
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             self.lookup_futures[request_id] = MessagingFuture.resolved(0)
             found, error = 0, f"{exc.code}: {exc}"
-        began, chunks = self._asked.pop(request_id, (None, 0))
-        if self.watch is not None and began is not None:
-            took_s = time.monotonic() - began.at_s
-            self.watch(Operation("lookup", [request_id], began, took_s, chunks, found, error=error))
+            if lookup is not None:
+                lookup.is_unanswered = isinstance(exc, Unavailable | DeadlineExceeded)
+        if lookup is not None and not lookup.is_told:
+            lookup.is_told = True
+            if self.watch is not None:
+                took_s = time.monotonic() - lookup.began.at_s
+                self.watch(Operation("lookup", [request_id], lookup.began, took_s, lookup.chunks, found, error=error))
         return found * self.chunk_size
 
     def wait_lookup_result(self, request_id: str, timeout_s: float) -> int | None:
-        """Like `check_lookup_result`, but waits up to `timeout_s` for an answer that is under way."""
+        """Like `check_lookup_result`, but waits up to `timeout_s` for an answer that is under way, and asks again.
+
+        For a caller that can still use an answer. Asked again is a lookup that was not answered, once a server has been
+        heard since; and one that was answered by a server which another has replaced. None while it is under way, and
+        once more where that ended without an answer but a server was heard meanwhile; then 0, until the caller comes
+        anew. A server that stays away, or hangs, is not heard, so nobody waits for it longer than LOOKUP_S and the
+        tiers' time, and later nobody waits at all.
+        """
+        client = self.mq_client
         tokens = self.check_lookup_result(request_id)
-        if tokens is None:
-            self.mq_client.wait(self.lookup_futures[request_id].query, timeout_s)
-            tokens = self.check_lookup_result(request_id)
+        lookup = self._lookups.get(request_id)
+        if tokens is not None and lookup is not None and not (lookup.was_held and lookup.is_second):
+            client.pump()
+            is_outdated = lookup.boot not in (b"", client.boot)
+            if is_outdated or (lookup.is_unanswered and lookup.heard != client.heard):
+                self._ask(request_id, lookup.request, is_second=lookup.was_held)
+                tokens = None
+        if tokens is None and client.is_welcomed:
+            client.wait(self.lookup_futures[request_id].query, timeout_s)
+        tokens = self.check_lookup_result(request_id)
+        if (lookup := self._lookups.get(request_id)) is not None:
+            lookup.was_held = tokens is None
         return tokens
+
+    def known_tokens(self, request_id: str) -> int:
+        """Tokens of the request's prompt that the server which is there now has said to have. Never blocks."""
+        lookup = self._lookups.get(request_id)
+        tokens = self.check_lookup_result(request_id) if lookup is not None else 0
+        return tokens or 0 if lookup is not None and lookup.boot == self.mq_client.boot else 0
+
+    def is_answered(self, request_id: str) -> bool:
+        """Whether a server has answered the request's lookup: else its 0 tokens mean that nobody knows."""
+        lookup = self._lookups.get(request_id)
+        return lookup is not None and lookup.boot != b""
 
     def num_blocks_per_chunk(self) -> int:
         """Engine blocks in a chunk."""
@@ -217,7 +274,7 @@ class LMCacheMPSchedulerAdapter:
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forget the local lookup state of a request; unknown ids are fine."""
         self.lookup_futures.pop(request_id, None)
-        self._asked.pop(request_id, None)
+        self._lookups.pop(request_id, None)
 
     def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
         """Tell the server that the request is over: pins it still holds are released. Fire and forget.

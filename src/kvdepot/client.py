@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 CONNECT_S = 5.0
 """How long requests wait for the first connection to a server."""
 
@@ -176,13 +178,17 @@ class MessageQueueClient:
         self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers wait here: the server keeps few for a client
         if keys is not None:
             keys.use(self._socket)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MADE | zmq.EVENT_DISCONNECTED)
+        self._fds: list[int] = [each.getsockopt(zmq.FD) for each in (self._socket, self._monitor)]
+        self._has_events = select.poll()
+        self._has_events.register(self._fds[1], select.POLLIN)
+        self._read_events()  # its descriptor tells of events only once it has been found empty
         try:
             self._socket.connect(server_url)
         except zmq.ZMQError as exc:
-            self._socket.close()
+            self._close_sockets()
             self.card.close()
             raise Unavailable(f"{server_url!r} is no address of a server: {exc.strerror}") from exc
-        self._fd: int = self._socket.getsockopt(zmq.FD)
         between = partial(_others_between, server_url) if keys is None else bool  # CURVE proves each message itself
         self._connection = Connection(
             server_url, self.card.name, self._send, Watch, time.monotonic, self.card.secret, between
@@ -232,6 +238,21 @@ class MessageQueueClient:
         return future
 
     @property
+    def is_welcomed(self) -> bool:
+        """Whether what is asked now reaches a server that knows us, as far as we have heard."""
+        return self._connection.welcomed
+
+    @property
+    def boot(self) -> bytes:
+        """The run of a server that welcomed us last."""
+        return self._connection.boot
+
+    @property
+    def heard(self) -> int:
+        """How often a server was heard: replies, and connections made."""
+        return self._connection.heard
+
+    @property
     def chunk_size(self) -> int:
         """The server's tokens a chunk; 0 before it has welcomed us."""
         return self._connection.chunk_size
@@ -261,6 +282,7 @@ class MessageQueueClient:
 
     def _ask(self, request: wire.Request, future: MessagingFuture[Any], deadline_s: float | None) -> None:
         with self._lock:
+            self._take_events()  # what is sent on a connection that was made anew must come after our hello
             self._connection.ask(request, future._finish, deadline_s)
 
     # -- hearing
@@ -272,6 +294,7 @@ class MessageQueueClient:
         try:
             if not self._closed:
                 self._receive()
+                self._take_events()
                 self._connection.expire()
         finally:
             self._lock.release()
@@ -280,16 +303,15 @@ class MessageQueueClient:
         """Pump until `done()`; blocks for `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
-        poller.register(self._fd, select.POLLIN)
+        for fd in self._fds:
+            poller.register(fd, select.POLLIN)
         while not done():
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return done()
-            # Slices: the descriptor is edge-triggered, and another thread may take our answer in.
+            # Slices: the descriptors are edge-triggered, and another thread may take our answer in.
             if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
-                self.pump()  # ZeroMQ takes notice of a connection when it is asked for a message
-                with self._lock:
-                    self._connection.stirred()
+                self.pump()
         return True
 
     def _receive(self) -> None:
@@ -299,9 +321,33 @@ class MessageQueueClient:
             except zmq.Again:
                 return
             except zmq.ZMQError as exc:
-                self._connection.lose(Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}"))
+                error = Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}")
+                self._connection.lose(error, for_good=True)
                 return
             self._connection.take(frame)
+
+    def _take_events(self) -> None:
+        """Hear of connections made and broken. What had come by a broken one is taken in before."""
+        if not self._has_events.poll(0):  # a third of what it costs to ask ZeroMQ
+            return
+        made = self._read_events()
+        if made:
+            self._receive()
+            for is_made in made:
+                if is_made:
+                    self._connection.connected()
+                else:
+                    self._connection.disconnected()
+
+    def _read_events(self) -> list[bool]:
+        """For each connection since the last look: True that it was made, False that it broke."""
+        made: list[bool] = []
+        try:
+            while True:
+                event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
+                made.append(int.from_bytes(event[:2], sys.byteorder) == _MADE)
+        except zmq.ZMQError:  # there are no more, or the context has ended, which `_receive` says
+            return made
 
     def close(self) -> None:
         """End the connection; what is in flight fails with Unavailable. Safe twice.
@@ -314,5 +360,9 @@ class MessageQueueClient:
                 return
             self._closed = True
             self._connection.close()
-            self._socket.close()
+            self._close_sockets()
             self.card.close()
+
+    def _close_sockets(self) -> None:
+        self._monitor.close()
+        self._socket.close()

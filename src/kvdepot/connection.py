@@ -5,9 +5,11 @@ ends once, with a value or an error. Lookups and the like have deadlines; a stor
 answered, or when the server provably touches no memory any more (its lock on the arena is free, see shm.py; and where
 tensors are in a GPU's memory, a moment has passed since).
 
-A server that restarted answers `UnknownClient`. The connection then **recovers**: it says hello, takes its
-registrations back and makes them anew, and repeats the refused requests; callers notice nothing. A copy whose
-answer got lost ends there too: the server answers `Unregister` only when no copy touches the tensors.
+A server that restarted answers `UnknownClient`, or its connection broke, which the socket tells (`disconnected`). The
+connection then **recovers**: it says hello, takes its registrations back and makes them anew, and sends again what was
+refused, what was not sent, and what may be asked twice: lookups, ends of sessions and, once, copies. The server answers
+`Unregister` only when no copy touches the tensors, and a copy of a server that is gone waits until that is proved.
+So a restart costs callers time, at most GRACE_S, and nothing else.
 """
 
 from __future__ import annotations
@@ -43,9 +45,12 @@ DEADLINE_S = 30.0
 _HELLO_S = 1.0
 _PATIENCE_S = 2.0
 """For the first try to register again. Its answer may be lost with the connection, and all copies wait for it."""
+GRACE_S = 1.0
+"""How long requests wait for a server that was lost: one that is started again serves within half a second. Later, and
+until there is a connection, they fail at once."""
 _GONE_CHECK_S = 0.2
 _STALE_S = 10.0
-"""After this long, a copy's answer is suspected lost."""
+"""After this long, a copy's answer is suspected lost although nobody has heard of a broken connection."""
 _MAX_REPEATS = 3
 LINGER_S = 1.0
 """So long after a server's death its GPUs may still run copies that were queued with the driver: no lock tells when the
@@ -77,6 +82,9 @@ class _Pending:
     deadline: float
     born: float
     repeats: int = 0
+    may_repeat: bool = True
+    """Whether it may be sent again when its answer is lost. A copy may once: it could be what ends servers. A lookup
+    may not when its session has ended meanwhile: it would pin for ever."""
 
 
 @dataclass(slots=True)
@@ -109,6 +117,7 @@ class Connection:
         self.boot = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
+        self.heard = 0  # replies, and connections made: while it stays the same, asking again is of no use
         self.welcomed = False
         self._url = url
         self._card = card
@@ -131,7 +140,8 @@ class Connection:
         self._former: list[_Server] = []  # predecessors that may still touch blocks
         self._linger_s = 0.0  # how long after its death a server may; more once tensors are on a device
         self._met = False  # a server has welcomed us at least once
-        self._reached = False  # somebody has taken our last hello
+        self._lost_at: float | None = None  # when a server that had welcomed us was found to be lost
+        self._owes_hello = False  # there is a connection, and nobody at its end has answered to a hello
         self._closed = False
         self._patience_s = _PATIENCE_S  # for an answer in recovery; more each time that none comes
         self._last_reply = 0.0
@@ -162,6 +172,10 @@ class Connection:
                 deadline_s += self.lookup_s
             if isinstance(request, wire.Register) and request.layout.device:
                 self._linger_s = LINGER_S
+            if isinstance(request, wire.EndSession):
+                for item in self._pending.values():
+                    if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
+                        item.may_repeat = False
             now = self._clock()
             number = next(self._numbers)
             try:
@@ -174,13 +188,18 @@ class Connection:
             self._dispatch(number)
 
     def _dispatch(self, number: int) -> None:
-        if self.welcomed:
-            if not self._transmit(number):
-                self.lose(self._cut_off())
-            return
         self._parked.append(number)
-        if not self._recovering and not self._greet() and self._met:
+        if self.welcomed:
+            self._send_parked()
+        elif not self._recovering and not self._greet() and self._met:
             self.lose(self.no_server())
+
+    def _send_parked(self) -> None:
+        while self._parked and self.welcomed:
+            if self._parked[0] in self._pending and not self._transmit(self._parked[0]):
+                self.lose(self._cut_off())
+                return
+            self._parked.popleft()
 
     def _transmit(self, number: int) -> bool:
         pending = self._pending[number]
@@ -200,21 +219,28 @@ class Connection:
 
     # -- hello, and again after a restart
 
-    def stirred(self) -> None:
-        """Something has happened at the socket: where nobody took a hello, the connection's making, perhaps.
-
-        No need to wait for `expire` then. A hello that was refused is for `expire` to repeat, or we flood the server.
-        """
-        if not self._reached and self._waits_to_greet():
+    def connected(self) -> None:
+        """The socket has a connection: say hello at once, rather than at the next look of `expire`."""
+        self.heard += 1
+        self._owes_hello = self._met
+        if self._waits_to_greet():
             self._greet()
 
+    def disconnected(self) -> None:
+        """The socket's connection broke, and with it went what was on its way."""
+        self._owes_hello = False
+        if self._met:
+            self.lose(self._cut_off())
+        else:
+            self._drop_own()
+
     def _waits_to_greet(self) -> bool:
-        return bool(self._pending) and not self.welcomed and not self._recovering
+        return bool(self._pending or self._owes_hello) and not self.welcomed and not self._recovering
 
     def _greet(self) -> bool:
+        """Whether somebody has taken our hello."""
         self._offer = Offer(self._card, self._secret, self._others_between())
-        self._reached = self._ask_own(self._offer.hello, self._on_proof, _HELLO_S)
-        return self._reached
+        return self._ask_own(self._offer.hello, self._on_proof, _HELLO_S)
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
         """One of our own requests; `then` gets the value or the error."""
@@ -229,8 +255,15 @@ class Connection:
         self._recovering.discard(number)
         return False
 
+    def _drop_own(self) -> None:
+        """Nobody will answer our own requests: begin anew."""
+        for number in self._recovering:
+            self._pending.pop(number, None)
+        self._recovering.clear()
+
     def _on_proof(self, value: Any) -> None:
         """The answer to our hello. Nothing is believed, and nothing told, before it is checked against the arena."""
+        self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded) and not self._met:
             return  # it accepts connections but is slow to answer: `expire` asks again, as long as callers wait
         if isinstance(value, KVDepotError):
@@ -263,6 +296,7 @@ class Connection:
 
     def _on_welcome(self, value: Any) -> None:
         proved = self._proved
+        self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded):
             if not self._met:
                 return  # as in `_on_proof`
@@ -306,22 +340,30 @@ class Connection:
             self._patience_s = min(2 * self._patience_s, DEADLINE_S)
         elif not self._recovering:
             for number in self._lost:
-                request = self._pending[number].request if number in self._pending else None
-                if isinstance(request, wire.EndSession):
-                    self._parked.append(number)
-                elif isinstance(request, wire.Store | wire.Retrieve) and self._former:
+                pending = self._pending.get(number)
+                if pending is None:
+                    continue
+                if isinstance(pending.request, wire.Store | wire.Retrieve) and self._former:
                     self._former[-1].copies.append(number)
-                elif request is not None:
-                    self._end_lost(number)
+                else:
+                    self._send_again(number, pending)
             self._lost.clear()
             self._patience_s = _PATIENCE_S
+            self._lost_at = None
             # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
             self._parked = deque(sorted(self._parked))
             self.welcomed = True
-            while self._parked and self.welcomed:
-                number = self._parked.popleft()
-                if number in self._pending and not self._transmit(number):
-                    self.lose(self._cut_off())
+            self._send_parked()
+
+    def _send_again(self, number: int, pending: _Pending) -> None:
+        """Its answer is lost, and nothing that was done for it is under way any more: park it, or end it."""
+        is_copy = isinstance(pending.request, wire.Store | wire.Retrieve)
+        if pending.may_repeat and (is_copy or isinstance(pending.request, wire.Lookup | wire.EndSession)):
+            pending.may_repeat = not is_copy
+            pending.born = self._clock()
+            self._parked.append(number)
+        else:
+            self._end_lost(number)
 
     def _end_lost(self, number: int) -> None:
         if number in self._pending:
@@ -338,22 +380,28 @@ class Connection:
             self._server.watch.close()
             self._server = None
 
-    def lose(self, error: KVDepotError) -> None:
-        """Nothing new reaches the server: it is gone, or only the connection is."""
+    def lose(self, error: KVDepotError, for_good: bool = False) -> None:
+        """Nothing new reaches the server: it is gone, or only the connection is. for_good: none will be made again."""
         self.welcomed = False
-        if (self._server is None or self._is_gone(self._server)) and not self._former:
+        self._drop_own()
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+        may_come_back = self._met and not for_good and self._clock() < self._lost_at + GRACE_S
+        if not may_come_back and (self._server is None or self._is_gone(self._server)) and not self._former:
             self._fail_all(error)
             return
-        # It lives, or did a moment ago, so it may still touch blocks: only requests that touch none end here. And it
-        # holds pins: who ends a session does so with the next welcome.
-        parked, self._parked = self._parked, deque()
-        self._recovering.clear()
+        # It may still touch blocks: copies that were sent wait until that is known. And it holds pins: who ends a
+        # session does so with the next welcome.
+        unsent, self._parked = set(self._parked), deque()
         for number, pending in list(self._pending.items()):
+            request = pending.request
             if number not in self._pending:
-                continue  # the end of our own hello has ended it
-            if isinstance(pending.request, wire.EndSession):
+                continue
+            if isinstance(request, wire.EndSession) or (
+                may_come_back and (number in unsent or (isinstance(request, wire.Lookup) and pending.may_repeat))
+            ):
                 self._parked.append(number)
-            elif not isinstance(pending.request, wire.Store | wire.Retrieve) or number in parked:
+            elif number in unsent or not isinstance(request, wire.Store | wire.Retrieve):
                 del self._pending[number]
                 pending.done(error)
 
@@ -375,6 +423,7 @@ class Connection:
             log.warning("dropped %d bytes that are no reply", len(frame))
             return
         self._last_reply = self._clock()
+        self.heard += 1
         pending = self._pending.get(number)
         if pending is None:
             return  # answered after its deadline
@@ -436,26 +485,30 @@ class Connection:
             self._former.remove(former)
             former.watch.close()
             for number in former.copies:
-                self._end_lost(number)
-        if self._pending and now - self._last_reply > _GONE_CHECK_S and self._server is not None:
+                if (pending := self._pending.get(number)) is not None:
+                    self._send_again(number, pending)
+            if self.welcomed:
+                self._send_parked()
+        silent = not self.welcomed or now - self._last_reply > _GONE_CHECK_S
+        if self._pending and silent and self._server is not None:
             self._last_reply = now
             if self._is_gone(self._server):
-                # Whoever is there now does not know us: what was sent to the old one ends with the next welcome.
+                # Whoever is there now does not know us: what was sent to the old one waits for the next welcome.
                 self.welcomed = False
+                if self._lost_at is None:
+                    self._lost_at = now
                 self._forget_server()
-                for number in self._recovering:  # it will not answer these: begin anew, or callers wait for them
-                    self._pending.pop(number, None)
-                self._recovering.clear()
+                self._drop_own()
+            elif self._server.gone_at is not None and self.welcomed:
+                self.lose(self._cut_off())  # its process is gone, and what it asked of GPUs may not be
         # Only what has no deadline (copies, ends of sessions): what just takes long, as registering may, would end.
         endless = (item for item in self._pending.values() if item.deadline == float("inf"))
         oldest = next(endless, None) if self.welcomed else None
         if oldest is not None and now - oldest.born > _STALE_S:
             self.welcomed = False  # its answer may be lost: recovering tells
             oldest.born = now
-        if self._waits_to_greet():
-            reached = self._greet()
-            if not reached and self._met and self._server is None and not self._former:
-                self._fail_all(self.no_server())
+        if self._waits_to_greet() and not self._greet() and self._met:
+            self.lose(self.no_server())
 
     def close(self) -> None:
         """End every request with Unavailable. Safe twice."""

@@ -296,7 +296,9 @@ class Engine:
 
     def _await_answer(self, request: Request) -> None:
         if self.world.chance(0.5):
+            asked = self.scheduler._lookups.get(request.id)
             tokens = self.scheduler.wait_lookup_result(request.id, 0.0005)
+            self.world.counters["lookup_asked_again"] += self.scheduler._lookups.get(request.id) is not asked
         else:
             tokens = self.scheduler.check_lookup_result(request.id)
         request.waits += 1

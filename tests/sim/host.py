@@ -100,7 +100,9 @@ class Client(MessageQueueClient):
         self.card = ClientCard(host, page)  # type: ignore[assignment]
         self.chains = contract.Chains()
         self._closed = False
-        self._inbox: list[bytes] = []
+        self._inbox: list[bytes | bool] = []  # frames, and that the connection was made (True) or broke
+        self._hears_events = host.world.seed % 4 != 0
+        """Else it finds a broken connection out by what it sends, and by silence, as where nobody tells of it."""
         self._asked: list[Asked] = []
         self._boot_heard = b""
         self.lookup_boots: dict[str, bytes] = {}  # request id -> the server that answered its lookup
@@ -109,7 +111,7 @@ class Client(MessageQueueClient):
         self._state_seen = 0  # looks at it, a quarter of a second apart
         self._next_seen = 0.0
         self._next_check = 0.0
-        self.link = Link(host.network, name, name.encode(), self._arrived)
+        self.link = Link(host.network, name, name.encode(), self._arrived, self._changed)
         self._connection = Connection(
             self.server_url,
             page.name,
@@ -151,6 +153,11 @@ class Client(MessageQueueClient):
         self._inbox.append(frame)
         self.process.poke()
 
+    def _changed(self, up: bool) -> None:
+        if self._hears_events:
+            self._inbox.append(up)
+            self.process.poke()
+
     def pump(self) -> None:
         if self._closed:
             return
@@ -165,6 +172,9 @@ class Client(MessageQueueClient):
     def _receive(self) -> None:
         while self._inbox and not self._closed:
             frame = self._inbox.pop(0)
+            if isinstance(frame, bool):
+                (self._connection.connected if frame else self._connection.disconnected)()
+                continue
             self._boot_heard = frame[wire.ID_BYTES : wire.ID_BYTES + wire.BOOT_BYTES]
             met, waiting = self._connection._met, bool(self._connection._parked)
             self._connection.take(frame)

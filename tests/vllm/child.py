@@ -1,7 +1,8 @@
 """A vLLM engine in a process of its own, driven by JSON lines: one command in on stdin, one answer out.
 
 Run as `python child.py ENGINE_ARGS_JSON`. Commands: run (a list of requests, together), add (one request, and wait
-until its depot lookup is answered), finish (step until all are done), reset (the engine's own prefix cache), reset all
+until its depot lookup has ended), step (one), finish (step until all are done), meet (wait until the scheduler and the
+worker know of a server that is there), reset (the engine's own prefix cache), reset all
 (and what the depot has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
 failed chunks (retrieved in vain so far), stop.
 """
@@ -49,6 +50,14 @@ class Child:
         while not all(future.query() for future in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"
 
+    def meet(self) -> None:
+        clients = [self.scheduler.connector._scheduler.mq_client, get_kv_transfer_group()._worker.mq_client]
+        deadline = time.monotonic() + 30
+        for client in clients:
+            while not client.is_welcomed:
+                assert time.monotonic() < deadline, "no server is there"
+                client.pump()
+
     @property
     def scheduler(self) -> Any:
         return self.engine.engine_core.engine_core.scheduler
@@ -79,8 +88,13 @@ class Child:
                 return self.finish()
             case "add":
                 return self.add_and_look_up(command["request"])
+            case "step":
+                self.engine.step()
+                return None
             case "finish":
                 return self.finish()
+            case "meet":
+                return self.meet()
             case "reset":
                 assert self.llm.reset_prefix_cache(), "blocks are still in use"
                 return None

@@ -90,3 +90,44 @@ def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_
     assert alone(engine) == cold
     assert [len(result["tokens"]) for result in together(engine)] == [8] * len(PROMPTS)
     engine.stop()
+
+
+def test_a_request_that_waits_while_its_server_restarts_is_served_and_what_a_new_server_lacks_is_stored_again(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=256)
+    engine = start_engine(models["gqa"], depot.url).wait_started()
+    cold = output(engine.run_fresh(PROMPTS[0]))
+    warm = engine.run_fresh(PROMPTS[0])
+    assert warm["cached"] == CHUNKS * 256
+
+    # Its lookup finds no server; one is there before it is scheduled.
+    engine.tell("reset")
+    kill(depot)
+    engine.tell("add", request=engine.request(PROMPTS[0]))
+    depot = start_depot(url=depot.url, name=depot.name, arena_mib=256)
+    engine.tell("meet")
+    (result,) = engine.tell("finish").values()
+    assert result["cached"] == CHUNKS * 256
+    assert output(result) == output(warm)
+
+    # A server without its chunks takes the place of another in the middle of a long prompt.
+    tokens = prompt(200, 5 * 256 + 11)
+    engine.tell("reset")
+    engine.tell("add", request=engine.request(tokens))
+    engine.tell("step")  # 1,024 tokens at most
+    eventually(lambda: depot.status()["chunks"] == CHUNKS + 4)
+    depot.stop()
+    depot = start_depot(url=depot.url, name=depot.name, arena_mib=256)
+    assert depot.status()["chunks"] == 0
+    engine.tell("meet")
+    (whole,) = engine.tell("finish").values()
+    eventually(lambda: depot.status()["chunks"] == 5)
+    again = engine.run_fresh(tokens)
+    assert again["cached"] == 5 * 256
+    assert again["tokens"] == whole["tokens"]
+
+    # Without a server nothing changes, whatever it said before.
+    kill(depot)
+    assert output(engine.run_fresh(PROMPTS[0])) == cold
+    engine.stop()

@@ -186,6 +186,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._stores_waiting = WaitingStores()
         self._void = False
         self._forget_after = 0  # the step after whose output nothing from before a reset can come any more
+        self._boot = b""  # the run of a server that `saved_chunks` is about
         self._new_loads: list[Transfer] = []
         self._prefill = PrefillSpeed()
         self._ended: set[str] = set()
@@ -322,7 +323,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if cached is None:
             return None, False
         tracked.saved_chunks = cached // self._asks.chunk_size
-        if self._known is not None:
+        if self._known is not None and self._asks.is_answered(request.request_id):
             self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
@@ -360,6 +361,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> _Metadata:
         """This step's orders to the workers."""
+        self._hear_of_restarts()
         self._step += 1
         preempted = set(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
@@ -390,6 +392,15 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                         self._spare(request_id, exc)
         return meta
 
+    def _hear_of_restarts(self) -> None:
+        """A server that was started anew may have nothing: offer it all again. It takes what it does not have."""
+        client = self._asks.mq_client
+        client.pump()
+        if client.boot != self._boot:
+            self._boot = client.boot
+            for tracked in self._tracked.values():
+                tracked.saved_chunks = 0
+
     def _prepare_store(self, state: KVConnectorBlockState, tracked: _Tracked, new_tokens: int) -> None:
         """Store the chunks that are complete once this step has come back, and that the depot does not have."""
         request, chunk_size, waiting = tracked.request, self._asks.chunk_size, self._stores_waiting
@@ -406,8 +417,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if end <= tracked.saved_chunks or not tracked.is_cached:
             return
         if tracked.saved_chunks == 0 and request.request_id in self._asks.lookup_futures:
-            cached = self._asks.check_lookup_result(request.request_id)
-            tracked.saved_chunks = (cached or 0) // chunk_size
+            tracked.saved_chunks = self._asks.known_tokens(request.request_id) // chunk_size
         chain = tracked.prompt.chain
         if end > len(chain) or request.streaming_queue is not None:
             before = chain.parent(tracked.saved_chunks)

@@ -240,8 +240,15 @@ class Network:
 class Link:
     """One peer's connection, made again by itself whenever it breaks."""
 
-    def __init__(self, network: Network, name: str, identity: bytes, receive: Callable[[bytes], None]) -> None:
-        """receive: takes frames at the peer's end."""
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        identity: bytes,
+        receive: Callable[[bytes], None],
+        changed: Callable[[bool], None] = lambda up: None,
+    ) -> None:
+        """receive: takes frames at the peer's end. changed: told there that the connection was made, or broke."""
         self.name = name
         self.identity = identity
         self.up = False
@@ -251,6 +258,7 @@ class Link:
         self._network = network
         self._world = network.world
         self._receive = receive
+        self._changed = changed
         self._closed = False
         self._generation = 0  # frames of an earlier connection never arrive
         self._last_there = self._last_here = 0.0
@@ -266,6 +274,7 @@ class Link:
         listener = self._network.listener
         if listener is not None and listener.accepts():
             self.up = True
+            self._changed(True)
         else:
             self._world.after(0.02 + 0.08 * self._world.random.random(), self._connect)
 
@@ -312,6 +321,7 @@ class Link:
                 self._receive(frame)
         if self.up:
             self.up = False
+            self._changed(False)
             self._world.after(self._world.spread(0.02, 0.5), self._connect)
 
     def close(self) -> None:
