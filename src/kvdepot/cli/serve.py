@@ -25,11 +25,15 @@ _WHERE = (
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM or SIGINT."""
+    from kvdepot.limits import check_limits, limits_are_told
+
     config = load(file, options.flags_of(given))
+    check_limits(config.arena_bytes)
     logs.configure(config.log_level, config.log_format)
     from kvdepot.server import Server
 
-    server = Server(config)
+    with limits_are_told():
+        server = Server(config)
     server.catch_signals()
     server.run()
     for number in (signal.SIGTERM, signal.SIGINT):
