@@ -15,6 +15,25 @@ from kvdepot.errors import ConfigError
 GIB = 1 << 30
 WRONG: list[tuple[str, str]] = [
     ("url", "nowhere"),
+    ("url", "inproc://x"),
+    ("url", "ipc://*"),
+    ("url", "ipc:///"),
+    ("url", "ipc:///run/a\nb"),
+    ("url", "tcp://127.0.0.1"),
+    ("url", "tcp://127.0.0.1:0"),
+    ("url", "tcp://127.0.0.1:*"),
+    ("url", "tcp://127.0.0.1:99999"),
+    ("url", "tcp://127.0.0.1:65536"),
+    ("url", "tcp://127.0.0.1:-1"),
+    ("url", "tcp://127.0.0.1:70x"),
+    ("url", "tcp://localhost:notaport"),
+    ("url", "tcp://:7000"),
+    ("kv_events", "ipc://*"),
+    ("kv_events", "tcp://127.0.0.1:*"),
+    ("http", "127.0.0.1:99999"),
+    ("arena_gib", "1e300"),
+    ("drain_s", "1e300"),
+    ("ttl_s", "9223372036854775807"),
     ("chunk_size", "many"),
     ("chunk_size", "0"),
     ("chunk_size", "1.5"),
@@ -232,7 +251,17 @@ def test_a_flag_nobody_knows_is_refused() -> None:
         load(flags={"colour": "red"}, environ={})
 
 
-@pytest.mark.parametrize("url", ["ipc:///run/kvdepot.sock", "tcp://127.0.0.1:5555"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ipc:///run/kvdepot.sock",
+        "ipc://here.sock",
+        "ipc://@name",
+        "tcp://127.0.0.1:5555",
+        "tcp://[::1]:1",
+        "tcp://*:65535",
+    ],
+)
 def test_an_endpoint_is_taken_as_it_was_given(url: str) -> None:
     assert load(flags={"url": url}, environ={}).url == url
 

@@ -517,7 +517,7 @@ def test_without_a_server_an_adapter_is_not_made(depot: Depot, monkeypatch: pyte
         adapter("ipc:///tmp/kvdepot-nobody-here.sock", depot.context, "m", 1, 0, BLOCK)
 
 
-@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x", "ipc://", "tcp://127.0.0.1"])
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x", "ipc://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999"])
 def test_an_address_that_is_none_is_named(depot: Depot, url: str) -> None:
     with pytest.raises(errors.Unavailable):
         LMCacheMPSchedulerAdapter(url, depot.context, "m", 1, 0, BLOCK)

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from kvdepot import __version__, cli, shm, wire
 from kvdepot.adapters import (
@@ -209,6 +210,83 @@ def test_the_process_itself_exits_2_on_a_wrong_value() -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(("limit", "most", "says"), [("NOFILE", 16, "ulimit -n"), ("AS", 300 << 20, "ulimit -v")])
+def test_a_process_that_may_have_too_little_is_told_what_to_raise(limit: str, most: int, says: str) -> None:
+    lower = "import resource, os, sys; resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2); "
+    ended = subprocess.run(
+        [
+            sys.executable, "-c", lower + "os.execv(sys.executable, [sys.executable, *sys.argv[3:]])",
+            f"RLIMIT_{limit}", str(most), "-m", "kvdepot.cli", "serve", "--arena-gib", "0.1",
+        ],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("kvdepot: ") and says in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    said = subprocess.run(
+        [
+            sys.executable, "-c",
+            "import resource, sys; from kvdepot.arena import Arena\n"
+            "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)\n"
+            "try:\n Arena(sys.argv[1], 64 << 20, b'bootboot')\n"
+            "except Exception as exc:\n print(type(exc).__name__, exc)",
+            name,
+        ],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert said.stdout.startswith("ArenaError an arena of 0.06 GiB cannot be mapped"), said.stderr
+    assert not (SHM / name).exists()
+
+
+def test_a_server_without_standard_input_output_and_error_keeps_those_numbers_from_its_files(tmp_path: Path) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    url = f"ipc://{tmp_path}/s"
+    Depot.names.add(name)
+    process = subprocess.Popen(
+        [
+            "/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh",
+            sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-name", name, "--arena-gib", "0.05",
+        ]
+    )  # fmt: skip
+    context: zmq.Context[Any] = zmq.Context()
+    client = MessageQueueClient(url, context)
+    try:
+        answer = client.ask(wire.ChunkSize(), deadline_s=None)
+        eventually(lambda: answer.query() or process.poll() is not None, 30.0)
+        assert process.poll() is None
+        open_files = {int(fd.name): str(fd.readlink()) for fd in Path(f"/proc/{process.pid}/fd").iterdir()}
+        assert [open_files[number] for number in range(3)] == ["/dev/null"] * 3
+        assert [number for number, path in open_files.items() if path == f"/dev/shm/{name}"]
+    finally:
+        client.close()
+        context.term()
+        process.terminate()
+        process.wait(20)
+    assert process.returncode == 0
+
+
+def test_the_log_tells_when_an_engine_is_gone_and_not_when_a_command_or_a_probe_is(start_depot: StartDepot) -> None:
+    depot = start_depot()
+    for _ in range(3):
+        depot.status()
+    scheduler = LMCacheMPSchedulerAdapter(depot.url, depot.context, "m", 1, 0, 64)
+    scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
+    eventually(lambda: scheduler.check_lookup_result("r") == 0)
+    worker = LMCacheMPWorkerAdapter(depot.url, depot.context, "m", 1, 0, 64)
+    worker.register_kv_caches({"layer": torch.zeros(8, 64, 4)})
+    scheduler.shutdown()
+    worker.shutdown()
+    asking = MessageQueueClient(depot.url, depot.context)  # one for all, or each would be a client that has to go
+    eventually(lambda: asking.ask(wire.Status()).result(10.0)["clients"] == 1)
+    asking.close()
+    depot.stop()
+    assert depot.logged().count("is gone") == 2
+
+
 def test_settings_of_file_environment_and_flags_reach_the_server(
     start_depot: StartDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,8 +361,7 @@ def test_a_second_server_on_the_same_arena_is_refused_and_the_first_goes_on(smal
     [
         ("ipc:///no/such/folder/depot.sock", "No such file"),
         ("ipc:///" + "x" * 120, "107 bytes"),
-        ("tcp://127.0.0.1:notaport", "cannot listen"),
-        ("tcp://localhost:notaport", "cannot listen"),
+        ("tcp://[::1%no-such-interface]:7000", "cannot listen"),
     ],
 )
 def test_an_address_nobody_can_listen_on_is_refused(url: str, said: str) -> None:

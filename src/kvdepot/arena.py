@@ -61,7 +61,7 @@ class Arena:
         self._fd = self._open()
         try:
             self.header = self._claim(boot)
-            self._map = mmap.mmap(self._fd, size)
+            self._map = self._map_whole()
         except BaseException:
             os.close(self._fd)
             raise
@@ -122,6 +122,17 @@ class Arena:
         header = self._write_header(found._replace(size=min(self.whole, self.size), boot=boot))
         os.ftruncate(self._fd, self.size)
         return header
+
+    def _map_whole(self) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._fd, self.size)
+        except OSError as exc:
+            if not self.taken_over:
+                self.path.unlink(missing_ok=True)  # made a moment ago, and ours: we hold its lock
+            raise ArenaError(
+                f"an arena of {self.size / 2**30:.2f} GiB cannot be mapped: {exc.strerror}; lower --arena-gib or raise "
+                "`ulimit -v`"
+            ) from exc
 
     def _write_header(self, header: Header) -> Header:
         try:

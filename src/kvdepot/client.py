@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 import zmq
 
 from kvdepot import contract, wire
+from kvdepot.addresses import fault_of_endpoint
 from kvdepot.config import default_key
 from kvdepot.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
 from kvdepot.curve import Key, read_client_key
@@ -160,6 +161,8 @@ class MessageQueueClient:
 
     def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
         self.server_url = server_url
+        if fault := fault_of_endpoint(server_url):
+            raise Unavailable(f"no address of a server: {fault}")
         _check_owner(server_url)
         key = key or default_key()
         keys = key if isinstance(key, Key) else read_client_key(key) if key else None

@@ -100,6 +100,7 @@ class Client:
     came: float = 0.0
     heard: float = 0.0  # when it last asked for something
     model: str = ""  # it last looked up or registered for
+    is_engine: bool = False  # has registered tensors or looked a prompt up; commands, probes and pages have not
     pins: int = 0  # chunks that the sessions matched
     sessions: dict[str, Session] = field(default_factory=dict)
     asking: dict[str, Asking] = field(default_factory=dict)  # lookups that await tiers, by request

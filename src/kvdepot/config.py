@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvdepot.addresses import MOST_PORT, fault_of_endpoint
 from kvdepot.errors import ConfigError
 from kvdepot.evict import POLICIES
 from kvdepot.tiers import TierConfig, parse
@@ -65,7 +66,7 @@ _WORDS = {
 
 
 _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
-_MOST_PORT = 65535
+_MOST_GIB = 1 << 30
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,7 +98,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_instances: Annotated[int, Meta(ge=1, description="registrations of KV tensors per client")] = 64
     max_namespaces: Annotated[int, Meta(ge=1, description="distinct models, parallel shapes and layouts")] = 1024
     max_rate: Annotated[int, Meta(ge=16, description="requests a second per client; large ones count more")] = 20_000
-    drain_s: Annotated[float, Meta(ge=0, description="seconds to finish copies in flight when stopped")] = 5.0
+    drain_s: Annotated[float, Meta(ge=0, le=86_400, description="seconds to finish copies in flight when stopped")] = (
+        5.0
+    )
     on_stop: Annotated[
         str, Meta(description="what to do with the arena on stop: remove, or keep it for the next server")
     ] = "remove"
@@ -108,7 +111,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lookup_s: Annotated[
         float, Meta(gt=0, le=8, description="seconds a lookup may wait for tiers; what arrives later is recomputed")
     ] = 1.0
-    ttl_s: Annotated[int, Meta(ge=0, description="seconds after which a chunk expires; 0 = never")] = 0
+    ttl_s: Annotated[int, Meta(ge=0, le=1 << 31, description="seconds after which a chunk expires; 0 = never")] = 0
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
@@ -135,12 +138,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("arena_gib", "drain_s", "lookup_s"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
-        if self.url and not re.match(r"(ipc|tcp|inproc)://.+", self.url):
-            raise ValueError(f"url: {self.url!r} is not a ZeroMQ endpoint such as ipc:///run/kvdepot.sock")
-        if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= _MOST_PORT):
+        if self.arena_gib > _MOST_GIB:
+            raise ValueError(f"arena_gib: {self.arena_gib:g} GiB is more than a machine has; give GiB, such as 64")
+        if self.url and (fault := fault_of_endpoint(self.url)):
+            raise ValueError(f"url: {fault}")
+        if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= MOST_PORT):
             raise ValueError(f"http: {self.http!r} is neither HOST:PORT nor off")
         if self.kv_events and not _is_events_endpoint(self.kv_events):
-            raise ValueError(f"kv_events: {self.kv_events!r} is neither ipc://PATH nor tcp://HOST:PORT")
+            raise ValueError(
+                f"kv_events: {self.kv_events!r} is neither ipc://PATH nor tcp://HOST:PORT with a port below {MOST_PORT}"
+            )
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
         for name, allowed in _WORDS.items():
@@ -192,8 +199,7 @@ def odd_chunk_size(chunk_size: int) -> str:
 
 
 def _is_events_endpoint(url: str) -> bool:
-    port = re.fullmatch(r"tcp://.+:(\d{1,5})", url)
-    return 0 < int(port[1]) < 65535 if port else bool(re.fullmatch(r"ipc://.+", url))
+    return not fault_of_endpoint(url, MOST_PORT - 1)  # replays are asked for at the next port
 
 
 def _free_memory() -> int:

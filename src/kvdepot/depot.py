@@ -221,6 +221,11 @@ class Depot:
             actions += self._remove_some()
         return [*actions, *self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
 
+    def is_engine(self, identity: bytes) -> bool:
+        """Whether this client has registered tensors or looked a prompt up, so that its coming and going matter."""
+        client = self._clients.get(identity)
+        return client is not None and client.is_engine
+
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """A client is gone: give up all it holds. What is being copied for it ends first, by itself.
 
@@ -231,7 +236,7 @@ class Depot:
             return []
         if not has_left:
             self.counters["clients_died"] += 1
-        if client.instances or client.model:
+        if client.is_engine:
             self.report.note("engine", f"client {client.called} {'is gone' if has_left else 'died'}")
         client.dead = True
         actions = self.sessions.leave(client)

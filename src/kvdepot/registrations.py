@@ -84,7 +84,7 @@ class Registrations:
             self.namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
         actions = self.unregister(client, request.instance, []) if request.instance in client.instances else []
         client.instances[request.instance] = instance
-        client.model = request.model or client.model
+        client.model, client.is_engine = request.model or client.model, True
         self._files += _files(instance)
         token = Remapping(client, instance, number)
         # Mapped before what it replaces is unmapped: a device that nobody has registered from is left, at a price.

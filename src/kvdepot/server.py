@@ -423,7 +423,8 @@ class Server:
         self._look_for_files()
         for identity, card in list(self._cards.items()):
             if not card.is_alive():
-                log.info("client %s is gone", identity.hex()[:8], extra={"client": identity.hex()[:8]})
+                level = logging.INFO if self.depot.is_engine(identity) else logging.DEBUG  # a probe each few seconds
+                log.log(level, "client %s is gone", identity.hex()[:8], extra={"client": identity.hex()[:8]})
                 self._act(self.depot.died(identity, card.has_left()))
                 self.depot.report.latencies.gone(identity)
                 del self._cards[identity]

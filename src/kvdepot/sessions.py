@@ -65,7 +65,7 @@ class Sessions:
         actions = self.give_up(client, request.request)  # a lookup anew: whoever asked before has stopped listening
         spaces, pins, asking.first = self._match(client, request)
         if not asking.by_hand:
-            asking.asker.model = request.model
+            asking.asker.model, asking.asker.is_engine = request.model, True
             self._counters["lookups"] += 1
             self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
             for space in spaces:

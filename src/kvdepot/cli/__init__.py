@@ -15,6 +15,9 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit code. As the process's own command, `serve` may start the process over once."""
+    from kvdepot.standard_files import reserve
+
+    reserve()
     words = sys.argv[1:] if argv is None else argv
     if argv is None and words[:1] == ["serve"]:
         from kvdepot.cli.copies import start_over_tuned

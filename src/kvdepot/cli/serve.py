@@ -29,7 +29,10 @@ _WHERE = (
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM, SIGINT or the end of its terminal (SIGHUP; not with nohup)."""
+    from kvdepot.limits import check_limits, limits_are_told
+
     config = load(file, options.flags_of(given))
+    check_limits(config.arena_bytes)
     logs.configure(config.log_level, config.log_format)
     for name, advice in stray_variables(os.environ):
         log.warning("environment variable %s is not a setting; %s", name, advice)
@@ -41,7 +44,8 @@ def serve(file: str | None, **given: Any) -> int:
         )
     from kvdepot.server import STOP_SIGNALS, Server
 
-    server = Server(config)
+    with limits_are_told():
+        server = Server(config)
     server.catch_signals()
     server.run()
     for number in STOP_SIGNALS:

@@ -21,6 +21,7 @@ import msgspec
 from kvdepot import logs
 from kvdepot.curve import Key
 from kvdepot.errors import KVDepotError
+from kvdepot.standard_files import reserve
 from kvdepot.web.child import Order
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ _MOST_MISSED = 4
 
 def main() -> int:
     """Serve until standard input closes."""
+    reserve()
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     except msgspec.DecodeError:
