@@ -133,6 +133,24 @@ def test_who_names_the_clients_own_card_as_its_arena_is_not_believed(
 
 
 @pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
+def test_who_answers_what_nobody_has_asked_it_yet_is_not_believed(
+    url: str, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+) -> None:
+    """Requests wait until the server is known, and their numbers are easily guessed."""
+
+    def answer(_: bytes, frame: bytes) -> bytes:
+        assert int.from_bytes(frame[:8], "little") > 1, "a hello comes after what waits for it"
+        return wire.encode_answer((1).to_bytes(8, "little"), b"bootboot", 64)
+
+    impostor = start_impostor(url, answer)
+    client = MessageQueueClient(url, context)
+    with pytest.raises(KVDepotError):
+        client.ask(LOOKUP, deadline_s=1.0).result(20.0)
+    assert impostor.heard
+    client.close()
+
+
+@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
 def test_who_names_the_arena_of_a_real_server_but_cannot_read_it_is_not_believed(
     url: str, context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
 ) -> None:

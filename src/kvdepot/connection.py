@@ -427,7 +427,10 @@ class Connection:
         pending = self._pending.get(number)
         if pending is None:
             return  # answered after its deadline
-        if self._seals and opened is None and not self._believes_unsealed(pending.request, value):
+        if not self.welcomed and number in self._parked:
+            return  # not asked yet, or to be asked again: whoever answers that has not proved who it is
+        seals = self._seals or self._offer.hello.sealed
+        if seals and opened is None and not self._believes_unsealed(pending.request, value):
             self.welcomed = False  # somebody in between; or a server that has lost our key: say hello again
             return
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
@@ -451,7 +454,8 @@ class Connection:
             return True
         if isinstance(request, wire.Prove):
             return isinstance(value, KVDepotError)
-        return isinstance(value, UnknownClient) and (self._server is None or self._server.watch.is_gone())
+        is_gone = not self._former and (self._server is None or self._server.watch.is_gone())
+        return isinstance(value, UnknownClient) and is_gone
 
     def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
         """The server has forgotten us: introduce ourselves again, then send this once more."""
