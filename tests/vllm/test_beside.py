@@ -102,9 +102,8 @@ def test_a_prompt_that_failed_to_load_within_a_step_is_not_stored_nor_what_share
     assert from_depot["cached"] == 768
     assert cold["tokens"] == again["tokens"] == from_depot["tokens"]
     assert output(from_depot) == output(engine.run(tokens))
-    computed = engine.run_fresh(longer)
-    assert output(engine.run_fresh(longer)) == output(engine.run(longer))
-    assert computed["tokens"] == engine.run(longer)["tokens"]
+    engine.run_fresh(longer)
+    assert engine.run_fresh(longer)["tokens"] == together[requests[2]["id"]]["tokens"]
 
 
 def test_a_prompt_that_failed_to_load_between_steps_is_stored_as_it_was_computed(engine: Engine) -> None:
