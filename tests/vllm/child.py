@@ -45,7 +45,9 @@ class Child:
 
     def add_and_look_up(self, request: dict[str, Any]) -> None:
         self.add(request)
-        lookups = self.scheduler.connector._scheduler.lookup_futures
+        connector = self.scheduler.connector
+        connector = getattr(connector, "sub_connectors", [connector])[-1]  # ours is the last below MultiConnector
+        lookups = connector._scheduler.lookup_futures
         deadline = time.monotonic() + 60
         while not all(future.query() for future in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import eventually
+from tests.conftest import Depot, eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
@@ -318,3 +318,107 @@ def test_a_block_that_is_given_to_be_computed_anew_is_trusted_again() -> None:
     assert stores.has_suspects
     assert stores.check([1, 2, 3], 0)
     assert not stores.has_suspects
+
+
+# -- the connector's scheduler, step by step
+
+
+class Steps:
+    """A connector of a scheduler, and steps as vLLM builds them and brings them back."""
+
+    def __init__(self, url: str, model: Path) -> None:
+        import torch
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+        from kvdepot.integrations.vllm import KVDepotConnector
+
+        told = KVTransferConfig(
+            kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": url}
+        )
+        options = EngineArgs(model=str(model), skip_tokenizer_init=True, kv_transfer_config=told)
+        spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+        config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        self.connector = KVDepotConnector(options.create_engine_config(), KVConnectorRole.SCHEDULER, config)
+
+    def build(self, tokens: int = 0, preempted: bool = False) -> Any:
+        """The orders of a step that computes so many tokens of the request `r`, in blocks 1 to 4."""
+        from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+
+        step = SchedulerOutput.make_empty()
+        step.num_scheduled_tokens, step.total_num_scheduled_tokens = ({"r": tokens} if tokens else {}), tokens
+        step.preempted_req_ids = {"r"} if preempted else None
+        step.kv_connector_block_state = KVConnectorBlockState({"r"}, lambda request_id: ([1, 2, 3, 4],), {})
+        return self.connector.build_connector_meta(step)
+
+    def back(self, orders: Any, failed: set[int] | None = None) -> None:
+        """The step's output."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from kvdepot.integrations.vllm_events import WorkerReport
+
+        report = WorkerReport(step=orders.step)
+        self.connector.update_connector_output(
+            KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids=failed or set())
+        )
+
+
+def test_stores_follow_the_output_of_their_step_and_keep_the_blocks_of_a_finished_request_until_then(
+    vllm_depot: Depot, models: dict[str, Path]
+) -> None:
+    steps = Steps(vllm_depot.url, models["gqa"])
+    connector = steps.connector
+    try:
+        one = request(list(range(512)))
+        connector.on_new_request(one)
+        first = steps.build(512)
+        second = steps.build()  # ahead, as vLLM's async scheduling does
+        assert first.stores == second.stores == []
+        assert connector.request_finished(one, [1, 2, 3, 4]) == (True, None)  # aborted while the first runs
+        third = steps.build()
+        assert third.stores == [] and third.ended == set()
+        steps.back(first)
+        fourth = steps.build()
+        assert [store.request_id for store in fourth.stores] == ["r"] and fourth.ended == {"r"}
+        # A request that is preempted before its step is back loses its blocks, and stores nothing.
+        connector.on_new_request(one)
+        fifth = steps.build(512)
+        sixth = steps.build(preempted=True)
+        steps.back(fifth), steps.back(sixth)
+        assert steps.build().stores == []
+        # Nor does one that read a block which failed.
+        one.num_computed_tokens = 128
+        connector._tracked["r"].read_tokens = None
+        seventh = steps.build(384)
+        steps.back(seventh, failed={1})
+        assert steps.build().stores == []
+    finally:
+        connector.shutdown()
+
+
+def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_late(
+    vllm_depot: Depot, models: dict[str, Path]
+) -> None:
+    steps = Steps(vllm_depot.url, models["gqa"])
+    connector = steps.connector
+    try:
+        one = request(list(range(512)))
+        connector.on_new_request(one)
+        before = connector._tracked["r"].prompt.chain.root
+        first = steps.build(512)
+        assert connector.reset_cache() is True
+        second = steps.build(512)
+        assert second.void and not second.stores
+        steps.back(first)
+        assert connector._forget_after
+        third = steps.build()
+        assert not third.void and not third.stores
+        steps.back(second)
+        assert not connector._forget_after
+        connector.request_finished(one, [1, 2, 3, 4])
+        connector.on_new_request(one)
+        assert connector._tracked["r"].prompt.chain.root != before
+    finally:
+        connector.shutdown()

@@ -297,14 +297,14 @@ def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
         def built(tokens: int) -> int:
             step = SchedulerOutput.make_empty()
             step.num_scheduled_tokens, step.total_num_scheduled_tokens = {"r": tokens}, tokens
-            return connector.build_connector_meta(step).step
+            return connector.build_connector_meta(step).measured
 
         first, second, decodes = built(8192), built(4096), built(1)
         assert 0 < first < second and decodes == 0
         assert connector._prefill.speed == 0.0
         connector.update_connector_output(KVConnectorOutput())  # of a step before
         assert connector._prefill.speed == 0.0
-        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(step=second)))
+        connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(measured=second)))
         assert connector._prefill.speed > 0.0
     finally:
         connector.shutdown()
@@ -314,9 +314,9 @@ def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -
     from kvdepot.integrations.vllm_events import WorkerReport
 
     told = WorkerReport()
-    told.aggregate(WorkerReport(step=7))
+    told.aggregate(WorkerReport(step=7, measured=3))
     told.aggregate(WorkerReport())  # of a rank that is idle in it
-    assert told == WorkerReport(step=7)
+    assert told == WorkerReport(step=7, measured=3)
 
 
 def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
