@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -26,6 +27,16 @@ from kvdepot.index import Index
 from kvdepot.removal import Removals
 from tests import metronome
 from tests.metronome import ran_s
+
+with contextlib.suppress(ImportError):  # the environment of a GPU's tests may not have it
+    from hypothesis import HealthCheck, settings
+
+    # Hypothesis bounds the time of each example and of making them: on a busy machine any property breaks that.
+    usual = settings()
+    settings.register_profile(
+        "busy machine", usual, deadline=None, suppress_health_check=[*usual.suppress_health_check, HealthCheck.too_slow]
+    )
+    settings.load_profile("busy machine")
 
 SHM = Path("/dev/shm")
 HANG_S = 60.0

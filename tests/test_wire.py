@@ -33,7 +33,9 @@ BLOCK_BYTES = 64
 SIZE = BLOCKS * BLOCK_BYTES
 MIB = 1 << 20
 
-fuzz = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 class Raw:

@@ -224,7 +224,9 @@ class DeviceConformance:
                 case.there_and_back([source], [target], [extents], 0)
 
     @given(data=st.data())
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(
+        max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow]
+    )
     def test_any_model_any_blocks_and_any_extents(
         self, worker: Worker, devices: Devices, arena: Arena, data: st.DataObject
     ) -> None:

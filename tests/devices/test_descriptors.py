@@ -342,7 +342,9 @@ def test_a_hostile_number_is_refused(worker: Worker, place: int, value: object) 
         fetch_all(worker.changed(place, value))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_a_handle_cut_short_or_garbled_is_refused_or_leads_nowhere(worker: Worker, data: st.DataObject) -> None:
     handle = bytearray(worker.handle)
@@ -467,7 +469,9 @@ def test_an_answer_that_does_not_fit_is_refused_and_nothing_stays_open(
     assert open_files() == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(answer=st.binary(max_size=200) | st.integers(0, 5).map(lambda cut: bytes([0x93, 1, 1, 1])[:cut]))
 def test_whatever_is_answered_is_an_error_or_the_pieces(answer: bytes) -> None:
     path = SHM / f"kvdepot-fds-{secrets.token_hex(8)}"
@@ -508,7 +512,9 @@ def test_descriptors_that_find_no_room_here_are_an_error(start_worker: Callable[
 # -- clients that do not do what they should
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(question=st.binary(min_size=1, max_size=200))
 def test_whatever_is_asked_a_worker_answers_the_next(worker: Worker, question: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mine:
