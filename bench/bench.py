@@ -2,7 +2,7 @@
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, gpu, lookups, watched, serve, coding, disk, remote, pool, tiers, policies, engine (vLLM).
+Families: copies, gpu, lookups, watched, serve, coding, disk, remote, pool, tiers, policies, engine and chats (vLLM).
 Exit code 0 when it ran; a missed bar is a result, not a failure.
 """
 
@@ -22,7 +22,9 @@ from report import Figure, describe_machine, table, write
 
 FAMILIES = (
     "copies", "gpu", "lookups", "watched", "serve", "coding", "disk", "remote", "pool", "tiers", "policies", "engine",
+    "chats",
 )  # fmt: skip
+_NEED_VLLM = {"engine", "chats"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,9 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:
         if name not in FAMILIES:
             parser.error(f"{name!r} is none of {', '.join(FAMILIES)}")
-    if "engine" in names and (args.no_vllm or importlib.util.find_spec("vllm") is None):
-        names.remove("engine")
-        say("engine: left out" + ("" if args.no_vllm else ", vLLM is not installed"))
+    if _NEED_VLLM & set(names) and (args.no_vllm or importlib.util.find_spec("vllm") is None):
+        say(
+            f"{' and '.join(n for n in names if n in _NEED_VLLM)}: left out"
+            + ("" if args.no_vllm else ", vLLM is not installed")
+        )
+        names = [name for name in names if name not in _NEED_VLLM]
     scale = dataclasses.replace(TINY if args.tiny else Scale(), trace=args.trace)
     begun = time.monotonic()
     for line in describe_machine():

@@ -62,6 +62,8 @@ class Scale:
     hung_lookups: int = 6000
     tier_chunks: int = 100_000
     tier_prompts: int = 100
+    chats: int = 10
+    turns: int = 4
     policy_requests: int = 8_000
     policy_capacities: tuple[int, ...] = (1_000, 5_000, 10_000, 20_000, 30_000)
     simulated_references: int = 1_000_000
@@ -102,6 +104,8 @@ TINY = Scale(
     hung_lookups=60,
     tier_chunks=256,
     tier_prompts=4,
+    chats=3,
+    turns=2,
     policy_requests=150,
     policy_capacities=(100, 400),
     simulated_references=5_000,

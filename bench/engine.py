@@ -29,7 +29,7 @@ from report import Figure, at_most
 from kvdepot import wire
 from kvdepot.client import MessageQueueClient
 
-__all__ = ["run"]
+__all__ = ["EngineProcess", "run"]
 
 _CHUNK_TOKENS = 256
 _TAIL_TOKENS = 17
@@ -168,10 +168,11 @@ def _expect(found: int, wanted: int) -> None:
         raise RuntimeError(f"{found} where {wanted} should be cached or retrieved")
 
 
-class _Engine:
-    """One engine in a process of its own."""
+class EngineProcess:
+    """A vLLM engine in a process of its own: a script that answers each line of JSON on its stdin with another."""
 
-    def __init__(self, folder: str, tokens: int, dtype: str, url: str) -> None:
+    def __init__(self, script: str, *arguments: str) -> None:
+        """arguments: of the script. Returns at once; `hear` its first line before anything is asked."""
         cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         environ = {
             **os.environ,
@@ -183,7 +184,7 @@ class _Engine:
         }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, __file__, folder, str(tokens), dtype, url],
+            [sys.executable, script, *arguments],
             env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )  # fmt: skip
 
@@ -195,20 +196,12 @@ class _Engine:
             raise RuntimeError(f"a vLLM engine ended:\n{self._log.read()[-6000:]}")
         return json.loads(line)
 
-    def _ask(self, command: list[Any]) -> Any:
+    def ask(self, command: list[Any]) -> Any:
+        """Its answer to one command. Blocks until it is there; raises RuntimeError where the engine has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         return self.hear()
-
-    def reset(self) -> None:
-        """Empty its own prefix cache."""
-        self._ask(["reset"])
-
-    def first_token(self, prompt: int) -> tuple[float, int]:
-        """Seconds to the first token of prompt number `prompt`, and how many of its tokens were cached."""
-        seconds, cached = self._ask(["run", prompt])
-        return seconds, cached
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -220,6 +213,22 @@ class _Engine:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+
+class _Engine(EngineProcess):
+    """One of the two that are asked in turn."""
+
+    def __init__(self, folder: str, tokens: int, dtype: str, url: str) -> None:
+        super().__init__(__file__, folder, str(tokens), dtype, url)
+
+    def reset(self) -> None:
+        """Empty its own prefix cache."""
+        self.ask(["reset"])
+
+    def first_token(self, prompt: int) -> tuple[float, int]:
+        """Seconds to the first token of prompt number `prompt`, and how many of its tokens were cached."""
+        seconds, cached = self.ask(["run", prompt])
+        return seconds, cached
 
 
 # -- the engine's process
