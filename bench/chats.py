@@ -34,7 +34,7 @@ __all__ = ["ChatEngine", "Outcome", "converse", "depot", "run", "write_model"]
 KV_BYTES = 6 * 2 * 4 * 64 * 4
 """Of one token: keys and values of 6 layers, 4 heads of 64 numbers in float32."""
 _SYSTEM_TOKENS = 1024
-_USER_TOKENS = (500, 1000)
+_USER_TOKENS = (600, 1200)
 """A user's message has as many, from .. to."""
 _ANSWER_TOKENS = 32
 _ARENA_GIB = 1.0
