@@ -22,9 +22,9 @@ from report import Figure, describe_machine, table, write
 
 FAMILIES = (
     "copies", "gpu", "lookups", "watched", "serve", "coding", "disk", "remote", "pool", "tiers", "policies", "engine",
-    "chats",
+    "chats", "pressure",
 )  # fmt: skip
-_NEED_VLLM = {"engine", "chats"}
+_NEED_VLLM = {"engine", "chats", "pressure"}
 
 
 def main(argv: list[str] | None = None) -> int:

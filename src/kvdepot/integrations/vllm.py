@@ -369,8 +369,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """A step has ended, and with it loads perhaps: note what they saved, and what failed. vLLM calls it for each step
-        that computed something, and for others where a worker has something to say.
+        """A step has ended, and with it loads perhaps: note what they saved, and what failed.
+
+        vLLM calls it for each step that computed something, and for others where a worker has something to say.
 
         A load's pins stay until the request is over. It has yet to store the rest of its prompt behind those chunks;
         were they evicted before that, what it stores could never be found.
