@@ -2,7 +2,7 @@
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, engine and chats
+Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, engine, chats and pressure
 (vLLM).
 Exit code 0 when it ran; a missed bar is a result, not a failure.
 """
@@ -23,9 +23,9 @@ from report import Figure, describe_machine, table, write
 
 FAMILIES = (
     "copies", "gpu", "lookups", "watched", "floods", "serve", "coding", "disk", "remote", "pool", "tiers", "policies",
-    "engine", "chats",
+    "engine", "chats", "pressure",
 )  # fmt: skip
-_NEED_VLLM = {"engine", "chats"}
+_NEED_VLLM = {"engine", "chats", "pressure"}
 
 
 def main(argv: list[str] | None = None) -> int:

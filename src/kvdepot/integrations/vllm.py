@@ -120,6 +120,8 @@ class _Tracked:
     load: Transfer | None = None
     load_blocks: frozenset[int] = frozenset()
     load_tokens: int = 0
+    saved_tokens: int = 0  # that loads spared it
+    saved_s: float = 0.0
     may_load: bool = True
     stores_open: bool = False  # a worker may be storing its blocks, or will
 
@@ -158,7 +160,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
             self._worker = LMCacheMPWorkerAdapter(*place, self._rank // replicas, block_tokens, client=client)
-            # The scheduler ends pins when a load has ended; and two engines may well number their requests alike.
+            # The scheduler ends pins when a request is over; and two engines may well number their requests alike.
             self._worker.unpins = False
         self._stats = KVDepotStats()
         self._spans: Callable[[Operation], None] | None = None
@@ -437,8 +439,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """A step has ended, and with it loads perhaps: release their pins, and remember what failed. vLLM calls it for
-        each step that computed something, and for others where a worker has something to say."""
+        """A step has ended, and with it loads perhaps: note what they saved, and what failed.
+
+        vLLM calls it for each step that computed something, and for others where a worker has something to say.
+
+        A load's pins stay until the request is over. It has yet to store the rest of its prompt behind those chunks;
+        were they evicted before that, what it stores could never be found.
+        """
         failed = connector_output.invalid_block_ids or set()
         told = connector_output.kv_connector_worker_meta
         report = told if isinstance(told, WorkerReport) else WorkerReport()
@@ -451,16 +458,17 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            is_whole = failed.isdisjoint(tracked.load_blocks)
-            saved = tracked.load_tokens if is_whole else 0
-            self._asks.end_session(request_id, saved, saved / self._prefill.speed if self._prefill.speed else 0.0)
-            tracked.load_tokens = 0
-            if not is_whole:
+            if failed.isdisjoint(tracked.load_blocks):
+                tracked.saved_tokens += tracked.load_tokens
+                tracked.saved_s += tracked.load_tokens / self._prefill.speed if self._prefill.speed else 0.0
+            else:
+                self._asks.end_session(request_id)  # a corrupt chunk can be stored again only when nobody holds it
                 if self._known is not None and tracked.load is not None:
                     self._known.lost(tracked.load.hashes)
                 # What is recomputed is stored again; the server skips what it has after all.
                 tracked.saved_chunks = 0
                 self._asks.cleanup_lookup_result(request_id)
+            tracked.load_tokens = 0
             tracked.load = None
             tracked.load_blocks = frozenset()
 
@@ -494,7 +502,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if tracked is None:
             return False, None
         self._asks.cleanup_lookup_result(request_id)
-        self._asks.end_session(request_id)
+        self._asks.end_session(request_id, tracked.saved_tokens, tracked.saved_s)
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
         if not tracked.stores_open:
             return False, None

@@ -1,0 +1,49 @@
+"""Chats on a real vLLM engine whose depot is too small for them: how many prompt tokens are computed all the same.
+
+The chats of chats.py need about 0.4 GiB; here the depot has 0.25, under the default policy and settings. The floor is
+what the same engine computes when all of it fits.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import zmq
+from chats import KV_BYTES, ChatEngine, Outcome, converse, depot, write_model
+from common import Scale, Serve, say
+from report import Figure, at_most
+
+__all__ = ["run"]
+
+_ROOM_GIB = 1.0
+_SMALL_GIB = 0.25
+
+
+def run(scale: Scale, notes: list[str]) -> list[Figure]:
+    """One figure: tokens computed under pressure, beside those computed with room for everything."""
+    with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as name:
+        folder = write_model(Path(name))
+        say("pressure: room for all chats")
+        roomy = _converse(folder, _ROOM_GIB, scale)
+        say(f"pressure: {_SMALL_GIB} GiB")
+        pressed = _converse(folder, _SMALL_GIB, scale)
+    notes.append(
+        f"pressure: {roomy.prompt_tokens * KV_BYTES / 2**30:.2f} GiB of KV; computed by turn {roomy.by_turn} with "
+        f"{_ROOM_GIB:g} GiB, {pressed.by_turn} with {_SMALL_GIB:g} GiB"
+    )
+    computed, floor = [pressed.computed], [roomy.computed]
+    return [at_most("prompt tokens computed, 0.25 GiB for chats of 0.4", "tokens", computed, floor, 1.35)]
+
+
+def _converse(folder: Path, arena_gib: float, scale: Scale) -> Outcome:
+    server = Serve(arena_gib=arena_gib)
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        server.wait_populated(context)
+        with ChatEngine(folder, depot(server.url)) as engine:
+            return converse(engine, scale.chats, scale.turns)
+    finally:
+        server.close()
+        context.term()
