@@ -2,8 +2,8 @@
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, engine, chats and pressure
-(vLLM).
+Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, engine, chats and
+pressure (vLLM).
 Exit code 0 when it ran; a missed bar is a result, not a failure.
 """
 
