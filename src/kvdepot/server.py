@@ -443,24 +443,23 @@ class Server:
 
     def _look_for_files(self) -> None:
         """See whether new clients still find us: others may have removed our files, or put theirs in their place."""
-        was, now = self.depot.report.unreachable, ""
+        report = self.depot.report
+        was, report.unreachable = report.unreachable, ""
         if self.arena.is_lost():
-            now = "the arena's file in /dev/shm was removed or replaced"
-            advice = (
-                f"{self.arena.path} was removed or replaced while the server runs: engines that are connected go on, "
-                "others cannot connect any more. Start the server anew (what it has cached is lost), and let "
-                "nothing clean /dev/shm: systemd does when a user logs out, unless logind.conf has RemoveIPC=no"
-            )
+            report.unreachable = "the arena's file in /dev/shm was removed or replaced"
+            if not was:
+                log.error(
+                    "%s was removed or replaced: no new engine can connect; start the server anew", self.arena.path
+                )
         elif self._door.lost:
-            now = "another file lies where the unix socket was"
-            advice = (
-                f"something else lies where the server's socket was ({self._config.url}): engines that are connected "
-                "go on, others cannot connect any more. Remove it, and start the server anew"
-            )
-        if now and not was:
-            log.error("%s", advice)
-            self.depot.report.note("unreachable", now)
-        self.depot.report.unreachable = now
+            report.unreachable = "another file lies where the unix socket was"
+            if not was:
+                log.error(
+                    "another file lies where the socket was, at %s: no new engine can connect; start the server anew",
+                    self._config.url,
+                )
+        if report.unreachable and not was:
+            report.note("unreachable", report.unreachable)
 
     # -- the end
 
