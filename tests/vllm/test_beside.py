@@ -99,7 +99,7 @@ def test_a_prompt_that_failed_to_load_within_a_step_is_not_stored_nor_what_share
     engine.tell("finish")
     assert recovered(engine) > before
     for each in (tokens, longer):
-        cold = engine.run_fresh(each, salt="nobody has this")
+        cold = engine.run_fresh(each, salt=f"nobody has this: {len(each)}")
         assert cold["cached"] == 0
         assert engine.run_fresh(each)["tokens"] == cold["tokens"]
         from_depot = engine.run_fresh(each)
