@@ -138,7 +138,8 @@ def test_help_shows_every_setting_with_its_description_and_default(
         description = field.type.__metadata__[0].description
         assert description in text
         if field.name not in ("url", "tiers"):
-            assert f"{description} (default: {field.default!r})" in text
+            default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default) or "empty"
+            assert f"{description} (default: {default})" in text
     assert "--config" in text
     assert "KVDEPOT_" in text
 
@@ -188,7 +189,7 @@ def test_a_wrong_value_is_refused_by_name_with_exit_code_2(
     text = capsys.readouterr().err
     assert text.startswith("kvdepot: ")
     assert said in text
-    assert name in text or said == "--" + name.replace("_", "-")
+    assert name in text or source != "file", "a flag and a variable name the setting by themselves"
     assert "Traceback" not in text
 
 
