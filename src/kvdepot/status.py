@@ -83,7 +83,10 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """What lies behind memory. objects, bytes, capacity_bytes: None where the tier has not told."""
+    """What lies behind memory. objects, bytes, capacity_bytes: None where the tier has not told.
+
+    error: what it said when it last failed, empty where it never has; error_s: seconds since then.
+    """
 
     name: str
     write: str
@@ -94,6 +97,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     queued_bytes: int
     saves: int
     counters: dict[str, int]
+    error: str = ""
+    error_s: float | None = None
 
 
 class Kept(msgspec.Struct, frozen=True):

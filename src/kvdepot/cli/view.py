@@ -34,6 +34,7 @@ LOSSES = {
     "forgotten_chunks": "forgotten on request",
     "cleared_chunks": "cleared on request",
     "refused_chunks": "refused by the tier",
+    "unavailable_chunks": "not saved: the tier failed",
     "refused": "objects refused by the store",
     "spoilt_chunks": "damaged, found by its checksum",
     "spoilt": "damaged objects erased",
@@ -182,7 +183,11 @@ def _window(window_s: float) -> str:
 
 def _faults(now: Status) -> list[str]:
     """What somebody should look at: now, and since the start."""
-    faults = [f"{clean(tier.name)} is {clean(tier.state)}" for tier in now.tiers if tier.state != "up"]
+    faults = [
+        f"{clean(tier.name)} is {clean(tier.state)}" + (f": {clean(tier.error)}" if tier.error else "")
+        for tier in now.tiers
+        if tier.state != "up"
+    ]
     faults += [f"GPU {clean(device.uuid)}: {clean(device.failure)}" for device in now.devices if device.failure]
     if now.unrecorded_shards:
         faults.append(f"{count(now.unrecorded_shards)} shards would not survive a crash: the table of records is full")
@@ -256,8 +261,9 @@ def _tiers(now: Status) -> Listing:
             held += f" of {size(tier.capacity_bytes)}"
         state = Text(clean(tier.state), "green" if tier.state == "up" else "yellow")
         objects = count(tier.objects) if tier.objects is not None else "-"
-        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes)))
-    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued"), rows)
+        error = f"{duration(tier.error_s)} ago: {tier.error}" if tier.error_s is not None else "-"
+        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), error))
+    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", "last error"), rows)
 
 
 def _losses(now: Status) -> Listing:

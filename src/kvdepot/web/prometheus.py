@@ -51,13 +51,13 @@ _COUNTERS = {
     "lookup_chunks": "Chunks that were looked up.",
     "hit_chunks": "Chunks that lookups found.",
     "tier_hit_chunks": "Chunks that lookups found in a tier.",
-    "stored_chunks": "Chunks stored.",
-    "known_chunks": "Chunks that were to be stored and were there.",
-    "dropped_chunks": "Chunks that were not stored, for want of room.",
-    "failed_chunks": "Chunks that were not stored, for their copy failed.",
-    "retrieved_chunks": "Chunks retrieved.",
-    "retrieve_misses": "Chunks that were to be retrieved and were not there.",
-    "corrupt_chunks": "Chunks in memory that were not what had been stored.",
+    "stored_chunks": "Shards stored (a chunk has one a rank).",
+    "known_chunks": "Shards that were to be stored and were there.",
+    "dropped_chunks": "Shards that were not stored, for want of room.",
+    "failed_chunks": "Shards that were not stored, because a copy failed or the engine gave up.",
+    "retrieved_chunks": "Shards that engines got back.",
+    "retrieve_misses": "Shards that were to be retrieved and were not there.",
+    "corrupt_chunks": "Shards in memory that were not what had been stored.",
     "expired_chunks": "Chunks that were too old.",
     "forgotten_chunks": "Chunks removed by forget.",
     "cleared_chunks": "Chunks removed by clear.",
@@ -189,7 +189,11 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
         "queued_bytes": GaugeMetricFamily("kvdepot_tier_queued_bytes", "Bytes to be saved.", labels=["tier"]),
         "saves": GaugeMetricFamily("kvdepot_tier_saves", "Shards that are being saved.", labels=["tier"]),
     }
-    events = CounterMetricFamily("kvdepot_tier_events", "What happened to a tier's objects.", labels=["tier", "event"])
+    events = CounterMetricFamily(
+        "kvdepot_tier_events",
+        "What happened to a tier's objects (one a shard), by the name of the status's counter.",
+        labels=["tier", "event"],
+    )
     for tier in tiers:
         up.add_metric([tier.name], float(tier.state == "up"))
         for name, gauge in gauges.items():

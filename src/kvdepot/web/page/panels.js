@@ -18,6 +18,7 @@ const LOSSES = {
   forgotten_chunks: "forgotten on request",
   cleared_chunks: "cleared on request",
   refused_chunks: "refused by the tier",
+  unavailable_chunks: "not saved: the tier failed",
   refused: "objects refused by the store",
   spoilt_chunks: "damaged, found by its checksum",
   spoilt: "damaged objects erased",
@@ -166,6 +167,7 @@ function showStores(status) {
       ["Objects", count(tier.objects)],
       ["To be saved", bytes(tier.queued_bytes)],
       ["Writes", tier.write.replaceAll("_", " ")],
+      ...(tier.error ? [["Last error", `${duration(Math.round(tier.error_s))} ago: ${tier.error}`]] : []),
     ],
   }));
   list($("stores"), [memory, ...tiers], (store) => store.name, makeStore, fillStore);
