@@ -44,7 +44,7 @@ from kvdepot.endpoints import Claim
 from kvdepot.errors import Unavailable
 from kvdepot.metrics import Event, Latency
 from kvdepot.status import Engine as EngineStatus
-from kvdepot.status import HitRate, NamespaceStatus, Status, TierStatus
+from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
 
 from .conftest import Depot, StartDepot, eventually
 from .ports import free_port
@@ -445,9 +445,10 @@ def test_engines_stay_in_their_lines_whoever_was_heard_of_last() -> None:
 
 def test_windows_longer_than_the_servers_life_are_left_out() -> None:
     rates = [HitRate(window, 1000, 0.5, 0.75) for window in (60.0, 600.0, 3600.0)]
-    text = shown(a_status(hit_rates=rates, uptime_s=90.0))
+    reuse = [Reuse(window, 256_000, 64_000, 0.25) for window in (60.0, 600.0, 3600.0)]
+    text = shown(a_status(hit_rates=rates, reuse=reuse, uptime_s=90.0))
     assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
-    assert "50.0 %" in text and "an endless cache 75.0 %" in text
+    assert "25.0 % in 1 min" in text and "50.0 %" in text and "an endless cache 75.0 %" in text
     assert "in 1 h" in shown(a_status(hit_rates=rates, uptime_s=700.0))
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvdepot.status import HitRate, Status
+from kvdepot.status import HitRate, Reuse, Status
 from tests.ports import free_port
 from tests.tiers.servers import RedisServer, need
 from tests.web.browser import chromium, executable
@@ -445,7 +445,9 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
         need(modules=["prometheus_client"])
         families = importlib.import_module("kvdepot.web.prometheus").families
         sizes = dict.fromkeys((field.name for field in msgspec.structs.fields(Status) if field.required), 0)
-        for family in families(Status(**sizes, hit_rates=[HitRate(60.0, 1, 0.0, 0.0)])):
+        for family in families(
+            Status(**sizes, hit_rates=[HitRate(60.0, 1, 0.0, 0.0)], reuse=[Reuse(60.0, 256, 0, 0.0)])
+        ):
             names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
         assert len(names) > 30
     shown = SOURCE / "integrations" / "vllm_stats.py"

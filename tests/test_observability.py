@@ -15,7 +15,7 @@ import pytest
 
 from kvdepot.metrics import BOUNDS_S, Latency
 from kvdepot.observability import alerts, dashboard
-from kvdepot.status import Device, HitRate, NamespaceStatus, Saved, Status, TierStatus
+from kvdepot.status import Device, HitRate, NamespaceStatus, Reuse, Saved, Status, TierStatus
 
 from .programs import module, run, tool
 
@@ -30,6 +30,7 @@ def full_status() -> Status:
         record_slots=1, record_slots_used=1, unrecorded_shards=0, operations=0, clients=1, sessions=1, instances=1,
         saved=Saved(256, 0.5),
         hit_rates=[HitRate(3600.0, 2, 0.5, 0.75)],
+        reuse=[Reuse(3600.0, 512, 256, 0.5)],
         latencies=[Latency("Lookup", 1, 0, 0.1, [1] + [0] * len(BOUNDS_S))],
         namespaces=[NamespaceStatus("", "model", 1, 16, 1, 2, 1)],
         tiers=[TierStatus("disk", "through", "up", 1, 2, 4, 0, 0, {"dropped_chunks": 0, "spoilt_chunks": 0})],

@@ -141,6 +141,25 @@ def test_what_people_warm_or_pin_makes_them_no_engine_and_is_no_lookup(depot: De
     scheduler.shutdown()
 
 
+def test_what_an_engine_had_in_its_own_cache_is_found_but_not_reused(depot: Depot) -> None:
+    scheduler, worker = an_engine(depot)
+    tokens = list(range(4 * CHUNK))
+    move(worker, "first", tokens, is_store=True)
+    with upkeep.connect(depot.url) as client:
+        hashes = upkeep.make_prompt(client, tokens, b"", "toy", "").hashes
+        for request in ("own cache", "from the depot"):
+            assert client.ask(wire.Lookup("toy", 1, 0, request, 1, hashes)).result(10.0) == 4
+        client.ask(wire.EndSession("own cache")).result(10.0)
+        now = told(depot)
+        assert (now.hit_rates[0].hit_rate, now.reuse[0].rate, now.saved.tokens) == (1.0, 0.0, 0)
+        assert now.asked_tokens == now.reuse[0].asked_tokens == 8 * CHUNK
+        client.ask(wire.EndSession("from the depot", 3 * CHUNK, 0.5)).result(10.0)  # it had one of the four itself
+    now = told(depot)
+    assert (now.reuse[0].reused_tokens, now.reuse[0].rate) == (3 * CHUNK, 3 / 8)
+    worker.shutdown()
+    scheduler.shutdown()
+
+
 def test_engines_and_pins_are_all_counted_where_only_some_are_listed(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     tokens = list(range(CHUNK))

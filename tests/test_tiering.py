@@ -280,7 +280,7 @@ def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None
     wrong = name.replace(bytes(one.hashes).hex(), bytes(two.hashes).hex())
     tier.objects[wrong] = tier.objects[name]
     assert there.find(b"one", look(two)) == 0
-    assert wrong not in tier.objects and there.depot.tiering.status()[0].counters["spoilt_chunks"] == 1
+    assert wrong not in tier.objects and there.depot.tiering.status(0.0)[0].counters["spoilt_chunks"] == 1
     there.assert_quiet()
 
 
@@ -368,7 +368,7 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
     faulty.inject(down=1)
     for chain in chains[:FAILURES]:
         assert host.find(b"one", look(chain)) == 0
-    assert host.depot.tiering.status()[0].state == "left alone"
+    assert host.depot.tiering.status(0.0)[0].state == "left alone"
     asked = host.send(b"one", look(chains[FAILURES]))
     assert host.answers[asked] == 0 and not host.errands  # nobody asks it
     faulty.inject()
@@ -376,7 +376,7 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
     host.take(host.depot.tick(host.now, 1001.0))
     assert host.kinds() == ["Probe"]
     host.work()
-    assert host.depot.tiering.status()[0].state == "up"
+    assert host.depot.tiering.status(0.0)[0].state == "up"
     assert host.find(b"one", store(chains[0])) is True
     assert len(tier.objects) == 2
 
@@ -394,7 +394,7 @@ def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) ->
     host.assert_quiet()  # the hung finds return, which nobody wants any more
     host.take(host.depot.tick(5.0, 1005.0))
     host.assert_quiet()
-    assert host.depot.tiering.status()[0].state == "up"
+    assert host.depot.tiering.status(0.0)[0].state == "up"
 
 
 def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:
@@ -413,7 +413,7 @@ def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> No
         assert there.index.chunks == 0
         clear(here.index)
         here.find(b"one", store(chain))
-    assert there.depot.tiering.status()[0].counters["spoilt_chunks"] == 9
+    assert there.depot.tiering.status(0.0)[0].counters["spoilt_chunks"] == 9
     there.assert_quiet()
 
 
@@ -478,14 +478,42 @@ def test_stores_beyond_the_queue_are_dropped_and_counted(tier: MemoryTier) -> No
     chain = prompt("a", 384)
     for first in range(0, 384, 32):
         host.ask(b"one", wire.Store(1, 1, [shards(chain, first, first + 32, blocks=list(range(64)))]))
-    status = host.depot.tiering.status()[0]
+    status = host.depot.tiering.status(0.0)[0]
     assert status.queued_bytes <= 1 << 20
     host.rest()
-    status = host.depot.tiering.status()[0]
+    status = host.depot.tiering.status(0.0)[0]
     dropped = status.counters["dropped_chunks"]
     assert dropped > 0 and len(tier.objects) == 384 - dropped == status.counters["saved_chunks"]
     assert status.queued_bytes == 0
     host.assert_quiet()
+
+
+def test_what_a_tier_that_failed_does_not_get_is_counted_apart_from_what_found_no_room(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty, pages=1024)
+    assert host.find(b"one", look(prompt("before", 2))) == 0
+    assert (host.depot.tiering.status(0.0)[0].error, host.depot.tiering.status(0.0)[0].error_s) == ("", None)
+    faulty.inject(down=1)
+    for i in range(FAILURES + 2):
+        host.ask(b"one", wire.Store(1, 1 + i, [shards(prompt(f"p{i}", 2), 0, 2, blocks=list(range(4)))]))
+        host.rest()
+    status = host.depot.tiering.status(host.now + 7.0)[0]
+    assert status.state == "left alone" and status.error
+    assert status.error_s == pytest.approx(7.0)
+    assert status.counters["unavailable_chunks"] == 2 * (FAILURES + 2)
+    assert not status.counters.get("dropped_chunks") and not status.counters.get("refused_chunks")
+
+
+def test_a_tier_that_cannot_be_had_at_the_start_is_told_of_by_its_first_probe(
+    tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyTier(tier)
+    faulty.inject(down=1)
+    host = new_host(faulty)
+    host.rest()
+    status = host.depot.status().tiers[0]
+    assert status.state == "left alone" and status.error
+    assert f"tier {status.name} is left alone for a while: {status.error}" in caplog.text
 
 
 def test_what_was_evicted_before_its_turn_is_not_written(tier: MemoryTier) -> None:
@@ -493,7 +521,7 @@ def test_what_was_evicted_before_its_turn_is_not_written(tier: MemoryTier) -> No
     for name in "abcd":
         host.ask(b"one", store(prompt(name, 2)))
     host.rest()
-    counters = host.depot.tiering.status()[0].counters
+    counters = host.depot.tiering.status(0.0)[0].counters
     assert counters["overtaken_chunks"] > 0
     assert len(tier.objects) == 8 - counters["overtaken_chunks"]
     host.assert_quiet()
@@ -504,7 +532,7 @@ def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier:
     chains = [prompt(f"p{i}", 2) for i in range(40)]
     for chain in chains:
         assert host.find(b"one", store(chain)) is True
-    counters = host.depot.tiering.status()[0].counters
+    counters = host.depot.tiering.status(0.0)[0].counters
     assert counters.get("undemoted_chunks", 0) == 0
     assert len(tier.objects) >= 80 - 32
     for chain in chains:
@@ -761,7 +789,7 @@ def test_quiet_tiers_are_looked_after() -> None:
     assert isinstance(probe, Probe)
     for second in range(12, 40):
         host.take(host.depot.tick(float(second), 1000.0 + second))
-    assert host.depot.tiering.status()[0].state == "left alone"
+    assert host.depot.tiering.status(0.0)[0].state == "left alone"
     assert len(host.errands) == 1
 
 

@@ -31,6 +31,7 @@ from kvdepot.mover import Copy, CopyPiece, Mapped
 from kvdepot.registrations import Registrations, Remapping
 from kvdepot.removal import STEP_CHUNKS, Removals
 from kvdepot.report import Report
+from kvdepot.reuse import Windows
 from kvdepot.sessions import Sessions
 from kvdepot.status import Device, Status
 from kvdepot.tiering import MOST_FORGETTINGS, Errands, Forgetting, Tiering, Token
@@ -97,6 +98,7 @@ class Depot:
         self.counters: Counter[str] = Counter()
         self.tiering = Tiering(tiers, index, config.chunk_size, config.lookup_s)
         self.ceiling = Ceiling(0.0)
+        self.reuse = Windows(0.0)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.operations = 0
@@ -112,6 +114,16 @@ class Depot:
 
     def __repr__(self) -> str:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
+
+    @property
+    def asked_tokens(self) -> int:
+        """Of prompts that engines looked up, as far as chunks are whole."""
+        return self.counters["lookup_chunks"] * self._config.chunk_size
+
+    @property
+    def reused_tokens(self) -> int:
+        """That engines loaded instead of computing them: what they said, and what requests that named none got."""
+        return self.saved_tokens + self.sessions.retrieved_chunks * self._config.chunk_size
 
     # -- events
 
@@ -210,6 +222,7 @@ class Depot:
         self.now, self.wall = now, int(wall)
         self.sessions.tick(now)
         self.ceiling.tick(now, self.counters["hit_chunks"])
+        self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
         self.counters["expired_chunks"] += self.index.expire(self.wall)
         self.report.tick(now)
         return self.tiering.tick(now)

@@ -32,9 +32,9 @@ _SHORT = 100
 _QUIET_S = 60.0
 """A counter that goes on rising is told of once in so long."""
 _TOLD = {
-    "corrupt_chunks": "chunks in memory that were not what had been stored",
-    "dropped_chunks": "chunks not stored, for want of room",
-    "failed_chunks": "chunks not stored, as a copy failed or its engine gave up",
+    "corrupt_chunks": "shards in memory that were not what had been stored",
+    "dropped_chunks": "shards not stored, for want of room",
+    "failed_chunks": "shards not stored, as a copy failed or its engine gave up",
     "registrations_refused": "registrations of KV tensors refused",
     "pins_refused": "pins refused, beyond max_pins or half of the arena",
     "clients_refused": "clients refused, beyond max_clients",
@@ -78,10 +78,10 @@ class Report:
             if count > self._counted[name] and now >= self._told.get(name, 0.0):
                 self.note(name, f"{text}: {count - self._counted[name]}")
                 self._counted[name], self._told[name] = count, now + _QUIET_S
-        for tier in self._depot.tiering.status():
+        for tier in self._depot.tiering.status(now):
             if self._tiers.setdefault(tier.name, "up") != tier.state:
                 self._tiers[tier.name] = tier.state
-                self.note("tier", f"{tier.name} is {tier.state}")
+                self.note("tier", f"{tier.name} is {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
 
     def status(self, tenant: str = "") -> Status:
         """What there is and what has happened. tenant: whose namespaces and engines are listed; empty: everybody's."""
@@ -119,13 +119,15 @@ class Report:
             pinned_bytes=pinned_bytes,
             stored_bytes=depot.stored_bytes,
             retrieved_bytes=depot.retrieved_bytes,
-            saved=Saved(depot.saved_tokens + depot.sessions.retrieved_chunks * depot.chunk_size, depot.saved_s),
+            saved=Saved(depot.reused_tokens, depot.saved_s),
+            asked_tokens=depot.asked_tokens,
+            reuse=depot.reuse.rates(depot.asked_tokens, depot.reused_tokens),
             hit_rates=[HitRate(*rate) for rate in depot.ceiling.rates(depot.counters["hit_chunks"])],
             latencies=self.latencies.figures(),
             namespaces=_namespaces(spaces),
             engines=_engines(engines, now),
             pinned=depot.sessions.kept(tenant, now),
-            tiers=depot.tiering.status(),
+            tiers=depot.tiering.status(now),
             devices=self._devices(),
             counters=dict(depot.counters),
             events=[] if tenant else self.journal.events(),

@@ -20,6 +20,7 @@ __all__ = [
     "HitRate",
     "Kept",
     "NamespaceStatus",
+    "Reuse",
     "Saved",
     "Status",
     "TierStatus",
@@ -30,8 +31,19 @@ MOST_NAME = 256
 """Characters of a model's name that a line of `namespaces` has; longer ones are cut there."""
 
 
+class Reuse(msgspec.Struct, frozen=True):
+    """Of a window: tokens of prompts that engines looked up, tokens that they loaded instead of computing them, and the
+    second over the first. What engines had in their own caches they do not load. Defined in kvdepot.reuse."""
+
+    window_s: float
+    asked_tokens: int
+    reused_tokens: int
+    rate: float
+
+
 class HitRate(msgspec.Struct, frozen=True):
-    """Of a window: its length, chunks looked up in it, the share that hit, and that of an endless cache."""
+    """Of a window: its length, chunks looked up in it, the share that was found in the depot, and the share that an
+    endless depot would have found. Found is not reused: engines may have had the same chunks in their own caches."""
 
     window_s: float
     chunks: int
@@ -83,7 +95,10 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """What lies behind memory. objects, bytes, capacity_bytes: None where the tier has not told."""
+    """What lies behind memory. objects, bytes, capacity_bytes: None where the tier has not told.
+
+    error: what it said when it last failed, empty where it never has; error_s: seconds since then.
+    """
 
     name: str
     write: str
@@ -94,6 +109,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     queued_bytes: int
     saves: int
     counters: dict[str, int]
+    error: str = ""
+    error_s: float | None = None
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -157,6 +174,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes: int = 0
     retrieved_bytes: int = 0
     saved: Saved = Saved()
+    asked_tokens: int = 0
+    reuse: list[Reuse] = []
     hit_rates: list[HitRate] = []
     latencies: list[Latency] = []
     namespaces: list[NamespaceStatus] = []

@@ -49,6 +49,8 @@ _MEMORY = -1
 """Stands for memory among numbers of tiers."""
 _SHOWN = 100
 """Characters of a name in an answer."""
+_MOST_ERROR = 300
+"""Characters of a tier's error that log and status show."""
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered by then counts as failed."""
@@ -124,6 +126,8 @@ class _Tier:
     probing: float | None = None  # since when
     probe_after: float = 0.0
     usage: Usage | None = None
+    error: str = ""  # the last one
+    failed_at: float = 0.0
     counters: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -137,6 +141,7 @@ class Token:
 
     tier: _Tier
     then: Callable[[Any, float], Errands]
+    is_probe: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -236,10 +241,10 @@ class Tiering:
             due = now >= (tier.probe_after if tier.breaker.usable else tier.breaker.probe_at)
             if due and tier.probing is None:
                 tier.probing, tier.probe_after = now, now + _PROBE_EVERY_S
-                errands.append(Probe(Token(tier, partial(self._probed, tier)), tier.number))
+                errands.append(Probe(Token(tier, partial(self._probed, tier), is_probe=True), tier.number))
             elif tier.probing is not None and now - tier.probing > _PROBE_S:
                 tier.probing = now
-                self._failed(tier, now, "does not answer")
+                self._failed(tier, now, "does not answer", is_probe=True)
         return errands
 
     def _probed(self, tier: _Tier, outcome: Any, now: float) -> Errands:
@@ -515,7 +520,9 @@ class Tiering:
                 shard = chunk.shards.get(rank)
                 if shard is None:
                     tier.counters["overtaken_chunks"] += 1  # forgotten while it was on its way
-                elif not tier.breaker.usable or (tier.queued_bytes and tier.queued_bytes + shard.size > room):
+                elif not tier.breaker.usable:
+                    tier.counters["unavailable_chunks"] += 1
+                elif tier.queued_bytes and tier.queued_bytes + shard.size > room:
                     tier.counters["dropped_chunks"] += 1
                 else:
                     tier.queue.append((chunk, rank, None))
@@ -557,10 +564,11 @@ class Tiering:
     ) -> Errands:
         tier.saving.discard(number)
         outcomes = outcome if isinstance(outcome, list) else [False] * len(batch)
+        unsaved = "unavailable_chunks" if isinstance(outcome, KVDepotError) else "refused_chunks"
         for (chunk, rank, demotion), kept in zip(batch, outcomes, strict=True):
             if kept:
                 chunk.shards[rank].tiers |= tier.bit
-            tier.counters["saved_chunks" if kept else "refused_chunks"] += 1
+            tier.counters["saved_chunks" if kept else unsaved] += 1
             self._index.release([chunk])
             self._part_demoted(demotion)
         return [*self._forget_after(tier, number), *self._dispatch(tier)]
@@ -677,19 +685,20 @@ class Tiering:
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
-            self._failed(tier, now, str(outcome))
+            self._failed(tier, now, str(outcome), token.is_probe)
         elif outcome is not None and tier.breaker.succeeded(now):
             log.info("tier %s is back", tier.config.name, extra={"tier": tier.config.name})
         return token.then(outcome, now)
 
-    def _failed(self, tier: _Tier, now: float, why: str) -> None:
-        if not tier.breaker.failed(now):
+    def _failed(self, tier: _Tier, now: float, why: str, is_probe: bool = False) -> None:
+        why = why[:_MOST_ERROR]
+        tier.error, tier.failed_at = why, now
+        if not tier.breaker.failed(now, is_probe):
             return
-        why = why[:300]
         log.warning("tier %s is left alone for a while: %s", tier.config.name, why, extra={"tier": tier.config.name})
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
-        tier.counters["dropped_chunks"] += len(queue)
+        tier.counters["unavailable_chunks"] += len(queue)
         for _, _, demotion in queue:
             self._part_demoted(demotion)
 
@@ -698,7 +707,7 @@ class Tiering:
         """Whether anything is being saved, loaded or forgotten."""
         return bool(self._arriving_bytes or self._forgettings or any(t.saving or t.queue for t in self._tiers))
 
-    def status(self) -> list[TierStatus]:
+    def status(self, now: float) -> list[TierStatus]:
         """What people see of each tier."""
         return [
             TierStatus(
@@ -715,6 +724,8 @@ class Tiering:
                     **tier.counters,
                     "left_alone": tier.breaker.trips,
                 },
+                error=tier.error,
+                error_s=now - tier.failed_at if tier.error else None,
             )
             for tier in self._tiers
         ]

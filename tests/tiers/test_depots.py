@@ -18,6 +18,7 @@ from kvdepot.keys import ChunkChain
 from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
 from tests.metronome import ran_s
+from tests.ports import free_port
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 
 need(commands=["redis-server"], modules=["redis", "obstore", "moto", "zstandard", "cryptography"])
@@ -116,6 +117,23 @@ def test_a_disk_gives_back_what_a_killed_server_without_its_memory_had(
         with engine(three, seed=2) as stranger:
             assert stranger.hits([1], CHUNKS) == 0
             assert stranger.store(1, CHUNKS)
+
+
+def test_a_store_that_is_down_at_the_start_is_named_with_its_error_in_log_status_and_command_line(
+    start_depot: StartDepot,
+) -> None:
+    port = free_port()
+    depot = start_depot("--tiers", f"redis://:hunter2@127.0.0.1:{port}/0", "--log-level", "info")
+    shown = eventually(lambda: (now := tier(depot))["state"] == "left alone" and now)
+    assert "Connection refused" in shown["error"] and shown["error_s"] >= 0
+    eventually(lambda: f"tier redis://127.0.0.1:{port}/0 is left alone for a while" in depot.logged())
+    said = command("status", "--url", depot.url).stdout
+    assert "left alone" in said and "refused" in said
+    with engine(depot) as here:
+        assert here.store(1, CHUNKS)
+        eventually(lambda: tier(depot)["counters"].get("unavailable_chunks") == CHUNKS)
+    assert not tier(depot)["counters"].get("dropped_chunks")
+    assert "hunter2" not in depot.logged() + said
 
 
 def test_memory_and_disk_together_hold_what_memory_alone_cannot(start_depot: StartDepot, tmp_path: Path) -> None:

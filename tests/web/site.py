@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
-from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Saved, Status, TierStatus
+from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Reuse, Saved, Status, TierStatus
 from kvdepot.web.guard import _HEADERS
 from kvdepot.web.turns import StatusNow
 
@@ -123,7 +123,11 @@ def example_status(wall_s: float = 0.0) -> Status:
         capacity_bytes=256 * GIB, used_bytes=int(241.3 * GIB), chunks=31_482, reserved_shards=2, holds=61,
         evicted_chunks=182_944, record_slots=65536, record_slots_used=31_482, unrecorded_shards=0, operations=3,
         clients=5, sessions=9, instances=3, engine_count=5, stored_bytes=1_680 * GIB, retrieved_bytes=5_911 * GIB,
-        saved=Saved(tokens=198_734_336, prefill_s=41_220.0),
+        saved=Saved(tokens=198_734_336, prefill_s=41_220.0), asked_tokens=361_017_856,
+        reuse=[
+            Reuse(60.0, 308_224, 188_016, 0.61), Reuse(600.0, 3_297_280, 1_919_016, 0.582),
+            Reuse(3600.0, 18_264_320, 10_063_640, 0.551), Reuse(86400.0, 361_017_856, 193_144_552, 0.535),
+        ],
         hit_rates=[
             HitRate(60.0, 1_204, 0.781, 0.842), HitRate(600.0, 12_880, 0.752, 0.829),
             HitRate(3600.0, 71_345, 0.724, 0.811), HitRate(86400.0, 1_410_226, 0.698, 0.834),
@@ -195,6 +199,7 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
     return {
         "times_s": times,
         "series": {
+            "reuse_rate": [hit - 0.17 for hit in hits],
             "hit_rate": hits,
             "ceiling": [min(hit + 0.06 + 0.008 * w, 1.0) for hit, w in zip(hits, wave, strict=True)],
             "saved_tokens": saved_tokens,

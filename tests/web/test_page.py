@@ -107,15 +107,16 @@ def test_the_page_says_that_it_works_since_when_in_which_version_and_with_how_ma
     assert "Engine processes 5" in facts and "Chunks kept 31.5K" in facts
 
 
-def test_what_is_gained_is_the_hit_rate_of_the_last_hour_beside_its_ceiling_and_what_was_saved(
+def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_saved(
     site: Site, open_page: OpenPage
 ) -> None:
     page = open_page()
-    assert text(page, "#hit-rate") == "72.4%"
-    assert text(page, "#hit-ceiling") == "of about 81.1% at most, were memory endless"
-    assert page.get_attribute("#hit-bar", "aria-valuenow") == "72.4"
-    assert text(page, "#hit-windows [data-row=hit]") == "Hit rate 78.1% 75.2% 72.4% 69.8%"
-    assert text(page, "#hit-windows [data-row=ceiling]") == "Ceiling 84.2% 82.9% 81.1% 83.4%"
+    assert text(page, "#hit-rate") == "55.1%"
+    assert "Found there: 72.4% of the chunks, of about 81.1% at most" in text(page, "#hit-ceiling")
+    assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
+    assert text(page, "#hit-windows [data-row=reuse]") == "Reused 61.0% 58.2% 55.1% 53.5%"
+    assert text(page, "#hit-windows [data-row=hit]") == "Found in the depot 78.1% 75.2% 72.4% 69.8%"
+    assert text(page, "#hit-windows [data-row=ceiling]") == "Found, if endless 84.2% 82.9% 81.1% 83.4%"
     assert text(page, "#saved-tokens") == "198.7M"
     assert text(page, "#saved-prefill") == "11 h 27 min"
 
@@ -233,7 +234,7 @@ def test_the_page_survives_a_restart_of_the_server_and_says_so(site: Site, open_
     page = open_page()
     site.close()
     shows(page, "#state", "Not reachable")
-    assert text(page, "#hit-rate") == "72.4%"  # the old figures stay, and are said to be old
+    assert text(page, "#hit-rate") == "55.1%"  # the old figures stay, and are said to be old
     assert "The figures below are of" in text(page, "#since")
     again = Site(site.port)
     try:
@@ -392,13 +393,13 @@ def test_charts_are_drawn_from_the_history_and_have_tables_behind_them(site: Sit
     )
     assert all(drawn)
     figure = page.locator("#charts figure").first
-    last = site.history["series"]["hit_rate"][-1]
+    last = site.history["series"]["reuse_rate"][-1]
     assert f"{100 * last:.1f}%" in " ".join(figure.locator(".legend").inner_text().split())
-    assert f"Hit rate {100 * last:.1f}%" in (figure.locator(".plot").get_attribute("aria-label") or "")
+    assert f"Reused {100 * last:.1f}%" in (figure.locator(".plot").get_attribute("aria-label") or "")
     figure.locator("summary").click()
     figure.locator("tbody tr").first.wait_for()
     cells = figure.locator("tbody tr").first.locator("th, td").all_inner_texts()
-    assert cells[2] == f"{100 * last:.1f}%"
+    assert cells[1] == f"{100 * last:.1f}%"
 
 
 def test_lines_go_on_from_one_status_to_the_next(site: Site, open_page: OpenPage) -> None:

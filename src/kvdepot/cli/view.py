@@ -6,7 +6,9 @@ The one law: it reads a Status and nothing else. Whatever a client may have name
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rich.cells import cell_len
 from rich.console import Group
@@ -15,9 +17,11 @@ from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, size
 from kvdepot.metrics import BOUNDS_S, Latency, percentile
-from kvdepot.status import HitRate, Status
+from kvdepot.status import HitRate, Reuse, Status
 
 __all__ = ["LOSSES", "LOST", "Listing", "Speeds", "listings", "summary"]
+
+_Windowed = TypeVar("_Windowed", HitRate, Reuse)
 
 _BAR_CELLS = 20
 _NAME_CELLS = 20
@@ -34,6 +38,7 @@ LOSSES = {
     "forgotten_chunks": "forgotten on request",
     "cleared_chunks": "cleared on request",
     "refused_chunks": "refused by the tier",
+    "unavailable_chunks": "not saved: the tier failed",
     "refused": "objects refused by the store",
     "spoilt_chunks": "damaged, found by its checksum",
     "spoilt": "damaged objects erased",
@@ -120,19 +125,7 @@ def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
 
 def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
-    windows = list(zip(now.hit_rates, [HitRate(0.0, 0, 0.0, 0.0), *now.hit_rates], strict=False))
-    # A window longer than the server's life says no more than the one before it.
-    counted = [rate for rate, shorter in windows if rate.chunks and shorter.window_s < now.uptime_s]
-    longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
-    for number, rate in enumerate(counted):
-        label = "hits" if not number else ""
-        what = f"in {_window(rate.window_s):<{longest}} of {count(rate.chunks)} chunks"
-        what += f"; an endless cache {share(rate.ceiling)}"
-        lines.append((label, Text.assemble((f"{share(rate.hit_rate):>7} ", "bold"), what)))
-    if not counted:
-        hits, chunks = now.counters.get("hit_chunks", 0), now.counters.get("lookup_chunks", 0)
-        known = f"{share(hits / chunks)} of {count(chunks)} chunks since the start" if chunks else "no lookup yet"
-        lines.append(("hits", Text(known)))
+    lines += _reused(now) + _found(now)
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
         saved += f", {duration(now.saved.prefill_s)} of prefill"
@@ -146,6 +139,51 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines.append(("traffic", Text(moved)))
     lines += [("" if number else "look at", Text(text, "yellow")) for number, text in enumerate(_faults(now))]
     return lines
+
+
+def _reused(now: Status) -> list[tuple[str, Text]]:
+    """The headline: tokens that engines loaded, of those of their prompts."""
+    counted = [each for each in _lived(now, now.reuse) if each.asked_tokens]
+    if not counted:
+        asked = now.asked_tokens
+        if not asked:
+            return [("reused", Text("no lookup yet"))]
+        rate = min(now.saved.tokens / asked, 1.0)
+        return [("reused", Text(f"{share(rate)} of {count(asked)} prompt tokens since the start"))]
+    longest = max(len(_window(each.window_s)) for each in counted)
+    return [
+        (
+            "" if number else "reused",
+            Text.assemble(
+                (f"{share(each.rate):>7} ", "bold"),
+                f"in {_window(each.window_s):<{longest}} of {count(each.asked_tokens)} prompt tokens",
+                "" if number else ", beyond the engines' own caches",
+            ),
+        )
+        for number, each in enumerate(counted)
+    ]
+
+
+def _found(now: Status) -> list[tuple[str, Text]]:
+    """What the depot had, whether engines needed it or not, beside what an endless one would have had."""
+    counted = [rate for rate in _lived(now, now.hit_rates) if rate.chunks]
+    longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
+    return [
+        (
+            "" if number else "in depot",
+            Text(
+                f"{share(rate.hit_rate):>7} in {_window(rate.window_s):<{longest}} of {count(rate.chunks)} chunks; "
+                f"an endless cache {share(rate.ceiling)}"
+            ),
+        )
+        for number, rate in enumerate(counted)
+    ]
+
+
+def _lived(now: Status, windows: Sequence[_Windowed]) -> list[_Windowed]:
+    """Without those that say no more than the one before: they are longer than the server's life."""
+    shorter = [0.0, *(window.window_s for window in windows)]
+    return [window for window, before in zip(windows, shorter, strict=False) if before < now.uptime_s]
 
 
 def _state(now: Status) -> Text:
@@ -183,7 +221,11 @@ def _window(window_s: float) -> str:
 def _faults(now: Status) -> list[str]:
     """What somebody should look at: now, and since the start."""
     faults = [f"no new engine can connect: {clean(now.unreachable)}"] if now.unreachable else []
-    faults += [f"{clean(tier.name)} is {clean(tier.state)}" for tier in now.tiers if tier.state != "up"]
+    faults += [
+        f"{clean(tier.name)} is {clean(tier.state)}" + (f": {clean(tier.error)}" if tier.error else "")
+        for tier in now.tiers
+        if tier.state != "up"
+    ]
     faults += [f"GPU {clean(device.uuid)}: {clean(device.failure)}" for device in now.devices if device.failure]
     if now.unrecorded_shards:
         faults.append(f"{count(now.unrecorded_shards)} shards would not survive a crash: the table of records is full")
@@ -246,7 +288,7 @@ def _models(now: Status) -> Listing:
         )
         for space in now.namespaces
     ]  # fmt: skip
-    return Listing(("models", ">ranks", ">chunks", ">bytes", ">hits", ">engines"), rows)
+    return Listing(("models", ">ranks", ">chunks", ">bytes", ">found", ">engines"), rows)
 
 
 def _tiers(now: Status) -> Listing:
@@ -257,8 +299,9 @@ def _tiers(now: Status) -> Listing:
             held += f" of {size(tier.capacity_bytes)}"
         state = Text(clean(tier.state), "green" if tier.state == "up" else "yellow")
         objects = count(tier.objects) if tier.objects is not None else "-"
-        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes)))
-    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued"), rows)
+        error = f"{duration(tier.error_s)} ago: {tier.error}" if tier.error_s is not None else "-"
+        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), error))
+    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", "last error"), rows)
 
 
 def _losses(now: Status) -> Listing:

@@ -91,7 +91,7 @@ ALERTS = (
         "KVDepotTierDown", "warning", "5m",
         "kvdepot_tier_up == 0",
         "{{ $labels.instance }} leaves its tier {{ $labels.tier }} alone: it fails or does not answer.",
-        "See that the store can be reached and has room. It is probed and taken back by itself.",
+        "`kvdepot status` shows its last error. It is probed, and taken back by itself once it answers.",
     ),
     Alert(
         "KVDepotTierDropping", "warning", "15m",

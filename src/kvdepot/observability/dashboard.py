@@ -54,8 +54,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     ("Is it working", (
         _stat("Running for", "Since each server began to serve.", "kvdepot_uptime_seconds{@}", "s"),
         _stat("Engines", "Schedulers and workers that are connected.", "kvdepot_engines{@}"),
-        _stat("Hit rate", "Chunks of the last hour's lookups that were there.",
-              "sum(increase(kvdepot_hit_chunks_total{@}[1h])) / sum(increase(kvdepot_lookup_chunks_total{@}[1h]))",
+        _stat("Prompt tokens reused", "Of the last hour's prompts: loaded from the depot, beyond engines' own caches.",
+              "sum(increase(kvdepot_saved_tokens_total{@}[1h])) / sum(increase(kvdepot_asked_tokens_total{@}[1h]))",
               "percentunit"),
         _stat("Prefill saved", "Computing time that engines did not need, in the time shown.",
               "sum(increase(kvdepot_saved_prefill_seconds_total{@}[$__range]))", "s"),
@@ -65,9 +65,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
               "count(kvdepot_tier_up{@} == 0) or vector(0)", alarm=1),
     )),
     ("What it gains", (
-        Panel("Hit rate beside its ceiling", "Chunks that hit, and that a cache without end would have. A wide gap: "
-              "more memory would pay.", (
-                  ("kvdepot_hit_ratio{@}", "hit rate, {{window_seconds}} s"),
+        Panel("Prompt tokens reused, and chunks found", "Tokens loaded from the depot, beyond engines' own caches, of "
+              "prompts; chunks found there, and that a depot without end would have had. A wide gap between the last "
+              "two: more memory would pay.", (
+                  ("kvdepot_reuse_ratio{@}", "reused, {{window_seconds}} s"),
+                  ("kvdepot_hit_ratio{@}", "found, {{window_seconds}} s"),
                   ("kvdepot_hit_ratio_ceiling{@}", "ceiling, {{window_seconds}} s"),
               ), "percentunit", highest=1),
         Panel("Tokens saved", "Tokens a second that engines got back instead of computing them.", (
@@ -123,7 +125,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         Panel("Bytes by model", "The ten that take most of the memory.", (
             ("topk(10, sum by (model) (kvdepot_namespace_bytes{@}))", "{{model}}"),
         ), "bytes"),
-        Panel("Hit rate by model", "Chunks that hit, of those that its engines looked up.", (
+        Panel("Found by model", "Chunks that were in the depot, of those that its engines looked up.", (
             ("sum by (model) (rate(kvdepot_namespace_hit_chunks_total{@}[$__rate_interval]))"
              " / sum by (model) (rate(kvdepot_namespace_lookup_chunks_total{@}[$__rate_interval]))", "{{model}}"),
         ), "percentunit", highest=1),

@@ -1,6 +1,7 @@
 """When a tier is left alone, and when it is tried again. Pure: time is an argument.
 
-A tier that fails FAILURES times with no success in between is left alone; after a while it is asked one harmless
+A tier that fails FAILURES times with no success in between is left alone, as is one that has never answered when its
+first probe fails; after a while it is asked one harmless
 question, and when it answers that, it is used again. Each question that fails doubles the while.
 """
 
@@ -37,12 +38,16 @@ class Breaker:
         self.probe_at = float("inf")
         return back
 
-    def failed(self, now: float) -> bool:
-        """It failed, or did not answer in time; True when it is to be left alone from now on."""
+    def failed(self, now: float, is_probe: bool = False) -> bool:
+        """It failed, or did not answer in time; True when it is to be left alone from now on.
+
+        is_probe: it was asked whether it is there at all, and nothing else.
+        """
         if not self.usable and now < self.probe_at:
             return False  # asked before it was left alone
         self.failures += 1
-        if self.usable and self.failures < FAILURES:
+        was_never_there = is_probe and self.last_success == float("-inf")
+        if self.usable and self.failures < FAILURES and not was_never_there:
             return False
         tripped = self.usable
         if not tripped:

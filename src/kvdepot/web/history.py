@@ -119,7 +119,9 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
     Rates are between two statuses of one boot: with another, all counters began anew.
     """
     window = now.hit_rates[0] if now.hit_rates else None
+    newest = now.reuse[0] if now.reuse else None
     point = {
+        "reuse_rate": newest.rate if newest is not None and newest.asked_tokens else _NAN,
         "boot": boot_number(now.boot),
         "hit_rate": window.hit_rate if window is not None and window.chunks else _NAN,
         "ceiling": window.ceiling if window is not None and window.chunks else _NAN,

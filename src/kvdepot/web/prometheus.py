@@ -49,15 +49,15 @@ _GAUGES = {
 _COUNTERS = {
     "lookups": "Lookups.",
     "lookup_chunks": "Chunks that were looked up.",
-    "hit_chunks": "Chunks that lookups found.",
+    "hit_chunks": "Chunks that lookups found in the depot; engines may have had them, too.",
     "tier_hit_chunks": "Chunks that lookups found in a tier.",
-    "stored_chunks": "Chunks stored.",
-    "known_chunks": "Chunks that were to be stored and were there.",
-    "dropped_chunks": "Chunks that were not stored, for want of room.",
-    "failed_chunks": "Chunks that were not stored, for their copy failed.",
-    "retrieved_chunks": "Chunks retrieved.",
-    "retrieve_misses": "Chunks that were to be retrieved and were not there.",
-    "corrupt_chunks": "Chunks in memory that were not what had been stored.",
+    "stored_chunks": "Shards stored (a chunk has one a rank).",
+    "known_chunks": "Shards that were to be stored and were there.",
+    "dropped_chunks": "Shards that were not stored, for want of room.",
+    "failed_chunks": "Shards that were not stored, because a copy failed or the engine gave up.",
+    "retrieved_chunks": "Shards that engines got back.",
+    "retrieve_misses": "Shards that were to be retrieved and were not there.",
+    "corrupt_chunks": "Shards in memory that were not what had been stored.",
     "expired_chunks": "Chunks that were too old.",
     "forgotten_chunks": "Chunks removed by forget.",
     "cleared_chunks": "Chunks removed by clear.",
@@ -108,7 +108,8 @@ def _counters(status: Status) -> Iterator[Metric]:
         "evicted_chunks": ("Chunks evicted from memory.", status.evicted_chunks),
         "stored_bytes": ("Bytes stored.", status.stored_bytes),
         "retrieved_bytes": ("Bytes retrieved.", status.retrieved_bytes),
-        "saved_tokens": ("Tokens that engines did not have to compute.", status.saved.tokens),
+        "asked_tokens": ("Tokens of prompts that engines looked up, in whole chunks.", status.asked_tokens),
+        "saved_tokens": ("Tokens that engines loaded instead of computing them.", status.saved.tokens),
         "saved_prefill_seconds": ("Prefill that engines were spared.", status.saved.prefill_s),
     }
     refused = CounterMetricFamily("kvdepot_refused", "What limits or keys refused.", labels=["what"])
@@ -123,9 +124,22 @@ def _counters(status: Status) -> Iterator[Metric]:
 
 
 def _hit_rates(status: Status) -> Iterator[Metric]:
-    rate = GaugeMetricFamily("kvdepot_hit_ratio", "Share of chunks looked up that hit.", labels=["window_seconds"])
+    reuse = GaugeMetricFamily(
+        "kvdepot_reuse_ratio",
+        "Tokens that engines loaded, beyond their own caches, over tokens of prompts looked up.",
+        labels=["window_seconds"],
+    )
+    for each in status.reuse:
+        if each.asked_tokens:
+            reuse.add_metric([f"{each.window_s:g}"], each.rate)
+    yield reuse
+    rate = GaugeMetricFamily(
+        "kvdepot_hit_ratio",
+        "Share of chunks looked up that were in the depot; engines may have had them, too.",
+        labels=["window_seconds"],
+    )
     ceiling = GaugeMetricFamily(
-        "kvdepot_hit_ratio_ceiling", "That of a cache without an end.", labels=["window_seconds"]
+        "kvdepot_hit_ratio_ceiling", "The share that a depot without an end would have had.", labels=["window_seconds"]
     )
     for window in status.hit_rates:
         if not window.chunks:  # nothing was looked up: a share of nothing is not 0
@@ -189,7 +203,11 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
         "queued_bytes": GaugeMetricFamily("kvdepot_tier_queued_bytes", "Bytes to be saved.", labels=["tier"]),
         "saves": GaugeMetricFamily("kvdepot_tier_saves", "Shards that are being saved.", labels=["tier"]),
     }
-    events = CounterMetricFamily("kvdepot_tier_events", "What happened to a tier's objects.", labels=["tier", "event"])
+    events = CounterMetricFamily(
+        "kvdepot_tier_events",
+        "What happened to a tier's objects, one a shard.",
+        labels=["tier", "event"],
+    )
     for tier in tiers:
         up.add_metric([tier.name], float(tier.state == "up"))
         for name, gauge in gauges.items():

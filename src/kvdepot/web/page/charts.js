@@ -20,13 +20,14 @@ const TIME_STEPS = [
  */
 export const CHARTS = [
   {
-    title: "Hit rate beside its ceiling, each over a minute",
+    title: "Tokens reused, and chunks found in the depot, over a minute",
     format: format.share,
     ticks: (value) => `${Math.round(100 * value)}%`,
     top: 1,
     lines: [
-      { name: "ceiling", label: "Ceiling", colour: "--grey", dash: [5, 4] },
-      { name: "hit_rate", label: "Hit rate", colour: "--blue", filled: true },
+      { name: "reuse_rate", label: "Reused", colour: "--blue", filled: true },
+      { name: "hit_rate", label: "Found", colour: "--orange", dash: [6, 3] },
+      { name: "ceiling", label: "Found, if endless", colour: "--grey", dash: [2, 3] },
     ],
   },
   {
@@ -78,7 +79,7 @@ export const CHARTS = [
     ],
   },
   {
-    title: "Chunks evicted, and not kept, by reason",
+    title: "Evicted, and not kept, by reason",
     idle: 10,
     format: format.rate,
     lines: [

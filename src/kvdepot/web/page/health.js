@@ -16,7 +16,7 @@ export function verdict(status, slow, dropped) {
 function* concerns(status, slow, dropped) {
   if (slow) yield slow;
   for (const tier of status.tiers) {
-    if (tier.state !== "up") yield `${tier.name} is ${tier.state}: it fails, and is tried again from time to time.`;
+    if (tier.state !== "up") yield `${tier.name} is ${tier.state}, and tried again from time to time: ${tier.error || "it fails"}.`;
   }
   for (const device of status.devices) {
     if (device.failure) yield `${device.name} (${device.uuid}): ${device.failure}.`;

@@ -18,6 +18,7 @@ const LOSSES = {
   forgotten_chunks: "forgotten on request",
   cleared_chunks: "cleared on request",
   refused_chunks: "refused by the tier",
+  unavailable_chunks: "not saved: the tier failed",
   refused: "objects refused by the store",
   spoilt_chunks: "damaged, found by its checksum",
   spoilt: "damaged objects erased",
@@ -86,37 +87,36 @@ function fillFacts(part, facts) {
 
 function showGain(status) {
   // A window longer than the server's life says no more than the one before it.
-  const windows = status.hit_rates.filter((_, i, all) => (all[i - 1]?.window_s ?? 0) < status.uptime_s);
-  const asked = status.counters.lookup_chunks ?? 0;
-  const overall = { window_s: 0, chunks: asked, hit_rate: asked ? (status.counters.hit_chunks ?? 0) / asked : 0 };
-  const used = windows.filter((window) => window.chunks);
+  const windows = (status.reuse ?? []).filter((_, i, all) => (all[i - 1]?.window_s ?? 0) < status.uptime_s);
+  const asked = status.asked_tokens ?? 0;
+  const overall = { window_s: 0, asked_tokens: asked, rate: asked ? Math.min(status.saved.tokens / asked, 1) : 0 };
+  const used = windows.filter((window) => window.asked_tokens);
   const headline = used.find((window) => window.window_s === HEADLINE_S) ?? used.at(-1) ?? overall;
   const isAll = headline === overall || headline.window_s >= status.uptime_s;
   say($("hit-window"), isAll ? "since the start" : `last ${windowName(headline.window_s)}`);
-  say($("hit-rate"), headline.chunks ? share(headline.hit_rate) : none);
-  const mark = $("hit-bar").querySelector(".mark");
-  const hasCeiling = headline.chunks > 0 && headline.ceiling !== undefined;
-  mark.hidden = !hasCeiling;
-  if (hasCeiling) mark.style.insetInlineStart = `${100 * headline.ceiling}%`;
-  bar($("hit-bar"), headline.hit_rate, `${share(headline.hit_rate)}${hasCeiling ? ` of about ${share(headline.ceiling)} at most` : ""}`);
-  say($("hit-ceiling"), ceilingText(headline, windows));
+  say($("hit-rate"), headline.asked_tokens ? share(headline.rate) : none);
+  bar($("hit-bar"), headline.rate, share(headline.rate));
+  const foundIn = (window) => status.hit_rates.find((found) => found.window_s === window.window_s && found.chunks);
+  say($("hit-ceiling"), foundText(headline, foundIn(headline), status.hit_rates.length));
 
   const table = $("hit-windows");
   table.hidden = !windows.length;
-  const lines = { hit: "hit_rate", ceiling: "ceiling", chunks: "chunks" };
+  const ofFound = (name) => (window) => (foundIn(window) ? share(foundIn(window)[name]) : none);
+  const lines = {
+    reuse: (window) => (window.asked_tokens ? share(window.rate) : none),
+    tokens: (window) => count(window.asked_tokens),
+    hit: ofFound("hit_rate"),
+    ceiling: ofFound("ceiling"),
+  };
   fillCells(table.tHead.rows[0], windows, "th", (window) => windowName(window.window_s));
-  for (const row of table.tBodies[0].rows) {
-    const name = lines[row.dataset.row];
-    const text = name === "chunks" ? (window) => count(window.chunks) : (window) => (window.chunks ? share(window[name]) : none);
-    fillCells(row, windows, "td", text);
-  }
+  for (const row of table.tBodies[0].rows) fillCells(row, windows, "td", lines[row.dataset.row]);
 
   say($("saved-tokens"), count(status.saved.tokens));
   set($("saved-tokens"), "title", exact(status.saved.tokens));
   say($("saved-prefill"), duration(status.saved.prefill_s));
   fillFacts($("gain-hits"), [
     ["Lookups", count(status.counters.lookups ?? 0)],
-    ["Chunks that hit", count(status.counters.hit_chunks ?? 0)],
+    ["Chunks found", count(status.counters.hit_chunks ?? 0)],
     ["of these, from tiers", count(status.counters.tier_hit_chunks ?? 0)],
   ]);
   fillFacts($("gain-bytes"), [
@@ -131,12 +131,11 @@ function showGain(status) {
   );
 }
 
-function ceilingText(headline, windows) {
-  if (!headline.chunks) return "Nothing has been looked up yet.";
-  if (headline.ceiling === undefined) {
-    return windows.length ? "" : "The upper bound needs the package datasketches on the server.";
-  }
-  return `of about ${share(headline.ceiling)} at most, were memory endless`;
+function foundText(headline, found, hasFound) {
+  if (!headline.asked_tokens) return "Nothing has been looked up yet.";
+  const text = "loaded from the depot, beyond the engines' own caches";
+  if (found) return `${text}. Found there: ${share(found.hit_rate)} of the chunks, of about ${share(found.ceiling)} at most, were memory endless`;
+  return hasFound ? text : `${text}. The upper bound needs the package datasketches on the server.`;
 }
 
 function fillCells(row, windows, tag, text) {
@@ -166,6 +165,7 @@ function showStores(status) {
       ["Objects", count(tier.objects)],
       ["To be saved", bytes(tier.queued_bytes)],
       ["Writes", tier.write.replaceAll("_", " ")],
+      ...(tier.error ? [["Last error", `${duration(Math.round(tier.error_s))} ago: ${tier.error}`]] : []),
     ],
   }));
   list($("stores"), [memory, ...tiers], (store) => store.name, makeStore, fillStore);

@@ -46,7 +46,9 @@ export function point(before, now) {
   const elapsed_s = now.uptime_s - before.uptime_s; // wall_s is of the last tick, in whole seconds
   const a_second = (value) => Math.max(value(now) - value(before), 0) / elapsed_s;
   const newest = now.hit_rates[0];
+  const reuse = now.reuse?.[0];
   const values = {
+    reuse_rate: reuse?.asked_tokens ? reuse.rate : null,
     boot: bootNumber(now.boot),
     hit_rate: newest?.chunks ? newest.hit_rate : null,
     ceiling: newest?.chunks ? newest.ceiling : null,
