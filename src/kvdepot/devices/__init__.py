@@ -52,6 +52,8 @@ def _check_plain(tensor: object, name: object) -> None:
         raise LayoutError(f"a layer's name must be text that UTF-8 can carry, not {name!r:.80}")
     called = name or "tensor"
     if not isinstance(tensor, torch.Tensor):
+        if hasattr(tensor, "untyped_storage"):
+            return  # made to look like a tensor, over memory that torch does not have
         kind = type(tensor)
         raise LayoutError(f"{called} is a {kind.__module__}.{kind.__qualname__}, not a torch.Tensor")
     if tensor.is_nested:
