@@ -184,8 +184,9 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         assert told["kvdepot_request_duration_seconds_sum", label] == pytest.approx(kind["sum_s"])
         assert told["kvdepot_request_errors_total", label] == kind["errors"]
     for window in said["reuse"]:
+        label = (("window_seconds", f"{window['window_s']:g}"),)
         if window["asked_tokens"]:
-            assert told["kvdepot_reuse_ratio", f"{window['window_s']:g}"] == pytest.approx(window["rate"])
+            assert told["kvdepot_reuse_ratio", label] == pytest.approx(window["rate"])
     for window in said["hit_rates"]:
         label = (("window_seconds", f"{window['window_s']:g}"),)
         assert window["chunks"] == 1, "what was looked up"
