@@ -595,7 +595,7 @@ def test_beyond_this_host_events_need_keys() -> None:
 )
 def test_an_endpoint_that_is_none_is_refused(wrong: str) -> None:
     ended = run_serve("--kv-events", wrong)
-    assert ended.returncode == 2 and "kv_events" in ended.stderr
+    assert ended.returncode == 2 and "--kv-events" in ended.stderr
 
 
 @pytest.mark.faults

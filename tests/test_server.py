@@ -103,7 +103,8 @@ class Engine:
     def lookup(self, tokens: list[int]) -> int | None:
         request_id = uuid.uuid4().hex
         self.scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
-        return self.scheduler.wait_lookup_result(request_id, 10.0)
+        eventually(lambda: self.scheduler.wait_lookup_result(request_id, 1.0) is not None)
+        return self.scheduler.check_lookup_result(request_id)
 
     def close(self) -> None:
         self.worker.shutdown()

@@ -111,7 +111,7 @@ def test_a_slow_tier_does_not_collect_finds_for_ever(tier: MemoryTier) -> None:
             if host.errands:
                 host.work()
         host.take(host.depot.tick(host.now, 1000.0 + second))
-    assert len(host.errands) <= 1024 + 1, host.depot.tiering.status()[0].counters
+    assert len(host.errands) <= 1024 + 1, host.depot.tiering.status(host.now)[0].counters
 
 
 def test_ended_searches_are_not_kept_until_their_deadline(tier: MemoryTier) -> None:
@@ -225,7 +225,7 @@ def test_a_load_that_hangs_in_a_tier_left_alone_does_not_keep_another_tier_from_
         while any(errand.tier == 1 for errand in there.errands):
             there.work(next(errand for errand in there.errands if errand.tier == 1))
         there.pass_time(0.5)
-    assert there.depot.tiering.status()[0].state == "left alone"
+    assert there.depot.tiering.status(there.now)[0].state == "left alone"
     asked = there.send(b"one", look(chain, "r2"))
     while any(errand.tier == 1 for errand in there.errands):
         there.work(next(errand for errand in there.errands if errand.tier == 1))
@@ -279,7 +279,7 @@ def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait
         host.now = second
         host.take(host.depot.tick(second, 1000.0 + second))
         host.rest()
-    assert host.depot.tiering.status()[0].state == "up"
+    assert host.depot.tiering.status(host.now)[0].state == "up"
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "ageing", "wtinylfu", "adaptive"])

@@ -79,20 +79,20 @@ def test_a_change_is_dated_by_what_nobody_can_set_back(tmp_path: Path) -> None:
     assert _found(folder).changed_at >= began
     links = [tmp_path / "current", tmp_path / "next"]
     links[0].symlink_to(folder)
-    assert _found(links[0]).changed_at >= links[0].lstat().st_ctime
+    assert _found(links[0]).changed_at >= links[0].lstat().st_ctime_ns / 1e9
 
 
 def test_a_folder_that_was_renamed_into_place_has_changed_then(tmp_path: Path) -> None:
     folder = _model(tmp_path / "model")
-    changed_at = folder.stat().st_ctime
+    changed_at = folder.stat().st_ctime_ns / 1e9
 
     def ticked() -> bool:
         (tmp_path / "clock").write_bytes(b"")
-        return (tmp_path / "clock").stat().st_ctime > changed_at
+        return (tmp_path / "clock").stat().st_ctime_ns / 1e9 > changed_at
 
     eventually(ticked)
     folder = folder.rename(tmp_path / "renamed")
-    assert _found(folder).changed_at == folder.stat().st_ctime > changed_at
+    assert _found(folder).changed_at == folder.stat().st_ctime_ns / 1e9 > changed_at
 
 
 def _hub(cache: Path) -> Path:
@@ -114,7 +114,7 @@ def test_a_name_of_the_hub_is_the_commit_that_lies_in_the_local_cache(tmp_path: 
     main = repository / "refs" / "main"
     main.write_text(COMMITS[0])
     first = _found("organisation/model", cache=tmp_path)
-    assert first.changed_at == main.stat().st_ctime
+    assert first.changed_at == main.stat().st_ctime_ns / 1e9
     assert first.digest == _found("organisation/model", COMMITS[0], tmp_path).digest
     assert first.digest == _found("organisation/model", "a", tmp_path).digest
     assert first.digest == _found(repository / "snapshots" / COMMITS[0]).digest

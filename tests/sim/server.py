@@ -279,7 +279,7 @@ class Server(Checks):
         counters = self.world.counters
         counters["tier_hit_chunks"] += self.depot.counters["tier_hit_chunks"]
         counters["expired_chunks"] += self.depot.counters["expired_chunks"]
-        for tier in self.depot.tiering.status():
+        for tier in self.depot.tiering.status(self.world.now):
             counters.update({f"tier_{name}": count for name, count in tier.counters.items()})
 
     # -- hearing and answering

@@ -96,7 +96,7 @@ def _in_hub_cache(name: str, revision: str, cache: str | None) -> Weights | None
         commit, changed_at = revision, 0.0
     else:
         ref = repository / "refs" / revision
-        commit, changed_at = ref.read_text().strip(), ref.stat().st_ctime
+        commit, changed_at = ref.read_text().strip(), ref.stat().st_ctime_ns / 1e9
     snapshot = repository / "snapshots" / commit
     if not snapshot.is_dir():
         return None
@@ -106,14 +106,14 @@ def _in_hub_cache(name: str, revision: str, cache: str | None) -> Weights | None
 
 def _at(path: Path) -> Weights:
     """Of a file, or of all files in a folder. Raises OSError for what cannot be read, and for too many files."""
-    changed_at = max((int(link[-1]) / 1e9 for link in _links(path)), default=0.0)
+    changed_ns = max((int(link[-1]) for link in _links(path)), default=0)
     resolved = path.resolve()
     if resolved.is_file():
         entries = [("", resolved, resolved.stat())]
     else:
         folder = resolved.stat()
-        if folder.st_ctime != folder.st_mtime:  # renamed into place; what is added to it changes both times
-            changed_at = max(changed_at, folder.st_ctime)
+        if folder.st_ctime_ns != folder.st_mtime_ns:  # renamed into place; what is added to it changes both times
+            changed_ns = max(changed_ns, folder.st_ctime_ns)
         entries = sorted(_walk(resolved), key=lambda entry: entry[0])
     hasher = blake3()
     snapshot = _snapshot(resolved)
@@ -123,14 +123,14 @@ def _at(path: Path) -> Weights:
     for name, file, state in entries:
         if snapshot is not None and _is_blob(file):
             continue  # the commit says it, and files that nobody asked for may not have been downloaded yet
-        changed_at = max(changed_at, state.st_ctime, file.lstat().st_ctime)
+        changed_ns = max(changed_ns, state.st_ctime_ns, file.lstat().st_ctime_ns)
         hasher.update(f"{name}\0{state.st_size}\n".encode())
         if state.st_size <= _WHOLE_BYTES:
             hasher.update(file.read_bytes())
         else:
             hasher.update(f"{state.st_mtime_ns}\n".encode())
             _sample(hasher, file, state.st_size, max(16, _SAMPLES // large))
-    return Weights(hasher.hexdigest(), changed_at)
+    return Weights(hasher.hexdigest(), changed_ns / 1e9)
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
