@@ -131,26 +131,6 @@ def test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens(
     engine.stop()
 
 
-def test_what_a_request_has_loaded_stays_in_a_full_depot_until_the_request_is_over(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    """What it stores behind those chunks could not be found without them."""
-    depot = start_depot(arena_mib=4)  # less than 16 chunks
-    engine = start_engine(models["gqa"], depot.url).wait_started()
-    tokens = prompt(40, 4 * 256 + 9)
-    engine.run(tokens)
-    engine.tell("reset")
-    running = engine.request([*tokens, *prompt(41, 512)], max_tokens=300)
-    others = [engine.request(prompt(50 + i, 2 * 256 + 9)) for i in range(12)]  # over long before
-    results = engine.tell("run", requests=[running, *others])
-    assert results[running["id"]]["cached"] == 1024
-    assert engine.run_fresh(tokens)["cached"] == 1024
-    eventually(lambda: nothing_is_held(depot.status()))
-    status = depot.status()
-    assert status["saved"]["tokens"] == 2048
-    engine.stop()
-
-
 def test_a_reset_of_the_connector_forgets_all_of_the_model_and_says_where_that_may_not_be_so(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvdepot import wire
 from tests.conftest import Depot, eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
@@ -420,5 +422,41 @@ def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_
         connector.request_finished(one, [1, 2, 3, 4])
         connector.on_new_request(one)
         assert connector._tracked["r"].prompt.chain.root != before
+    finally:
+        connector.shutdown()
+
+
+def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored_and_not_with_the_load_or_the_last_token(
+    vllm_depot: Depot, models: dict[str, Path]
+) -> None:
+    """What is stored behind chunks that are gone is found by nobody; and decoding takes long."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    steps = Steps(vllm_depot.url, models["gqa"])
+    connector = steps.connector
+
+    def told_saved() -> int:
+        """Tokens that ended sessions saved; one connection's messages keep their order."""
+        return int(connector._asks.mq_client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
+
+    try:
+        before = told_saved()
+        one = request(list(range(512)))
+        connector.on_new_request(one)
+        connector.update_state_after_alloc(one, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 256)
+        steps.build()
+        connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+        assert told_saved() == before, "ended with the load"
+        one.num_computed_tokens = 256
+        steps.back(steps.build(256))
+        one.num_computed_tokens = 512
+        going = steps.build(1)
+        assert [store.request_id for store in going.stores] == ["r"]
+        assert told_saved() == before, "ended before the worker had the order to store"
+        steps.back(going)
+        steps.build(1)
+        assert told_saved() == before + 256
+        connector.request_finished(one, [1, 2, 3, 4])
+        assert told_saved() == before + 256, "told twice"
     finally:
         connector.shutdown()

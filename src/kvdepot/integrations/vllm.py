@@ -92,6 +92,8 @@ _IDLE_S = 0.002
 class _Metadata(KVConnectorMetadata):
     """One step's orders, scheduler to workers."""
 
+    model: str = ""
+    """The namespace in which the scheduler looks up."""
     loads: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
@@ -120,7 +122,8 @@ class _Tracked:
     load: Transfer | None = None
     load_blocks: frozenset[int] = frozenset()
     load_tokens: int = 0
-    saved_tokens: int = 0  # that loads spared it
+    has_pins: bool = False  # a lookup may have pinned chunks for it
+    saved_tokens: int = 0  # that loads spared it, and nobody has been told
     saved_s: float = 0.0
     may_load: bool = True
     stores_open: bool = False  # a worker may be storing its blocks, or will
@@ -160,7 +163,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
             self._worker = LMCacheMPWorkerAdapter(*place, self._rank // replicas, block_tokens, client=client)
-            # The scheduler ends pins when a request is over; and two engines may well number their requests alike.
+            # The scheduler ends pins once a prompt is stored; and two engines may well number their requests alike.
             self._worker.unpins = False
         self._stats = KVDepotStats()
         self._spans: Callable[[Operation], None] | None = None
@@ -304,6 +307,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._asks.cleanup_lookup_result(request.request_id)
         if self._loads and not request.skip_reading_prefix_cache:
             salt = salt_tag(request.cache_salt or "")
+            tracked.has_pins = True
             self._asks.submit_lookup(request.request_id, bytes(chain.hashes), self._ranks, salt=salt)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -372,6 +376,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 self._tracked[request_id].stores_open = False
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been made void
         meta = _Metadata(
+            model=self._asks.model_name,
             loads=self._new_loads,
             stores=self._stores_waiting.take(),
             preempted=preempted,
@@ -382,17 +387,30 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             measured=self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic()),
         )
         self._new_loads, self._ended, self._void = [], set(), False
-        if self._stores:
-            state = scheduler_output.kv_connector_block_state
-            for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
-                tracked = self._tracked.get(request_id)
-                if tracked is not None:
-                    assert state is not None
-                    try:
-                        self._prepare_store(state, tracked, new_tokens)
-                    except Exception as exc:  # noqa: BLE001 - see `_spare`
-                        self._spare(request_id, exc)
+        state, going = scheduler_output.kv_connector_block_state, {store.request_id for store in meta.stores}
+        for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            if self._stores:
+                assert state is not None
+                try:
+                    self._prepare_store(state, tracked, new_tokens)
+                except Exception as exc:  # noqa: BLE001 - see `_spare`
+                    self._spare(request_id, exc)
+            if tracked.has_pins and request_id not in going:
+                self._end_pins(tracked)
         return meta
+
+    def _end_pins(self, tracked: _Tracked) -> None:
+        """Once its prompt is stored, nothing of a request depends on its pins any more: what has a chunk behind it is
+        not evicted, and decoding must not keep others' stores from finding room."""
+        request = tracked.request
+        if request.num_computed_tokens >= request.num_prompt_tokens and not self._stores_waiting.waits(
+            request.request_id
+        ):
+            self._asks.end_session(request.request_id, tracked.saved_tokens, tracked.saved_s)
+            tracked.has_pins, tracked.saved_tokens, tracked.saved_s = False, 0, 0.0
 
     def _hear_of_restarts(self) -> None:
         """A server that was started anew may have nothing: offer it all again. It takes what it does not have."""
@@ -443,8 +461,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM calls it for each step that computed something, and for others where a worker has something to say.
 
-        A load's pins stay until the request is over. It has yet to store the rest of its prompt behind those chunks;
-        were they evicted before that, what it stores could never be found.
+        A load's pins stay until the rest of the prompt is stored (`_end_pins`): were these chunks evicted before, what
+        is stored behind them could never be found.
         """
         failed = connector_output.invalid_block_ids or set()
         told = connector_output.kv_connector_worker_meta
@@ -563,6 +581,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
+        if self._orders.model != self._moves.model_name and not self._told:
+            self._told.add("model")
+            log.error(
+                "scheduler and worker disagree on this engine's identity (%s, %s), so nothing is reused. Report it "
+                "with the log of VLLM_LOGGING_LEVEL=DEBUG",
+                self._orders.model,
+                self._moves.model_name,
+            )
         if self._orders.void:
             self._moves.give_up_stores(set(self._moves.store_futures), _PREEMPTION_S)
         loads = self._orders.loads
