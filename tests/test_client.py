@@ -20,7 +20,7 @@ import zmq
 from kvdepot import client, connection, handshake, header, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.connection import GRACE_S, LINGER_S, Connection, Watch
-from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, VersionMismatch
+from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, VersionMismatch
 from kvdepot.layout import Layout, Mapping, Segment
 
 from .conftest import SHM, StartDepot, eventually, suspend
@@ -174,6 +174,7 @@ class Talk:
             "ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now, CARD, lambda: self.between
         )
         self.is_deaf = False  # what reaches the server now is not answered
+        self.refuses: dict[type, KVDepotError] = {}  # kinds of requests that get an error
         self.sent: list[tuple[bytes, wire.Request]] = []  # whom it reached, and what it was
         self.copies: list[tuple[bytes, bytes]] = []  # the same of copies, by number
 
@@ -186,6 +187,9 @@ class Talk:
         assert not isinstance(request, KVDepotError)
         self.sent.append((server.boot, request))
         if self.is_deaf:
+            return True
+        if type(request) in self.refuses:
+            self.replies.append(wire.encode_failure(number, server.boot, self.refuses[type(request)]))
             return True
         if isinstance(request, wire.Hello):
             secret = header.Watch(server.name, server.boot).secret
@@ -306,6 +310,53 @@ def begin_copies(talk: Talk, device: str) -> dict[str, Any]:
     talk.ask(wire.Retrieve(1, []), lambda value: told.update(retrieve=value))
     assert told.pop("registered") is None
     return told
+
+
+def test_a_copy_that_a_hanging_server_may_still_do_is_sent_to_no_successor_of_any_generation(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    first = talk.server = start_server(boot=b"boot-one")
+    told = begin_copies(talk, "GPU-0")
+    for boot in (b"boot-two", b"boot-333"):
+        talk.server = None
+        talk.break_off()
+        talk.server = start_server(boot=boot)
+        talk.connect()
+        talk.wait(0.3)
+        successor = talk.server
+    successor.kill()
+    talk.server = None
+    talk.break_off()
+    talk.server = start_server(boot=b"boot-444")
+    talk.connect()
+    talk.wait(2 * LINGER_S)
+    assert {boot for boot, _ in talk.copies} == {b"boot-one"} and told == {}
+    first.kill()
+    talk.wait(2 * LINGER_S)
+    assert {boot for boot, _ in talk.copies} == {b"boot-one", b"boot-444"} and told == {}
+    talk.answer_copies(b"boot-444")
+    assert told == {"store": True, "retrieve": True}
+
+
+@pytest.mark.parametrize("refusal", [Busy("too many wait"), UnknownClient("who are you?")])
+def test_a_copy_is_sent_again_only_when_its_registration_was_taken_back(
+    refusal: KVDepotError, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """Else the server may be doing it still, and would do it twice."""
+    talk.server = start_server()
+    begin_copies(talk, "")
+    assert len(talk.copies) == 2
+    talk.refuses[wire.Unregister] = refusal
+    talk.break_off()
+    talk.connect()
+    talk.wait(1.0)
+    assert len(talk.copies) == 2
+    asked = len(talk.sent)
+    talk.wait(1.0)
+    assert len(talk.sent) - asked < 60, "it floods a server that refuses it"
+    talk.refuses.clear()
+    talk.wait(1.0)
+    assert len(talk.copies) == 4
 
 
 @pytest.mark.parametrize("device", ["", "GPU-0"])

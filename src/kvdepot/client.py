@@ -181,7 +181,12 @@ class MessageQueueClient:
         self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers wait here: the server keeps few for a client
         if keys is not None:
             keys.use(self._socket)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MADE | zmq.EVENT_DISCONNECTED)
+        try:
+            self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MADE | zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            self.card.close()
+            raise Unavailable(f"ZeroMQ has no socket left: {exc.strerror}") from exc
         self._fds: list[int] = [each.getsockopt(zmq.FD) for each in (self._socket, self._monitor)]
         self._has_events = select.poll()
         self._has_events.register(self._fds[1], select.POLLIN)

@@ -49,6 +49,8 @@ GRACE_S = 1.0
 """How long requests wait for a server that was lost: one that is started again serves within half a second. Later, and
 until there is a connection, they fail at once."""
 _GONE_CHECK_S = 0.2
+_PAUSE_S = 0.1
+"""Between a recovery that failed and the next."""
 _STALE_S = 10.0
 """After this long, a copy's answer is suspected lost although nobody has heard of a broken connection."""
 _MAX_REPEATS = 3
@@ -94,7 +96,7 @@ class _Server:
     boot: bytes
     watch: Watch
     gone_at: float | None = None  # when it was first seen to be gone
-    copies: list[int] = field(default_factory=list)  # unanswered when its successor welcomed us
+    copies: list[int] = field(default_factory=list)  # that were sent to it, unanswered when its successor welcomed us
 
 
 class Connection:
@@ -138,6 +140,7 @@ class Connection:
         self._lost: list[int] = []  # sent before the connection was made anew, unanswered
         self._server: _Server | None = None
         self._former: list[_Server] = []  # predecessors that may still touch blocks
+        self._greet_at = 0.0
         self._linger_s = 0.0  # how long after its death a server may; more once tensors are on a device
         self._met = False  # a server has welcomed us at least once
         self._lost_at: float | None = None  # when a server that had welcomed us was found to be lost
@@ -235,7 +238,8 @@ class Connection:
             self._drop_own()
 
     def _waits_to_greet(self) -> bool:
-        return bool(self._pending or self._owes_hello) and not self.welcomed and not self._recovering
+        waits = bool(self._pending or self._owes_hello) and not self.welcomed and not self._recovering
+        return waits and self._clock() >= self._greet_at
 
     def _greet(self) -> bool:
         """Whether somebody has taken our hello."""
@@ -315,6 +319,7 @@ class Connection:
         self.boot = proved.boot
         del self._seals[1:]
         if self._server is not None and self._server.boot != self.boot and not self._is_gone(self._server):
+            self._server.copies = self._unanswered_copies()
             self._former.append(self._server)  # a successor has its place, and still it may touch blocks
             self._server = None
         self._forget_server()
@@ -329,23 +334,45 @@ class Connection:
         self._lost = [number for number in self._pending if number not in waiting]
         for instance, register in self._registered.items():
             for request in (wire.Unregister(instance), register):
-                if not self._ask_own(request, self._on_recovered, self._patience_s):
+                then = self._on_taken_back if isinstance(request, wire.Unregister) else self._on_recovered
+                if not self._ask_own(request, then, self._patience_s):
                     self.lose(self._cut_off())
                     return
         self._on_recovered(None)
 
+    def _unanswered_copies(self) -> list[int]:
+        """Stores and retrieves that were sent to our server: neither parked nor waiting for a former one."""
+        elsewhere = {*self._parked, *self._held_by_former()}
+        return [
+            number
+            for number, pending in self._pending.items()
+            if isinstance(pending.request, wire.Store | wire.Retrieve) and number not in elsewhere
+        ]
+
+    def _held_by_former(self) -> set[int]:
+        return {number for server in self._former for number in server.copies}
+
+    def _on_taken_back(self, value: Any) -> None:
+        """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
+        if isinstance(value, KVDepotError):
+            self._begin_anew()
+        else:
+            self._on_recovered(value)
+
+    def _begin_anew(self) -> None:
+        """Recovery has failed: `expire` says hello again, a moment later, or a server that refuses us is flooded."""
+        self._drop_own()
+        self._greet_at = self._clock() + _PAUSE_S
+        self._patience_s = min(2 * self._patience_s, DEADLINE_S)
+
     def _on_recovered(self, value: Any) -> None:
-        if isinstance(value, Unavailable | DeadlineExceeded):
-            self._recovering.clear()  # `expire` begins anew
-            self._patience_s = min(2 * self._patience_s, DEADLINE_S)
+        if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
+            self._begin_anew()
         elif not self._recovering:
+            held = self._held_by_former()
             for number in self._lost:
                 pending = self._pending.get(number)
-                if pending is None:
-                    continue
-                if isinstance(pending.request, wire.Store | wire.Retrieve) and self._former:
-                    self._former[-1].copies.append(number)
-                else:
+                if pending is not None and number not in held:
                     self._send_again(number, pending)
             self._lost.clear()
             self._patience_s = _PATIENCE_S

@@ -239,12 +239,10 @@ def test_a_server_without_gpus_never_imports_cuda(
     tensor = torch.arange(8 * 64, dtype=torch.int32).reshape(8, 64)
     worker.register_kv_caches({"layer": tensor}, [0])
     try:
-        for submit, ids in (
-            (worker.submit_store_request, [0, 1, 2, 3]),
-            (worker.submit_retrieve_request, [4, 5, 6, 7]),
-        ):
-            submit("r", LoadStoreOp(ids, tokens_of(1, 1)), None)
-            eventually(lambda: any(worker.get_finished({"r"})))
+        worker.submit_store_request("stored", LoadStoreOp([0, 1, 2, 3], tokens_of(1, 1)), None)
+        eventually(lambda: worker.get_finished({"stored"})[0])
+        worker.submit_retrieve_request("loaded", LoadStoreOp([4, 5, 6, 7], tokens_of(1, 1)), None)
+        eventually(lambda: worker.get_finished(set())[1])
         assert torch.equal(tensor[:4], tensor[4:])
     finally:
         worker.shutdown()

@@ -203,9 +203,10 @@ class ToyEngine:
         request_id = keep or self.new_id("lookup")
         began = slept_s()
         self.scheduler.maybe_submit_lookup_request(request_id, token_ids=self.prompt(family, chunks).tokens)
-        tokens = self.scheduler.wait_lookup_result(request_id, DRAIN_S)
+        while (tokens := self.scheduler.wait_lookup_result(request_id, DRAIN_S)) is None:  # at once without a server
+            assert slept_s() < began + DRAIN_S, "a lookup was not answered in time"
+            time.sleep(0.0005)
         self.lookup_s.append(slept_s() - began)
-        assert tokens is not None, "a lookup was not answered in time"
         self.scheduler.cleanup_lookup_result(request_id)
         if not keep:
             self.scheduler.end_session(request_id)

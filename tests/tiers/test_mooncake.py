@@ -426,7 +426,7 @@ def test_an_rdma_device_that_is_not_there_is_not_replaced_by_tcp(pool: Master) -
     ("raised", "words"),
     [
         ("libibverbs.so.1: cannot open shared object file: No such file or directory", "apt-get install libibverbs1"),
-        ("No module named 'mooncake'", r"pip install 'kvdepot\[mooncake\]'"),
+        ("No module named 'mooncake'", r"pip install 'mooncake-transfer-engine-non-cuda"),
     ],
 )
 def test_what_is_missing_is_named_with_its_package(tmp_path: Path, raised: str, words: str) -> None:

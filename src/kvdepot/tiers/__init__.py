@@ -181,12 +181,12 @@ class TierConfig(msgspec.Struct, frozen=True):
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
         try:
-            tier: Tier = self.load().open(self.url, dict(self.own), self.options.threads)
+            tier: Tier = self.module().open(self.url, dict(self.own), self.options.threads)
         except KVDepotError as exc:
             raise type(exc)(self.redact(exc)) from None  # a cause may quote the URL
         return tier
 
-    def load(self) -> Any:
+    def module(self) -> Any:
         """Import this kind of tier; its module. Blocks, but for no store. Raises ConfigError where a package is
         missing."""
         kind = KINDS[self.kind]

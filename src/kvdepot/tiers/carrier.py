@@ -155,7 +155,7 @@ class Carrier:
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
         self._refused: KVDepotError | None = None
         self._has_begun = False  # the constructor has waited for the tier long enough
-        config.load()  # here, however long it takes: a URL that makes no sense must be found while `join` waits
+        config.module()  # here, however long it takes: a URL that makes no sense must be found while `join` waits
         opening = threading.Thread(target=self._open_first, name=f"kvdepot-{config.kind}-open", daemon=True)
         opening.start()
         opening.join(_OPEN_S)

@@ -74,14 +74,17 @@ def make_private(place: Path) -> None:
 def _check_parent(place: Path, parent: Path) -> None:
     """Whoever can write to a parent directory can put another directory in the place of ours."""
     info = parent.stat()
-    if info.st_mode & stat.S_ISVTX:
+    if info.st_mode & stat.S_ISVTX and info.st_uid in (0, os.geteuid()):
         return  # only its owner can
-    if info.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{place}: every user can write to {parent} and could replace it; take a directory elsewhere, or "
-            f"chmod o-w {parent}"
-        )
-    if info.st_mode & stat.S_IWGRP and info.st_gid not in (0, os.getegid()):
+    if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
+        if not parent.is_mount():
+            raise ConfigError(
+                f"{place}: every user can write to {parent} and could replace it; take a directory elsewhere, or "
+                f"chmod o-w {parent}"
+            )
+        # Kubernetes mounts a pod's volumes like this, and who is no root there cannot change it.
+        log.warning("%s: every user can write to the volume %s, and could replace it", place, parent)
+    elif info.st_mode & stat.S_IWGRP and info.st_gid not in (0, os.getegid()):
         log.warning("%s: group %d can write to %s, and could replace it", place, info.st_gid, parent)
     elif info.st_uid not in (0, os.geteuid()):
         log.warning("%s: user %d owns %s, and could replace it", place, info.st_uid, parent)
