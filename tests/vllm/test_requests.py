@@ -314,6 +314,8 @@ def test_a_block_that_is_given_to_be_computed_anew_is_trusted_again() -> None:
     stores = waiting(("a", 1, [1, 2], 1))
     stores.failed({1})
     assert not stores.check([1, 2, 3], 3)
+    stores.overwritten([3])
+    assert stores.check([3], 1), "a load of ours lies there now"
     assert stores.check([9, 1], 1)  # another request got it
     assert stores.check([1], 1)
     assert not stores.check([2], 1)

@@ -122,6 +122,7 @@ class _Tracked:
     load: Transfer | None = None
     load_blocks: frozenset[int] = frozenset()
     load_tokens: int = 0
+    has_load_failed: bool = False  # on some rank, which may end it steps before the last one does
     has_pins: bool = False  # a lookup may have pinned chunks for it
     saved_tokens: int = 0  # that loads spared it, and nobody has been told
     saved_s: float = 0.0
@@ -351,6 +352,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         skip = tracked.local_tokens % chunk_size * per_chunk // chunk_size
         tracked.load = self._transfer(tracked, first, end, targets, skip)
         tracked.load_blocks = frozenset(targets[skip:])
+        tracked.has_load_failed = False
+        self._stores_waiting.overwritten(targets[skip:])
         tracked.load_tokens = num_external_tokens
         tracked.may_load = False  # whatever becomes of it, this request is not loaded twice
         self._new_loads.append(tracked.load)
@@ -472,11 +475,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._known.stored(report)
         self._closing.difference_update(connector_output.finished_sending or ())
         self._step_ended(report.step, failed)
+        for each in self._tracked.values() if failed else ():
+            each.has_load_failed |= not failed.isdisjoint(each.load_blocks)
         for request_id in connector_output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if failed.isdisjoint(tracked.load_blocks):
+            if not tracked.has_load_failed:
                 tracked.saved_tokens += tracked.load_tokens
                 tracked.saved_s += tracked.load_tokens / self._prefill.speed if self._prefill.speed else 0.0
             else:

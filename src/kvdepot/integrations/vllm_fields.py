@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "logging_config": _TELLING,
         "profiler_config": _TELLING,
         "kv_events_config": _TELLING,
-        "kv_transfer_config": "how KV is moved; what another connector loads is not stored",
+        "kv_transfer_config": "how KV is moved; connectors beside ours must load what this engine would compute",
         "structured_outputs_config": _SAMPLING,
         "reasoning_config": _SAMPLING,
         "watermark_config": _SAMPLING,
@@ -64,8 +63,6 @@ HARMLESS: dict[str, dict[str, str]] = {
         "max_logprobs": _SAMPLING,
         "logprobs_mode": _SAMPLING,
         "use_fp64_gumbel": _SAMPLING,
-        "generation_config": _SAMPLING,
-        "override_generation_config": _SAMPLING,
         "logits_processors": _SAMPLING,
     },
     "MultiModalConfig": {
@@ -260,9 +257,10 @@ def describe_config(config: Any, vouched: bool) -> Any:
     return _describe(config, type(config).__name__, vouched, 0)
 
 
-def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """vLLM's environment variables that are set and not known to be harmless."""
-    return {k: v for k, v in sorted(environ.items()) if k.startswith("VLLM_") and k not in HARMLESS_ENVIRONMENT}
+def describe_environment(environ: Mapping[str, str], declared: Collection[str]) -> dict[str, str]:
+    """Variables that are set and not known to be harmless, of those that vLLM declares: others it sets for itself, some
+    to a random name in each process."""
+    return {k: v for k, v in sorted(environ.items()) if k in declared and k not in HARMLESS_ENVIRONMENT}
 
 
 def _describe(value: Any, path: str, vouched: bool, depth: int) -> Any:

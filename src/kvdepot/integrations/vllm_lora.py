@@ -80,7 +80,7 @@ class Adapters:
         """Whether all that was computed with it so far is what `parts` said."""
         try:
             return self.parts(lora) is not None
-        except OSError:
+        except (OSError, ValueError, RuntimeError):  # a folder that is gone may look like a hub name that is none
             return False
 
     def _first_seen(self, lora: LoRARequest) -> _Seen:

@@ -69,6 +69,11 @@ class WaitingStores:
         self._suspect.difference_update(block_ids[read:])
         return self._suspect.isdisjoint(block_ids[:read]) or self._spread(block_ids[:read], block_ids[read:])
 
+    def overwritten(self, block_ids: list[int]) -> None:
+        """What lay in these blocks does not matter any more: a request got them for a load of ours. If that fails, it
+        says so, and they are computed again."""
+        self._suspect.difference_update(block_ids)
+
     def _spread(self, read: list[int], computed: list[int]) -> bool:
         first = next(i for i, block_id in enumerate(read) if block_id in self._suspect)
         self._suspect.update(read[first:], computed)
