@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from kvdepot import contract, wire
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, LMCacheMPSchedulerAdapter, MessageQueueClient
@@ -191,3 +192,15 @@ class Never:
 
     def query(self) -> bool:
         return False
+
+
+def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() -> None:
+    """A descriptor is free for the next client before ZeroMQ has taken the last one's monitor down."""
+    context: zmq.Context[Any] = zmq.Context()
+
+    def make_and_close(_: int) -> None:
+        for _ in range(200):
+            MessageQueueClient("ipc:///tmp/kvdepot-nobody.sock", context).close()
+
+    on_threads(make_and_close)
+    context.term()

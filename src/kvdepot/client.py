@@ -182,7 +182,9 @@ class MessageQueueClient:
         if keys is not None:
             keys.use(self._socket)
         try:
-            self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MADE | zmq.EVENT_DISCONNECTED)
+            # At an address of its own: pyzmq names them by descriptor, and an earlier socket's may not be gone yet.
+            address = f"inproc://kvdepot-{os.urandom(16).hex()}"
+            self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MADE | zmq.EVENT_DISCONNECTED, address)
         except zmq.ZMQError as exc:
             self._socket.close()
             self.card.close()
