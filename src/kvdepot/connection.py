@@ -355,19 +355,20 @@ class Connection:
     def _on_taken_back(self, value: Any) -> None:
         """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
         if isinstance(value, KVDepotError):
-            self._begin_anew()
+            self._begin_anew(value)
         else:
             self._on_recovered(value)
 
-    def _begin_anew(self) -> None:
-        """Recovery has failed: `expire` says hello again, a moment later, or a server that refuses us is flooded."""
+    def _begin_anew(self, error: KVDepotError) -> None:
+        """Recovery has failed: `expire` says hello again, to a server that refused us after a moment."""
         self._drop_own()
-        self._greet_at = self._clock() + _PAUSE_S
+        if not isinstance(error, Unavailable | DeadlineExceeded):
+            self._greet_at = self._clock() + _PAUSE_S
         self._patience_s = min(2 * self._patience_s, DEADLINE_S)
 
     def _on_recovered(self, value: Any) -> None:
         if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
-            self._begin_anew()
+            self._begin_anew(value)
         elif not self._recovering:
             held = self._held_by_former()
             for number in self._lost:
