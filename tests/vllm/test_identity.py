@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvdepot.errors import ConfigError
 from kvdepot.integrations import vllm_identity
-from kvdepot.integrations.vllm_fields import HARMLESS, HARMLESS_ENVIRONMENT, describe_config, describe_environment
+from kvdepot.integrations.vllm_fields import HARMLESS, describe_config
 from kvdepot.integrations.vllm_identity import namespace
 from tests.conftest import Depot
 from tests.vllm import engines
@@ -100,15 +100,8 @@ def test_only_fields_that_exist_are_listed_and_each_has_a_reason() -> None:
         if name == "PreTrainedConfig":
             continue  # transformers': plain attributes
         assert fields.keys() <= {field.name for field in dataclasses.fields(CLASSES[name])}, name
-    for reasons in (*HARMLESS.values(), HARMLESS_ENVIRONMENT):
+    for reasons in HARMLESS.values():
         assert all(len(reason) > 10 for reason in reasons.values())
-
-
-def test_a_variable_of_the_environment_separates_engines_unless_it_is_listed() -> None:
-    environ = {"VLLM_MLA_DISABLE": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/root", "VLLM_OF_TOMORROW": "1"}
-    declared = {"VLLM_MLA_DISABLE", "VLLM_LOGGING_LEVEL", "VLLM_OF_TOMORROW"}
-    environ["VLLM_DIST_IDENT"] = "a random name that vLLM gives a worker"
-    assert describe_environment(environ, declared) == {"VLLM_MLA_DISABLE": "1", "VLLM_OF_TOMORROW": "1"}
 
 
 def test_a_name_is_the_same_again_and_for_a_copy_of_the_configuration(config: VllmConfig) -> None:

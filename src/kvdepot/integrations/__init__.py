@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 
-__all__ = ["first_environment", "loaded_since", "register_vllm"]
+__all__ = ["loaded_since", "register_vllm"]
 
 _loaded_since = time.time()
-_environment = dict(os.environ)
 
 
 def loaded_since() -> float:
     """Unix time at which this process had not read any of a model's files yet: vLLM loads its plugins first."""
     return _loaded_since
-
-
-def first_environment() -> dict[str, str]:
-    """The environment before vLLM's workers changed theirs: equal in the scheduler's process."""
-    return _environment
 
 
 def register_vllm() -> None:

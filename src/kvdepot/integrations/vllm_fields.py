@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["HARMLESS", "HARMLESS_ENVIRONMENT", "describe_config", "describe_environment"]
+__all__ = ["HARMLESS", "describe_config"]
 
 _SCHEDULING = "when tokens are computed, not what"
 _FRONTEND = "text and requests before they are tokens"
@@ -206,45 +206,6 @@ HARMLESS: dict[str, dict[str, str]] = {
 }
 """Fields by the class that declares them, with the reason why engines that differ in them may share KV."""
 
-HARMLESS_ENVIRONMENT = {
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "lets a length be set that is described itself",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _FRONTEND,
-    "VLLM_API_KEY": "a credential",
-    "VLLM_CACHE_ROOT": _PLACE,
-    "VLLM_CONFIGURE_LOGGING": _TELLING,
-    "VLLM_CONFIG_ROOT": _PLACE,
-    "VLLM_CPU_KVCACHE_SPACE": _MEMORY,
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": _PLACE,
-    "VLLM_CPU_OMP_THREADS_BIND": _PLACE,
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": _FRONTEND,
-    "VLLM_DP_MASTER_IP": _PLACE,
-    "VLLM_DP_MASTER_PORT": _PLACE,
-    "VLLM_DP_RANK": _PLACE,
-    "VLLM_DP_RANK_LOCAL": _PLACE,
-    "VLLM_DP_SIZE": _PLACE,
-    "VLLM_ENABLE_V1_MULTIPROCESSING": _PLACE,
-    "VLLM_ENGINE_READY_TIMEOUT_S": _PLACE,
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": _PLACE,
-    "VLLM_HOST_IP": _PLACE,
-    "VLLM_LOGGING_COLOR": _TELLING,
-    "VLLM_LOGGING_CONFIG_PATH": _TELLING,
-    "VLLM_LOGGING_LEVEL": _TELLING,
-    "VLLM_LOGGING_PREFIX": _TELLING,
-    "VLLM_LOGGING_STREAM": _TELLING,
-    "VLLM_LOG_STATS_INTERVAL": _TELLING,
-    "VLLM_LOOPBACK_IP": _PLACE,
-    "VLLM_NO_USAGE_STATS": _TELLING,
-    "VLLM_DO_NOT_TRACK": _TELLING,
-    "VLLM_PLUGINS": "which plugins are loaded; what they change in the configuration is described",
-    "VLLM_PORT": _PLACE,
-    "VLLM_PROCESS_NAME_PREFIX": _TELLING,
-    "VLLM_RPC_BASE_PATH": _PLACE,
-    "VLLM_SERVER_DEV_MODE": _FRONTEND,
-    "VLLM_USAGE_SOURCE": _TELLING,
-    "VLLM_WORKER_MULTIPROC_METHOD": _PLACE,
-}
-"""Variables of vLLM's that engines which share KV may have set differently."""
-
 _MAX_DEPTH = 12
 
 
@@ -255,12 +216,6 @@ def describe_config(config: Any, vouched: bool) -> Any:
     ConfigError, with the field, for such values where nobody has.
     """
     return _describe(config, type(config).__name__, vouched, 0)
-
-
-def describe_environment(environ: Mapping[str, str], declared: Collection[str]) -> dict[str, str]:
-    """Variables that are set and not known to be harmless, of those that vLLM declares: others it sets for itself, some
-    to a random name in each process."""
-    return {k: v for k, v in sorted(environ.items()) if k in declared and k not in HARMLESS_ENVIRONMENT}
 
 
 def _describe(value: Any, path: str, vouched: bool, depth: int) -> Any:

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from blake3 import blake3
-from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvdepot.config import default_url
 from kvdepot.errors import ConfigError
-from kvdepot.integrations import first_environment, loaded_since
-from kvdepot.integrations.vllm_fields import describe_config, describe_environment
+from kvdepot.integrations import loaded_since
+from kvdepot.integrations.vllm_fields import describe_config
 from kvdepot.integrations.weight_files import find_weights
 
 if TYPE_CHECKING:
@@ -124,7 +123,6 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     facts = {
         "vllm": vllm.__version__,
         "config": describe_config(vllm_config, vouched=bool(weights_revision)),
-        "environment": describe_environment(first_environment(), envs.environment_variables),
         "platform": _platform(),
         "spec": str(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
         "weights": weights_revision or [_weights(vllm_config, model) for model in models],
