@@ -112,19 +112,20 @@ def test_a_request_that_waits_while_its_server_restarts_is_served_and_what_a_new
     assert output(result) == output(warm)
 
     # A server without its chunks takes the place of another in the middle of a long prompt.
-    tokens = prompt(200, 5 * 256 + 11)
+    tokens = prompt(200, 9 * 256 + 11)
     engine.tell("reset")
     engine.tell("add", request=engine.request(tokens))
     engine.tell("step")  # 1,024 tokens at most
+    engine.tell("step")  # with the order to store what the first has computed
     eventually(lambda: depot.status()["chunks"] == CHUNKS + 4)
     depot.stop()
     depot = start_depot(url=depot.url, name=depot.name, arena_mib=256)
     assert depot.status()["chunks"] == 0
     engine.tell("meet")
     (whole,) = engine.tell("finish").values()
-    eventually(lambda: depot.status()["chunks"] == 5)
+    eventually(lambda: depot.status()["chunks"] == 9)
     again = engine.run_fresh(tokens)
-    assert again["cached"] == 5 * 256
+    assert again["cached"] == 9 * 256
     assert again["tokens"] == whole["tokens"]
 
     # Without a server nothing changes, whatever it said before.
