@@ -7,8 +7,8 @@ The reuse rate of a window is `reused / asked`, both in tokens:
 
 What an engine had in its own cache it does not load: looked up and found in the depot, it is no reuse. (How much is
 found is another figure, `HitRate`: it says whether the depot is large enough, not what it gains.) A request is asked
-for when it is looked up and reused when its load has ended, so in a window shorter than the requests' wait the two may
-be of different requests; the rate is 1 at most.
+for when it is looked up, and counts as reused once vLLM's connector has stored the rest of its prompt, so in a window
+shorter than that takes the two may be of different requests; the rate is 1 at most.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What this worker has stored since the last step, and which step this was if it is measured."""
+        """What this worker has stored since the last step, and which step this was."""
         report = self._report
         report.step, report.measured = self._orders.step, self._orders.measured
         self._report = WorkerReport()
