@@ -429,7 +429,11 @@ def test_the_arena_is_never_larger_than_asked(start_depot: StartDepot) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_with_0_and_removes_its_files(start_depot: StartDepot, number: int) -> None:
-    server = start_depot()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may have been started with nohup themselves
+    try:
+        server = start_depot()
+    finally:
+        signal.signal(signal.SIGHUP, before)
     engine = Engine(server)
     engine.store(list(range(CHUNK)), [0, 1, 2, 3])
     assert all(path.exists() for path in files(server))
