@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 
+WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # to import it takes ten seconds
 PARTS = {
-    "unit": ["-m", "not vllm and not faults", "tests"],
-    "faults": ["-m", "faults and not alone", "-n", "3", "--dist", "loadfile", "tests"],
-    "alone": ["-m", "faults and alone", "tests"],
+    "unit": ["-m", "not vllm and not faults", *WITHOUT_VLLM],
+    "faults": ["-m", "faults and not alone", "-n", "3", "--dist", "loadfile", *WITHOUT_VLLM],
+    "alone": ["-m", "faults and alone", *WITHOUT_VLLM],
     "vllm": ["-m", "vllm", "tests"],
 }
 MOST = 5

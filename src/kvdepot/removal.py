@@ -32,7 +32,7 @@ class Removal:
     """One that is under way."""
 
     number: int
-    spaces: frozenset[Namespace]
+    spaces: dict[Namespace, None]  # in the order they were named in, so that two runs remove in one order
     salt: bytes | None  # None: any
     hides: bool  # also what is held, which goes when it is not; else that stays, and what it needs
     counts: bool  # nothing goes: `removed` is what would
@@ -74,7 +74,7 @@ class Removals:
         if len(self._under_way) >= _MOST:
             raise Busy(f"{len(self._under_way)} requests to forget or clear are under way: wait until they are through")
         self._index.generation += 1
-        removal = Removal(self._index.generation, frozenset(spaces), salt, hides, counts, done)
+        removal = Removal(self._index.generation, dict.fromkeys(spaces), salt, hides, counts, done)
         for space in removal.spaces:
             removal.left += space.chunks.values()
         self._under_way.append(removal)

@@ -292,9 +292,12 @@ class Server(Checks):
         return self.serving and not self.frozen and not self.draining and not self.host.network_slow
 
     def is_busy_for(self, link: Link) -> bool:
-        """Whether it copies for this client."""
+        """Whether it copies for this client, or has tensors of it to map or unmap: that waits for others' copies."""
         client = self.depot._clients.get(link.identity)
-        return client is not None and (client.queued > 0 or bool(client.closing or client.waiting))
+        if client is None:
+            return False
+        maps = any(instance.mapped is None for instance in client.instances.values())
+        return maps or client.queued > 0 or bool(client.closing or client.waiting)
 
     def deliver(self, link: Link, frame: bytes) -> None:
         self._event(self._receive, link, frame)

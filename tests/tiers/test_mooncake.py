@@ -51,7 +51,7 @@ def pool(installed: None) -> Iterator[Master]:
 
 class TestMooncake(TierConformance):
     shared: ClassVar[bool] = True
-    examples: ClassVar[int] = 4
+    examples: ClassVar[int] = 2
 
     def open_tier(self, place: Any) -> Tier:
         return joined(f"{place}?segment_gib=0&local_host=127.0.0.1")
