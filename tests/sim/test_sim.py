@@ -120,7 +120,7 @@ def releases_pins_early(patch: Patch) -> None:
     patch.setattr(Sessions, "_pin", unpinned)
 
 
-@breaks(2)
+@breaks(31)
 def keeps_the_pins_of_the_dead(patch: Patch) -> None:
     died = Depot.died
 
@@ -131,7 +131,7 @@ def keeps_the_pins_of_the_dead(patch: Patch) -> None:
     patch.setattr(Depot, "died", forgetful)
 
 
-@breaks(344)
+@breaks(644)
 def answers_unregister_while_a_copy_runs(patch: Patch) -> None:
     unregister = Registrations.unregister
 
@@ -211,7 +211,7 @@ def leaves_records_of_what_was_evicted(patch: Patch) -> None:
     patch.setattr(Records, "erase", lambda self, slot: None)
 
 
-@breaks(18)
+@breaks(241)
 def believes_damaged_records(patch: Patch) -> None:
     patch.setattr(records, "crc32", lambda data: 0)
 
@@ -249,7 +249,7 @@ def copies_one_block_too_few(patch: Patch) -> None:
 # -- planted bugs of what lies behind memory
 
 
-@breaks(12)
+@breaks(172)
 def seals_loads_that_are_spoilt(patch: Patch) -> None:
     check = carrier._check
 
@@ -260,7 +260,7 @@ def seals_loads_that_are_spoilt(patch: Patch) -> None:
     patch.setattr(carrier, "_check", credulous)
 
 
-@breaks(12)
+@breaks(279)
 def believes_headers_of_others(patch: Patch) -> None:
     def names(self: Header, facts: Any, salt: bytes, key: bytes, size: int) -> bool:
         return (self.salt, self.key, self.size) == (salt, key, size)
@@ -326,7 +326,7 @@ def gives_room_back_at_the_deadline(patch: Patch) -> None:
     patch.setattr(Tiering, "_overdue", hasty)
 
 
-@breaks(431)
+@breaks(585)
 def takes_in_what_was_forgotten_on_its_way(patch: Patch) -> None:
     arrived = Tiering._arrived
 
@@ -338,12 +338,12 @@ def takes_in_what_was_forgotten_on_its_way(patch: Patch) -> None:
     patch.setattr(Tiering, "_arrived", welcoming)
 
 
-@breaks(656)
+@breaks(1551)
 def loads_what_is_being_forgotten(patch: Patch) -> None:
     patch.setattr(Tiering, "_is_being_forgotten", lambda self, space, salt: False)
 
 
-@breaks(33)
+@breaks(59)
 def forgets_in_the_nearest_tier_alone(patch: Patch) -> None:
     forget = Tiering.forget
 
@@ -406,7 +406,7 @@ def serves_what_is_too_old(patch: Patch) -> None:
     patch.setattr(Index, "expire", lambda self, wall: 0)
 
 
-@breaks(0)
+@breaks(123)
 def finds_what_is_being_removed(patch: Patch) -> None:
     match = Index.match
 
@@ -420,7 +420,7 @@ def finds_what_is_being_removed(patch: Patch) -> None:
     patch.setattr(Index, "match", careless)
 
 
-@breaks(0)
+@breaks(59)
 def gives_what_was_forgotten_while_it_was_copied(patch: Patch) -> None:
     def credulous(self: Any, chunk: Any, rank: int, got: int) -> bool:
         return bool(self.index.sealed_shard(chunk.namespace, rank, chunk.key) or not chunk.shards[rank].spoilt)
