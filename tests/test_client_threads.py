@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from kvdepot.errors import Unavailable
 from kvdepot.events import EventQueue
 from kvdepot.keys import ChunkChain
 
-from .conftest import Depot
+from .conftest import HANG_S, Depot
 
 CHUNK = 256
 THREADS = 8
@@ -204,3 +206,16 @@ def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() ->
 
     on_threads(make_and_close)
     context.term()
+
+
+def test_a_client_that_closes_while_it_is_being_connected_stops_no_other_of_its_context(depot: Depot) -> None:
+    """ZeroMQ's thread, which all sockets of a context share, waits for ever to tell a monitor that is closed."""
+    moments = random.Random(7)
+    with closing(MessageQueueClient(depot.url, depot.context)) as other:
+        for _ in range(300):
+            client = MessageQueueClient(depot.url, depot.context)
+            leaving = time.perf_counter() + moments.random() * 0.003
+            while time.perf_counter() < leaving:  # a sleep is too coarse to fall into the handshake
+                pass
+            client.close()
+            assert other.ask(wire.ChunkSize()).result(HANG_S) == CHUNK

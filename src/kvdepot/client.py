@@ -11,7 +11,6 @@ import logging
 import os
 import select
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavai
 from kvdepot.events import EventQueue
 from kvdepot.handshake import is_open_to_all
 from kvdepot.header import Watch
+from kvdepot.monitor import Monitor
 from kvdepot.shm import Card
 
 __all__ = ["MessageQueueClient", "MessagingFuture"]
@@ -182,14 +182,12 @@ class MessageQueueClient:
         if keys is not None:
             keys.use(self._socket)
         try:
-            # At an address of its own: pyzmq names them by descriptor, and an earlier socket's may not be gone yet.
-            address = f"inproc://kvdepot-{os.urandom(16).hex()}"
-            self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_MADE | zmq.EVENT_DISCONNECTED, address)
+            self._monitor = Monitor(self._socket, _MADE | zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as exc:
             self._socket.close()
             self.card.close()
             raise Unavailable(f"ZeroMQ has no socket left: {exc.strerror}") from exc
-        self._fds: list[int] = [each.getsockopt(zmq.FD) for each in (self._socket, self._monitor)]
+        self._fds = [cast(int, each.getsockopt(zmq.FD)) for each in (self._socket, self._monitor.socket)]
         self._has_events = select.poll()
         self._has_events.register(self._fds[1], select.POLLIN)
         self._read_events()  # its descriptor tells of events only once it has been found empty
@@ -351,13 +349,7 @@ class MessageQueueClient:
 
     def _read_events(self) -> list[bool]:
         """For each connection since the last look: True that it was made, False that it broke."""
-        made: list[bool] = []
-        try:
-            while True:
-                event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
-                made.append(int.from_bytes(event[:2], sys.byteorder) == _MADE)
-        except zmq.ZMQError:  # there are no more, or the context has ended, which `_receive` says
-            return made
+        return [event == _MADE for event, _ in self._monitor.read()]
 
     def close(self) -> None:
         """End the connection; what is in flight fails with Unavailable. Safe twice.

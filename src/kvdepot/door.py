@@ -8,11 +8,9 @@ in beyond that is shut at once. (Unbinding would cut off those that are connecte
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import resource
-import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from kvdepot.curve import Gate, ServerKeys, is_loopback, read_server_keys
 from kvdepot.endpoints import listen
 from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.handshake import is_open_to_all
+from kvdepot.monitor import Monitor
 from kvdepot.shm import shut
 
 __all__ = ["Door"]
@@ -36,8 +35,6 @@ ASIDE = ".full"
 """What a unix socket's name ends in while there is no room for more connections."""
 _CLIENT_FILES = 2
 """Descriptors of a client besides its connection: its card, open and mapped."""
-_EVENT = struct.Struct("=Hi")
-"""What ZeroMQ's monitor says first: what has happened, and a number that belongs to it."""
 _WATCHED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -77,7 +74,7 @@ class Door:
         socket.setsockopt(zmq.SNDHWM, SENT)
         # ZeroMQ drops the connection above this; up to it, the sender is told (see Server._receive).
         socket.setsockopt(zmq.MAXMSGSIZE, 4 * config.max_message_mib << 20)
-        self._monitor = socket.get_monitor_socket(_WATCHED)
+        self._monitor = Monitor(socket, _WATCHED)
         has_path = self._url.startswith("ipc://") and not is_open_to_all(self._url)
         self._path = Path(self._url[len("ipc://") :]) if has_path else None
         self._hidden = False
@@ -95,7 +92,7 @@ class Door:
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
         """What to wait for besides the socket itself; hand what is ready to `turn`."""
-        return [self._monitor] if self._gate is None else [self._monitor, self._gate.socket]
+        return [self._monitor.socket] if self._gate is None else [self._monitor.socket, self._gate.socket]
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
         """Another socket of the server, which tells of all tenants: with keys, for who has one and no tenant."""
@@ -121,22 +118,19 @@ class Door:
         if self._gate is not None and ready is self._gate.socket:
             counters["keys_refused"] += not self._gate.answer()
             return
-        with contextlib.suppress(zmq.Again):
-            while True:
-                # Not zmq.utils.monitor, which brings asyncio and a tenth of our time to start.
-                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-                if event == zmq.EVENT_ACCEPTED:
-                    self._connections += 1
-                    if self._connections > self._most:
-                        counters["connections_refused"] += 1
-                        shut(value)
-                    elif self._connections == self._most:
-                        log.warning("%d connections, as many as open files allow", self._connections)
-                        self._hide(True)
-                elif event == zmq.EVENT_DISCONNECTED:
-                    self._connections -= 1
-                else:
-                    counters["handshakes_refused"] += 1
+        for event, value in self._monitor.read():
+            if event == zmq.EVENT_ACCEPTED:
+                self._connections += 1
+                if self._connections > self._most:
+                    counters["connections_refused"] += 1
+                    shut(value)
+                elif self._connections == self._most:
+                    log.warning("%d connections, as many as open files allow", self._connections)
+                    self._hide(True)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._connections -= 1
+            else:
+                counters["handshakes_refused"] += 1
 
     def tick(self) -> None:
         """Let clients in again where there is room again, or where somebody has removed our unix socket."""
@@ -176,7 +170,6 @@ class Door:
         """Before the socket is."""
         if self._hidden:
             self._hide(False)
-        self._socket.disable_monitor()
         self._monitor.close()
         if self._gate is not None:
             self._gate.close()

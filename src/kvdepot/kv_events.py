@@ -28,7 +28,6 @@ import contextlib
 import itertools
 import logging
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -41,6 +40,7 @@ import zmq
 from kvdepot import kv_feed, shm
 from kvdepot.endpoints import listen
 from kvdepot.kv_feed import AllBlocksCleared, Belief, Event, Feed
+from kvdepot.monitor import Monitor
 
 __all__ = ["END", "TOPIC", "Publisher", "replay_endpoint"]
 
@@ -73,7 +73,6 @@ _REST = 4.0
 _PAUSE_S = 0.1
 """In the middle of a replay no rest is longer: who reads it would take it for the end. What is left is for later."""
 _RETRY_MS = 10
-_EVENT = struct.Struct("=Hi")
 
 
 def replay_endpoint(endpoint: str) -> str:
@@ -149,7 +148,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="kvdepot-kv-events", daemon=True)
         self._pub = context.socket(zmq.PUB)
         self._router = context.socket(zmq.ROUTER)
-        self._monitors: list[zmq.Socket[Any]] = []
+        self._monitors: list[Monitor] = []
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._pub.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
         self._router.setsockopt(zmq.SNDHWM, 4 * _AT_ONCE)
@@ -159,7 +158,7 @@ class Publisher:
                 socket.setsockopt(zmq.LINGER, 200)
                 socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # what they may send us
                 guard(socket)
-                self._monitors.append(socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
+                self._monitors.append(Monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
                 listen(socket, url)
         except BaseException:
             self._close_sockets()
@@ -189,7 +188,7 @@ class Publisher:
     def _run(self) -> None:
         try:
             poller = zmq.Poller()
-            for part in (self._router, *self._monitors):
+            for part in (self._router, *(monitor.socket for monitor in self._monitors)):
                 poller.register(part, zmq.POLLIN)
             poller.register(self._feed.wake, zmq.POLLIN)
             while not self._stopping:
@@ -220,7 +219,7 @@ class Publisher:
             # for the interpreter's lock all the time.
             time.sleep(0.0 if self._stopping else _GATHER_S)
         else:
-            self._count(ready)
+            self._count_connections()
 
     def _drain(self) -> None:
         """Publish what is queued, in order."""
@@ -302,19 +301,14 @@ class Publisher:
 
     # -- connections
 
-    def _count(self, monitor: zmq.Socket[Any]) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                event, value = _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
-                self._connections += 1 if event == zmq.EVENT_ACCEPTED else -1
-                if event == zmq.EVENT_ACCEPTED and self._connections > _MOST_CONNECTIONS:
-                    log.debug("a connection beyond %d is shut", _MOST_CONNECTIONS)
-                    shm.shut(value)
+    def _count_connections(self) -> None:
+        for event, value in itertools.chain.from_iterable(monitor.read() for monitor in self._monitors):
+            self._connections += 1 if event == zmq.EVENT_ACCEPTED else -1
+            if event == zmq.EVENT_ACCEPTED and self._connections > _MOST_CONNECTIONS:
+                log.debug("a connection beyond %d is shut", _MOST_CONNECTIONS)
+                shm.shut(value)
 
     def _close_sockets(self) -> None:
-        if self._monitors:
-            self._pub.disable_monitor()
-            self._router.disable_monitor()
         for socket in (*self._monitors, self._pub, self._router):
             socket.close()
 
