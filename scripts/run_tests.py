@@ -23,10 +23,10 @@ import pytest
 
 WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # to import it takes ten seconds
 PARTS = {
-    "unit": ["-m", "not vllm and not faults", *WITHOUT_VLLM],
-    "faults": ["-m", "faults and not alone", "-n", "3", "--dist", "loadfile", *WITHOUT_VLLM],
+    "unit": ["-m", "not vllm and not faults", "-n", "2", "--dist", "loadfile", *WITHOUT_VLLM],
+    "faults": ["-m", "faults and not alone", "-n", "4", "--dist", "loadfile", *WITHOUT_VLLM],  # they wait, mostly
     "alone": ["-m", "faults and alone", *WITHOUT_VLLM],
-    "vllm": ["-m", "vllm", "tests"],
+    "vllm": ["-m", "vllm", "-n", "2", "--dist", "loadfile", "tests"],
 }
 MOST = 5
 """Tests of a part that are run again; if more fail, the change under test is broken."""

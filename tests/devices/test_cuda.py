@@ -25,6 +25,7 @@ from tests.devices.ways import SMALL_PIECES, STAGING, WaysConformance, prepare
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 
+pytestmark = pytest.mark.faults  # a worker process each
 
 class OnStandIn(WaysConformance):
     """The suite on GPU 1 of two, with a worker that sees it as its GPU 0."""
