@@ -100,7 +100,7 @@ endef
 $(VENV)/base:
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))" \
 	|| { echo "Python 3.10 to 3.13 is needed; choose one with make PYTHON=python3.11"; exit 1; }
-	$(call system,library libnuma.so.1 libnuma1; program g++ g++; program npm npm; \
+	$(call system,library libnuma.so.1 libnuma1; program g++ g++; \
 	  $(PYTHON) -c "import ensurepip$(COMMA) venv" 2>/dev/null || missing="$$missing python3-venv")
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip

@@ -26,8 +26,8 @@ import zmq
 from common import Scale, Serve, say
 from report import Figure, at_most
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.protocol import wire
 
 __all__ = ["EngineProcess", "run"]
 

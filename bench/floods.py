@@ -14,9 +14,9 @@ from common import Peer, Scale, Serve, say
 from peers import FLOODS
 from report import Figure, at_most
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
+from kvdepot.protocol import wire
 
 __all__ = ["run"]
 

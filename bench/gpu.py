@@ -20,10 +20,10 @@ from common import Peer, Scale, Serve, say
 from device import Gpu, Kind
 from report import Figure, at_least, at_most
 
-from kvdepot import wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
 from kvdepot.devices.cuda.driver import load
 from kvdepot.errors import DeviceError
+from kvdepot.protocol import wire
 
 __all__ = ["run"]
 

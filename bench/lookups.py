@@ -19,9 +19,9 @@ from blake3 import blake3
 from common import Echo, Peer, Scale, Serve, say
 from report import Figure, at_least, at_most, below
 
-from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain
+from kvdepot.protocol import wire
 
 __all__ = ["BLOCK_TOKENS", "MODEL", "fill", "register", "run"]
 

@@ -178,8 +178,8 @@ def ask(connection: socket.socket, path: str) -> float:
 
 def flood(url: str, kind: str) -> None:
     """Send one kind of message as fast as the server takes it, until stdin ends; ready when the first is sent."""
-    from kvdepot import wire
-    from kvdepot.shm import Card
+    from kvdepot.memory.shm import Card
+    from kvdepot.protocol import wire
 
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)

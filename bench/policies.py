@@ -13,10 +13,10 @@ from typing import TypeAlias
 from common import Scale, say
 from report import Figure, at_least, below
 
-from kvdepot.evict import POLICIES
-from kvdepot.simulate import replay
+from kvdepot.eviction import POLICIES
+from kvdepot.simulate.replay import replay
+from kvdepot.simulate.traces import Trace, load
 from kvdepot.testing import traces
-from kvdepot.traces import Trace, load
 
 __all__ = ["run"]
 

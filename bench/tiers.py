@@ -23,10 +23,10 @@ import zmq
 from common import Scale, Serve, free_port, listening, say
 from report import Figure, at_most, below
 
-from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
+from kvdepot.protocol import wire
 
 __all__ = ["run"]
 

@@ -19,10 +19,10 @@ from common import Echo, Peer, Scale, Serve, free_port, listening_at, say
 from lookups import BLOCK_TOKENS, MODEL, fill
 from report import Figure, at_most, below
 
-from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
+from kvdepot.protocol import wire
 
 __all__ = ["run"]
 

@@ -28,9 +28,10 @@ from typing import Any
 import zmq
 from demo import figures, prepare, prompt_length, report, run_engine, start_server
 
-from kvdepot import install, wire
-from kvdepot.client import MessageQueueClient
+from kvdepot import install
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol import wire
 
 LENGTHS = (2048 + 17, 4096 + 33)
 _WAIT_S = 60.0

@@ -27,9 +27,9 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
-from kvdepot import upkeep
 from kvdepot.adapters import MessageQueueClient, get_lmcache_chunk_size
 from kvdepot.cli.output import Progress, progress
+from kvdepot.client import admin as upkeep
 from kvdepot.config import load
 from kvdepot.errors import KVDepotError
 

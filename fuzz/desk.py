@@ -25,21 +25,22 @@ import numpy as np
 import numpy.typing as npt
 from fuzz.choices import Choices, Script
 
-from kvdepot import mover, wire
 from kvdepot.config import Config
-from kvdepot.depot import Action, Depot, Reply
+from kvdepot.core.depot import Action, Depot, Reply
+from kvdepot.core.forgetting import Removals
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.recovery import restore
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import InternalError, KVDepotError, LayoutError, ProtocolError
-from kvdepot.evict import Lru
-from kvdepot.index import Index
+from kvdepot.eviction import Lru
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.mover import Call, Copy, Mapped
-from kvdepot.records import SLOT_BYTES, Records
-from kvdepot.recovery import restore
-from kvdepot.removal import Removals
-from kvdepot.shm import SHM
-from kvdepot.space import PAGE, Space
+from kvdepot.memory import copier as mover
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.copier import Call, Copy, Mapped
+from kvdepot.memory.records import SLOT_BYTES, Records
+from kvdepot.memory.shm import SHM
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 __all__ = ["REACHED", "depot", "depot_seeds"]
 

@@ -21,18 +21,18 @@ from fuzz.choices import Choices, Script
 from fuzz.desk import REACHED, clear, depot, depot_seeds
 
 from kvdepot import config as settings
-from kvdepot import wire
-from kvdepot.arena import Arena, smallest_arena
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.recovery import restore
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
-from kvdepot.evict import Lru
-from kvdepot.header import CHUNKS_OFFSET, MAGIC, Header
-from kvdepot.index import Index
+from kvdepot.eviction import Lru
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
-from kvdepot.recovery import restore
-from kvdepot.shm import SHM
-from kvdepot.space import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.arena import Arena, smallest_arena
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, MAGIC, Header
+from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
+from kvdepot.memory.shm import SHM
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 __all__ = ["REACHED", "TARGETS", "Target"]
 

@@ -24,7 +24,7 @@ from tests.conftest import Depot, eventually
 from tests.faults.engine import Request, ToyEngine
 from tests.web.browser import chromium
 
-from kvdepot import upkeep
+from kvdepot.client import admin as upkeep
 
 SECONDS = 330.0
 RANGE_S = 300

@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.conftest import Depot
 from tests.faults.engine import ToyEngine
 
-from kvdepot import upkeep, wire
 from kvdepot.cli import view
 from kvdepot.cli.screen import Screen
+from kvdepot.client import admin as upkeep
+from kvdepot.protocol import wire
 from kvdepot.status import Status, read
 
 SECONDS = 25.0  # a tier is asked for its figures each ten seconds

@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 import pytest
 import zmq
 
-from kvdepot import shm, wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.core.forgetting import Removals
+from kvdepot.core.index.index import Index
 from kvdepot.errors import KVDepotError
-from kvdepot.index import Index
-from kvdepot.removal import Removals
+from kvdepot.memory import shm
+from kvdepot.protocol import wire
 from tests import metronome
 from tests.metronome import ran_s
 

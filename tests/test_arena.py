@@ -15,25 +15,25 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.arena import Arena
-from kvdepot.header import HEADER_BYTES, Watch
-from kvdepot.shm import is_locked
+from kvdepot.locks import is_locked
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.arena_header import HEADER_BYTES, Watch
 
 from .conftest import SHM, eventually
 
 # The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
 OWNER = """
 import os, resource, sys
-from kvdepot import shm
-from kvdepot.arena import Arena
+from kvdepot import locks
+from kvdepot.memory.arena import Arena
 
 name, first, last, files = *sys.argv[1:4], int(sys.argv[4])
 resource.setrlimit(resource.RLIMIT_NOFILE, (files + 200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 arena = Arena(name, 1 << 20, b"bootboot")
-assert shm.lock(os.open(first, os.O_RDWR))
+assert locks.lock(os.open(first, os.O_RDWR))
 for _ in range(files):
     os.open(first, os.O_RDONLY)
-assert shm.lock(os.open(last, os.O_RDWR))
+assert locks.lock(os.open(last, os.O_RDWR))
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -96,7 +96,7 @@ def test_a_killed_servers_lock_is_free_only_after_all_it_opened_later_has_ended(
 
 FORKER = """
 import os, sys, time
-from kvdepot.arena import Arena
+from kvdepot.memory.arena import Arena
 
 arena = Arena(sys.argv[1], 1 << 20, b"bootboot")
 child = os.fork()

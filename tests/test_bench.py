@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.evict import POLICIES
+from kvdepot.eviction import POLICIES
 from tests.standin.machine import Machine
 
 NEEDED = {

@@ -26,14 +26,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.arena import Arena
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import LayoutError
-from kvdepot.header import HEADER_BYTES
 from kvdepot.keys import ChunkChain
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.mover import Call, Copy, CopyPiece, Mover
-from kvdepot.space import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.arena_header import HEADER_BYTES
+from kvdepot.memory.copier import Call, Copy, CopyPiece, Mover
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.devices.conformance import block_orders
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvdepot.ceiling import WINDOWS_S, Ceiling
+from kvdepot.core.infinite_cache import WINDOWS_S, Ceiling
 
 DAY_S = 86400.0
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvdepot import cli
-from kvdepot.header import HEADER_BYTES, MAGIC, Header
-from kvdepot.records import SLOT_BYTES
+from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
+from kvdepot.memory.records import SLOT_BYTES
 
 from .conftest import Depot, StartDepot
 from .test_server import CHUNK, MIB, SHM, Engine, kill, run_serve

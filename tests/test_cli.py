@@ -37,12 +37,12 @@ import kvdepot
 from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import Screen
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.config import Config
-from kvdepot.curve import read_client_key
-from kvdepot.endpoints import Claim
 from kvdepot.errors import Unavailable
 from kvdepot.metrics import Event, Latency
+from kvdepot.protocol.curve import read_client_key
+from kvdepot.protocol.endpoints import Claim
 from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
 

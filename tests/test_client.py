@@ -17,11 +17,14 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import client, connection, handshake, header, wire
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.connection import GRACE_S, LINGER_S, Connection, Watch
+from kvdepot.client import connection
+from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
+from kvdepot.client import socket as client
 from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, VersionMismatch
-from kvdepot.layout import Layout, Mapping, Segment
+from kvdepot.memory import arena_header as header
+from kvdepot.protocol import handshake, wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 from .conftest import SHM, StartDepot, eventually, suspend
 
@@ -132,7 +135,7 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
 # The owner of an arena: a server as far as its lock tells.
 OWNER = """
 import sys
-from kvdepot.arena import Arena
+from kvdepot.memory.arena import Arena
 
 arena = Arena(sys.argv[1], 1 << 20, bytes.fromhex(sys.argv[2]))
 print("up", flush=True)

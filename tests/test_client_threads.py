@@ -15,12 +15,13 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import contract, wire
+from kvdepot import contract
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, LMCacheMPSchedulerAdapter, MessageQueueClient
-from kvdepot.contract import Chains, RequestType
+from kvdepot.client.contract import Chains, RequestType
+from kvdepot.client.device_events import EventQueue
 from kvdepot.errors import Unavailable
-from kvdepot.events import EventQueue
 from kvdepot.keys import ChunkChain
+from kvdepot.protocol import wire
 
 from .conftest import HANG_S, Depot
 

@@ -121,7 +121,7 @@ def test_environment_variables_that_are_no_setting_change_nothing_and_are_told_w
 
 
 def test_variables_that_are_meant_for_others_are_no_stray_ones() -> None:
-    read_elsewhere = dict.fromkeys(["KVDEPOT_CHUNK_SIZE", "KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_TRACE"], "")
+    read_elsewhere = dict.fromkeys(["KVDEPOT_CHUNK_SIZE", "KVDEPOT_KEY", "KVDEPOT_TRACE"], "")
     # What Kubernetes and docker put into the environment beside a service called kvdepot.
     endings = "SERVICE_HOST SERVICE_PORT SERVICE_PORT_HTTP PORT PORT_7077_TCP PORT_7077_TCP_ADDR PORT_7077_TCP_PROTO"
     links = dict.fromkeys((f"KVDEPOT_{ending}" for ending in endings.split()), "")

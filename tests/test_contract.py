@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvdepot import adapters, connection, errors
+from kvdepot import adapters, errors
 from kvdepot.adapters import (
     IPCCacheEngineKey,
     KVCacheHandle,
@@ -32,7 +32,8 @@ from kvdepot.adapters import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.contract import pack_block_ids
+from kvdepot.client import connection
+from kvdepot.client.contract import pack_block_ids
 from kvdepot.keys import ROOT, ChunkChain
 
 from .conftest import Depot, StartDepot, eventually, suspend

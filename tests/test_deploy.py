@@ -133,12 +133,6 @@ def test_what_the_image_is_built_from_is_enough_for_the_wheel(tmp_path: Path) ->
     assert contents(made) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
 
 
-def test_the_image_is_not_built_without_the_pages_charts() -> None:
-    build = re.split(r"^FROM ", (DEPLOY / "Dockerfile").read_text(), flags=re.M)[1]
-    assert re.search(r"^RUN .*apt-get install .*\bnpm\b", build, re.M)
-    assert re.search(r"^RUN KVDEPOT_CHARTS=required pip wheel ", build, re.M)
-
-
 def variables(text: str) -> dict[str, str]:
     """What an image, a service or a container sets of ours."""
     return dict(re.findall(r"(KVDEPOT_[A-Z_]+)=(\S+)", text))

@@ -15,17 +15,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot import wire
 from kvdepot.config import Config
-from kvdepot.depot import Depot, Reply
+from kvdepot.core.depot import Depot, Reply
+from kvdepot.core.index.index import Index
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, LayoutError, UnknownClient, UnknownInstance
-from kvdepot.evict import Lru
-from kvdepot.index import Index
+from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, derive_root
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.mover import Call, Copy, Mapped
-from kvdepot.space import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.copier import Call, Copy, Mapped
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.conftest import clear
 
 BLOCKS = 64

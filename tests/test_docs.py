@@ -314,7 +314,7 @@ def test_the_links_of_a_page_outside_the_site_lead_somewhere(page: Path) -> None
 
 
 def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
-    source = ast.parse((SOURCE / "integrations" / "vllm_identity.py").read_text())
+    source = ast.parse((SOURCE / "integrations" / "vllm" / "identity.py").read_text())
     (settings,) = [n.value for n in source.body if isinstance(n, ast.Assign) and _name(n.targets[0]) == "_SETTINGS"]
     assert isinstance(settings, ast.Dict)
     read = {f"kvdepot.{name}" for key in settings.keys if key is not None for name in _strings(key)}
@@ -450,7 +450,7 @@ def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
         ):
             names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
         assert len(names) > 30
-    shown = SOURCE / "integrations" / "vllm_stats.py"
+    shown = SOURCE / "integrations" / "vllm" / "stats.py"
     for counted, ending in (("_COUNTED", "_total"), ("_TIMED", "")) if shown.exists() else ():
         found = re.search(rf"^{counted}.*?= (\{{.*?^\}})", shown.read_text(), re.M | re.S)
         assert found, counted

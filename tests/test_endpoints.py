@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdepot.endpoints import Claim, listen
 from kvdepot.errors import Unavailable
+from kvdepot.protocol.endpoints import Claim, listen
 
 
 def test_a_place_is_one_claims_until_it_is_closed(tmp_path: Path) -> None:

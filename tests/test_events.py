@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvdepot import events
+from kvdepot.client import device_events as events
+from kvdepot.client.device_events import EventQueue, happened
 from kvdepot.errors import BadRequest, DeadlineExceeded, DeviceError, KVDepotError, Unavailable
-from kvdepot.events import EventQueue, happened
 
 from .conftest import eventually
 from .metronome import ran_s

@@ -15,12 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvdepot.evict import POLICIES, Policy, Queue, Victim
-from kvdepot.index import Index, Namespace
-from kvdepot.simulate import replay
-from kvdepot.space import PAGE, Space
+from kvdepot.core.index.index import Index, Namespace
+from kvdepot.eviction import POLICIES, Policy, Queue, Victim
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.simulate.replay import replay
+from kvdepot.simulate.traces import Trace, load
 from kvdepot.testing import traces
-from kvdepot.traces import Trace, load
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -288,7 +288,7 @@ def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_no
 @pytest.mark.parametrize("name", ["adaptive", "wtinylfu", "s3fifo"])
 def test_replays_do_not_depend_on_the_hash_seed_of_the_process(name: str) -> None:
     code = (
-        "from kvdepot.simulate import replay; from kvdepot.testing import traces\n"
+        "from kvdepot.simulate.replay import replay; from kvdepot.testing import traces\n"
         f"print(replay(traces.scan_heavy(5, 150), {name!r}, 200).hits)"
     )
     seen = {
@@ -396,7 +396,7 @@ TestPolicyMachine.settings = settings(max_examples=40, stateful_step_count=50, d
     ids=["agents", "chat", "loop", "system_prompts", "scan_heavy", "shifting"],
 )
 def test_adaptive_is_not_much_below_the_best_of_the_others(make: Callable[[], traces.Prompts], capacity: int) -> None:
-    """A guard against getting worse. It does not hold everywhere: kvdepot.adaptive says where."""
+    """A guard against getting worse. It does not hold everywhere: kvdepot.eviction.adaptive says where."""
     trace = Trace(make())
     rates = {name: replay(trace, name, capacity).hit_rate for name in ("lru", "s3fifo", "ageing", "adaptive")}
     assert rates["adaptive"] >= max(rates.values()) - 0.003, rates

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient, _others_between
+from kvdepot.client.socket import MessageQueueClient, _others_between
 from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient, VersionMismatch
-from kvdepot.handshake import Offer, is_sealed
-from kvdepot.shm import Card
+from kvdepot.memory.shm import Card
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer, is_sealed
 
 from .conftest import SHM, Depot, StartDepot, eventually
 from .ports import free_port

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.evict import POLICIES, Lru
-from kvdepot.index import Chunk, Index, Namespace
-from kvdepot.space import PAGE, Space
+from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.eviction import POLICIES, Lru
+from kvdepot.memory.allocator import PAGE, Space
 from tests.conftest import clear
 
 Path = tuple[int, ...]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 _DECLARED = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
 EXTRAS = re.findall(r"^(\w+) = \[", _DECLARED.partition("[project.scripts]")[0], re.M)
 PLACES = ["src", "docs", "deploy", "demo", "bench", "tools", "scripts", "README.md", "SECURITY.md", "ARCHITECTURE.md",
-          "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "hatch_build.py"]  # fmt: skip
+          "CONTRIBUTING.md", "CHANGELOG.md", "Makefile"]  # fmt: skip
 KINDS = {".py", ".md", ".js", ".html", ".sh", ".yaml", ".yml", ".toml", ".service", ".txt", ""}
 
 

@@ -15,11 +15,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot import kv_events, kv_feed, wire
-from kvdepot.curve import read_client_key
 from kvdepot.errors import Unavailable
-from kvdepot.kv_events import END, TOPIC, Publisher, replay_endpoint
-from kvdepot.kv_feed import Feed
+from kvdepot.kv_events import feed as kv_feed
+from kvdepot.kv_events import publisher as kv_events
+from kvdepot.kv_events.feed import Feed
+from kvdepot.kv_events.publisher import END, TOPIC, Publisher, replay_endpoint
+from kvdepot.protocol import wire
+from kvdepot.protocol.curve import read_client_key
 from tests.conftest import clear
 
 from .conftest import Depot, StartDepot, eventually
@@ -526,7 +528,7 @@ def test_a_server_tells_what_is_stored_evicted_forgotten_and_that_it_ends(
     for adapter in (engine.scheduler, engine.worker):
         adapter.shutdown()
     eventually(lambda: server.status()["clients"] <= 1)
-    from kvdepot.client import MessageQueueClient
+    from kvdepot.client.socket import MessageQueueClient
 
     client = MessageQueueClient(server.url, server.context)
     client.ask(wire.Forget("", b"")).result(10.0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import LayoutError
-from kvdepot.layout import MAX_SEGMENTS, Layout, Mapping, Segment, TensorView, build_layout, find_block_axes
+from kvdepot.protocol.layout import MAX_SEGMENTS, Layout, Mapping, Segment, TensorView, build_layout, find_block_axes
 
 DTYPES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
 

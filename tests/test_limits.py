@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import zmq
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import Busy, KVDepotError, ProtocolError
 from kvdepot.keys import ROOT
-from kvdepot.layout import Layout, Mapping, Segment
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 from .conftest import HANG_S, Depot, StartDepot, eventually
 from .ports import free_port
@@ -233,8 +233,8 @@ def test_a_status_counts_as_four_requests(start_depot: StartDepot) -> None:
 
 _COMING_AND_GOING = """
 import sys, time, zmq
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.protocol import wire
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable
 served = refused = 0
 context = zmq.Context()
@@ -330,10 +330,10 @@ def test_registrations_that_need_more_files_than_are_left_are_refused(
 
 _FLOOD = """
 import msgspec, sys, zmq
-from kvdepot import wire
-from kvdepot.handshake import Offer
-from kvdepot.header import Watch
-from kvdepot.shm import Card
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer
+from kvdepot.memory.arena_header import Watch
+from kvdepot.memory.shm import Card
 url, kind = sys.argv[1:]
 context = zmq.Context()
 socket = context.socket(zmq.DEALER)

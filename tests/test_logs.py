@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvdepot import logs, wire
-from kvdepot.client import MessageQueueClient
+from kvdepot import logs
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from tests.conftest import clear
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvdepot.adapters import LoadStoreOp
-from kvdepot.operation import Began, Operation
+from kvdepot.client.operation import Began, Operation
 
 from .conftest import Depot, StartDepot, eventually
 from .test_server import CHUNK, Engine, kill
@@ -95,7 +95,7 @@ def test_each_operation_is_a_span_in_the_trace_of_its_request(engine: Engine) ->
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     from opentelemetry.trace import SpanKind, StatusCode
 
-    from kvdepot.tracing import Spans
+    from kvdepot.client.tracing import Spans
 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
@@ -135,7 +135,7 @@ def test_a_collector_that_never_answers_holds_nobody_up() -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from kvdepot.tracing import Spans
+    from kvdepot.client.tracing import Spans
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         exporter = OTLPSpanExporter(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", timeout=1)

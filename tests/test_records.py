@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdepot.records import SLOT_BYTES, NamespaceRecord, Record, Records, ShardRecord
+from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Record, Records, ShardRecord
 
 SHARDS = st.builds(
     ShardRecord,

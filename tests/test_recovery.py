@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvdepot.evict import Lru
-from kvdepot.index import Chunk, Index, Namespace
+from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.core.index.recovery import Restored, restore
+from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, derive_root
-from kvdepot.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
-from kvdepot.recovery import Restored, restore
-from kvdepot.space import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
 from tests.conftest import clear
 
 START = 4096 + 64

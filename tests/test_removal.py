@@ -13,15 +13,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.core.forgetting import Removal, Removals
+from kvdepot.core.index.index import Chunk, Index, Namespace
 from kvdepot.errors import Busy
-from kvdepot.evict import POLICIES
-from kvdepot.index import Chunk, Index, Namespace
+from kvdepot.eviction import POLICIES
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.removal import Removal, Removals
-from kvdepot.space import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.testing.faulty import MemoryTier
 from tests.conftest import SHM, StartDepot
 from tests.test_depot import Desk, lookup, prompt, retrieve, shards, store

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvdepot import status, upkeep, wire
+from kvdepot import status
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.client import MessageQueueClient
+from kvdepot.client import admin as upkeep
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
+from kvdepot.protocol import wire
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -115,8 +117,8 @@ def test_who_closes_its_connection_has_not_died_and_who_is_killed_has(depot: Dep
 
 _CLIENT = """
 import sys, zmq
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.protocol import wire
+from kvdepot.client.socket import MessageQueueClient
 print(MessageQueueClient(sys.argv[1], zmq.Context()).ask(wire.Noop()).result(10.0), flush=True)
 sys.stdin.read()
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdepot.reuse import Windows
+from kvdepot.core.reuse import Windows
 from kvdepot.status import Reuse
 
 

@@ -19,7 +19,6 @@ import torch
 import zmq
 
 import kvdepot as kvdepot_package
-from kvdepot import curve, wire
 from kvdepot.adapters import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -29,9 +28,10 @@ from kvdepot.adapters import (
 )
 from kvdepot.config import load
 from kvdepot.errors import BadRequest, ConfigError, LayoutError, Unavailable, UnknownClient
-from kvdepot.handshake import Offer
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.shm import Card
+from kvdepot.memory.shm import Card
+from kvdepot.protocol import curve, wire
+from kvdepot.protocol.handshake import Offer
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 from .conftest import Depot, StartDepot, eventually
 from .ports import free_port
@@ -290,7 +290,7 @@ def test_a_card_whose_place_holds_something_else_does_not_stop_the_server(loopba
 
 _IMPOSTOR = """
 import os, sys, zmq
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 client = MessageQueueClient(sys.argv[1], zmq.Context())
 client.learn_chunk_size(10.0)
 os.unlink("/dev/shm/" + client.card.name)

@@ -24,7 +24,7 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import __version__, cli, shm, wire
+from kvdepot import __version__, cli, locks
 from kvdepot.adapters import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -34,10 +34,12 @@ from kvdepot.adapters import (
 )
 from kvdepot.config import Config
 from kvdepot.errors import ArenaError, Busy, KVDepotError
-from kvdepot.header import Watch
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Memory, Mover
-from kvdepot.server import Server
+from kvdepot.memory import shm
+from kvdepot.memory.arena_header import Watch
+from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Memory, Mover
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.server.loop import Server
 
 from .conftest import Depot, StartDepot, eventually
 from .metronome import ran_s
@@ -231,7 +233,7 @@ def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
     said = subprocess.run(
         [
             sys.executable, "-c",
-            "import resource, sys; from kvdepot.arena import Arena\n"
+            "import resource, sys; from kvdepot.memory.arena import Arena\n"
             "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
             "resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)\n"
             "try:\n Arena(sys.argv[1], 64 << 20, b'bootboot')\n"
@@ -739,7 +741,9 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
 @pytest.mark.parametrize("when", ["while no server ran", "before the server met it"])
 def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
     server = start_depot(arena_mib=4) if when == "before the server met it" else None
-    code = "import os; from kvdepot.shm import Card; c = Card(); print(c.name, flush=True); os.kill(os.getpid(), 9)"
+    code = (
+        "import os; from kvdepot.memory.shm import Card; c = Card(); print(c.name, flush=True); os.kill(os.getpid(), 9)"
+    )
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert died.returncode == -signal.SIGKILL
     card = SHM / died.stdout.strip()
@@ -752,7 +756,7 @@ def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot,
 NO_ROOM = """
 import os, resource
 from kvdepot.errors import ArenaError
-from kvdepot.shm import SHM, Card
+from kvdepot.memory.shm import SHM, Card
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 files = os.listdir("/proc/self/fd")
@@ -780,7 +784,7 @@ def test_a_card_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
         assert path.exists(), "its client is about to lock it and to give it its name"
         an_hour_ago = time.time() - 3600
         os.utime(path, (an_hour_ago, an_hour_ago))
-        assert shm.lock(fd)
+        assert locks.lock(fd)
         shm.sweep_cards()
         assert path.exists(), "its client lives"
         fcntl.flock(fd, fcntl.LOCK_UN)

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from kvdepot.cli import main
 from kvdepot.errors import ConfigError
-from kvdepot.evict import POLICIES
+from kvdepot.eviction import POLICIES
 from kvdepot.install import advice
-from kvdepot.simulate import replay
+from kvdepot.simulate.replay import replay
+from kvdepot.simulate.traces import Trace, load
 from kvdepot.testing.traces import WORKLOADS, merge, phases, write_mooncake
-from kvdepot.traces import Trace, load
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1024, "output_length": 52, "hash_ids": [0, 1]}

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from kvdepot.space import PAGE, Extents, Space
+from kvdepot.memory.allocator import PAGE, Extents, Space
 
 
 def pages_of(extents: Extents, base: int = 0) -> list[int]:

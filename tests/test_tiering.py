@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot import wire
 from kvdepot.config import Config
-from kvdepot.depot import Depot
+from kvdepot.core.depot import Depot
+from kvdepot.core.index.index import Index
 from kvdepot.errors import Busy, KVDepotError
-from kvdepot.evict import Lru
-from kvdepot.index import Index
+from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, salt_tag
-from kvdepot.mover import Call, Copy
-from kvdepot.space import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.copier import Call, Copy
+from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers import Options, Tier, parse
 from kvdepot.tiers.breaker import FAILURES
-from kvdepot.tiers.carrier import MOST_PARTS, Errand, Find, Load, Probe, Save, run
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
+from kvdepot.tiers.worker import MOST_PARTS, Errand, Find, Load, Probe, Save, run
 from tests.conftest import clear
 from tests.test_depot import PER_CHUNK, Desk, lookup, prompt, retrieve, shards, store
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvdepot import wire
 from kvdepot.keys import salt_tag
+from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
-from kvdepot.tiers.carrier import Find, Load
+from kvdepot.tiers.worker import Find, Load
 from tests.test_depot import PER_CHUNK, layout, prompt, retrieve, store
 from tests.test_tiering import Host, look, new_host
 

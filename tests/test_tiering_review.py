@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvdepot import wire
+from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
-from kvdepot.tiers.carrier import Load
+from kvdepot.tiers.worker import Load
 from tests.test_depot import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
 from tests.test_tiering import Host, look, new_host, shards_layout
 
@@ -284,7 +284,7 @@ def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "ageing", "wtinylfu", "adaptive"])
 def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: MemoryTier, policy: str) -> None:
-    from kvdepot.evict import POLICIES
+    from kvdepot.eviction import POLICIES
 
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
     host.index._policy = POLICIES[policy]()

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot import upkeep, wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client import admin as upkeep
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.layout import Layout, Mapping, Segment
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 from .conftest import SHM, Depot, StartDepot, eventually
 
@@ -91,7 +92,7 @@ def test_to_reset_without_a_server_says_that_something_may_be_left(
 ) -> None:
     depot = start_depot()
     client = MessageQueueClient(depot.url, depot.context)
-    caplog.set_level(logging.WARNING, "kvdepot.upkeep")
+    caplog.set_level(logging.WARNING, "kvdepot.client.admin")
     try:
         fill(client, tensors, "model@1", 1)
         depot.process.send_signal(signal.SIGKILL)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.integrations.weight_files import Weights, find_weights
+from kvdepot.integrations.vllm.weight_files import Weights, find_weights
 from tests.conftest import eventually
 
 COMMITS = ("a" * 40, "b" * 40)

@@ -18,12 +18,13 @@ import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvdepot import errors, handshake, wire
+from kvdepot import errors
 from kvdepot.errors import KVDepotError
-from kvdepot.header import Watch
 from kvdepot.keys import ROOT
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.shm import Card
+from kvdepot.memory.arena_header import Watch
+from kvdepot.memory.shm import Card
+from kvdepot.protocol import handshake, wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 from .conftest import Depot, eventually
 

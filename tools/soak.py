@@ -43,9 +43,9 @@ from typing import Any
 
 import zmq
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol import wire
 
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")

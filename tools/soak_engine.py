@@ -31,9 +31,9 @@ import numpy.typing as npt
 import torch
 import zmq
 
-from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol import wire
 
 BLOCK_TOKENS = 16
 BLOCKS = 192

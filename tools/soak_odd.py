@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvdepot import wire
 from kvdepot.errors import KVDepotError
-from kvdepot.handshake import Offer
-from kvdepot.header import Watch
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.shm import Card
+from kvdepot.memory.arena_header import Watch
+from kvdepot.memory.shm import Card
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 MODELS = ("soak-token", "soak-hash")
 

@@ -1,6 +1,6 @@
 """kvdepot: a KV-cache server beside LLM engines. Prefill once, reuse everywhere.
 
-Client code imports from `kvdepot.adapters`; `kvdepot serve` starts the server; vLLM finds
+Client code imports from `kvdepot.client.lmcache`; `kvdepot serve` starts the server; vLLM finds
 `KVDepotConnector` through its plugin entry point. ARCHITECTURE.md says which file decides what.
 """
 

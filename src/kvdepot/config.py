@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvdepot.addresses import MOST_PORT, fault_of_endpoint
 from kvdepot.errors import ConfigError
-from kvdepot.evict import POLICIES
+from kvdepot.eviction import POLICIES
+from kvdepot.protocol.addresses import MOST_PORT, fault_of_endpoint
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.urls import shown
 from kvdepot.values import explain, in_units, suggestion
@@ -271,7 +271,7 @@ def _refuse_unknown(source: Mapping[str, str]) -> None:
     raise ConfigError(f"{where}: unknown setting {', '.join(told)}; `kvdepot config` lists all settings")
 
 
-_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_CHARTS", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
+_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
 """Variables that are read and are no setting of the server."""
 _LINK = re.compile(r"KVDEPOT_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?)")
 """What Kubernetes and docker tell of a service that is called kvdepot."""

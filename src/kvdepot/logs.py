@@ -139,7 +139,7 @@ def _quoted(value: Any) -> str:
 
 
 class _Json(logging.Formatter):
-    """{"ts": seconds since 1970, "level": "info", "logger": "kvdepot.server", "message": "...", and the fields}"""
+    """{"ts": seconds since 1970, "level": "info", "logger": "kvdepot.server.loop", "message": "...", and the fields}"""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""

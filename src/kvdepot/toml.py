@@ -1,6 +1,7 @@
 """What reads TOML: Python's own module, or before Python 3.11 the same by another name.
 
-Imported by config.py and curve.py where there is a file to read: most processes read none, and it is slow to import.
+Imported by config.py and protocol/curve.py where there is a file to read: most processes read none, and it is slow to
+import.
 """
 
 from __future__ import annotations

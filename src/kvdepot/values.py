@@ -1,6 +1,7 @@
 """How people write settings: sizes with units, and what is said of a wrong value or a mistyped name.
 
-Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate.py. Nothing blocks.
+Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate/replay.py. Nothing
+blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every device must do: the suite of `kvdepot.mover.Mapped`.
+"""What every device must do: the suite of `kvdepot.memory.copier.Mapped`.
 
 A subclass gives `worker` (owns tensors, see tensors.py) and `devices` (the server's end), both for the class, and says
 in `footprint` what must not grow. Everything is compared byte for byte, on random bytes, with all that lies around.
@@ -20,12 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvdepot.arena import Arena
 from kvdepot.devices import Devices
-from kvdepot.layout import Layout, build_layout
-from kvdepot.mover import Copy, CopyPiece, Mapped, Mover
-from kvdepot.mover import copy as run_copy
-from kvdepot.space import PAGE, Extents, Space
+from kvdepot.memory.allocator import PAGE, Extents, Space
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.copier import Copy, CopyPiece, Mapped, Mover
+from kvdepot.memory.copier import copy as run_copy
+from kvdepot.protocol.layout import Layout, build_layout
 from tests.devices.tensors import DTYPES, KINDS, Bytes, Model, Worker
 
 ARENA_PAGES = 96
@@ -81,7 +81,7 @@ def fragmented(arena: Arena, draw: random.Random) -> Space:
 
 
 def chunk_bytes(layout: Layout, memory: dict[str, Bytes], ids: list[int]) -> bytes:
-    """A chunk as layout.py says it lies in the arena; memory: the mappings' bytes."""
+    """A chunk as protocol/layout.py says it lies in the arena; memory: the mappings' bytes."""
     parts = []
     for segment in layout.segments:
         base = memory[layout.mappings[segment.mapping].name]

@@ -20,7 +20,7 @@ from cuda.bindings import driver as cu
 
 from kvdepot.devices.cuda import descriptors, sharing
 from kvdepot.devices.cuda.driver import load
-from kvdepot.layout import Mapping, TensorView
+from kvdepot.protocol.layout import Mapping, TensorView
 
 _GRANULE = 2 << 20
 

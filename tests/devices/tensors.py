@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.layout import TensorView
+from kvdepot.protocol.layout import TensorView
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -14,7 +14,7 @@ import torch
 
 from kvdepot.devices import share
 from kvdepot.errors import LayoutError
-from kvdepot.layout import TensorView
+from kvdepot.protocol.layout import TensorView
 from tests.devices.conformance import DeviceConformance
 from tests.devices.tensors import DTYPES, Bytes, Model
 

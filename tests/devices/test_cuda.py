@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvdepot.arena import Arena
 from kvdepot.devices import Devices
 from kvdepot.devices.cuda.plan import Plan
 from kvdepot.errors import DeviceError, KVDepotError, LayoutError
-from kvdepot.layout import build_layout
-from kvdepot.mover import CopyPiece
-from kvdepot.space import PAGE
+from kvdepot.memory.allocator import PAGE
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.copier import CopyPiece
+from kvdepot.protocol.layout import build_layout
 from tests.conftest import eventually
 from tests.devices.conformance import TIMEOUT_S, DeviceConformance, arena_of
 from tests.devices.tensors import Model
@@ -26,6 +26,7 @@ from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults  # a worker process each
+
 
 class OnStandIn(WaysConformance):
     """The suite on GPU 1 of two, with a worker that sees it as its GPU 0."""

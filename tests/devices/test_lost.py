@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from kvdepot.devices import Devices
-from kvdepot.space import PAGE
+from kvdepot.memory.allocator import PAGE
 from tests.conftest import eventually
 from tests.devices.conformance import DeviceConformance, arena_of
 from tests.devices.tensors import Model

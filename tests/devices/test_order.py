@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdepot import events
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient, RequestType, send_lmcache_request
+from kvdepot.client import device_events as events
 from kvdepot.errors import DeviceError, Unavailable
 from tests.conftest import Depot, eventually
 from tests.standin.machine import VARIABLE, Machine

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.devices.cuda.plan import Plan, Planner
-from kvdepot.layout import Layout, Mapping, Segment
-from kvdepot.mover import CopyPiece
+from kvdepot.memory.copier import CopyPiece
+from kvdepot.protocol.layout import Layout, Mapping, Segment
 
 DEVICE, HOST = 1 << 33, 1 << 34
 ARENA = 20_000

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvdepot.arena import Arena
 from kvdepot.devices import Devices
-from kvdepot.layout import build_layout
-from kvdepot.space import PAGE
+from kvdepot.memory.allocator import PAGE
+from kvdepot.memory.arena import Arena
+from kvdepot.protocol.layout import build_layout
 from tests.devices.conformance import DeviceConformance
 from tests.devices.tensors import Model
 from tests.devices.worker import WorkerProcess

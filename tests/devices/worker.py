@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdepot.layout import TensorView
+from kvdepot.protocol.layout import TensorView
 from tests.devices.tensors import DTYPES, Bytes, Model, Placed
 
 ROOT = Path(__file__).parent.parent.parent

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.protocol import wire
 from tests.conftest import HANG_S, Depot, StartDepot, eventually, state, suspend
 from tests.faults.engine import ToyEngine
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from kvdepot.arena import Arena
 from kvdepot.errors import ArenaError
-from kvdepot.header import HEADER_BYTES
 from kvdepot.keys import HASH_BYTES, ChunkChain
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.arena_header import HEADER_BYTES
 from tests.conftest import SHM, Depot, StartDepot
 from tests.faults.conftest import MakeEngine
 from tests.faults.engine import ToyEngine

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.faults
 
 STEP_S = 1.5
 STALE_S = 10.0
-"""After so long a client suspects that an answer was lost (connection.py)."""
+"""After so long a client suspects that an answer was lost (client/connection.py)."""
 GREETING_BYTES = 64
 """What each end of a ZeroMQ connection says first."""
 

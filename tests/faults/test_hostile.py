@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvdepot import wire
 from kvdepot.adapters import KVCacheHandle, LoadStoreOp
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError, ProtocolError, UnknownInstance
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.layout import Layout, Mapping, Segment, build_layout
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Connect, MakeEngine, StartDriver
 from tests.faults.engine import BLOCK, ToyEngine

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvdepot.devices import Devices
-from kvdepot.layout import build_layout
+from kvdepot.protocol.layout import build_layout
 from tests.devices.conformance import DeviceConformance, arena_of
 from tests.devices.tensors import Model
 from tests.devices.ways import WaysConformance

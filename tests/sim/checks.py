@@ -6,13 +6,13 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kvdepot import wire
-from kvdepot.depot import Depot
-from kvdepot.index import Chunk, Index
-from kvdepot.mover import Copy, CopyPiece
-from kvdepot.space import PAGE, Extents
+from kvdepot.core.depot import Depot
+from kvdepot.core.index.index import Chunk, Index
+from kvdepot.memory.allocator import PAGE, Extents
+from kvdepot.memory.copier import Copy, CopyPiece
+from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Link, World
-from kvdepot.tiers.carrier import Load, Part
+from kvdepot.tiers.worker import Load, Part
 from tests.sim.content import Memory, chunk_image
 from tests.sim.shared import ArenaFile, CardView, SimMapped
 from tests.sim.tiers import WALL, Carrier, Forgot

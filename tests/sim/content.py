@@ -14,7 +14,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvdepot.keys import ROOT, ChunkChain, derive_root, engine_hash
-from kvdepot.layout import Layout, TensorView, build_layout
+from kvdepot.protocol.layout import Layout, TensorView, build_layout
 
 CHUNK_TOKENS = 12
 MAX_TOKENS = 120

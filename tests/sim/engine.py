@@ -11,11 +11,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvdepot import wire
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.contract import pack_block_ids
+from kvdepot.client.contract import pack_block_ids
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import salt_tag
+from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Process
 from tests.sim.content import CHUNK_TOKENS, MAX_TOKENS, Memory, Model, Stream, chain_of, keys_of, seeds_of, tokens_of
 from tests.sim.host import Client, Pinned

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvdepot import contract, wire
-from kvdepot.client import MessageQueueClient, MessagingFuture
+from kvdepot import contract
+from kvdepot.client.connection import CHECK_S, DEADLINE_S, Connection
+from kvdepot.client.socket import MessageQueueClient, MessagingFuture
 from kvdepot.config import Config
-from kvdepot.connection import CHECK_S, DEADLINE_S, Connection
 from kvdepot.errors import LayoutError, Unavailable
-from kvdepot.records import SLOT_BYTES
+from kvdepot.memory.records import SLOT_BYTES
+from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Link, Network, Process, World
-from kvdepot.tiers.carrier import Errand
+from kvdepot.tiers.worker import Errand
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
 from tests.sim.server import Server
 from tests.sim.shared import ArenaFile

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvdepot.records import SLOT_BYTES
+from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.testing.simulation import World
-from kvdepot.tiers.carrier import Find, Load, Save
+from kvdepot.tiers.worker import Find, Load, Save
 from tests.sim.content import MODELS, Model
 from tests.sim.engine import MODES, Engine
 from tests.sim.host import ARENA, Host, new_config

@@ -1,7 +1,8 @@
 """The simulated server process: the real depot, index and mover around a made-up socket, arena file and copy threads.
 
-Does what server.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and shut
-down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two halves.
+Does what server/loop.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and
+shut down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two
+halves.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot import wire
-from kvdepot.depot import Action, Depot, Reply
+from kvdepot.core.depot import Action, Depot, Reply
+from kvdepot.core.index.recovery import restore
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError, UnknownClient, VersionMismatch
-from kvdepot.evict import POLICIES
-from kvdepot.handshake import SECRET_BYTES, Challenge, Seal, is_sealed
-from kvdepot.layout import Layout
-from kvdepot.mover import Call, Copy, CopyPiece, Mapped, Mover, checksum, copy
-from kvdepot.records import Records, ShardRecord
-from kvdepot.recovery import restore
-from kvdepot.space import Space
+from kvdepot.eviction import POLICIES
+from kvdepot.memory.allocator import Space
+from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Mover, checksum, copy
+from kvdepot.memory.records import Records, ShardRecord
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import SECRET_BYTES, Challenge, Seal, is_sealed
+from kvdepot.protocol.layout import Layout
 from kvdepot.testing.simulation import Link
-from kvdepot.tiers.carrier import Erase, Errand, Load, Save
+from kvdepot.tiers.worker import Erase, Errand, Load, Save
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.shared import ArenaFile, CardView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Carrier, Forgot, Store

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot import wire
+from kvdepot.core.index.index import Chunk, Index
 from kvdepot.devices.cpu import HostTensors, _rows
-from kvdepot.index import Chunk, Index
-from kvdepot.layout import Layout
-from kvdepot.tiers.carrier import Load
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout
+from kvdepot.tiers.worker import Load
 from tests.sim.content import Memory
 
 if TYPE_CHECKING:

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
-from kvdepot import index, records
 from kvdepot.adapters import LMCacheMPWorkerAdapter
-from kvdepot.connection import Connection
-from kvdepot.depot import Depot, Reply
-from kvdepot.index import Index
-from kvdepot.mover import Copy
-from kvdepot.records import Records
-from kvdepot.registrations import Registrations
-from kvdepot.removal import Removals
-from kvdepot.sessions import Sessions
-from kvdepot.tiering import Tiering
-from kvdepot.tiers import carrier
+from kvdepot.client.connection import Connection
+from kvdepot.core.depot import Depot, Reply
+from kvdepot.core.forgetting import Removals
+from kvdepot.core.index import index
+from kvdepot.core.index.index import Index
+from kvdepot.core.registrations import Registrations
+from kvdepot.core.sessions import Sessions
+from kvdepot.core.tiering import Tiering
+from kvdepot.memory import records
+from kvdepot.memory.copier import Copy
+from kvdepot.memory.records import Records
+from kvdepot.tiers import worker as carrier
 from kvdepot.tiers.format import Header
 from tests.sim.run import Broken, simulate
 
@@ -203,7 +204,7 @@ def waits_for_lookups_without_a_deadline(patch: Patch) -> None:
 
 @breaks(0)
 def never_looks_whether_the_server_is_gone(patch: Patch) -> None:
-    patch.setattr("kvdepot.connection._GONE_CHECK_S", 1e9)
+    patch.setattr("kvdepot.client.connection._GONE_CHECK_S", 1e9)
 
 
 @breaks(9)

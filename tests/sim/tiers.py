@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
+from kvdepot.core.index.index import Chunk
 from kvdepot.errors import KVDepotError
-from kvdepot.index import Chunk
-from kvdepot.mover import checksum, views
+from kvdepot.memory.copier import checksum, views
 from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
 from kvdepot.tiers import Blob, TierConfig, parse
-from kvdepot.tiers.carrier import MOST_PARTS, Erase, Errand, Find, Load, Part, Probe, Save, run
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.worker import MOST_PARTS, Erase, Errand, Find, Load, Part, Probe, Save, run
 from tests.sim.content import CHUNK_TOKENS, Memory, chunk_image
 
 if TYPE_CHECKING:

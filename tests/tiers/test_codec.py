@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
 from kvdepot.install import advice
-from kvdepot.mover import checksum
+from kvdepot.memory.copier import checksum
 from kvdepot.testing.faulty import MemoryTier
 from kvdepot.tiers import Options
-from kvdepot.tiers.carrier import Load, Part, Save, run
 from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.worker import Load, Part, Save, run
 from tests.metronome import slept_s
 
 Bytes = npt.NDArray[np.uint8]

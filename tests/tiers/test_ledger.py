@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvdepot.evict import POLICIES
+from kvdepot.eviction import POLICIES
 from kvdepot.testing.tiers import name_of
 from kvdepot.tiers.ledger import Entry, Ledger
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from kvdepot.config import load, masked
 from kvdepot.errors import ConfigError, KVDepotError, TierError
 from kvdepot.tiers import convert, parse
-from kvdepot.tiers.carrier import Carrier, Probe
 from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import DiskOptions
 from kvdepot.tiers.urls import redact, shown
+from kvdepot.tiers.worker import Carrier, Probe
 
 MARK = "Qx7v"
 """Each piece of a generated password holds it, so that none can be told unseen."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
+from kvdepot.protocol import wire
 from tests.conftest import Depot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import Engine, nothing_is_held, output, prompt, write_lora

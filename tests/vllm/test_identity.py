@@ -17,9 +17,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from kvdepot.errors import ConfigError
-from kvdepot.integrations import vllm_identity
-from kvdepot.integrations.vllm_fields import HARMLESS, describe_config
-from kvdepot.integrations.vllm_identity import namespace
+from kvdepot.integrations.vllm import identity as vllm_identity
+from kvdepot.integrations.vllm.fields import HARMLESS, describe_config
+from kvdepot.integrations.vllm.identity import namespace
 from tests.conftest import Depot
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvdepot.devices.cpu import HostTensors
-from kvdepot.mover import CopyPiece
+from kvdepot.memory.copier import CopyPiece
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
@@ -62,7 +62,7 @@ def laid_out(kind: str, layout: str, kernel_tokens: int) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kind: str, split: int) -> None:
-    from kvdepot.integrations.vllm import _layout
+    from kvdepot.integrations.vllm.connector import _layout
 
     for layout in KINDS[kind][split]:
         raw, caches = laid_out(kind, layout, TOKENS // split)
@@ -90,7 +90,7 @@ def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kin
 def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
     from vllm.device_allocator import alloc_conf
 
-    from kvdepot.integrations.vllm import _without_expandable_segments
+    from kvdepot.integrations.vllm.connector import _without_expandable_segments
 
     before = torch._C._accelerator_getAllocatorSettings()
     mine = "expandable_segments:True,max_split_size_mb:512"

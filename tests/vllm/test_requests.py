@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot import wire
+from kvdepot.protocol import wire
 from tests.conftest import Depot, eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
@@ -33,7 +33,7 @@ def request(tokens: list[int], items: list[Any] | None = None, **options: Any) -
 
 
 def hashes(of: Any, named: bool = True) -> bytes:
-    from kvdepot.integrations.vllm_requests import Prompt
+    from kvdepot.integrations.vllm.requests import Prompt
 
     return bytes(Prompt(of, SIZE, ROOT, named).hash().hashes)
 
@@ -53,7 +53,7 @@ def update(session: Any, tokens: list[int], items: list[Any]) -> None:
 
 
 def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> None:
-    from kvdepot.integrations.vllm_requests import Prompt
+    from kvdepot.integrations.vllm.requests import Prompt
 
     last = []
     for name in ("cat", "dog"):
@@ -69,7 +69,7 @@ def test_an_image_that_a_later_update_of_a_session_brings_is_in_its_chunks() -> 
 
 
 def test_an_item_that_changes_where_chunks_are_hashed_already_changes_them() -> None:
-    from kvdepot.integrations.vllm_requests import Prompt
+    from kvdepot.integrations.vllm.requests import Prompt
 
     one = request([7] * 600, [item("cat", 300)])
     prompt = Prompt(one, SIZE, ROOT, named=True)
@@ -97,7 +97,7 @@ def test_items_have_names_of_their_contents_unless_both_of_vllms_caches_are_off(
     from vllm.config import CacheConfig
     from vllm.config.multimodal import MultiModalConfig
 
-    from kvdepot.integrations.vllm_requests import names_are_contents
+    from kvdepot.integrations.vllm.requests import names_are_contents
 
     config: Any = SimpleNamespace(
         cache_config=CacheConfig(enable_prefix_caching=prefix_caching),
@@ -115,7 +115,7 @@ def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvdepot.errors import ConfigError
-    from kvdepot.integrations.vllm_identity import refuse_unserved
+    from kvdepot.integrations.vllm.identity import refuse_unserved
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
     cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
@@ -149,7 +149,7 @@ def lora(path: Path | str, number: int = 1, name: str = "red") -> Any:
 
 def started(later_s: float = 60.0) -> Any:
     """The adapters of an engine that is started after what is on disk now."""
-    from kvdepot.integrations.vllm_lora import Adapters
+    from kvdepot.integrations.vllm.lora import Adapters
 
     return Adapters(time.time() + later_s)
 
@@ -201,7 +201,7 @@ def test_a_link_on_the_way_that_is_newer_than_the_engine_or_is_turned_counts_as_
     assert adapters.parts(lora(path)) is None
     assert started().parts(lora(path)) not in (None, before)
     # An engine that began between the files and the link cannot know what was loaded.
-    from kvdepot.integrations.weight_files import look
+    from kvdepot.integrations.vllm.weight_files import look
 
     files = look(tmp_path / "v2" / "adapter")
     eventually(lambda: time.time() > files.changed_at + 0.1)
@@ -262,7 +262,7 @@ def test_one_id_for_two_adapters_is_not_cached(tmp_path: Path) -> None:
 
 
 def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> None:
-    from kvdepot.integrations.weight_files import find_weights
+    from kvdepot.integrations.vllm.weight_files import find_weights
 
     folder = write(tmp_path / "adapter")
     before = find_weights(str(folder))
@@ -278,7 +278,7 @@ def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> N
 
 
 def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
-    from kvdepot.integrations.vllm_stores import Transfer, WaitingStores
+    from kvdepot.integrations.vllm.stores import Transfer, WaitingStores
 
     stores = WaitingStores()
     for request_id, step, block_ids, read in requests:
@@ -337,7 +337,7 @@ class Steps:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-        from kvdepot.integrations.vllm import KVDepotConnector
+        from kvdepot.integrations.vllm.connector import KVDepotConnector
 
         told = KVTransferConfig(
             kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": url}
@@ -361,7 +361,7 @@ class Steps:
         """The step's output."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        from kvdepot.integrations.vllm_events import WorkerReport
+        from kvdepot.integrations.vllm.events import WorkerReport
 
         report = WorkerReport(step=orders.step)
         self.connector.update_connector_output(

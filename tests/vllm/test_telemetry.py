@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
+from kvdepot.protocol import wire
 from tests.conftest import Depot, StartDepot, clear, eventually
 from tests.test_index import keys as chunks_of
 from tests.test_kv_events import Desk
@@ -253,7 +253,7 @@ class Prompt:
 
     def stored(self, first: int, end: int, *ranks: int) -> Any:
         """What workers tell of these chunks, in one step."""
-        from kvdepot.integrations.vllm_events import WorkerReport
+        from kvdepot.integrations.vllm.events import WorkerReport
 
         told = WorkerReport()
         for rank in ranks or [0]:
@@ -282,8 +282,8 @@ def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.outputs import KVConnectorOutput
 
-    from kvdepot.integrations.vllm import KVDepotConnector
-    from kvdepot.integrations.vllm_events import WorkerReport
+    from kvdepot.integrations.vllm.connector import KVDepotConnector
+    from kvdepot.integrations.vllm.events import WorkerReport
 
     told = KVTransferConfig(
         kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": vllm_depot.url}
@@ -311,7 +311,7 @@ def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
 
 
 def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -> None:
-    from kvdepot.integrations.vllm_events import WorkerReport
+    from kvdepot.integrations.vllm.events import WorkerReport
 
     told = WorkerReport()
     told.aggregate(WorkerReport(step=7, measured=3))
@@ -320,7 +320,7 @@ def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -
 
 
 def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
-    from kvdepot.integrations.vllm_events import Known
+    from kvdepot.integrations.vllm.events import Known
 
     known, one = Known(ranks=2, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
     known.ordered(one, one.chain, 0, 3)
@@ -339,7 +339,7 @@ def test_a_chunk_is_told_as_stored_once_every_rank_has_stored_it() -> None:
 
 
 def test_a_lookup_tells_what_is_there_and_takes_back_what_is_not_or_could_not_be_loaded() -> None:
-    from kvdepot.integrations.vllm_events import Known
+    from kvdepot.integrations.vllm.events import Known
 
     known, one = Known(ranks=1, chunk_tokens=8, block_tokens=4), Prompt(1, 3)
     known.looked_up(one, one.chain, 2)
@@ -357,7 +357,7 @@ def test_a_lookup_tells_what_is_there_and_takes_back_what_is_not_or_could_not_be
 
 
 def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last() -> None:
-    from kvdepot.integrations.vllm_events import Known
+    from kvdepot.integrations.vllm.events import Known
 
     known, one, two = Known(1, 8, 4, most=3), Prompt(1, 3), Prompt(2, 1)
     known.looked_up(one, one.chain, 3)
@@ -368,7 +368,7 @@ def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last()
 
 
 def test_chunks_that_the_engine_does_not_hash_are_not_told() -> None:
-    from kvdepot.integrations.vllm_events import Known
+    from kvdepot.integrations.vllm.events import Known
 
     known, one = Known(1, 8, 4), Prompt(1, 2)
     del one.block_hashes[3:]
@@ -377,8 +377,8 @@ def test_chunks_that_the_engine_does_not_hash_are_not_told() -> None:
 
 
 def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
-    from kvdepot.integrations.vllm_stats import KVDepotStats
-    from kvdepot.operation import Began, Operation
+    from kvdepot.client.operation import Began, Operation
+    from kvdepot.integrations.vllm.stats import KVDepotStats
 
     def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: str = "") -> Operation:
         return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvdepot import errors, wire
+from kvdepot import errors
 from kvdepot.adapters import LoadStoreOp
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ChunkChain
+from kvdepot.protocol import wire
 
 from ..conftest import eventually
 from ..test_server import CHUNK, PER_CHUNK, Engine

@@ -15,11 +15,12 @@ from typing import ClassVar
 
 import pytest
 
-from kvdepot import curve, upkeep, wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client import admin as upkeep
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
 from kvdepot.install import advice
+from kvdepot.protocol import curve, wire
 from kvdepot.web.token import obtain_token, read_token, token_path
 
 from ..conftest import SHM, Depot, StartDepot, eventually, suspend

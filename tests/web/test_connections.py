@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ROOT
+from kvdepot.protocol import wire
 
 from ..conftest import HANG_S, eventually
 from ..metronome import ran_s

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot import curve
+from kvdepot.protocol import curve
 from kvdepot.web.poll import Poll
 
 from ..conftest import Depot, StartDepot, eventually

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdepot import upkeep, wire
-from kvdepot.client import MessageQueueClient
+from kvdepot.client import admin as upkeep
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import BadRequest, Busy
+from kvdepot.protocol import wire
 
 from ..conftest import SHM, eventually
 from ..devices.engines import Engine as GpuEngine

@@ -20,7 +20,7 @@ from kvdepot.status import Engine, Kept, NamespaceStatus, Saved
 from ..conftest import StartDepot, eventually
 from ..ports import free_port
 from .browser import chromium, executable
-from .site import VENDOR, Site, empty_status, example_history, example_status
+from .site import Site, empty_status, example_history, example_status
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -381,7 +381,6 @@ def test_the_same_turn_again_is_not_asked_for_at_once(site: Site, open_page: Ope
 
 
 def test_charts_are_drawn_from_the_history_and_have_tables_behind_them(site: Site, open_page: OpenPage) -> None:
-    _needed((VENDOR / "INTEGRITY").is_file(), "uPlot")
     site.ticks = False
     site.history = example_history(site.status.wall_s)
     page = open_page()
@@ -475,7 +474,6 @@ def test_a_page_that_is_open_for_long_keeps_as_much_as_its_charts_show(open_page
 
 def test_a_value_with_none_beside_it_is_drawn(site: Site, open_page: OpenPage) -> None:
     """So it is with a request every now and then: most seconds have no percentile."""
-    _needed((VENDOR / "INTEGRITY").is_file(), "uPlot")
     now, site.ticks = site.status.wall_s, False
     times = [now - 800 + i for i in range(801)]
     values = [0.01 if i % 40 == 0 else None for i in range(801)]
@@ -520,7 +518,7 @@ def test_without_uplot_the_page_says_what_is_missing_and_shows_tables(site: Site
     site.missing = "/vendor/"
     site.history = example_history(site.status.wall_s)
     page = open_page()
-    assert "uPlot could not be fetched" in text(page, "#charts-missing")
+    assert "uPlot could not be loaded" in text(page, "#charts-missing")
     assert page.locator("#charts canvas").count() == 0
     first = page.locator("#charts figure").first.locator("tbody tr").first.inner_text()
     assert "%" in first
@@ -560,8 +558,6 @@ def test_nothing_is_asked_of_others_and_no_rule_for_content_is_broken(
     page.check("input[value='3600']")
     page.locator("summary").first.click()
     page.close()
-    if not (VENDOR / "INTEGRITY").is_file():  # known, and told on the page
-        problems = [problem for problem in problems if "404" not in problem]
     assert problems == []
     assert asked and all(url.startswith((site.url, "data:")) for url in asked)
 

@@ -17,8 +17,8 @@ from kvdepot.config import load
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvdepot.client import MessageQueueClient
-    from kvdepot.upkeep import Preview, Prompt
+    from kvdepot.client.admin import Preview, Prompt
+    from kvdepot.client.socket import MessageQueueClient
 
 __all__ = ["check", "forget", "pin", "unpin", "warm"]
 
@@ -28,7 +28,7 @@ def _prompt(
     url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
 ) -> Iterator[tuple[MessageQueueClient, Prompt, Progress]]:
     """A connection, the prompt that the options name, and a progress bar."""
-    from kvdepot import upkeep
+    from kvdepot.client import admin as upkeep
 
     if bool(tokens) == bool(hashes):
         raise click.UsageError("give exactly one of --tokens and --hashes")
@@ -44,7 +44,7 @@ def _prompt(
 @options.as_json
 def warm(as_json: bool, **which: Any) -> int:
     """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are there in the end."""
-    from kvdepot import upkeep
+    from kvdepot.client import admin as upkeep
 
     with _prompt(**which) as (client, prompt, told):
         count = upkeep.warm(client, prompt, lambda done: told("loading chunks", done, len(prompt)))
@@ -62,7 +62,7 @@ def warm(as_json: bool, **which: Any) -> int:
 def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
     """Keep a prompt's chunks in memory until they are unpinned, the time is over, or the server stops. All pins
     together may use at most half of the memory."""
-    from kvdepot import upkeep
+    from kvdepot.client import admin as upkeep
 
     with _prompt(**which) as (client, prompt, told):
         count = upkeep.pin(client, name, prompt, seconds, lambda done: told("loading chunks", done, len(prompt)))
@@ -83,7 +83,7 @@ def _said(count: int, chunks: int, done: str, as_json: bool) -> int:
 @options.as_json
 def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
     """End a pin. `kvdepot status` lists the names."""
-    from kvdepot import upkeep
+    from kvdepot.client import admin as upkeep
 
     with connect(url, key) as client:
         upkeep.unpin(client, name)
@@ -120,7 +120,7 @@ def forget(
             "--all removes every chunk from memory and from all tiers, shared ones too: "
             "confirm with --yes, or see what would go with --dry-run"
         )
-    from kvdepot import upkeep
+    from kvdepot.client import admin as upkeep
 
     if asks or dry_run:
         with connect(url, key) as client, progress() as told:
@@ -166,7 +166,7 @@ def _preview_lines(found: Preview) -> list[str]:
 @options.as_json
 def check(fix: bool, as_json: bool, **flags: str | None) -> int:
     """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong."""
-    from kvdepot.check import check as audit
+    from kvdepot.cli.check_arena import check as audit
 
     with progress() as told:
         report = audit(load(flags=flags).arena, fix, lambda done, total: told("reading chunks", done, total))

@@ -11,7 +11,7 @@ from kvdepot.config import default_key, load
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvdepot.client import MessageQueueClient
+    from kvdepot.client.socket import MessageQueueClient
 
 __all__ = ["connect", "endpoint"]
 
@@ -29,8 +29,8 @@ def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
     """A client that has been welcomed; on a terminal the wait for it is told. Raises ConfigError, Unavailable."""
     import threading
 
-    from kvdepot import upkeep
-    from kvdepot.curve import read_client_key
+    from kvdepot.client import admin as upkeep
+    from kvdepot.protocol.curve import read_client_key
 
     place = endpoint(url)
     key = key or default_key()

@@ -17,14 +17,17 @@ from pathlib import Path
 
 import msgspec
 
-from kvdepot import __version__, install, shm, upkeep, wire
+from kvdepot import __version__, install, locks
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
+from kvdepot.client import admin as upkeep
 from kvdepot.config import Config, load, odd_chunk_size, stray_variables
-from kvdepot.endpoints import holder
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
-from kvdepot.handshake import is_open_to_all
-from kvdepot.status import Status, read
+from kvdepot.memory import shm
+from kvdepot.protocol import wire
+from kvdepot.protocol.endpoints import holder
+from kvdepot.protocol.handshake import is_open_to_all
+from kvdepot.protocol.status import Status, read
 from kvdepot.web.child import missing_packages
 
 __all__ = ["Finding", "findings"]
@@ -140,7 +143,7 @@ def _left_bytes(path: Path) -> int:
         return 0  # another user's, or gone
     try:
         is_arena = os.pread(descriptor, len(shm.ARENA_MAGIC), 0) == shm.ARENA_MAGIC
-        return os.fstat(descriptor).st_blocks * 512 if is_arena and not shm.is_locked(descriptor) else 0
+        return os.fstat(descriptor).st_blocks * 512 if is_arena and not locks.is_locked(descriptor) else 0
     except OSError:
         return 0  # no plain file
     finally:
@@ -305,7 +308,7 @@ def _nvidia() -> Iterator[Finding]:
 def _key(key: str) -> Finding:
     if not key:
         return Finding("ok", "key", "none; a server of the same user on this host needs none")
-    from kvdepot.curve import read_client_key
+    from kvdepot.protocol.curve import read_client_key
 
     try:
         read_client_key(key)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvdepot.cli import view
 from kvdepot.cli.output import clean
-from kvdepot.status import Status
+from kvdepot.protocol.status import Status
 
 __all__ = ["Screen"]
 

@@ -29,7 +29,7 @@ _WHERE = (
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM, SIGINT or the end of its terminal (SIGHUP; not with nohup)."""
-    from kvdepot.limits import check_limits, limits_are_told
+    from kvdepot.server.limits import check_limits, limits_are_told
 
     config = load(file, options.flags_of(given))
     check_limits(config.arena_bytes)
@@ -42,7 +42,7 @@ def serve(file: str | None, **given: Any) -> int:
             "it is refused",
             config.chunk_size,
         )
-    from kvdepot.server import STOP_SIGNALS, Server
+    from kvdepot.server.loop import STOP_SIGNALS, Server
 
     with limits_are_told():
         server = Server(config)

@@ -23,7 +23,7 @@ def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) ->
     Only this user can read DIR. A client's name consists of letters, digits, - and _. Start the server with --keys
     DIR, and give each client its file as KVDEPOT_KEY. A running server reads clients.toml again when it is restarted.
     """
-    from kvdepot.curve import generate
+    from kvdepot.protocol.curve import generate
 
     paths = [str(path) for path in generate(folder, list(clients), tenant)]
     if as_json:

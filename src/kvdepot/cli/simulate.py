@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from kvdepot.bounds import BOUNDS
 from kvdepot.cli import options
 from kvdepot.cli.output import progress
-from kvdepot.evict import POLICIES
+from kvdepot.eviction import POLICIES
+from kvdepot.simulate.bounds import BOUNDS
 
 __all__ = ["simulate"]
 
@@ -43,6 +43,6 @@ def simulate(**given: Any) -> int:
     A TRACE is a file of requests in the Mooncake, Bailian or WEKA format, also gzip, or a folder of such files as one
     trace. --json prints an array of objects instead of tables.
     """
-    from kvdepot.simulate import Asked, run
+    from kvdepot.simulate.replay import Asked, run
 
     return run(Asked(**given), progress)

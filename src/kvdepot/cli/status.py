@@ -17,7 +17,7 @@ __all__ = ["status"]
 def status(url: str | None, key: str | None, as_json: bool) -> int:
     """Show the state of a running server: memory, hit rates with their upper bound (infinite cache), saved prefill,
     latencies, engines, models, tiers, evictions and failures, and GPUs."""
-    from kvdepot import wire
+    from kvdepot.protocol import wire
 
     with connect(url, key) as client:
         answer = client.ask(wire.Status()).result(timeout=5.0)
@@ -25,7 +25,7 @@ def status(url: str | None, key: str | None, as_json: bool) -> int:
         print_json(answer)
         return 0
     from kvdepot.cli import view
-    from kvdepot.status import read
+    from kvdepot.protocol.status import read
 
     now = read(answer)
     out = console()

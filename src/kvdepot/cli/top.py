@@ -21,7 +21,7 @@ from kvdepot.errors import ConfigError, KVDepotError
 
 if TYPE_CHECKING:
     from kvdepot.cli.screen import Screen
-    from kvdepot.client import MessageQueueClient, MessagingFuture
+    from kvdepot.client.socket import MessageQueueClient, MessagingFuture
 
 __all__ = ["top"]
 
@@ -55,7 +55,7 @@ def top(interval: float, url: str | None, key: str | None, as_json: bool) -> int
 
 
 def _print_lines(url: str | None, key: str | None, interval: float) -> int:
-    from kvdepot import wire
+    from kvdepot.protocol import wire
 
     with connect(url, key) as client:
         while True:
@@ -68,8 +68,8 @@ def _watch(client: MessageQueueClient, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from kvdepot import wire
     from kvdepot.cli.screen import Screen
+    from kvdepot.protocol import wire
 
     console = Console(highlight=False, markup=False)
     if console.is_dumb_terminal:
@@ -92,7 +92,7 @@ def _watch(client: MessageQueueClient, interval: float) -> None:
 
 
 def _take(screen: Screen, future: MessagingFuture[Any], now: float) -> None:
-    from kvdepot.status import read
+    from kvdepot.protocol.status import read
 
     try:
         screen.show(read(future.result(0.0)), now)

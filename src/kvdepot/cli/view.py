@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, size
-from kvdepot.metrics import BOUNDS_S, Latency, percentile
-from kvdepot.status import HitRate, Reuse, Status
+from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
+from kvdepot.protocol.status import HitRate, Reuse, Status
 
 __all__ = ["LOSSES", "LOST", "Listing", "Speeds", "listings", "summary"]
 

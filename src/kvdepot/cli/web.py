@@ -27,8 +27,8 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 def open(as_json: bool, key: str | None, **which: str | None) -> int:
     """Print the URL of the running server's web page, as the server reports it. The token is behind the #, which
     browsers do not send; anybody who has this URL can forget, pin and load chunks."""
-    from kvdepot import wire
-    from kvdepot.status import read
+    from kvdepot.protocol import wire
+    from kvdepot.protocol.status import read
 
     config = _config(which)
     with connect(config.url, key) as client:

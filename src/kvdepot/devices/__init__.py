@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import LayoutError
-from kvdepot.layout import Layout, TensorView
-from kvdepot.mover import Mapped, Memory
-from kvdepot.status import Device
+from kvdepot.memory.copier import Mapped, Memory
+from kvdepot.protocol.layout import Layout, TensorView
+from kvdepot.protocol.status import Device
 
 if TYPE_CHECKING:
     import torch

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvdepot import shm
 from kvdepot.errors import KVDepotError, LayoutError
-from kvdepot.layout import Layout, Segment, TensorView
-from kvdepot.mover import Bytes, CopyPiece, Ids, Mapped, Memory, views
-from kvdepot.shm import SHM
+from kvdepot.memory import shm
+from kvdepot.memory.copier import Bytes, CopyPiece, Ids, Mapped, Memory, views
+from kvdepot.memory.shm import SHM
+from kvdepot.protocol.layout import Layout, Segment, TensorView
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """Made-up request traces: what chats, agents, floods and loops ask of a cache, drawn from a seed.
 
-For tests and comparisons of eviction policies (kvdepot.simulate). The one law: the same arguments give the same trace,
-on every machine. Each generator yields `(timestamp in seconds, block ids of the prompt)` in order of time, for
+For tests and comparisons of eviction policies (kvdepot.simulate.replay). The one law: the same arguments give the same
+trace, on every machine. Each generator yields `(timestamp in seconds, block ids of the prompt)` in order of time, for
 ever unless `requests` is given, and makes one request at a time, so a long trace needs no memory.
 
 Ids mean prefixes, as in the Mooncake format: an id that was drawn once only ever follows the same ids. To put several

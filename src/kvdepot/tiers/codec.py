@@ -31,8 +31,8 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvdepot import install
-from kvdepot.curve import read_file
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.curve import read_file
 from kvdepot.tiers import Options
 from kvdepot.tiers.format import Facts, Header
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.evict import POLICIES
+from kvdepot.eviction import POLICIES
 from kvdepot.tiers import Blob, Usage, convert
 from kvdepot.tiers.folder import Folder
 from kvdepot.tiers.ledger import Ledger

@@ -33,7 +33,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvdepot import shm
+from kvdepot import locks
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import NAME, Blob, Usage
 from kvdepot.tiers.ledger import Entry, Ledger
@@ -105,7 +105,7 @@ class Folder:
             make_private(path)
             self._block = os.statvfs(path).f_frsize
             self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            is_free = shm.lock(self._fd)
+            is_free = locks.lock(self._fd)
         except OSError as exc:
             self._unlock()
             raise TierError(f"{path} cannot be used: {exc.strerror}") from exc

@@ -49,7 +49,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
     blocks_in_chunk: int
     chunk_tokens: int
     layout: bytes
-    """Fingerprint of this rank's layout (layout.py)."""
+    """Fingerprint of this rank's layout (protocol/layout.py)."""
 
     @cached_property
     def digest(self) -> bytes:

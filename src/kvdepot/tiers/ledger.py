@@ -7,7 +7,7 @@ object that was taken out (`take`, `victim`, `forget`) but lies there until `set
 
 from __future__ import annotations
 
-from kvdepot.evict import POLICIES, Victim
+from kvdepot.eviction import POLICIES, Victim
 
 __all__ = ["Entry", "Ledger"]
 

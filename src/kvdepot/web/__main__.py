@@ -19,8 +19,8 @@ import traceback
 import msgspec
 
 from kvdepot import logs
-from kvdepot.curve import Key
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol.curve import Key
 from kvdepot.standard_files import reserve
 from kvdepot.web.child import Order
 

@@ -28,11 +28,13 @@ from msgspec import Meta
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from kvdepot import __version__, upkeep, wire
-from kvdepot.curve import is_loopback
+from kvdepot import __version__
+from kvdepot.client import admin as upkeep
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, TierError, Unavailable
-from kvdepot.metrics import Event
-from kvdepot.status import Engine, NamespaceStatus, TierStatus
+from kvdepot.protocol import wire
+from kvdepot.protocol.curve import is_loopback
+from kvdepot.protocol.metrics import Event
+from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
 from kvdepot.web.guard import App, Guard, Problem
 from kvdepot.web.history import Figures
 from kvdepot.web.poll import Poll

@@ -1,8 +1,8 @@
 """The web process, as its server sees it: started, given what it needs, started again when it dies, ended.
 
-Made by server.py; a thread of its own does all of it. The process gets the listening socket and, through a pipe, what
-it must know, secrets too; the pipe stays open, and when it closes, whatever ended the server, the process ends. The one
-law: whatever happens here, the depot works on.
+Made by server/loop.py; a thread of its own does all of it. The process gets the listening socket and, through a pipe,
+what it must know, secrets too; the pipe stays open, and when it closes, whatever ended the server, the process ends.
+The one law: whatever happens here, the depot works on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from kvdepot import install
 from kvdepot.config import Config, masked
-from kvdepot.curve import Key, is_loopback
+from kvdepot.protocol.curve import Key, is_loopback
 from kvdepot.web.token import obtain_token
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvdepot.metrics import BOUNDS_S, Latency, percentile
-from kvdepot.status import Status
+from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
+from kvdepot.protocol.status import Status
 
 __all__ = ["Figures", "History", "measure"]
 

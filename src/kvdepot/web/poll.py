@@ -15,11 +15,11 @@ from typing import Any
 
 import zmq
 
-from kvdepot import wire
-from kvdepot.client import MessageQueueClient
-from kvdepot.curve import Key
+from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import InternalError, KVDepotError, Unavailable
-from kvdepot.status import Status, read
+from kvdepot.protocol import wire
+from kvdepot.protocol.curve import Key
+from kvdepot.protocol.status import Status, read
 from kvdepot.web.history import History, measure
 
 __all__ = ["STALE_S", "Answer", "Poll", "Turn"]

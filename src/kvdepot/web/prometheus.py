@@ -18,8 +18,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvdepot.errors import Unavailable
-from kvdepot.metrics import BOUNDS_S
-from kvdepot.status import Device, NamespaceStatus, Status, TierStatus
+from kvdepot.protocol.metrics import BOUNDS_S
+from kvdepot.protocol.status import Device, NamespaceStatus, Status, TierStatus
 from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]

@@ -12,8 +12,8 @@ import secrets
 from pathlib import Path
 
 from kvdepot.config import Config, default_url
-from kvdepot.curve import read_file
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.curve import read_file
 
 __all__ = ["obtain_token", "read_token", "token_path"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvdepot.errors import Unavailable
-from kvdepot.status import Status
+from kvdepot.protocol.status import Status
 from kvdepot.web.guard import App, Receive, Scope, Send
 from kvdepot.web.poll import STALE_S, Poll
 

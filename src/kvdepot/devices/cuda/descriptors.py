@@ -32,7 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvdepot.errors import DeviceError, KVDepotError, LayoutError
-from kvdepot.shm import SHM, is_being_made
+from kvdepot.memory.shm import SHM, is_being_made
 
 __all__ = ["fetch", "offer", "sweep"]
 

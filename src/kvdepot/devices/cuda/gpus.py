@@ -21,9 +21,9 @@ from kvdepot.devices.cuda.plan import Planner
 from kvdepot.devices.cuda.sharing import Opened, open_allocation
 from kvdepot.devices.cuda.ways import Choice, Ways
 from kvdepot.errors import DeviceError
-from kvdepot.layout import Layout
-from kvdepot.mover import CopyPiece, Mapped, Memory
-from kvdepot.status import Device
+from kvdepot.memory.copier import CopyPiece, Mapped, Memory
+from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.status import Device
 
 __all__ = ["DeviceTensors", "Gpu", "Gpus"]
 

@@ -23,7 +23,7 @@ import numpy as np
 from kvdepot.devices.cuda.driver import Driver
 from kvdepot.devices.cuda.plan import Plan
 from kvdepot.errors import DeviceError
-from kvdepot.mover import Memory
+from kvdepot.memory.copier import Memory
 
 __all__ = ["PIECE_BYTES", "Pins"]
 

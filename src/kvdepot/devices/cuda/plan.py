@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvdepot.devices.cuda.driver import Addresses
-from kvdepot.layout import Layout
-from kvdepot.mover import CopyPiece
+from kvdepot.memory.copier import CopyPiece
+from kvdepot.protocol.layout import Layout
 
 __all__ = ["Plan", "Planner", "merge"]
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.devices.cuda import descriptors
 from kvdepot.devices.cuda.driver import Driver, load
 from kvdepot.errors import DeviceError, LayoutError
-from kvdepot.layout import Mapping, TensorView
+from kvdepot.protocol.layout import Mapping, TensorView
 
 if TYPE_CHECKING:
     import torch

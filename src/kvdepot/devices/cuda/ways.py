@@ -34,7 +34,7 @@ Choice: TypeAlias = dict[bool, list[tuple[int, str]]]
 """By direction (is_store): rising `(bytes, way)`: which way serves copies of so many bytes and more."""
 
 SLOTS = 4
-"""Two threads a direction copy at a time (mover.py)."""
+"""Two threads a direction copy at a time (memory/copier.py)."""
 _PROGRAMS = 16
 """Enough to fill the bus; the rest of the GPU's processors stay the engine's."""
 _TABLE_ROWS = 1 << 15

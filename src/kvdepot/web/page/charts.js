@@ -91,7 +91,7 @@ export const CHARTS = [
   },
 ];
 
-/** uPlot with its style sheet, or null where it did not come with the package. */
+/** uPlot with its style sheet, or null where it does not load. */
 export async function load() {
   try {
     const { default: uPlot } = await import("./vendor/uPlot.esm.js");

@@ -1,0 +1,145 @@
+"""`kvdepot check`: whether an arena's records agree with each other and with its bytes. Run by cli/chunks.py.
+
+The one law: it changes nothing unless told to fix, and it never fixes what a living server has. Of an arena in use it
+reads a snapshot; what the server changed meanwhile is not held against it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdepot import locks
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.recovery import Restored, restore
+from kvdepot.errors import ArenaError, LayoutError
+from kvdepot.eviction import Lru
+from kvdepot.memory import shm
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.arena_header import HEADER_BYTES, Header
+from kvdepot.memory.copier import checksum
+from kvdepot.memory.records import SLOT_BYTES, Records
+
+__all__ = ["Report", "check"]
+
+_TOLD_CHUNKS = 64
+"""How far it is, is told once in so many chunks."""
+
+
+@dataclass
+class Report:
+    """What an arena holds, and what is wrong with it."""
+
+    path: str
+    in_use: bool = False
+    size_bytes: int = 0
+    namespaces: int = 0
+    chunks: int = 0
+    shards: int = 0
+    used_bytes: int = 0
+    summed_shards: int = 0
+    problems: list[str] = field(default_factory=list)
+    fixed: bool = False
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        state = "in use by a server" if self.in_use else "no server has it"
+        return [
+            f"{self.path}: {self.size_bytes / 2**20:.1f} MiB, {state}",
+            f"{self.chunks} chunks in {self.namespaces} namespaces: {self.shards} shards, {self.used_bytes} bytes",
+            f"{self.summed_shards} shards have a checksum and were read",
+            *self.problems,
+            f"{len(self.problems)} problems" + (", removed" if self.fixed and self.problems else ""),
+        ]
+
+
+def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    """Audit the arena of that name; with `fix`, drop what is wrong. Blocks while it reads every chunk with a checksum.
+
+    told: how many chunks of how many have been looked at.
+    Raises ArenaError for a file that is no arena of this format, is not ours, or is in use and was to be fixed.
+    """
+    path = shm.shm_path(name)
+    try:
+        fd = shm.open_shared(name)
+    except LayoutError as exc:
+        raise ArenaError(
+            f"there is no arena to check: {exc}; a server that ends removes its own unless it has --on-stop keep, and "
+            "--url or --arena-name says which one is meant"
+        ) from exc
+    try:
+        # To read, we take no lock: clients would take us for the server that died.
+        in_use = not locks.lock(fd) if fix else locks.is_locked(fd)
+        if in_use and fix:
+            raise ArenaError(f"{path} is in use by a server: stop it with --on-stop keep before fixing")
+        try:
+            header = Header.read(fd, path)
+        except ArenaError as exc:
+            if not fix or not Header.is_damaged(fd):
+                raise
+            path.unlink()
+            return Report(str(path), problems=[str(exc)], fixed=True)
+        report = Report(str(path), in_use, fixed=fix)
+        if header is not None:
+            _check(fd, header, report, told)
+        return report
+    finally:
+        os.close(fd)
+
+
+def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], None]) -> None:
+    report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
+    if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
+        raise ArenaError(f"{report.path} is cut off before its first chunk; remove it")
+    index, restored, data = _restore(fd, header, whole, report.fixed)
+    if report.in_use and (restored.dropped or restored.damaged):
+        # The server was at work while we read: only what a second look finds too is wrong.
+        _, again, _ = _restore(fd, header, whole, False)
+        restored.dropped = [line for line in restored.dropped if line in again.dropped]
+        restored.damaged = [slot for slot in restored.damaged if slot in again.damaged]
+    report.problems += restored.dropped
+    if restored.damaged:
+        report.problems.append(f"{len(restored.damaged)} slots of the table hold no whole record")
+    report.namespaces = len(index.namespaces())
+    report.chunks, report.shards = restored.chunks, restored.shards
+    report.used_bytes = index.space.capacity - index.space.free_bytes
+    _check_bytes(fd, whole, index, data, report, told)
+    index.validate()
+
+
+def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Restored, bytearray]:
+    """The index a server would have, and the table's bytes. What is wrong is erased in the file only to fix it."""
+    data = header.read_table(fd)
+    memory = memoryview(bytearray(data))
+    if fix:
+        memory = memoryview(mmap.mmap(fd, header.chunks_start))[HEADER_BYTES:][: header.table_bytes]
+    index = Index(Space(header.chunks_start, header.size), Lru(), Records(memory))
+    return index, restore(index, data, whole), data
+
+
+def _check_bytes(
+    fd: int, whole: int, index: Index, data: bytearray, report: Report, told: Callable[[int, int], None]
+) -> None:
+    area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
+    looked_at = 0
+    for space in index.namespaces():
+        for chunk in list(space.chunks.values()):
+            if looked_at % _TOLD_CHUNKS == 0:
+                told(looked_at, report.chunks)
+            looked_at += 1
+            for rank, shard in chunk.shards.items():
+                if not shard.checksum:
+                    continue
+                report.summed_shards += 1
+                if checksum(area, shard.extents, shard.size) == shard.checksum:
+                    continue
+                place = shard.slot * SLOT_BYTES
+                if os.pread(fd, SLOT_BYTES, HEADER_BYTES + place) != data[place : place + SLOT_BYTES]:
+                    continue  # evicted while we read it
+                name = f"shard {chunk.key.hex()[:16]} of rank {rank}"
+                report.problems.append(f"{name}: its bytes are not what was stored")
+                index.condemn(chunk, rank)

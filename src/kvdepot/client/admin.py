@@ -1,0 +1,239 @@
+"""`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand, and an engine whose cache is reset.
+
+Called by cli/chunks.py, web/app.py and integrations/vllm/connector.py; a client like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvdepot.client.socket import CONNECT_S, MessageQueueClient
+from kvdepot.errors import BadRequest, ConfigError, KVDepotError
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
+from kvdepot.protocol.status import MOST_NAME, read
+
+__all__ = [
+    "Preview",
+    "Prompt",
+    "connect",
+    "forget",
+    "make_prompt",
+    "not_forgotten",
+    "pin",
+    "preview",
+    "reset",
+    "unpin",
+    "warm",
+]
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Chunks of one prompt, and where they belong."""
+
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    hashes: bytes
+    salt: bytes
+
+    def __len__(self) -> int:
+        """Chunks."""
+        return len(self.hashes) // HASH_BYTES
+
+
+@contextmanager
+def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[MessageQueueClient]:
+    """A client that has been welcomed. Raises Unavailable, ConfigError for a key that is none."""
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        client = MessageQueueClient(url, context, key=key)
+        try:
+            client.learn_chunk_size(timeout_s)
+            yield client
+        finally:
+            client.close()
+    finally:
+        context.term()
+
+
+def read_prompt(client: MessageQueueClient, tokens: str | None, hashes: str | None, model: str, salt: str) -> Prompt:
+    """The chunks of the prompt in a file: token ids (JSON, or separated numbers), or chunk hashes in hex; `-`: stdin.
+
+    model: a name that the server lists, or the beginning of just one; empty: the only one there is. Raises ConfigError.
+    """
+    file = tokens or hashes or "-"
+    try:
+        words = re.findall(r"[^\s,\[\]\"]+", sys.stdin.read() if file == "-" else Path(file).read_text())
+        chunks = b"" if tokens else b"".join(map(_hash, words))
+        ids = [int(word) for word in words] if tokens else []
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{file}: not a list of {'token ids' if tokens else 'chunk hashes'}: {exc}") from exc
+    return make_prompt(client, ids, chunks, model, salt, file)
+
+
+def make_prompt(
+    client: MessageQueueClient, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
+) -> Prompt:
+    """The chunks of these token ids, or those with these hashes. model: as above. what: its name in errors.
+
+    Raises ConfigError.
+    """
+    shape = _shape_named(client, model)
+    if not hashes:
+        chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
+        chain.extend(ids)
+        hashes = bytes(chain.hashes)
+    if not hashes:
+        raise ConfigError(f"{what}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
+    return Prompt(*shape, hashes, salt_tag(salt))
+
+
+def _shape_named(client: MessageQueueClient, model: str) -> tuple[str, int, int]:
+    """The one model, world size and blocks a chunk that are named so, in full or by a beginning. Raises ConfigError.
+
+    Where the server lists some of its namespaces only, a name in full means the shape that is listed: the largest.
+    """
+    told = client.ask(wire.Status()).result(_ANSWER_S)
+    spaces = told["namespaces"]
+    unlisted = told.get("namespace_count", len(spaces)) - len(spaces)
+    known = [space for space in spaces if space["model"] == model]
+    is_whole = bool(known)
+    known = known or [space for space in spaces if space["model"].startswith(model[:MOST_NAME])]
+    shapes = {(space["model"], space["world_size"], space["blocks_in_chunk"]) for space in known}
+    if len(shapes) != 1:
+        names = ", ".join(sorted({space["model"] for space in spaces})) or "none: no engine has registered yet"
+        more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
+        raise ConfigError(f"model {model!r} names {len(shapes)} of the server's models ({names}{more})")
+    (shape,) = shapes
+    if len(shape[0]) >= MOST_NAME:
+        raise ConfigError(
+            f"model {model[:80]!r}: the server tells {MOST_NAME} characters of a name, and this one may have more: "
+            f"chunks of such a model are loaded and pinned by its engines only"
+        )
+    if unlisted > 0 and not is_whole:
+        raise ConfigError(
+            f"model {model!r} may name others than {shape[0]}: the server does not list its {unlisted} smallest "
+            f"models and shapes; name it in full"
+        )
+    return shape
+
+
+def _hash(word: str) -> bytes:
+    chunk = bytes.fromhex(word)
+    if len(chunk) != HASH_BYTES:
+        raise ValueError(f"{word[:80]} is not {HASH_BYTES} bytes")
+    return chunk
+
+
+def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:
+    """Load what tiers have of a prompt into memory; chunks of its prefix that are there then. Blocks until all are.
+
+    told: how many are there by now.
+    """
+    request = f"warm {os.urandom(8).hex()}"
+    lookup = wire.Lookup(
+        prompt.model, prompt.world_size, prompt.blocks_in_chunk, request, 0, prompt.hashes, True, prompt.salt
+    )
+    reached = -1
+    while True:
+        matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))
+        told(matched)
+        if matched == len(prompt) or matched <= reached:
+            client.ask(wire.EndSession(request), deadline_s=None).result(_ANSWER_S)
+            return matched
+        reached = matched  # the deadline of a lookup has passed; what came late is there now
+
+
+def pin(
+    client: MessageQueueClient,
+    name: str,
+    prompt: Prompt,
+    ttl_s: int = 0,
+    told: Callable[[int], None] = lambda chunks: None,
+) -> int:
+    """Keep a prompt's prefix in memory under a name; chunks that are kept. Raises Busy where that is too much.
+
+    told: how many are in memory by now.
+    """
+    warm(client, prompt, told)
+    request = wire.Pin(name, prompt.model, prompt.world_size, prompt.blocks_in_chunk, prompt.hashes, prompt.salt, ttl_s)
+    return int(client.ask(request).result(_ANSWER_S + 60.0))
+
+
+def unpin(client: MessageQueueClient, name: str) -> None:
+    """End a pin. Raises BadRequest where there is none of that name."""
+    if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
+        raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """What `forget` of the same model and salt would remove: chunks and bytes in memory, and from each tier at most
+    what it holds in all (None where it has not told), as a tier cannot count by model or salt."""
+
+    memory: MemoryPreview
+    tiers: dict[str, TierPreview]
+
+
+class MemoryPreview(msgspec.Struct, frozen=True):
+    chunks: int
+    bytes: int
+
+
+class TierPreview(msgspec.Struct, frozen=True):
+    objects_at_most: int | None
+    bytes_at_most: int | None
+
+
+def preview(client: MessageQueueClient, model: str, salt: str) -> Preview:
+    """What `forget` would remove now; removes nothing. Raises ProtocolError where the server is too old to count."""
+    chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
+    status = read(client.ask(wire.Status()).result(_ANSWER_S))
+    return Preview(
+        MemoryPreview(chunks, size),
+        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status.tiers},
+    )
+
+
+def forget(client: MessageQueueClient, model: str, salt: str) -> dict[str, Any]:
+    """Remove chunks of models whose name begins so and of one salt (empty: of all), from memory and tiers.
+
+    What each said: chunks removed, or what went wrong.
+    """
+    said: dict[str, Any] = client.ask(wire.Forget(model, salt_tag(salt))).result(_ANSWER_S)
+    return said
+
+
+def not_forgotten(said: dict[str, Any]) -> list[str]:
+    """Of what `forget` was told: where something may still be, and why. Empty: nothing is."""
+    return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
+
+
+def reset(client: MessageQueueClient, model: str) -> bool:
+    """Forget all that an engine stored, as its weights have changed; False, and a line in the log, where something may
+    be left. Blocks 30 s at most, and raises nothing."""
+    try:
+        left = not_forgotten(forget(client, model, ""))
+    except KVDepotError as exc:
+        left = [f"kvdepot: {exc}"]
+    for what in left:
+        log.warning("what was stored of %s may be there still: %s", model, what)
+    return not left

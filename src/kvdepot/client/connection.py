@@ -1,0 +1,554 @@
+"""What a client knows of its server: requests under way, deadlines, recovery. No socket, thread or clock of its own.
+
+Driven by client/socket.py, and by the simulation with a network and a clock that it makes up. The one law: every
+request ends once, with a value or an error. Lookups and the like have deadlines; a store or retrieve ends when the
+server answered, or when the server provably touches no memory any more (its lock on the arena is free, see
+memory/shm.py; and where tensors are in a GPU's memory, a moment has passed since).
+
+A server that restarted answers `UnknownClient`, or its connection broke, which the socket tells (`disconnected`). The
+connection then **recovers**: it says hello, takes its registrations back and makes them anew, and sends again what was
+refused, what was not sent, and what may be asked twice: lookups, ends of sessions and, once, copies. The server answers
+`Unregister` only when no copy touches the tensors, and a copy of a server that is gone waits until that is proved.
+So a restart costs callers time, at most GRACE_S, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from kvdepot.errors import (
+    Busy,
+    DeadlineExceeded,
+    KVDepotError,
+    ProtocolError,
+    Unavailable,
+    UnknownClient,
+    UnknownInstance,
+)
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer, Seal
+
+__all__ = ["MAX_IN_FLIGHT", "Connection", "Done", "Watch"]
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 65536
+DEADLINE_S = 30.0
+"""For requests that are neither lookups nor copies: registering maps gigabytes."""
+_HELLO_S = 1.0
+_PATIENCE_S = 2.0
+"""For the first try to register again. Its answer may be lost with the connection, and all copies wait for it."""
+GRACE_S = 1.0
+"""How long requests wait for a server that was lost: one that is started again serves within half a second. Later, and
+until there is a connection, they fail at once."""
+_GONE_CHECK_S = 0.2
+_PAUSE_S = 0.1
+"""Between a recovery that failed and the next."""
+_STALE_S = 10.0
+"""After this long, a copy's answer is suspected lost although nobody has heard of a broken connection."""
+_MAX_REPEATS = 3
+LINGER_S = 1.0
+"""So long after a server's death its GPUs may still run copies that were queued with the driver: no lock tells when the
+driver has taken a dead process's queues down."""
+CHECK_S = 0.01
+"""How often `expire` looks."""
+
+Done: TypeAlias = Callable[[Any], None]
+"""Told what became of a request, once: its value, or a KVDepotError."""
+
+
+class Watch(Protocol):
+    """What tells whether the server of one boot still lives (header.Watch).
+
+    secret: what lies in its arena and only its own user can read."""
+
+    secret: bytes
+
+    def is_gone(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: wire.Request
+    frame: bytes
+    done: Done
+    deadline: float
+    born: float
+    repeats: int = 0
+    may_repeat: bool = True
+    """Whether it may be sent again when its answer is lost. A copy may once: it could be what ends servers. A lookup
+    may not when its session has ended meanwhile: it would pin for ever."""
+
+
+@dataclass(slots=True)
+class _Server:
+    """A boot that has welcomed us."""
+
+    boot: bytes
+    watch: Watch
+    gone_at: float | None = None  # when it was first seen to be gone
+    copies: list[int] = field(default_factory=list)  # that were sent to it, unanswered when its successor welcomed us
+
+
+class Connection:
+    """One client's requests to the server at one address. Not thread-safe: client/socket.py has the lock."""
+
+    def __init__(
+        self,
+        url: str,
+        card: str,
+        send: Callable[[bytes], bool],
+        watch: Callable[[str, bytes], Watch],
+        clock: Callable[[], float],
+        secret: bytes = b"",
+        others_between: Callable[[], bool] = bool,
+    ) -> None:
+        """card, secret: how it introduces itself (memory/shm.py).
+
+        send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError.
+        others_between: asked at each hello: whether another user could stand between here and the server."""
+        self.boot = b""
+        self.chunk_size = 0  # tokens; known once welcomed
+        self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
+        self.heard = 0  # replies, and connections made: while it stays the same, asking again is of no use
+        self.welcomed = False
+        self._url = url
+        self._card = card
+        self._secret = secret
+        self._others_between = others_between
+        self._offer = Offer(card, secret, False)  # our last hello
+        self._proved: _Server | None = None  # has proved itself, and has not welcomed us yet
+        self._seals: list[Seal] = []  # of what we send, and of what we take: one before the first is still taken
+        self._answered = b""  # the boot that the last answer in recovery came from
+        self._send = send
+        self._open_watch = watch
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._parked: deque[int] = deque()  # pending numbers that wait for the welcome
+        self._registered: dict[int, wire.Register] = {}
+        self._recovering: set[int] = set()  # numbers of our own hello and registrations
+        self._lost: list[int] = []  # sent before the connection was made anew, unanswered
+        self._server: _Server | None = None
+        self._former: list[_Server] = []  # predecessors that may still touch blocks
+        self._greet_at = 0.0
+        self._linger_s = 0.0  # how long after its death a server may; more once tensors are on a device
+        self._met = False  # a server has welcomed us at least once
+        self._lost_at: float | None = None  # when a server that had welcomed us was found to be lost
+        self._owes_hello = False  # there is a connection, and nobody at its end has answered to a hello
+        self._closed = False
+        self._patience_s = _PATIENCE_S  # for an answer in recovery; more each time that none comes
+        self._last_reply = 0.0
+        self._next_check = 0.0
+
+    def __len__(self) -> int:
+        """Requests under way."""
+        return len(self._pending)
+
+    def device(self, instance: int) -> str:
+        """Where the tensors that were registered under this number are: empty for the processor's memory."""
+        asked = (item.request for item in self._pending.values() if isinstance(item.request, wire.Register))
+        known = [*self._registered.values(), *asked]
+        return next((register.layout.device for register in known if register.instance == instance), "")
+
+    # -- asking
+
+    def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
+        """Send a message of the wire. deadline_s None: until answered or the server is gone."""
+        if self._closed:
+            done(Unavailable("this client is closed"))
+        elif len(self._pending) >= MAX_IN_FLIGHT:
+            done(Busy(f"{len(self._pending)} requests are in flight"))
+        else:
+            if isinstance(request, wire.Store | wire.Retrieve):
+                deadline_s = None
+            elif isinstance(request, wire.Lookup) and deadline_s is not None:
+                deadline_s += self.lookup_s
+            if isinstance(request, wire.Register) and request.layout.device:
+                self._linger_s = LINGER_S
+            if isinstance(request, wire.EndSession):
+                for item in self._pending.values():
+                    if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
+                        item.may_repeat = False
+            now = self._clock()
+            number = next(self._numbers)
+            try:
+                frame = wire.encode_request(number, request)
+            except KVDepotError as exc:
+                done(exc)
+                return
+            deadline = now + deadline_s if deadline_s is not None else float("inf")
+            self._pending[number] = _Pending(request, frame, done, deadline, now)
+            self._dispatch(number)
+
+    def _dispatch(self, number: int) -> None:
+        self._parked.append(number)
+        if self.welcomed:
+            self._send_parked()
+        elif not self._recovering and not self._greet() and self._met:
+            self.lose(self.no_server())
+
+    def _send_parked(self) -> None:
+        while self._parked and self.welcomed:
+            if self._parked[0] in self._pending and not self._transmit(self._parked[0]):
+                self.lose(self._cut_off())
+                return
+            self._parked.popleft()
+
+    def _transmit(self, number: int) -> bool:
+        pending = self._pending[number]
+        if self._seals and not isinstance(pending.request, wire.Hello | wire.Prove):
+            return self._send(self._seals[0].close(pending.frame))
+        return self._send(pending.frame)
+
+    def _cut_off(self) -> Unavailable:
+        return Unavailable(f"the connection to {self._url} is down")
+
+    def no_server(self) -> Unavailable:
+        """What to say where nobody answers."""
+        return Unavailable(
+            f"no kvdepot server answers at {self._url}; start one with `kvdepot serve` (one with --keys answers only "
+            "clients whose key it knows: KVDEPOT_KEY)"
+        )
+
+    # -- hello, and again after a restart
+
+    def connected(self) -> None:
+        """The socket has a connection: say hello at once, rather than at the next look of `expire`."""
+        self.heard += 1
+        self._owes_hello = self._met
+        if self._waits_to_greet():
+            self._greet()
+
+    def disconnected(self) -> None:
+        """The socket's connection broke, and with it went what was on its way."""
+        self._owes_hello = False
+        if self._met:
+            self.lose(self._cut_off())
+        else:
+            self._drop_own()
+
+    def _waits_to_greet(self) -> bool:
+        waits = bool(self._pending or self._owes_hello) and not self.welcomed and not self._recovering
+        return waits and self._clock() >= self._greet_at
+
+    def _greet(self) -> bool:
+        """Whether somebody has taken our hello."""
+        self._offer = Offer(self._card, self._secret, self._others_between())
+        return self._ask_own(self._offer.hello, self._on_proof, _HELLO_S)
+
+    def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
+        """One of our own requests; `then` gets the value or the error."""
+        number = next(self._numbers)
+        now = self._clock()
+        frame = wire.encode_request(number, request)
+        self._pending[number] = _Pending(request, frame, then, now + deadline_s, now)
+        self._recovering.add(number)
+        if self._transmit(number):
+            return True
+        del self._pending[number]
+        self._recovering.discard(number)
+        return False
+
+    def _drop_own(self) -> None:
+        """Nobody will answer our own requests: begin anew."""
+        for number in self._recovering:
+            self._pending.pop(number, None)
+        self._recovering.clear()
+
+    def _on_proof(self, value: Any) -> None:
+        """The answer to our hello. Nothing is believed, and nothing told, before it is checked against the arena."""
+        self._owes_hello = isinstance(value, DeadlineExceeded)
+        if isinstance(value, DeadlineExceeded) and not self._met:
+            return  # it accepts connections but is slow to answer: `expire` asks again, as long as callers wait
+        if isinstance(value, KVDepotError):
+            self.lose(value)
+            return
+        self._drop_proved()
+        try:
+            proof = msgspec.convert(value, wire.Proof)
+            self._proved = _Server(self._answered, self._open_watch(proof.arena, self._answered))
+            prove, seal = self._offer.accept(proof, self._answered, self._proved.watch.secret)
+        except (Unavailable, msgspec.ValidationError) as exc:
+            self._drop_proved()
+            self.lose(
+                Unavailable(f"who answers at {self._url} is no kvdepot server of this user ({exc}): not believed")
+            )
+            return
+        except KVDepotError as exc:
+            # Without it nobody could tell whether a server that falls silent still touches blocks.
+            self.lose(Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?"))
+            return
+        if not self._ask_own(prove, self._on_welcome, _HELLO_S):
+            self.lose(self._cut_off())
+            return
+        self._seals = [seal, *self._seals[:1]] if seal is not None else []
+
+    def _drop_proved(self) -> None:
+        if self._proved is not None:
+            self._proved.watch.close()
+            self._proved = None
+
+    def _on_welcome(self, value: Any) -> None:
+        proved = self._proved
+        self._owes_hello = isinstance(value, DeadlineExceeded)
+        if isinstance(value, DeadlineExceeded):
+            if not self._met:
+                return  # as in `_on_proof`
+        elif isinstance(value, UnknownClient) or proved is None or proved.boot != self._answered:
+            return  # another server than the one that has proved itself: `expire` says hello to that one
+        if isinstance(value, KVDepotError):
+            self.lose(value)
+            return
+        try:
+            welcome = msgspec.convert(value, wire.Welcome)
+        except msgspec.ValidationError as exc:
+            self.lose(ProtocolError(f"the welcome of {self._url} is none: {exc}"))
+            return
+        assert proved is not None
+        self._proved = None
+        self.boot = proved.boot
+        del self._seals[1:]
+        if self._server is not None and self._server.boot != self.boot and not self._is_gone(self._server):
+            self._server.copies = self._unanswered_copies()
+            self._former.append(self._server)  # a successor has its place, and still it may touch blocks
+            self._server = None
+        self._forget_server()
+        self._server = proved
+        self.chunk_size = welcome.chunk_size
+        self.lookup_s = welcome.lookup_s
+        if self._met and self._registered:
+            log.info("connected to %s again: registering again", self._url)
+        self._met = True
+        # Asked before the parked requests are: what is unanswered when these are answered never will be.
+        waiting = {*self._parked, *self._recovering}
+        self._lost = [number for number in self._pending if number not in waiting]
+        for instance, register in self._registered.items():
+            for request in (wire.Unregister(instance), register):
+                then = self._on_taken_back if isinstance(request, wire.Unregister) else self._on_recovered
+                if not self._ask_own(request, then, self._patience_s):
+                    self.lose(self._cut_off())
+                    return
+        self._on_recovered(None)
+
+    def _unanswered_copies(self) -> list[int]:
+        """Stores and retrieves that were sent to our server: neither parked nor waiting for a former one."""
+        elsewhere = {*self._parked, *self._held_by_former()}
+        return [
+            number
+            for number, pending in self._pending.items()
+            if isinstance(pending.request, wire.Store | wire.Retrieve) and number not in elsewhere
+        ]
+
+    def _held_by_former(self) -> set[int]:
+        return {number for server in self._former for number in server.copies}
+
+    def _on_taken_back(self, value: Any) -> None:
+        """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
+        if isinstance(value, KVDepotError):
+            self._begin_anew(value)
+        else:
+            self._on_recovered(value)
+
+    def _begin_anew(self, error: KVDepotError) -> None:
+        """Recovery has failed: `expire` says hello again, to a server that refused us after a moment."""
+        self._drop_own()
+        if not isinstance(error, Unavailable | DeadlineExceeded):
+            self._greet_at = self._clock() + _PAUSE_S
+        self._patience_s = min(2 * self._patience_s, DEADLINE_S)
+
+    def _on_recovered(self, value: Any) -> None:
+        if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
+            self._begin_anew(value)
+        elif not self._recovering:
+            held = self._held_by_former()
+            for number in self._lost:
+                pending = self._pending.get(number)
+                if pending is not None and number not in held:
+                    self._send_again(number, pending)
+            self._lost.clear()
+            self._patience_s = _PATIENCE_S
+            self._lost_at = None
+            # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
+            self._parked = deque(sorted(self._parked))
+            self.welcomed = True
+            self._send_parked()
+
+    def _send_again(self, number: int, pending: _Pending) -> None:
+        """Its answer is lost, and nothing that was done for it is under way any more: park it, or end it."""
+        is_copy = isinstance(pending.request, wire.Store | wire.Retrieve)
+        if pending.may_repeat and (is_copy or isinstance(pending.request, wire.Lookup | wire.EndSession)):
+            pending.may_repeat = not is_copy
+            pending.born = self._clock()
+            self._parked.append(number)
+        else:
+            self._end_lost(number)
+
+    def _end_lost(self, number: int) -> None:
+        if number in self._pending:
+            self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
+
+    def _is_gone(self, server: _Server) -> bool:
+        """Whether a server can touch no block any more, through its GPUs either."""
+        if server.gone_at is None and server.watch.is_gone():
+            server.gone_at = self._clock()
+        return server.gone_at is not None and self._clock() - server.gone_at >= self._linger_s
+
+    def _forget_server(self) -> None:
+        if self._server is not None:
+            self._server.watch.close()
+            self._server = None
+
+    def lose(self, error: KVDepotError, for_good: bool = False) -> None:
+        """Nothing new reaches the server: it is gone, or only the connection is. for_good: none will be made again."""
+        self.welcomed = False
+        self._drop_own()
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+        may_come_back = self._met and not for_good and self._clock() < self._lost_at + GRACE_S
+        if not may_come_back and (self._server is None or self._is_gone(self._server)) and not self._former:
+            self._fail_all(error)
+            return
+        # It may still touch blocks: copies that were sent wait until that is known. And it holds pins: who ends a
+        # session does so with the next welcome.
+        unsent, self._parked = set(self._parked), deque()
+        for number, pending in list(self._pending.items()):
+            request = pending.request
+            if number not in self._pending:
+                continue
+            if isinstance(request, wire.EndSession) or (
+                may_come_back and (number in unsent or (isinstance(request, wire.Lookup) and pending.may_repeat))
+            ):
+                self._parked.append(number)
+            elif number in unsent or not isinstance(request, wire.Store | wire.Retrieve):
+                del self._pending[number]
+                pending.done(error)
+
+    def _fail_all(self, error: KVDepotError) -> None:
+        self._parked.clear()
+        self._recovering.clear()
+        pending, self._pending = self._pending, {}
+        for item in pending.values():
+            item.done(error)
+
+    # -- hearing
+
+    def take(self, frame: bytes) -> None:
+        """A frame has arrived."""
+        opened = next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
+        try:
+            number, boot, value = wire.decode_reply(frame if opened is None else opened)
+        except ProtocolError:
+            log.warning("dropped %d bytes that are no reply", len(frame))
+            return
+        self._last_reply = self._clock()
+        self.heard += 1
+        pending = self._pending.get(number)
+        if pending is None:
+            return  # answered after its deadline
+        if not self.welcomed and number in self._parked:
+            return  # not asked yet, or to be asked again: whoever answers that has not proved who it is
+        seals = self._seals or self._offer.hello.sealed
+        if seals and opened is None and not self._believes_unsealed(pending.request, value):
+            self.welcomed = False  # somebody in between; or a server that has lost our key: say hello again
+            return
+        if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
+            return
+        del self._pending[number]
+        if number in self._recovering:
+            self._recovering.discard(number)
+            self._answered = boot
+        elif isinstance(pending.request, wire.Register) and not isinstance(value, KVDepotError):
+            self._registered[pending.request.instance] = pending.request
+        elif isinstance(pending.request, wire.Unregister):
+            self._registered.pop(pending.request.instance, None)
+        pending.done(value)
+
+    def _believes_unsealed(self, request: wire.Request, value: Any) -> bool:
+        """Whether an answer counts that carries no seal though our messages do: where its sender can have no key.
+
+        While its server lives, no other end of a store or retrieve is believed: it may still touch blocks.
+        """
+        if isinstance(request, wire.Hello):
+            return True
+        if isinstance(request, wire.Prove):
+            return isinstance(value, KVDepotError)
+        is_gone = not self._former and (self._server is None or self._server.watch.is_gone())
+        return isinstance(value, UnknownClient) and is_gone
+
+    def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
+        """The server has forgotten us: introduce ourselves again, then send this once more."""
+        known = not isinstance(value, UnknownInstance) or (
+            isinstance(pending.request, wire.Store | wire.Retrieve) and pending.request.instance in self._registered
+        )
+        if not known or number in self._recovering or pending.repeats >= _MAX_REPEATS:
+            return False
+        pending.repeats += 1
+        self.welcomed = False
+        self._parked.append(number)
+        if not self._recovering and not self._greet():
+            self.lose(self._cut_off())
+        return True
+
+    def expire(self) -> None:
+        """End what is overdue, find out whether the server is gone, begin to recover. Cheap; call it often."""
+        now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_S
+        for number in [n for n, item in self._pending.items() if item.deadline <= now]:
+            pending = self._pending.pop(number, None)
+            if pending is None:
+                continue  # our own hello was overdue too, and its end ended this one
+            self._recovering.discard(number)
+            pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
+        if self._parked:
+            self._parked = deque(n for n in self._parked if n in self._pending)
+        for former in [server for server in self._former if self._is_gone(server)]:
+            self._former.remove(former)
+            former.watch.close()
+            for number in former.copies:
+                if (pending := self._pending.get(number)) is not None:
+                    self._send_again(number, pending)
+            if self.welcomed:
+                self._send_parked()
+        silent = not self.welcomed or now - self._last_reply > _GONE_CHECK_S
+        if self._pending and silent and self._server is not None:
+            self._last_reply = now
+            if self._is_gone(self._server):
+                # Whoever is there now does not know us: what was sent to the old one waits for the next welcome.
+                self.welcomed = False
+                if self._lost_at is None:
+                    self._lost_at = now
+                self._forget_server()
+                self._drop_own()
+            elif self._server.gone_at is not None and self.welcomed:
+                self.lose(self._cut_off())  # its process is gone, and what it asked of GPUs may not be
+        # Only what has no deadline (copies, ends of sessions): what just takes long, as registering may, would end.
+        endless = (item for item in self._pending.values() if item.deadline == float("inf"))
+        oldest = next(endless, None) if self.welcomed else None
+        if oldest is not None and now - oldest.born > _STALE_S:
+            self.welcomed = False  # its answer may be lost: recovering tells
+            oldest.born = now
+        if self._waits_to_greet() and not self._greet() and self._met:
+            self.lose(self.no_server())
+
+    def close(self) -> None:
+        """End every request with Unavailable. Safe twice."""
+        if not self._closed:
+            self._closed = True
+            self._fail_all(Unavailable("this client is closed"))
+            self._forget_server()
+            self._drop_proved()
+            for former in self._former:
+                former.watch.close()
+            self._former.clear()

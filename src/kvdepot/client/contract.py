@@ -1,0 +1,379 @@
+"""The names beneath the adapters that vLLM's contract fixes, and how each becomes a message of the wire.
+
+Used by client/socket.py and client/lmcache.py; every public name here is exported by `kvdepot.client.lmcache`. The
+source is the client contract of vLLM 0.15 to 0.17's LMCache multi-process integration. The one law: tokens end here;
+what goes on is 32 bytes a chunk.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import msgspec
+
+from kvdepot.errors import BadRequest, LayoutError, ProtocolError
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import ROOT, ChunkChain, engine_hash, pack_ids
+from kvdepot.protocol.layout import TensorView, build_layout, find_block_axes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "IPCCacheEngineKey",
+    "KVCacheHandle",
+    "LoadStoreOp",
+    "RequestType",
+    "get_response_class",
+    "striding_block_hashes",
+    "wrap_kv_caches",
+]
+
+T = TypeVar("T")
+
+_MAX_CHAINS = 1024
+
+
+class RequestType(enum.Enum):
+    """What a client may ask, with the payloads that go with it."""
+
+    REGISTER_KV_CACHE = "register_kv_cache"
+    """`[instance_id: int, handles: list[KVCacheHandle]]` -> None"""
+    UNREGISTER_KV_CACHE = "unregister_kv_cache"
+    """`[instance_id]` -> None"""
+    LOOKUP = "lookup"
+    """`[keys]`, one token key or one hash key a chunk -> int: chunks in the longest cached prefix"""
+    STORE = "store"
+    """`[keys, instance_id, block_ids: list[int], event_handle: bytes]` -> bool
+
+    event_handle: `ipc_handle()` of the CUDA event to wait for; empty where there is nothing to wait for."""
+    RETRIEVE = "retrieve"
+    """the same -> list[bool], one a key"""
+    END_SESSION = "end_session"
+    """`[request_id]` -> None"""
+    GET_CHUNK_SIZE = "get_chunk_size"
+    """`[]` -> int: tokens"""
+    NOOP = "noop"
+    """`[]` -> str"""
+    CLEAR = "clear"
+    """`[]` -> None"""
+
+
+_RESPONSES: dict[RequestType, type[Any]] = {
+    RequestType.REGISTER_KV_CACHE: type(None),
+    RequestType.UNREGISTER_KV_CACHE: type(None),
+    RequestType.LOOKUP: int,
+    RequestType.STORE: bool,
+    RequestType.RETRIEVE: list,
+    RequestType.END_SESSION: type(None),
+    RequestType.GET_CHUNK_SIZE: int,
+    RequestType.NOOP: str,
+    RequestType.CLEAR: type(None),
+}
+NEEDS_CHUNK_SIZE = {RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE}
+
+
+def get_response_class(request_type: RequestType) -> type[Any]:
+    """The type of the answer. Raises BadRequest for what is no request type."""
+    try:
+        return _RESPONSES[request_type]
+    except (KeyError, TypeError) as exc:
+        raise BadRequest(f"{request_type!r} is no request type") from exc
+
+
+@dataclass(frozen=True)
+class IPCCacheEngineKey:
+    """Names chunks: tokens `[start, end)` of a prompt given from its start, or one chunk by an engine's hash.
+
+    worker_id: the KV rank; None on lookups. request_id is for sessions and takes no part in equality.
+    Raises BadRequest unless exactly one of token_ids and chunk_hash is given.
+    """
+
+    model_name: str
+    world_size: int
+    worker_id: int | None
+    token_ids: tuple[int, ...] | None = None
+    start: int = 0
+    end: int = 0
+    chunk_hash: bytes | None = None
+    request_id: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.token_ids is None) == (self.chunk_hash is None):
+            raise BadRequest("a key needs token_ids or chunk_hash, and not both")
+
+    def no_worker_id_version(self) -> IPCCacheEngineKey:
+        """The same key for a lookup: of no rank in particular."""
+        return replace(self, worker_id=None)
+
+
+class KVCacheHandle:
+    """What another process needs to map one layer's paged KV tensor.
+
+    A CPU tensor's storage moves into POSIX shared memory: every torch tensor on that storage moves with it and stays
+    valid, but its old memory is freed. What holds an address outside torch (a NumPy array or memoryview of the tensor,
+    a DLPack import, a `data_ptr()` that somebody keeps) then points at freed memory: make those afterwards. What can be
+    seen of that is refused: a tensor on memory of NumPy, a buffer or a mapped file, one in shared memory already, and
+    one of which a NumPy array is alive. DLPack exports and kept addresses cannot be seen. Blocks while it copies the
+    storage. A CUDA tensor's allocation is exported as it is. Raises LayoutError or DeviceError for
+    tensors that cannot be shared; the message says what to do.
+    """
+
+    __slots__ = ("view",)
+
+    def __init__(self, tensor: torch.Tensor, name: str = "") -> None:
+        from kvdepot.devices import share
+
+        self.view: TensorView = share(tensor, name)
+
+    def __repr__(self) -> str:
+        return f"<KVCacheHandle {self.view.name} {list(self.view.shape)} {self.view.dtype} in {self.view.mapping}>"
+
+
+def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
+    """One shareable handle a layer, in dict order. Raises LayoutError for what is no dict of names and tensors."""
+    if not isinstance(kv_caches, dict):
+        raise LayoutError(f"KV tensors are registered as a dict of layer names and tensors, not as {_kind(kv_caches)}")
+    return [KVCacheHandle(tensor, name) for name, tensor in kv_caches.items()]
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def striding_block_hashes(block_hashes: list[bytes], blocks_in_chunk: int) -> Iterable[bytes]:
+    """The hash of the last block of each full chunk; a tail shorter than a chunk yields nothing."""
+    if blocks_in_chunk < 1:
+        raise BadRequest(f"blocks_in_chunk is {blocks_in_chunk}")
+    return block_hashes[blocks_in_chunk - 1 :: blocks_in_chunk]
+
+
+@dataclass
+class LoadStoreOp:
+    """Blocks to copy, and what names their chunks: tokens `[start, end)` of a prompt, or the blocks' hashes.
+
+    token_ids are the prompt's from its start. Raises BadRequest unless exactly one of the two is given.
+    """
+
+    block_ids: list[int]
+    token_ids: list[int] | None = None
+    block_hashes: list[bytes] | None = None
+    start: int = 0
+    end: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.token_ids is None) == (self.block_hashes is None):
+            raise BadRequest("an op needs token_ids or block_hashes, and not both")
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
+class Chains:
+    """The chunk chains of requests under way, so that each token is hashed once a request. Any thread.
+
+    A chain is not thread-safe, so a thread takes it out while it extends and reads it. Another thread that names chunks
+    of the same request meanwhile finds none and hashes from the start. The lock is never held while tokens are hashed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chains: OrderedDict[str | None, ChunkChain] = OrderedDict()
+
+    def name(
+        self, request_id: str | None, token_ids: Sequence[int], chunk_size: int, first: int, end: int
+    ) -> tuple[bytes, bytes]:
+        """The parent and the hashes of chunks `[first, end)` of a prompt; only tokens new to the request are hashed.
+
+        Raises BadRequest for anything that is not a token id.
+        """
+        with self._lock:
+            chain = self._chains.pop(request_id, None)
+        if chain is None or chain.chunk_size != chunk_size:
+            chain = ChunkChain(chunk_size, ROOT)
+        chain.extend(token_ids)
+        named = chain.parent(first), chain.slice(first, end)
+        with self._lock:
+            self._chains[request_id] = chain
+            if len(self._chains) > _MAX_CHAINS:
+                self._chains.popitem(last=False)
+        return named
+
+    def drop(self, request_id: str | None) -> None:
+        """Forget a request's chain; unknown ids are fine."""
+        with self._lock:
+            self._chains.pop(request_id, None)
+
+
+class Call(msgspec.Struct):
+    """A message, and how its answer becomes the contract's."""
+
+    request: wire.Request
+    convert: Callable[[Any], Any] = lambda value: value
+    after_device: bool = False
+    """Whether what the tensors' device was asked to do so far must be done before this is sent."""
+
+
+def check_type(value: Any, expected: type[T]) -> T:
+    """`value` if it is of this type (a bool is no int). Raises ProtocolError."""
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is int):
+        raise ProtocolError(f"the server answered {value!r:.80}, not {expected.__name__}")
+    return value
+
+
+def pack_block_ids(block_ids: Sequence[int]) -> bytes:
+    """Block ids as little-endian uint32. Raises BadRequest for what is none."""
+    try:  # what `array` would take for ids
+        is_wrong = isinstance(block_ids, bytes | bytearray) or (len(block_ids) > 0 and isinstance(block_ids[0], bool))
+    except (TypeError, LookupError):
+        is_wrong = True
+    if is_wrong:
+        raise BadRequest(f"block ids must be a sequence of integers, not {block_ids!r:.80}")
+    return pack_ids(block_ids, "block ids")
+
+
+def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, chains: Chains) -> Call | None:
+    """The message for a request of the contract; None where there is nothing to ask. Raises BadRequest."""
+    try:
+        match request_type:
+            case RequestType.REGISTER_KV_CACHE:
+                instance, handles = payloads
+                views = [handle.view for handle in handles]
+                return Call(wire.Register(instance, build_layout(views, find_block_axes(views))))
+            case RequestType.UNREGISTER_KV_CACHE:
+                return Call(wire.Unregister(payloads[0]))
+            case RequestType.LOOKUP:
+                return _lookup(payloads[0], chunk_size, chains)
+            case RequestType.STORE | RequestType.RETRIEVE:
+                keys, instance, block_ids, event_handle = payloads
+                call = _transfer(request_type, keys, instance, block_ids, chunk_size, chains)
+                if call is not None:
+                    # The process that made an event cannot open its handle; but what the event stands for was asked
+                    # of the device before, and the device can be waited for.
+                    call.after_device = bool(event_handle)
+                return call
+            case RequestType.END_SESSION:
+                chains.drop(payloads[0])
+                return Call(wire.EndSession(payloads[0]))
+            case RequestType.GET_CHUNK_SIZE:
+                return Call(wire.ChunkSize())
+            case RequestType.NOOP:
+                return Call(wire.Noop())
+            case RequestType.CLEAR:
+                return Call(wire.Clear())
+    except (ValueError, IndexError, TypeError, AttributeError) as exc:
+        raise BadRequest(f"payloads of {request_type.name}: {exc}") from exc
+    raise BadRequest(f"{request_type!r} is no request type")
+
+
+def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> Any:
+    """The answer where `translate` found no whole chunk to ask for."""
+    if request_type is RequestType.LOOKUP:
+        return 0
+    return True if request_type is RequestType.STORE else [not payloads[2]] * len(payloads[0])
+
+
+def chunk_range(start: int, end: int, tokens: int, chunk_size: int) -> tuple[int, int]:
+    """Chunk numbers `[first, end)` of tokens `[start, end)`; a tail shorter than a chunk is left out."""
+    if start % chunk_size or not 0 <= start <= end <= tokens:
+        raise BadRequest(
+            f"tokens [{start}, {end}) of {tokens}: the start must be a multiple of the chunk size {chunk_size}"
+        )
+    return start // chunk_size, end // chunk_size
+
+
+def _lookup(keys: Any, chunk_size: int, chains: Chains) -> Call | None:
+    keys = [keys] if isinstance(keys, IPCCacheEngineKey) else list(keys)
+    if not keys:
+        return None
+    first: IPCCacheEngineKey = keys[0]
+    hashes = b""
+    for key in keys:
+        hashes += _key_hashes(key, chunk_size, chains)[2]
+    if not hashes:
+        return None
+    request = first.request_id or ""
+    chained = len(keys) == 1 and first.token_ids is not None and first.start == 0
+    return Call(wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes, chained))
+
+
+def _key_hashes(key: IPCCacheEngineKey, chunk_size: int, chains: Chains) -> tuple[bytes, int, bytes]:
+    """Parent, depth and hashes of the chunks a key names."""
+    if key.chunk_hash is not None:
+        return b"", 0, engine_hash(key.chunk_hash)
+    tokens = cast(tuple[int, ...], key.token_ids)
+    first, end = chunk_range(key.start, key.end or len(tokens), len(tokens), chunk_size)
+    parent, hashes = chains.name(key.request_id, tokens, chunk_size, first, end)
+    return parent, first, hashes
+
+
+def _transfer(
+    request_type: RequestType,
+    keys: Sequence[IPCCacheEngineKey],
+    instance: int,
+    block_ids: Sequence[int],
+    chunk_size: int,
+    chains: Chains,
+) -> Call | None:
+    if not all(isinstance(key, IPCCacheEngineKey) for key in keys):
+        raise BadRequest("keys must be a list of IPCCacheEngineKey")
+    named = [_key_hashes(key, chunk_size, chains) for key in keys]
+    counts = [len(hashes) // 32 for _, _, hashes in named]
+    chunks = sum(counts)
+    if not chunks:
+        return None
+    if len(block_ids) % chunks:
+        raise BadRequest(f"{len(block_ids)} block ids for {chunks} chunks")
+    blocks = len(block_ids) // chunks
+    packed = pack_block_ids(block_ids)
+    shards: list[wire.Shards] = []
+    done = 0
+    for key, (parent, depth, hashes), count in zip(keys, named, counts, strict=True):
+        ids = packed[4 * blocks * done : 4 * blocks * (done + count)]
+        done += count
+        if not count:
+            continue
+        if key.worker_id is None:
+            raise BadRequest("a store or retrieve key needs a worker_id")
+        part = wire.Shards(
+            key.request_id or "", key.model_name, key.world_size, key.worker_id, parent, depth, hashes, ids
+        )
+        last = shards[-1] if shards else None
+        if last is not None and not parent and not last.parent and _same_request(last, part):
+            shards[-1] = replace_shards(last, hashes=last.hashes + hashes, block_ids=last.block_ids + ids)
+        else:
+            shards.append(part)
+    if request_type is RequestType.STORE:
+        return Call(wire.Store(instance, 0xFFFFFFFFFFFFFFFF, shards))
+
+    def per_key(value: Any) -> list[bool]:
+        results = iter(check_type(value, list))
+        return [count > 0 and all(list(itertools.islice(results, count))) for count in counts]
+
+    return Call(wire.Retrieve(instance, shards), per_key)
+
+
+def _same_request(one: wire.Shards, other: wire.Shards) -> bool:
+    return (one.request, one.model, one.world_size, one.rank) == (
+        other.request, other.model, other.world_size, other.rank,
+    )  # fmt: skip
+
+
+def replace_shards(shards: wire.Shards, hashes: bytes, block_ids: bytes) -> wire.Shards:
+    """The same request's shards with other chunks."""
+    return wire.Shards(
+        shards.request,
+        shards.model,
+        shards.world_size,
+        shards.rank,
+        shards.parent,
+        shards.depth,
+        hashes,
+        block_ids,
+    )

@@ -1,0 +1,371 @@
+"""A client's socket: requests out, futures back.
+
+Used by client/lmcache.py and by anyone's own adapter. What to send again, and when a request has failed,
+client/connection.py decides. No thread of its own: the socket is read by whoever asks a future, under a lock, so an
+answer is seen without a hand-over between threads. The one law: every future gets a value or an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import zmq
+
+from kvdepot.client import contract
+from kvdepot.client.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
+from kvdepot.client.device_events import EventQueue
+from kvdepot.config import default_key
+from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
+from kvdepot.memory.arena_header import Watch
+from kvdepot.memory.shm import Card
+from kvdepot.protocol import wire
+from kvdepot.protocol.addresses import fault_of_endpoint
+from kvdepot.protocol.curve import Key, read_client_key
+from kvdepot.protocol.handshake import is_open_to_all
+from kvdepot.protocol.monitor import Monitor
+
+__all__ = ["MessageQueueClient", "MessagingFuture"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
+CONNECT_S = 5.0
+"""How long requests wait for the first connection to a server."""
+
+
+def _check_owner(url: str) -> None:
+    """Raise Unavailable for another user's unix socket: whoever answers there could prove nothing (handshake.py)."""
+    if not url.startswith("ipc://") or is_open_to_all(url):
+        return
+    path = url[len("ipc://") :]
+    try:
+        owners = {os.lstat(path).st_uid, os.stat(path).st_uid}  # noqa: PTH116 - of the link and of what it leads to
+    except OSError:
+        return  # nobody listens there yet
+    for owner in owners - {os.geteuid()}:
+        raise Unavailable(f"{path} belongs to user {owner}, not to user {os.geteuid()} who asks: not connecting")
+
+
+def _others_between(url: str) -> bool:
+    """Whether another user could ever listen at this endpoint: at a unix socket, whoever can change a folder above it.
+
+    A folder that anybody may add to but only its owner may take from (/tmp) is no danger above one of our own.
+    """
+    if is_open_to_all(url) or not url.startswith("ipc://"):
+        return is_open_to_all(url)
+    child = Path(os.path.realpath(url[len("ipc://") :]))
+    for folder in child.parents:
+        try:
+            info = folder.stat()
+        except OSError:
+            return True  # it may come to be anybody's
+        shared = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if info.st_uid not in (0, os.geteuid()) or (
+            shared and not (info.st_mode & stat.S_ISVTX and folder != child.parent)
+        ):
+            return True
+    return False
+
+
+class MessagingFuture(Generic[T]):
+    """The answer to one request, now or later."""
+
+    __slots__ = ("_client", "_convert", "_done", "_error", "_value")
+
+    def __init__(self, client: MessageQueueClient | None, convert: Callable[[Any], T] | None = None) -> None:
+        self._client = client
+        self._convert = convert
+        self._done = False
+        self._value: T | None = None
+        self._error: KVDepotError | None = None
+
+    @classmethod
+    def resolved(cls, value: T) -> MessagingFuture[T]:
+        """A future that has its value already."""
+        future: MessagingFuture[T] = cls(None)
+        future._finish(value)
+        return future
+
+    def query(self) -> bool:
+        """Whether it is done, with a value or an error. Never blocks."""
+        client = self._client  # which another thread takes away when it finishes us
+        if not self._done and client is not None:
+            client.pump()
+        return self._done
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value; blocks for `timeout` seconds at most (None: until it is done, at most 60 s).
+
+        Raises what the server answered; Unavailable when it is gone; DeadlineExceeded after `timeout` (the request
+        is still under way then).
+        """
+        client = self._client
+        if not self.query() and client is not None:
+            client.wait(self.query, 60.0 if timeout is None else timeout)
+        if not self._done:
+            raise DeadlineExceeded(f"no answer within {60.0 if timeout is None else timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+    def to_cuda_future(self) -> MessagingFuture[T]:
+        """Itself: a store or retrieve is answered only when its bytes have moved."""
+        return self
+
+    def _finish(self, value: Any) -> None:
+        if self._done:
+            return
+        if isinstance(value, KVDepotError):
+            self._error = value
+        else:
+            try:
+                self._value = self._convert(value) if self._convert is not None else value
+            except (TypeError, ValueError, LookupError) as exc:
+                self._error = ProtocolError(f"the server's answer {value!r:.80} is not of the expected kind: {exc}")
+        self._done = True
+        self._client = None
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceWork:
+    """All that this process has asked of a device so far, as an event that is waited for by asking."""
+
+    device: str
+
+    def query(self) -> bool:
+        from kvdepot.devices import finish
+
+        finish(self.device)
+        return True
+
+
+class MessageQueueClient:
+    """A connection to one server. Any thread may use it, several at once; `close` it.
+
+    Construction does not block and does not fail when no server is there: the first requests wait up
+    to 5 s for it. key: this client's key or the file of it, where the server wants one; empty: what KVDEPOT_KEY names,
+    if anything. Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user;
+    ConfigError for a key file that cannot be used.
+    """
+
+    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
+        self.server_url = server_url
+        if fault := fault_of_endpoint(server_url):
+            raise Unavailable(f"no address of a server: {fault}")
+        _check_owner(server_url)
+        key = key or default_key()
+        keys = key if isinstance(key, Key) else read_client_key(key) if key else None
+        self.card = Card()
+        self.chains = contract.Chains()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._events = EventQueue("kvdepot-device-work")
+        self._device_work: dict[str, _DeviceWork] = {}  # one a device: who waits for it together waits once
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, b"k" + os.urandom(15))
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue towards a server that is not there
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_IN_FLIGHT)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers wait here: the server keeps few for a client
+        if keys is not None:
+            keys.use(self._socket)
+        try:
+            self._monitor = Monitor(self._socket, _MADE | zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            self.card.close()
+            raise Unavailable(f"ZeroMQ has no socket left: {exc.strerror}") from exc
+        self._fds = [cast(int, each.getsockopt(zmq.FD)) for each in (self._socket, self._monitor.socket)]
+        self._has_events = select.poll()
+        self._has_events.register(self._fds[1], select.POLLIN)
+        self._read_events()  # its descriptor tells of events only once it has been found empty
+        try:
+            self._socket.connect(server_url)
+        except zmq.ZMQError as exc:
+            self._close_sockets()
+            self.card.close()
+            raise Unavailable(f"{server_url!r} is no address of a server: {exc.strerror}") from exc
+        between = partial(_others_between, server_url) if keys is None else bool  # CURVE proves each message itself
+        self._connection = Connection(
+            server_url, self.card.name, self._send, Watch, time.monotonic, self.card.secret, between
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "welcomed" if self._connection.welcomed else "not connected"
+        return f"<MessageQueueClient {self.server_url} {state}, {len(self._connection)} in flight>"
+
+    def _send(self, frame: bytes) -> bool:
+        try:
+            if not self._connection.welcomed:  # the socket may have been made, or made anew, since we looked last
+                _check_owner(self.server_url)
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:  # no connection; or the engine has ended its ZeroMQ context before us
+            return False
+        except Unavailable as exc:
+            log.debug("%s", exc)
+            return False
+        return True
+
+    # -- asking
+
+    def submit_request(
+        self, request_type: contract.RequestType, payloads: list[Any], response_cls: type[Any] | None = None
+    ) -> MessagingFuture[Any]:
+        """Send a request of the contract; see client/contract.py for its payloads. Raises BadRequest for wrong ones."""
+        expected = contract.get_response_class(request_type) if response_cls is None else response_cls
+        if request_type in contract.NEEDS_CHUNK_SIZE and not self.chunk_size:
+            self.learn_chunk_size(CONNECT_S)
+        call = contract.translate(request_type, payloads, self.chunk_size, self.chains)
+        if call is None:
+            return MessagingFuture.resolved(contract.nothing_to_do(request_type, payloads))
+        future: MessagingFuture[Any] = MessagingFuture(
+            self, lambda value: contract.check_type(call.convert(value), expected)
+        )
+        request = call.request
+        device = ""
+        if call.after_device and isinstance(request, wire.Store | wire.Retrieve):
+            with self._lock:
+                device = self._connection.device(request.instance)
+        if device:
+            work = self._device_work.setdefault(device, _DeviceWork(device))
+            self._events.put(work, partial(self._ask, request, future, None), future._finish)
+        else:
+            self._ask(request, future, DEADLINE_S)
+        return future
+
+    @property
+    def is_welcomed(self) -> bool:
+        """Whether what is asked now reaches a server that knows us, as far as we have heard."""
+        return self._connection.welcomed
+
+    @property
+    def boot(self) -> bytes:
+        """The run of a server that welcomed us last."""
+        return self._connection.boot
+
+    @property
+    def heard(self) -> int:
+        """How often a server was heard: replies, and connections made."""
+        return self._connection.heard
+
+    @property
+    def chunk_size(self) -> int:
+        """The server's tokens a chunk; 0 before it has welcomed us."""
+        return self._connection.chunk_size
+
+    def learn_chunk_size(self, timeout_s: float) -> int:
+        """The server's tokens a chunk. Blocks until the first welcome; raises Unavailable without one."""
+        if not self.chunk_size:
+            try:
+                self.ask(wire.ChunkSize()).result(timeout_s)
+            except DeadlineExceeded as exc:
+                from kvdepot.protocol.endpoints import silence
+
+                told = silence(self.server_url)
+                raise (Unavailable(told) if told else self._connection.no_server()) from exc
+        return self.chunk_size
+
+    def ask(
+        self,
+        request: wire.Request,
+        convert: Callable[[Any], Any] | None = None,
+        deadline_s: float | None = DEADLINE_S,
+    ) -> MessagingFuture[Any]:
+        """Send a message of the wire; never blocks. deadline_s None: until answered or the server is gone."""
+        future: MessagingFuture[Any] = MessagingFuture(self, convert)
+        self._ask(request, future, deadline_s)
+        return future
+
+    def _ask(self, request: wire.Request, future: MessagingFuture[Any], deadline_s: float | None) -> None:
+        with self._lock:
+            self._take_events()  # what is sent on a connection that was made anew must come after our hello
+            self._connection.ask(request, future._finish, deadline_s)
+
+    # -- hearing
+
+    def pump(self) -> None:
+        """Take in what has arrived and end what is overdue. Never blocks."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            if not self._closed:
+                self._receive()
+                self._take_events()
+                self._connection.expire()
+        finally:
+            self._lock.release()
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Pump until `done()`; blocks for `timeout_s` at most."""
+        deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        for fd in self._fds:
+            poller.register(fd, select.POLLIN)
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0 or self._closed:
+                return done()
+            # Slices: the descriptors are edge-triggered, and another thread may take our answer in.
+            if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
+                self.pump()
+        return True
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frame = cast(bytes, self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except zmq.ZMQError as exc:
+                error = Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}")
+                self._connection.lose(error, for_good=True)
+                return
+            self._connection.take(frame)
+
+    def _take_events(self) -> None:
+        """Hear of connections made and broken. What had come by a broken one is taken in before."""
+        if not self._has_events.poll(0):  # a third of what it costs to ask ZeroMQ
+            return
+        made = self._read_events()
+        if made:
+            self._receive()
+            for is_made in made:
+                if is_made:
+                    self._connection.connected()
+                else:
+                    self._connection.disconnected()
+
+    def _read_events(self) -> list[bool]:
+        """For each connection since the last look: True that it was made, False that it broke."""
+        return [event == _MADE for event, _ in self._monitor.read()]
+
+    def close(self) -> None:
+        """End the connection; what is in flight fails with Unavailable. Safe twice.
+
+        Blocks 0.2 s at most, 5 s more where requests wait for a device that does not get its work done.
+        """
+        self._events.stop()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._connection.close()
+            self._close_sockets()
+            self.card.close()
+
+    def _close_sockets(self) -> None:
+        self._monitor.close()
+        self._socket.close()

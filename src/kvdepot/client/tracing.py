@@ -1,0 +1,59 @@
+"""OpenTelemetry: one span a lookup, store or retrieve, in the trace of the request that it was for.
+
+`adapter.watch = Spans()` is all it takes; the vLLM connector does so where vLLM traces (`--otlp-traces-endpoint`), with
+the trace headers that a request came with. Where spans go is the process's tracer provider's business. Needs the extra
+`otel`; without it, nothing here is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvdepot import __version__
+from kvdepot.client.operation import Operation
+
+__all__ = ["Spans"]
+
+
+def _no_headers(request: str) -> Mapping[str, str] | None:
+    return None
+
+
+class Spans:
+    """Told of operations, makes spans of them: `kvdepot.lookup`, `kvdepot.store`, `kvdepot.retrieve`."""
+
+    def __init__(
+        self,
+        provider: trace.TracerProvider | None = None,
+        headers: Callable[[str], Mapping[str, str] | None] = _no_headers,
+    ) -> None:
+        """provider: None = the process's own. headers: W3C trace headers of a request, by its id."""
+        self._tracer = trace.get_tracer("kvdepot", __version__, provider)
+        self._headers = headers
+        self._propagator = TraceContextTextMapPropagator()
+
+    def __call__(self, operation: Operation) -> None:
+        """An operation has ended. Where it was for several requests, each has a span of it in its own trace."""
+        attributes: dict[str, Any] = {
+            "kvdepot.chunks": operation.chunks,
+            "kvdepot.chunks_done": operation.done,
+            "kvdepot.size_bytes": operation.size_bytes,
+            "kvdepot.requests": len(operation.requests),
+        }
+        ended_ns = operation.began.wall_ns + int(operation.took_s * 1e9)
+        for request in operation.requests:
+            headers = self._headers(request)
+            span = self._tracer.start_span(
+                f"kvdepot.{operation.kind}",
+                context=self._propagator.extract(headers) if headers else None,
+                kind=trace.SpanKind.CLIENT,
+                attributes=attributes | {"gen_ai.request.id": request},
+                start_time=operation.began.wall_ns,
+            )
+            if operation.error:
+                span.set_status(trace.StatusCode.ERROR, operation.error)
+            span.end(ended_ns)

@@ -1,0 +1,95 @@
+"""What a request must be before anything is done for it. Pure; used by the files that decide.
+
+The one law: what raises here has changed nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvdepot.errors import BadRequest
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.layout import Layout
+from kvdepot.tiers.format import SALT_BYTES
+
+__all__ = [
+    "check_hashes",
+    "check_names",
+    "check_salt",
+    "check_shape",
+    "check_shards",
+    "check_targets",
+    "chunks_named",
+    "tenant_salt",
+]
+
+
+def chunks_named(request: wire.Request) -> int:
+    """How many chunks a request is about, as far as its answer or its work grows with them."""
+    match request:
+        case wire.Lookup() | wire.Pin():
+            return len(request.hashes) // HASH_BYTES
+        case wire.Store() | wire.Retrieve():
+            return sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)
+    return 0
+
+
+def check_hashes(hashes: bytes) -> None:
+    if not hashes or len(hashes) % HASH_BYTES:
+        raise BadRequest(f"{len(hashes)} bytes are not a list of {HASH_BYTES}-byte hashes")
+
+
+def check_names(request: str, model: str) -> None:
+    for what, name in (("request id", request), ("model name", model)):
+        if len(name) > wire.MAX_REQUEST_ID:
+            raise BadRequest(f"a {what} of {len(name)} characters is longer than {wire.MAX_REQUEST_ID}")
+
+
+def check_salt(salt: bytes) -> None:
+    if len(salt) not in (0, SALT_BYTES):
+        raise BadRequest(f"a salt's tag of {len(salt)} bytes, not {SALT_BYTES}")
+
+
+def tenant_salt(tenant: str, salt: bytes) -> bytes:
+    """What chunks of a salt are filed under: one tenant's salt is not another's."""
+    if not tenant or not salt:
+        return salt
+    return bytes(
+        blake3(b"kvdepot tenant salt" + len(tenant).to_bytes(4, "little") + tenant.encode() + salt).digest()[:16]
+    )
+
+
+def check_shape(world_size: int, rank: int) -> None:
+    if not 1 <= world_size <= 1 << 16 or not 0 <= rank < world_size:
+        raise BadRequest(f"rank {rank} of world size {world_size}")
+
+
+def check_shards(part: wire.Shards, layout: Layout) -> None:
+    """Raise BadRequest unless a part names whole chunks, in blocks that exist, each once."""
+    check_hashes(part.hashes)
+    check_names(part.request, part.model)
+    check_shape(part.world_size, part.rank)
+    chunks = len(part.hashes) // HASH_BYTES
+    ids: npt.NDArray[np.uint32] = np.frombuffer(part.block_ids[: len(part.block_ids) & ~3], np.uint32)
+    if len(part.block_ids) % 4 or not len(ids) or len(ids) % chunks:
+        raise BadRequest(f"{len(part.block_ids) / 4:g} block ids for {chunks} chunks")
+    if int(ids.max()) >= layout.num_blocks:
+        raise BadRequest(f"block id {int(ids.max())} is outside the {layout.num_blocks} registered blocks")
+    if len(np.unique(ids)) != len(ids):
+        raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
+    if part.parent and (len(part.parent) != HASH_BYTES or part.depth < 0):
+        raise BadRequest("parent is no hash, or the depth is negative")
+    check_salt(part.salt)
+    if not 0 <= part.skip_blocks < len(ids) // chunks:
+        raise BadRequest(f"skip_blocks {part.skip_blocks} of {len(ids) // chunks} blocks a chunk")
+
+
+def check_targets(parts: list[wire.Shards]) -> None:
+    """Raise BadRequest when two requests of one retrieve would write the same block."""
+    if len(parts) > 1:
+        ids = np.frombuffer(b"".join(part.block_ids for part in parts), np.uint32)
+        if len(np.unique(ids)) != len(ids):
+            raise BadRequest("two requests retrieve into the same block")

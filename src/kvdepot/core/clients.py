@@ -1,0 +1,117 @@
+"""What the depot knows of its clients, and what it says to them. Plain data, shared by the files that decide.
+
+Owned by the deciding thread. `core/depot.py` makes and drops clients, `core/sessions.py` their lookups and pins,
+`core/registrations.py` their tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from kvdepot.core.index.index import Chunk, Namespace
+from kvdepot.core.tiering import Search
+from kvdepot.memory.copier import Call, Copy, Mapped
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout
+from kvdepot.tiers.worker import Errand
+
+__all__ = ["Action", "Asking", "Card", "Client", "Instance", "NoCard", "Reply", "Session"]
+
+
+class Card(Protocol):
+    """What the depot needs of a client's card (shm.CardView)."""
+
+    @property
+    def fence(self) -> int: ...
+
+
+class NoCard:
+    """Of a client that is the depot itself."""
+
+    fence = 0
+
+
+@dataclass(slots=True)
+class Reply:
+    """Answer request `number` of `client`; an error in `value` is told as one."""
+
+    client: bytes
+    number: bytes
+    value: Any
+
+
+Action: TypeAlias = Reply | Copy | Call | Errand
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What one request of one client pins."""
+
+    client: Client
+    request: str
+    model: str
+    chunks: list[Chunk]
+    matched: int  # chunks that are pinned by holding these
+    remaining: int  # keys asked for until the pins go by themselves
+    readers: int = 1  # keys that are retrieved per chunk
+    retrieved: int = 0  # keys that were given
+
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """A lookup that looks behind memory."""
+
+    asker: Client
+    number: bytes
+    owner: Client  # whose session it becomes: the asker, or the depot itself for what is pinned by name
+    lookup: wire.Lookup
+    first: int  # chunks that memory had
+    ends: float = float("inf")  # of a pin by name: when
+    search: Search | None = None
+    given_up: bool = False  # nobody wants the pins any more
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a person asks, not an engine: what is warmed or pinned by name is no lookup that hits or misses."""
+        return self.owner is not self.asker or not self.lookup.readers
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One worker's registered tensors."""
+
+    number: int
+    layout: Layout
+    tenant: str = ""
+    mapped: Mapped | None = None
+    namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
+    copies: int = 0  # operations that touch the tensors
+    closing: bool = False  # unregistered or replaced: unmapped once copies == 0
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One connection that has said hello."""
+
+    identity: bytes
+    card: Card
+    tenant: str = ""
+    came: float = 0.0
+    heard: float = 0.0  # when it last asked for something
+    model: str = ""  # it last looked up or registered for
+    is_engine: bool = False  # has registered tensors or looked a prompt up; commands, probes and pages have not
+    pins: int = 0  # chunks that the sessions matched
+    sessions: dict[str, Session] = field(default_factory=dict)
+    asking: dict[str, Asking] = field(default_factory=dict)  # lookups that await tiers, by request
+    instances: dict[int, Instance] = field(default_factory=dict)
+    closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: no more, but still mapped
+    waiting: dict[int, list[bytes]] = field(default_factory=dict)  # requests to answer when these are unmapped
+    queued: int = 0
+    queued_chunks: int = 0
+    dead: bool = False
+
+    @property
+    def called(self) -> str:
+        """What status, journal and log call it."""
+        return self.identity.hex()[:8]

@@ -1,0 +1,200 @@
+"""A new server's index from what the last one recorded. Called once by loop.py before it serves, and by check_arena.py.
+
+The one law: nothing is taken back that could be served wrong. A record must make sense by itself (places inside the
+arena that were not cut off, a key, a rank whose layout is known) and beside the others (one record a shard, no byte in
+two shards); what does not is dropped, alone, and counted. A dropped chunk leaves those behind it without a prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvdepot.core.index.index import Chunk, Index, Namespace, Shard
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.records import NamespaceRecord, ShardRecord
+from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.tiers.format import SALT_BYTES
+
+__all__ = ["Restored", "restore"]
+
+_MOST = 1 << 62
+"""Beyond any number that is counted up; what comes after one that is believed must fit a record, too."""
+
+
+@dataclass
+class Restored:
+    """What came back, in shards, and why others did not."""
+
+    shards: int = 0
+    chunks: int = 0
+    dropped: list[str] = field(default_factory=list)
+    """One line a record that was dropped."""
+    damaged: list[int] = field(default_factory=list)
+    """Slots of the table that belong to no whole record."""
+
+
+def restore(index: Index, data: bytes | bytearray | None = None, limit: int | None = None) -> Restored:
+    """Fill an empty index from its records.
+
+    data: the table's bytes, where reading them from memory would be a waste. limit: what lies at or behind this
+    offset of the arena is lost.
+    """
+    contents = index.records.read(data)
+    restored = Restored(damaged=contents.damaged)
+    shards: list[tuple[int, ShardRecord]] = []
+    spaces: dict[int, Namespace] = {}
+    for slot, record in contents.records:
+        if isinstance(record, ShardRecord):
+            shards.append((slot, record))
+        else:
+            _add_namespace(index, spaces, slot, record, restored)
+    shards = _plausible(index, shards, spaces, index.space.end if limit is None else limit, restored)
+    shards.sort(key=_serial)  # as they were stored: neighbours in a chain are neighbours in memory, too
+    for slot, record in shards:
+        _add_shard(spaces[record.namespace], slot, record)
+    for space in spaces.values():
+        _link(space)
+    for space in spaces.values():
+        if not space.chunks:
+            index.records.erase(space.slot)
+    serial = shards[-1][1].serial if shards else 0
+    index.adopt(sorted((s for s in spaces.values() if s.chunks), key=lambda space: space.number), serial)
+    restored.shards = len(shards)
+    restored.chunks = index.chunks
+    return restored
+
+
+def _serial(item: tuple[int, ShardRecord]) -> int:
+    return item[1].serial
+
+
+def _add_namespace(
+    index: Index, spaces: dict[int, Namespace], slot: int, record: NamespaceRecord, restored: Restored
+) -> None:
+    if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1 or not 0 <= record.number < _MOST:
+        restored.dropped.append(f"namespace {record.number}: a number is out of its range")
+        index.records.erase(slot)
+        return
+    known = spaces.get(record.number)
+    if known is not None:  # the server died between writing it anew and erasing the old record
+        index.records.erase(slot if len(record.layouts) <= len(known.layouts) else known.slot)
+        if len(record.layouts) <= len(known.layouts):
+            return
+    space = Namespace(record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk)
+    space.layouts = dict(record.layouts)
+    space.slot, space.recorded = slot, len(space.layouts)
+    spaces[record.number] = space
+
+
+def _plausible(
+    index: Index,
+    shards: list[tuple[int, ShardRecord]],
+    spaces: dict[int, Namespace],
+    limit: int,
+    restored: Restored,
+) -> list[tuple[int, ShardRecord]]:
+    """The records that can be believed, their places taken; the others are erased."""
+    start, end = index.space.start, min(index.space.end, limit)
+    wrong: dict[int, str] = {}  # slot -> why
+    first: dict[tuple[int, int, bytes], tuple[int, ShardRecord]] = {}
+    places: list[tuple[int, int, int]] = []  # offset, bytes, slot
+    for item in shards:
+        slot, record = item
+        why = _fault(record, spaces.get(record.namespace), start, end)
+        if why:
+            wrong[slot] = why
+            continue
+        name = record.namespace, record.rank, record.key
+        known = first.setdefault(name, item)
+        if known is not item:
+            first[name] = item if record.serial > known[1].serial else known
+            wrong[slot if first[name] is known else known[0]] = "stored twice"
+        for offset, length in record.extents:
+            places.append((offset, length, slot))
+    places.sort()
+    reached, owner = start, -1
+    for offset, length, slot in places:
+        if slot not in wrong:
+            if offset < reached:
+                wrong[slot] = wrong[owner] = "two shards claim the same bytes"
+            if offset + length > reached:
+                reached, owner = offset + length, slot
+    if wrong:
+        for slot, record in shards:
+            if slot in wrong:
+                restored.dropped.append(f"shard {record.key.hex()[:16]} of rank {record.rank}: {wrong[slot]}")
+                index.records.erase(slot)
+        shards = [item for item in shards if item[0] not in wrong]
+        places = [place for place in places if place[2] not in wrong]
+    index.space.occupy(places)
+    return shards
+
+
+def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -> str:
+    """Why a record cannot be believed by itself; empty if it can. Chunks may lie in `[start, end)`."""
+    if owner is None:
+        return "its namespace is not recorded"
+    if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
+        return "no key, or a rank that is not known"
+    if (
+        record.position < 0
+        or record.size < 1
+        or not 0 <= record.checksum < 1 << 64
+        or not 0 <= record.serial < _MOST
+        or not 0 <= record.born < 1 << 64
+        or (record.salt and len(record.salt) != SALT_BYTES)
+    ):
+        return "a number is out of its range"
+    total = 0
+    for offset, length in record.extents:
+        if offset < start or (offset - start) % PAGE or length < PAGE or length % PAGE:
+            return "its place is no extent"
+        if offset + length > end:
+            return "its bytes were cut off"
+        total += length
+    if total != Space.rounded(record.size):
+        return "its place has not its size"
+    return ""
+
+
+def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
+    shard = Shard(record.extents, record.size, True, False, record.checksum, slot=slot)
+    taken = Space.rounded(record.size)
+    chunk = space.chunks.get(record.key)
+    if chunk is None:
+        space.chunks[record.key] = Chunk(
+            key=record.key, salt=record.salt, born=record.born, namespace=space, used=record.serial,
+            shards={record.rank: shard}, sealed=1, position=record.position, parent=record.parent, bytes=taken,
+        )  # fmt: skip
+    else:
+        chunk.born = min(chunk.born, record.born)
+        chunk.used = record.serial
+        chunk.shards[record.rank] = shard
+        chunk.sealed += 1
+        chunk.bytes += taken
+    space.sizes.setdefault(record.rank, record.size)
+    space.bytes += taken
+
+
+def _link(space: Namespace) -> None:
+    """Make each parent's key the parent, if it is there, and chain what is whole together with all before it."""
+    chunks = space.chunks
+    for chunk in chunks.values():
+        before = chunks.get(chunk.parent) if chunk.position > 1 else None
+        if before is not None and before.position == chunk.position - 1:
+            chunk.parent = before
+            before.children += 1
+        else:
+            chunk.parent = None
+    late = [chunk for chunk in chunks.values() if not _chain(chunk) and chunk.parent is not None]
+    for chunk in sorted(late, key=lambda chunk: int(chunk.position)):  # stored before their parents were
+        _chain(chunk)
+
+
+def _chain(chunk: Chunk) -> bool:
+    position, before = chunk.position, chunk.parent
+    if position and (position == 1 or (before is not None and before.depth == position - 1)):
+        if chunk.sealed == chunk.namespace.world_size:
+            chunk.depth = position
+        return True
+    return False

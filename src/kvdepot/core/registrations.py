@@ -1,0 +1,178 @@
+"""The KV tensors that workers have registered: mapped here, unmapped when nothing touches them. Decisions only.
+
+Called by core/depot.py on the deciding thread; mapping and unmapping are Calls for copy threads. The one law: tensors
+stay mapped until the last copy that touches them has ended, and who waits to hear that they are not is answered once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvdepot.config import Config
+from kvdepot.core.admission import check_names, check_shape
+from kvdepot.core.clients import Action, Client, Instance, Reply
+from kvdepot.core.index.index import Index, Namespace
+from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError
+from kvdepot.memory.copier import Call, Mapped
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout
+
+__all__ = ["Registrations", "Remapping"]
+
+_FILES_A_MAPPING = 2
+"""A mapping keeps its file open, and Python's mmap once more."""
+
+
+@dataclass(slots=True, eq=False)
+class Remapping:
+    """The token of mapping (or unmapping) an instance's tensors."""
+
+    client: Client
+    instance: Instance
+    register: bytes | None = None  # the request to answer; None: it is being unmapped
+
+
+class Registrations:
+    """All registered tensors of one depot."""
+
+    def __init__(
+        self, config: Config, index: Index, counters: Counter[str], map_layout: Callable[[Layout], Mapped]
+    ) -> None:
+        self.max_files = 1 << 30  # descriptors for mappings of KV tensors
+        self._files = 0  # those in use
+        self._config = config
+        self._index = index
+        self._counters = counters
+        self._map_layout = map_layout
+
+    def __repr__(self) -> str:
+        return f"<Registrations {self._files} files>"
+
+    def namespace(self, instance: Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int) -> Namespace:
+        """Where an instance's chunks of this shape belong. Raises Busy when there are too many such places."""
+        known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
+        if known is None:
+            size = instance.layout.block_bytes * blocks_in_chunk
+            known = self._index.namespace(
+                model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk, instance.tenant, size
+            )
+            is_new = not known.live and not known.chunks
+            most = self._config.max_namespaces
+            if (is_new and len(self._index.namespaces()) > most) or len(instance.namespaces) >= most:
+                self._index.forget_namespace(known)
+                self._counters["namespaces_refused"] += 1
+                raise Busy(f"{most} models, shapes and layouts are known, the most that max_namespaces allows")
+            known.live += 1
+            instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
+        return known
+
+    def register(self, client: Client, number: bytes, request: wire.Register) -> list[Action]:
+        """Map tensors; answered when they are. Raises LayoutError, BadRequest or Busy with nothing done."""
+        request.layout.check()
+        check_names("", request.model)
+        if request.model:
+            check_shape(request.world_size, request.rank)
+            if request.blocks_in_chunk < 1:
+                raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
+        self._check_registrations(client, request)
+        instance = Instance(request.instance, request.layout, client.tenant)
+        if request.model:
+            self.namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
+        actions = self.unregister(client, request.instance, []) if request.instance in client.instances else []
+        client.instances[request.instance] = instance
+        client.model, client.is_engine = request.model or client.model, True
+        self._files += _files(instance)
+        token = Remapping(client, instance, number)
+        # Mapped before what it replaces is unmapped: a device that nobody has registered from is left, at a price.
+        return [Call(token, partial(self._map_layout, request.layout), _lane(instance)), *actions]
+
+    def _check_registrations(self, client: Client, request: wire.Register) -> None:
+        """Raise Busy when a client has too many, those counted that are being unmapped, or descriptors run out."""
+        there = len(client.instances.keys() - {request.instance}) + sum(map(len, client.closing.values()))
+        if there >= self._config.max_instances:
+            self._counters["registrations_refused"] += 1
+            raise Busy(f"{there} registrations of KV tensors, the most that max_instances allows")
+        if self._files + _FILES_A_MAPPING * len(request.layout.mappings) > self.max_files:
+            self._counters["registrations_refused"] += 1
+            raise Busy(f"{len(request.layout.mappings)} files of KV tensors, more than this server may have open")
+
+    def unregister(self, client: Client, number: int, tell: list[bytes]) -> list[Action]:
+        """Let go of an instance; whom to `tell` hears of it when no copy touches its tensors any more.
+
+        Raises Busy with nothing done.
+        """
+        waits = len(client.waiting.get(number, ()))
+        if waits + len(tell) > self._config.max_queued:
+            raise Busy(f"{waits} requests wait for the end of instance {number}")
+        instance = client.instances.pop(number, None)
+        if instance is not None:
+            self._leave_namespaces(instance)
+            instance.closing = True
+            client.closing.setdefault(number, []).append(instance)
+        if number not in client.closing:
+            return [Reply(client.identity, asked, None) for asked in tell]
+        client.waiting.setdefault(number, []).extend(tell)
+        if instance is None or instance.copies or instance.mapped is None:
+            return []  # the last copy, or the mapping that is under way, goes on from here
+        return [self.unmap(client, instance)]
+
+    def _leave_namespaces(self, instance: Instance) -> None:
+        for space in instance.namespaces.values():
+            space.live -= 1
+            self._index.forget_namespace(space)
+        instance.namespaces.clear()
+
+    def unmap(self, client: Client, instance: Instance) -> Call:
+        """Nothing touches these tensors any more."""
+        assert instance.mapped is not None and instance.closing
+        mapped, instance.mapped = instance.mapped, None
+        return Call(Remapping(client, instance), mapped.close, _lane(instance))
+
+    def mapped(self, token: Remapping, outcome: Any) -> list[Action]:
+        """Mapping or unmapping has ended; `outcome` as in mover.Mover."""
+        client, instance = token.client, token.instance
+        if token.register is None:
+            return self._closed(client, instance)
+        value: Any = None
+        actions: list[Action] = []
+        if isinstance(outcome, Mapped):
+            instance.mapped = outcome
+            if instance.closing:  # unregistered, replaced or dead meanwhile
+                actions.append(self.unmap(client, instance))
+        else:
+            value = outcome if isinstance(outcome, KVDepotError) else InternalError("mapping failed")
+            self._counters["errors"] += 1
+            if instance.closing:
+                actions += self._closed(client, instance)
+            else:
+                del client.instances[instance.number]
+                self._files -= _files(instance)
+                self._leave_namespaces(instance)
+        if not client.dead:
+            actions.append(Reply(client.identity, token.register, value))
+        return actions
+
+    def _closed(self, client: Client, instance: Instance) -> list[Action]:
+        """Nothing touches these tensors any more; who waits hears it once that is so of all under their number."""
+        self._files -= _files(instance)
+        closing = client.closing[instance.number]
+        closing.remove(instance)
+        if closing:
+            return []
+        del client.closing[instance.number]
+        waiting = client.waiting.pop(instance.number, [])
+        return [] if client.dead else [Reply(client.identity, asked, None) for asked in waiting]
+
+
+def _files(instance: Instance) -> int:
+    """Descriptors that an instance's mappings take."""
+    return _FILES_A_MAPPING * len(instance.layout.mappings)
+
+
+def _lane(instance: Instance) -> str:
+    """Who waits for a device's driver, which takes seconds or hangs, must not keep the processor's copies waiting."""
+    return "devices" if instance.layout.device else ""

@@ -1,0 +1,173 @@
+"""What a depot tells people: its status put together, and the journal of what has happened. Reads, decides nothing.
+
+Called by core/depot.py on the deciding thread. The one law: it takes a time that does not grow with the number of
+chunks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from kvdepot import __version__
+from kvdepot.core.clients import Client
+from kvdepot.core.index.index import Namespace
+from kvdepot.protocol.metrics import Journal, Latencies
+from kvdepot.protocol.status import MOST_NAME, Device, Engine, HitRate, NamespaceStatus, Saved, Status
+
+if TYPE_CHECKING:
+    from kvdepot.core.depot import Depot
+
+__all__ = ["Report"]
+
+_NAMESPACES = 100
+"""The largest namespaces that a status lists, and the engines heard of last, so that it stays small."""
+_ENGINES = 64
+_MODELS = 4
+"""Of one engine."""
+_SHORT = 100
+"""Characters of a model's name in an engine's line."""
+_QUIET_S = 60.0
+"""A counter that goes on rising is told of once in so long."""
+_TOLD = {
+    "corrupt_chunks": "shards in memory that were not what had been stored",
+    "dropped_chunks": "shards not stored, for want of room",
+    "failed_chunks": "shards not stored, as a copy failed or its engine gave up",
+    "registrations_refused": "registrations of KV tensors refused",
+    "pins_refused": "pins refused, beyond max_pins or half of the arena",
+    "clients_refused": "clients refused, beyond max_clients",
+    "keys_refused": "connections with an unknown key",
+    "requests_refused": "requests refused, beyond max_rate a second",
+    "operations_refused": "stores and retrieves refused, beyond max_queued",
+}
+"""Counters that the journal tells of when they rise."""
+
+
+class Report:
+    """What one depot tells."""
+
+    def __init__(self, depot: Depot, devices: Callable[[], list[Device]], boot: bytes) -> None:
+        self.journal = Journal()
+        self.latencies = Latencies()
+        self.http = ""  # where the server listens for HTTP; set by server/loop.py, on the deciding thread
+        self.unreachable = ""  # why no new client can find this server; set by server/loop.py likewise
+        self._depot = depot
+        self._devices = devices
+        self._boot = boot
+        self._began: float | None = None  # when time was first told
+        self._counted: Counter[str] = Counter()  # as last told of
+        self._told: dict[str, float] = {}  # when
+        self._tiers: dict[str, str] = {}  # their states
+
+    def __repr__(self) -> str:
+        return f"<Report {self.journal}, {self.latencies}>"
+
+    def note(self, kind: str, text: str) -> None:
+        """Keep an event."""
+        self.journal.note(self._depot.wall, kind, text)
+
+    def tick(self, now: float) -> None:
+        """Once a second: what counters and tiers say of what has happened."""
+        if self._began is None:
+            self._began = now
+            self.note("start", f"kvdepot {__version__} began to serve")
+        for name, text in _TOLD.items():
+            count = self._depot.counters.get(name, 0)
+            if count > self._counted[name] and now >= self._told.get(name, 0.0):
+                self.note(name, f"{text}: {count - self._counted[name]}")
+                self._counted[name], self._told[name] = count, now + _QUIET_S
+        for tier in self._depot.tiering.status(now):
+            if self._tiers.setdefault(tier.name, "up") != tier.state:
+                self._tiers[tier.name] = tier.state
+                self.note("tier", f"{tier.name} is {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
+
+    def status(self, tenant: str = "") -> Status:
+        """What there is and what has happened. tenant: whose namespaces and engines are listed; empty: everybody's."""
+        depot, index = self._depot, self._depot.index
+        clients = depot.clients
+        now = depot.now
+        engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
+        spaces = [space for space in index.namespaces() if tenant in ("", space.tenant)]
+        pinned_count, pinned_bytes = depot.sessions.kept_in_all(tenant)
+        return Status(
+            version=__version__,
+            boot=self._boot.hex(),
+            pid=os.getpid(),
+            wall_s=depot.wall,
+            uptime_s=now - self._began if self._began is not None else 0.0,
+            http=self.http,
+            unreachable=self.unreachable,
+            chunk_size_tokens=depot.chunk_size,
+            capacity_bytes=index.space.capacity,
+            used_bytes=index.space.capacity - index.space.free_bytes,
+            chunks=index.chunks,
+            reserved_shards=index.reserved,
+            holds=index.held,
+            evicted_chunks=index.evicted,
+            record_slots=index.records.capacity,
+            record_slots_used=index.records.used,
+            unrecorded_shards=index.unrecorded,
+            operations=depot.operations,
+            clients=len(clients),
+            sessions=sum(len(client.sessions) for client in clients),
+            instances=sum(len(client.instances) for client in clients),
+            namespace_count=len(spaces),
+            engine_count=len(engines),
+            pinned_count=pinned_count,
+            pinned_bytes=pinned_bytes,
+            stored_bytes=depot.stored_bytes,
+            retrieved_bytes=depot.retrieved_bytes,
+            saved=Saved(depot.reused_tokens, depot.saved_s),
+            asked_tokens=depot.asked_tokens,
+            reuse=depot.reuse.rates(depot.asked_tokens, depot.reused_tokens),
+            hit_rates=[HitRate(*rate) for rate in depot.ceiling.rates(depot.counters["hit_chunks"])],
+            latencies=self.latencies.figures(),
+            namespaces=_namespaces(spaces),
+            engines=_engines(engines, now),
+            pinned=depot.sessions.kept(tenant, now),
+            tiers=depot.tiering.status(now),
+            devices=self._devices(),
+            counters=dict(depot.counters),
+            events=[] if tenant else self.journal.events(),
+        )
+
+
+def _namespaces(spaces: Iterable[Namespace]) -> list[NamespaceStatus]:
+    return [
+        NamespaceStatus(
+            tenant=space.tenant,
+            model=space.model[:MOST_NAME],
+            world_size=space.world_size,
+            blocks_in_chunk=space.blocks_in_chunk,
+            chunks=len(space.chunks),
+            bytes=space.bytes,
+            engines=space.live,
+            lookup_chunks=space.lookup_chunks,
+            hit_chunks=space.hit_chunks,
+        )
+        for space in heapq.nlargest(_NAMESPACES, spaces, key=lambda space: space.bytes)
+    ]
+
+
+def _engines(clients: Iterable[Client], now: float) -> list[Engine]:
+    return [
+        Engine(
+            id=client.called,
+            since_s=now - client.came,
+            idle_s=now - client.heard,
+            models=sorted(
+                {model[:_SHORT] for each in client.instances.values() for model, *_ in each.namespaces}
+                | ({client.model[:_SHORT]} if client.model else set())
+            )[:_MODELS],
+            ranks=sorted({rank for each in client.instances.values() for _, _, rank, _ in each.namespaces}),
+            device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
+            tenant=client.tenant,
+            sessions=len(client.sessions),
+            pinned_chunks=client.pins,
+            queued=client.queued,
+        )
+        for client in heapq.nlargest(_ENGINES, clients, key=lambda client: client.heard)
+    ]

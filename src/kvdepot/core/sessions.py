@@ -1,0 +1,265 @@
+"""What requests have pinned, and lookups that wait for tiers. Decisions only.
+
+Called by core/depot.py on the deciding thread. The one law: a pin belongs to a request of a client, and ends with what
+it was for, its session or its client, once. The depot itself pins what people asked it to keep by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from kvdepot.config import Config
+from kvdepot.core.admission import check_hashes, check_names, check_salt, tenant_salt
+from kvdepot.core.clients import Action, Asking, Client, NoCard, Reply, Session
+from kvdepot.core.index.index import Index, Namespace, Pin
+from kvdepot.core.infinite_cache import Ceiling
+from kvdepot.core.tiering import Tiering
+from kvdepot.errors import Busy, KVDepotError
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.status import Kept
+
+__all__ = ["Sessions"]
+
+log = logging.getLogger(__name__)
+
+_KEPT_SHARE = 2
+"""What is pinned by name takes at most 1 / so much of the arena: the rest must go on."""
+_NEVER = 1 << 40
+"""So many readers a chunk has that is pinned by name: no retrieve ends that."""
+_MOST_LISTED = 100
+
+
+class Sessions:
+    """All pins of one depot."""
+
+    def __init__(
+        self, config: Config, index: Index, tiering: Tiering, counters: Counter[str], ceiling: Ceiling
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._tiering = tiering
+        self._counters = counters
+        self._ceiling = ceiling
+        self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
+        self._keepers: dict[str, Client] = {}  # by tenant: whose sessions are the pins by name
+        self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # tenant, name -> bytes, when it ends
+        self.retrieved_chunks = 0  # on all their ranks, by sessions that are over
+
+    def __repr__(self) -> str:
+        return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
+
+    def lookup(self, asking: Asking, now: float) -> list[Action]:
+        """Answer from memory, or once tiers have had their say on what memory misses."""
+        client, request = asking.owner, asking.lookup
+        check_hashes(request.hashes)
+        check_names(request.request, request.model)
+        check_salt(request.salt)
+        if request.request not in client.sessions and len(client.sessions) >= self._config.max_sessions:
+            self._counters["lookups_refused"] += 1
+            raise Busy(f"{len(client.sessions)} requests hold pins, the most that max_sessions allows")
+        actions = self.give_up(client, request.request)  # a lookup anew: whoever asked before has stopped listening
+        spaces, pins, asking.first = self._match(client, request)
+        if not asking.by_hand:
+            asking.asker.model, asking.asker.is_engine = request.model, True
+            self._counters["lookups"] += 1
+            self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
+            for space in spaces:
+                space.lookup_chunks += len(request.hashes) // HASH_BYTES
+        if self._tiering and len(spaces) == 1 and asking.first < len(request.hashes) // HASH_BYTES:
+            salt = tenant_salt(client.tenant, request.salt)
+            found = self._tiering.search(
+                spaces[0], request.hashes, asking.first, request.chained, salt, pins[0].chunks, now,
+                partial(self._searched, asking), request.request,
+            )  # fmt: skip
+            if found is not None:
+                search, errands = found
+                if not search.ended:
+                    asking.search = search
+                    client.asking[request.request] = asking
+                return [*actions, *errands]
+        return [*actions, self._reply(asking, spaces, pins, asking.first)]
+
+    def _match(self, client: Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
+        """Where to look, what is there of the prefix, and how many chunks of it are everywhere."""
+        hashes = request.hashes
+        spaces = self._index.lookup_namespaces(
+            request.model, request.world_size, request.blocks_in_chunk, client.tenant
+        )
+        pins = [self._index.match(space, hashes) for space in spaces]
+        matched = min((pin.matched for pin in pins), default=0)
+        if any(pin.matched != matched for pin in pins):
+            # Engines of one name and two layouts: only what both have is sure to be there for the asker.
+            pins = [self._index.match(space, hashes[: matched * HASH_BYTES]) for space in spaces]
+        return spaces, pins, matched
+
+    def _searched(self, asking: Asking) -> list[Action]:
+        """The tiers have had their say, or their time."""
+        owner, request = asking.owner, asking.lookup.request
+        if owner.asking.get(request) is asking:
+            del owner.asking[request]
+        if asking.given_up or asking.asker.dead:
+            return [] if asking.asker.dead else [Reply(asking.asker.identity, asking.number, 0)]
+        spaces, pins, matched = self._match(owner, asking.lookup)
+        if not asking.by_hand:
+            self._counters["tier_hit_chunks"] += max(0, matched - asking.first)
+        return [self._reply(asking, spaces, pins, matched)]
+
+    def _reply(self, asking: Asking, spaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
+        value: Any
+        if not asking.by_hand:
+            self._ceiling.count(asking.lookup.hashes)  # with its hits, or a window would have the one without the other
+        try:
+            value = self._pin(asking, pins, matched)
+            if not asking.by_hand:
+                self._counters["hit_chunks"] += matched
+                for space in spaces:
+                    space.hit_chunks += matched
+        except KVDepotError as exc:
+            self._counters["errors"] += 1
+            log.debug("Lookup failed: %s", exc, extra=_about(asking))
+            value = exc
+        else:
+            if log.isEnabledFor(logging.DEBUG):
+                chunks = len(asking.lookup.hashes) // HASH_BYTES
+                log.debug("found %d of %d chunks", matched, chunks, extra=_about(asking))
+        return Reply(asking.asker.identity, asking.number, value)
+
+    def give_up(self, client: Client, request: str) -> list[Action]:
+        """End a lookup that awaits tiers: nobody wants its pins any more."""
+        asking = client.asking.get(request)
+        if asking is None or asking.search is None:
+            return []
+        asking.given_up = True
+        return self._tiering.end(asking.search)
+
+    def _pin(self, asking: Asking, pins: list[Pin], matched: int) -> int:
+        """Pin what was matched, and say how much it is. Raises Busy where that is too much."""
+        client, request = asking.owner, asking.lookup
+        old = client.sessions.get(request.request)
+        if client.pins - (old.matched if old is not None else 0) + matched > self._config.max_pins:
+            self._counters["pins_refused"] += 1
+            raise Busy(f"{client.pins} chunks are pinned, and {matched} more than max_pins allows")
+        if client is not asking.asker:
+            self._keep(asking, pins)
+        chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
+        self._index.hold(chunks, use=old is None)  # before the old pin goes, or what both hold could be evicted
+        if old is not None:
+            self.end(client, request.request)
+        if chunks:
+            readers = max(1, request.readers)
+            session = Session(client, request.request, request.model, chunks, matched, matched * readers, readers)
+            client.pins += matched
+            client.sessions[request.request] = session
+            self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
+        return matched
+
+    def end(self, client: Client, request: str) -> None:
+        """A request is over: its pins go. One that has none is fine."""
+        session = client.sessions.pop(request, None)
+        if session is None:
+            return
+        client.pins -= session.matched
+        # Where retrieves name their request; vLLM's connector says itself what it saved.
+        self.retrieved_chunks += min(session.retrieved // session.readers, session.matched)
+        sessions = self._by_request[client.tenant, request, session.model]
+        sessions.remove(session)
+        if not sessions:
+            del self._by_request[client.tenant, request, session.model]
+        self._index.release(session.chunks)
+
+    def count_retrieved(self, tenant: str, request: str, model: str, keys: int, done: int) -> None:
+        """`keys` of a request were asked for, `done` of them given: after as many as it matched, its pins are gone."""
+        for session in list(self._by_request.get((tenant, request, model), ())):
+            session.remaining -= keys
+            session.retrieved += done
+            if session.remaining <= 0:
+                self.end(session.client, request)
+
+    def leave(self, client: Client) -> list[Action]:
+        """A client is gone."""
+        actions = [action for request in list(client.asking) for action in self.give_up(client, request)]
+        for request in list(client.sessions):
+            self.end(client, request)
+        return actions
+
+    def stop(self, clients: list[Client]) -> list[Action]:
+        """Answer every lookup that awaits tiers with what memory has."""
+        waiting = [asking for client in (*clients, *self._keepers.values()) for asking in client.asking.values()]
+        return [action for each in waiting if each.search for action in self._tiering.end(each.search)]
+
+    # -- by name
+
+    def pin(self, client: Client, number: bytes, request: wire.Pin, now: float) -> list[Action]:
+        """A lookup whose session is the depot's own."""
+        keeper = self._keepers.setdefault(client.tenant, Client(b"", NoCard(), client.tenant))
+        lookup = wire.Lookup(
+            request.model, request.world_size, request.blocks_in_chunk, request.name, _NEVER, request.hashes, True,
+            request.salt,
+        )  # fmt: skip
+        ends = now + request.ttl_s if request.ttl_s else float("inf")
+        return self.lookup(Asking(client, number, keeper, lookup, 0, ends), now)
+
+    def _keep(self, asking: Asking, pins: list[Pin]) -> None:
+        """Note a pin by name. Raises Busy where all of them would take too much of the arena."""
+        name = asking.owner.tenant, asking.lookup.request
+        size = 0
+        for pin in pins:
+            for chunk in pin.chunks:
+                while chunk is not None:
+                    size += chunk.bytes
+                    chunk = chunk.parent
+        others = sum(kept for key, (kept, _) in self._kept.items() if key != name)
+        if others + size > self._index.space.capacity // _KEPT_SHARE:
+            self._counters["pins_refused"] += 1
+            raise Busy(f"{others + size} bytes would be pinned by name, more than half of the arena")
+        self._kept.pop(name, None)
+        if size:
+            self._kept[name] = size, asking.ends
+
+    def unpin(self, client: Client, number: bytes, name: str) -> list[Action]:
+        """End a pin by name, and one of that name that still awaits tiers; whether there was one."""
+        keeper = self._keepers.get(client.tenant)
+        actions = self.give_up(keeper, name) if keeper is not None else []
+        return [*actions, Reply(client.identity, number, self._unpin(client.tenant, name))]
+
+    def _unpin(self, tenant: str, name: str) -> bool:
+        there = self._kept.pop((tenant, name), None) is not None
+        if tenant in self._keepers:
+            self.end(self._keepers[tenant], name)
+        return there
+
+    def forget(self) -> None:
+        """End pins by name of what was forgotten: nobody gets it, and their hold would keep its successor out."""
+        for tenant, keeper in self._keepers.items():
+            for name, session in list(keeper.sessions.items()):
+                if any(self._index.is_hidden(chunk) for chunk in session.chunks):
+                    self._unpin(tenant, name)
+
+    def tick(self, now: float) -> None:
+        """End pins by name whose time is over."""
+        for name, (_, ends) in list(self._kept.items()):
+            if ends <= now:
+                self._unpin(*name)
+
+    def kept_in_all(self, tenant: str) -> tuple[int, int]:
+        """How many pins by name there are, and the bytes that they keep."""
+        sizes = [size for (whose, _), (size, _) in self._kept.items() if tenant in ("", whose)]
+        return len(sizes), sum(sizes)
+
+    def kept(self, tenant: str, now: float) -> list[Kept]:
+        """What a status shows of the pins by name."""
+        mine = [item for item in self._kept.items() if not tenant or item[0][0] == tenant]
+        return [
+            Kept(name[:256], size, None if ends == float("inf") else round(ends - now))
+            for (_, name), (size, ends) in islice(mine, _MOST_LISTED)
+        ]
+
+
+def _about(asking: Asking) -> dict[str, str]:
+    """Fields of a line of the log."""
+    return {"client": asking.asker.called, "request": asking.lookup.request}

@@ -1,0 +1,153 @@
+"""What the connector's scheduler knows to be in the depot, told through vLLM's own KV events (`take_events`).
+
+On where vLLM's `kv_events_config` is. Blocks have the engine's own hashes and their tokens, so a router sees them as it
+sees the engine's, with the medium "CPU". A scheduler learns of chunks by what its engine stores and looks up, and that
+one has gone when a lookup misses it: until then it is believed. Who must know of each eviction at once, or of what
+other engines store, subscribes to the depot itself (`kvdepot serve --kv-events`). The one law: what is told as stored
+was stored on every rank or found, and what is believed has a bound.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from kvdepot.protocol.keys import HASH_BYTES, ChunkChain
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["Known", "WorkerReport"]
+
+_MOST_KNOWN = 1 << 16
+_MOST_ORDERED = 1 << 14
+"""Chunks that workers may be storing: what never arrives is forgotten."""
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, which mypy does not follow
+    """What workers tell the scheduler with a step's output."""
+
+    keys: dict[bytes, set[int]] = field(default_factory=dict)
+    """Chunks that they have stored since the last step, by the ranks of these workers."""
+    step: int = 0
+    """The number of the step."""
+    measured: int = 0
+    """Its number among those that are measured (prefill_speed.py); 0 for others."""
+
+    def add(self, keys: bytes, rank: int) -> None:
+        """A worker has stored these, 32 bytes each."""
+        for i in range(0, len(keys), HASH_BYTES):
+            self.keys.setdefault(keys[i : i + HASH_BYTES], set()).add(rank)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Take another worker's in."""
+        assert isinstance(other, WorkerReport)
+        for key, ranks in other.keys.items():
+            self.keys.setdefault(key, set()).update(ranks)
+        self.step = max(self.step, other.step)
+        self.measured = max(self.measured, other.measured)
+        return self
+
+
+class Known:
+    """Chunks that are believed to be in the depot, and the events since they were last taken."""
+
+    def __init__(self, ranks: int, chunk_tokens: int, block_tokens: int, most: int = _MOST_KNOWN) -> None:
+        self._ranks = ranks
+        self._chunk_tokens = chunk_tokens
+        self._block_tokens = block_tokens
+        self._most = most
+        self._hashes: OrderedDict[bytes, list[Any]] = OrderedDict()  # by chunk key; what was heard of last is last
+        self._ordered: OrderedDict[bytes, BlockStored] = OrderedDict()
+        self._stored: dict[bytes, set[int]] = {}  # ranks that have stored what is ordered
+        self._events: list[KVCacheEvent] = []
+
+    def __repr__(self) -> str:
+        return f"<Known {len(self._hashes)} chunks, {len(self._ordered)} being stored>"
+
+    def ordered(self, request: Request, chain: ChunkChain, first: int, end: int) -> None:
+        """Workers are to store chunks `[first, end)` of a request."""
+        for i in range(first, end):
+            event = self._describe(request, i)
+            if event is not None:
+                key = chain.slice(i, i + 1)
+                self._stored.pop(key, None)
+                self._ordered[key] = event
+                self._ordered.move_to_end(key)
+        while len(self._ordered) > _MOST_ORDERED:
+            self._stored.pop(self._ordered.popitem(last=False)[0], None)
+
+    def stored(self, report: WorkerReport) -> None:
+        """Workers have stored these now."""
+        for key, ranks in report.keys.items():
+            if key in self._ordered:
+                by = self._stored.setdefault(key, set())
+                by |= ranks
+                if len(by) >= self._ranks:
+                    del self._stored[key]
+                    self._add(key, self._ordered.pop(key))
+
+    def looked_up(self, request: Request, chain: ChunkChain, found: int) -> None:
+        """The depot has the first `found` chunks of a prompt, and not the next."""
+        for i in range(len(chain)):
+            key = chain.slice(i, i + 1)
+            if i >= found:
+                self._remove(key)
+            elif key in self._hashes:
+                self._hashes.move_to_end(key)
+            elif (event := self._describe(request, i)) is not None:
+                self._add(key, event)
+
+    def lost(self, keys: bytes) -> None:
+        """Chunks that could not be had; 32 bytes each."""
+        for i in range(0, len(keys), HASH_BYTES):
+            self._remove(keys[i : i + HASH_BYTES])
+
+    def clear(self) -> None:
+        """The depot has forgotten them all."""
+        self._ordered.clear()
+        self._stored.clear()
+        self.lost(b"".join(self._hashes))
+
+    def take(self) -> Iterable[KVCacheEvent]:
+        """Events since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def _describe(self, request: Request, chunk: int) -> BlockStored | None:
+        """A chunk as vLLM tells of its own blocks; None where vLLM does not hash them."""
+        start, end = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens
+        first, last = start // self._block_tokens, end // self._block_tokens
+        hashes = request.block_hashes
+        if last > len(hashes):
+            return None
+        lora = request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(each) for each in hashes[first:last]],
+            parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+            token_ids=list(request.all_token_ids[start:end]),
+            block_size=self._block_tokens,
+            lora_id=lora.adapter_id if lora is not None else None,
+            medium=MEDIUM_CPU,
+            lora_name=lora.name if lora is not None else None,
+        )
+
+    def _add(self, key: bytes, event: BlockStored) -> None:
+        if key in self._hashes:
+            return
+        self._events.append(event)
+        self._hashes[key] = event.block_hashes
+        if len(self._hashes) > self._most:
+            self._remove(next(iter(self._hashes)))
+
+    def _remove(self, key: bytes) -> None:
+        hashes = self._hashes.pop(key, None)
+        if hashes is not None:
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU))

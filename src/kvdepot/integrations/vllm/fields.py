@@ -1,0 +1,278 @@
+"""Which fields of vLLM's configuration change no byte of KV, each with its reason; all others are identity.
+
+Used by identity.py. A field that is not listed here separates engines that differ in it, so a field that a new
+version of vLLM adds does so by default: a miss too many, never wrong bytes. Leave a field out only if it is known to
+change no KV byte beyond the rounding that the composition of batches causes anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from kvdepot.errors import ConfigError
+
+__all__ = ["HARMLESS", "describe_config"]
+
+_SCHEDULING = "when tokens are computed, not what"
+_FRONTEND = "text and requests before they are tokens"
+_SAMPLING = "what is chosen from the logits; chosen tokens are part of a chunk's hash"
+_STATE = "found out while the engine runs"
+_PLACE = "which processes compute, and how they reach each other"
+_MEMORY = "how much memory there is, not what is in it"
+_TELLING = "what is logged, measured or published"
+_CAPTURE = "what is captured or cached of the same kernels"
+_FILES = "the description of its files stands for it"
+
+HARMLESS: dict[str, dict[str, str]] = {
+    "VllmConfig": {
+        "observability_config": _TELLING,
+        "logging_config": _TELLING,
+        "profiler_config": _TELLING,
+        "kv_events_config": _TELLING,
+        "kv_transfer_config": "how KV is moved; connectors beside ours must load what this engine would compute",
+        "structured_outputs_config": _SAMPLING,
+        "reasoning_config": _SAMPLING,
+        "watermark_config": _SAMPLING,
+        "instance_id": "a random name",
+        "shutdown_timeout": _SCHEDULING,
+        "performance_mode": "presets of fields that are described themselves",
+        "quant_config": "made from fields and files that are described themselves; loading a model changes it",
+    },
+    "ModelConfig": {
+        "model": _FILES,
+        "model_weights": _FILES,
+        "tokenizer": _FRONTEND,
+        "tokenizer_mode": _FRONTEND,
+        "tokenizer_revision": _FRONTEND,
+        "skip_tokenizer_init": _FRONTEND,
+        "served_model_name": _FRONTEND,
+        "allowed_local_media_path": _FRONTEND,
+        "allowed_media_domains": _FRONTEND,
+        "renderer_num_workers": _FRONTEND,
+        "revision": _FILES,
+        "code_revision": "names a version of code, which is described by its files or by its commit",
+        "hf_config_path": "what was read from it is described",
+        "hf_token": "a credential",
+        "enforce_eager": "sets fields of the compilation that are described themselves",
+        "return_sampling_mask": _SAMPLING,
+        "max_logprobs": _SAMPLING,
+        "logprobs_mode": _SAMPLING,
+        "use_fp64_gumbel": _SAMPLING,
+        "logits_processors": _SAMPLING,
+    },
+    "MultiModalConfig": {
+        "limit_per_prompt": _FRONTEND,
+        "interleave_mm_strings": _FRONTEND,
+        "mm_processor_cache_gb": _MEMORY,
+        "mm_processor_cache_type": _MEMORY,
+        "mm_shm_cache_max_object_size_mb": _MEMORY,
+        "mm_ipc_gpu_memory_gb": _MEMORY,
+        "mm_tensor_ipc": _PLACE,
+        "skip_mm_profiling": _MEMORY,
+    },
+    "CacheConfig": {
+        "gpu_memory_utilization": _MEMORY,
+        "kv_cache_memory_bytes": _MEMORY,
+        "num_gpu_blocks_override": _MEMORY,
+        "num_gpu_blocks": _STATE,
+        "num_cpu_blocks": _STATE,
+        "kv_cache_size_tokens": _STATE,
+        "kv_cache_max_concurrency": _STATE,
+        "effective_attention_block_size": _STATE,
+        "_block_size_resolved": _STATE,
+        "user_specified_block_size": "the block size itself is described",
+        "hash_block_size": _STATE,
+        "cache_hit_alignment_tokens": _STATE,
+        "enable_prefix_caching": "what the engine keeps for itself",
+        "prefix_caching_hash_algo": "the engine's own hashes; images without a content hash are refused one by one",
+        "prefix_cache_retention_interval": "what the engine keeps for itself",
+        "prefix_match_unit": "what the engine keeps for itself",
+        "kv_offloading_size": _MEMORY,
+        "kv_offloading_backend": _MEMORY,
+    },
+    "ParallelConfig": {
+        "data_parallel_size": _PLACE,
+        "data_parallel_size_local": _PLACE,
+        "data_parallel_rank": _PLACE,
+        "data_parallel_rank_local": _PLACE,
+        "data_parallel_index": _PLACE,
+        "data_parallel_master_ip": _PLACE,
+        "data_parallel_rpc_port": _PLACE,
+        "data_parallel_master_port": _PLACE,
+        "data_parallel_backend": _PLACE,
+        "data_parallel_external_lb": _PLACE,
+        "data_parallel_hybrid_lb": _PLACE,
+        "dp_sync_interval": _SCHEDULING,
+        "max_parallel_loading_workers": _PLACE,
+        "ray_workers_use_nsight": _TELLING,
+        "ray_runtime_env": _PLACE,
+        "placement_group": _PLACE,
+        "distributed_executor_backend": _PLACE,
+        "master_addr": _PLACE,
+        "master_port": _PLACE,
+        "node_rank": _PLACE,
+        "nnodes": _PLACE,
+        "numa_bind": _PLACE,
+        "numa_bind_nodes": _PLACE,
+        "numa_bind_cpus": _PLACE,
+        "assigned_physical_gpu_ids": _PLACE,
+        "distributed_timeout_seconds": _PLACE,
+        "cpu_distributed_timeout_seconds": _PLACE,
+        "rank": _PLACE,
+        "world_size": "the product of parallel sizes that are described themselves",
+        "_data_parallel_master_port_list": _PLACE,
+        "_coord_store_port": _PLACE,
+        "_api_process_count": _PLACE,
+        "_api_process_rank": _PLACE,
+        "enable_fault_tolerance": _PLACE,
+        "fault_tolerance_config": _PLACE,
+    },
+    "SchedulerConfig": {
+        "max_num_batched_tokens": _SCHEDULING,
+        "max_num_scheduled_tokens": _SCHEDULING,
+        "max_num_seqs": _SCHEDULING,
+        "max_num_active_seqs": _SCHEDULING,
+        "long_prefill_token_threshold": _SCHEDULING,
+        "long_prefill_token_threshold_adaptive": _SCHEDULING,
+        "max_num_queued_reqs": _SCHEDULING,
+        "max_num_queued_tokens": _SCHEDULING,
+        "enable_chunked_prefill": _SCHEDULING,
+        "max_num_encoder_input_tokens": _SCHEDULING,
+        "encoder_cache_size": _MEMORY,
+        "policy": _SCHEDULING,
+        "scheduler_reserve_full_isl": _SCHEDULING,
+        "watermark": _SCHEDULING,
+        "prefill_schedule_interval": _SCHEDULING,
+        "async_scheduling": _SCHEDULING,
+        "stream_interval": _FRONTEND,
+    },
+    "LoadConfig": {
+        "download_dir": _FILES,
+        "safetensors_load_strategy": "how files are read",
+        "safetensors_prefetch_num_threads": "how files are read",
+        "safetensors_prefetch_block_size": "how files are read",
+        "use_tqdm_on_load": _TELLING,
+    },
+    "LoRAConfig": {
+        "max_loras": _MEMORY,
+        "max_cpu_loras": _MEMORY,
+    },
+    "CompilationConfig": {
+        "debug_dump_path": _TELLING,
+        "cache_dir": _CAPTURE,
+        "local_cache_dir": _CAPTURE,
+        "compile_cache_save_format": _CAPTURE,
+        "cudagraph_mode": _CAPTURE,
+        "cudagraph_num_of_warmups": _CAPTURE,
+        "cudagraph_capture_sizes": _CAPTURE,
+        "cudagraph_copy_inputs": _CAPTURE,
+        "max_cudagraph_capture_size": _CAPTURE,
+        "cudagraph_mm_encoder": _CAPTURE,
+        "encoder_cudagraph_token_budgets": _CAPTURE,
+        "encoder_cudagraph_max_vision_items_per_batch": _CAPTURE,
+        "encoder_cudagraph_max_frames_per_batch": _CAPTURE,
+        "cudagraph_decoder_replay": _CAPTURE,
+        "decoder_replay_cudagraph_capture_sizes": _CAPTURE,
+        "decoder_replay_trim_threshold": _CAPTURE,
+        "compile_sizes": _CAPTURE,
+        "compile_ranges_endpoints": _CAPTURE,
+        "splitting_ops": _CAPTURE,
+        "enabled_custom_ops": _STATE,
+        "disabled_custom_ops": _STATE,
+        "traced_files": _STATE,
+        "compilation_time": _STATE,
+        "encoder_compilation_time": _STATE,
+        "static_forward_context": _STATE,
+        "static_all_moe_layers": _STATE,
+    },
+    "ECTransferConfig": {
+        "engine_id": "a random name",
+        "ec_buffer_device": _PLACE,
+        "ec_buffer_size": _MEMORY,
+        "ec_role": _PLACE,
+        "ec_ip": _PLACE,
+        "ec_port": _PLACE,
+    },
+    "PreTrainedConfig": {
+        "_name_or_path": _FILES,
+        "_commit_hash": _FILES,
+        "transformers_version": "which version wrote or read the file",
+    },
+}
+"""Fields by the class that declares them, with the reason why engines that differ in them may share KV."""
+
+_MAX_DEPTH = 12
+
+
+def describe_config(config: Any, vouched: bool) -> Any:
+    """Everything of a configuration that is not known to be harmless, as JSON: equal where and whenever it is read.
+
+    vouched: somebody has named this model's version, which stands for what cannot be described (functions). Raises
+    ConfigError, with the field, for such values where nobody has.
+    """
+    return _describe(config, type(config).__name__, vouched, 0)
+
+
+def _describe(value: Any, path: str, vouched: bool, depth: int) -> Any:
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
+        return value
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"kvdepot: {path} is nested more than {_MAX_DEPTH} levels deep")
+
+    def inner(name: object, item: Any) -> Any:
+        return _describe(item, f"{path}.{name}", vouched, depth + 1)
+
+    match value:
+        case enum.Enum():
+            return f"{type(value).__qualname__}.{value.name}"
+        case bytes() | Path():
+            return str(value)
+        case type():
+            return f"{value.__module__}.{value.__qualname__}"
+        case Mapping():
+            return {str(key): inner(key, item) for key, item in value.items()}
+        case Set():
+            return sorted(json.dumps(inner("*", item), sort_keys=True) for item in value)
+        case Sequence():
+            return [inner(number, item) for number, item in enumerate(value)]
+    module = type(value).__module__.partition(".")[0]
+    if module == "torch":
+        return str(value)  # dtypes and devices
+    if hasattr(value, "to_dict") and hasattr(value, "to_json_string"):  # a configuration of transformers
+        return inner(type(value).__name__, _without(HARMLESS["PreTrainedConfig"], value.to_dict()))
+    fields = dict(_fields(value))
+    if fields or dataclasses.is_dataclass(value):
+        harmless = _harmless(type(value))
+        return {name: inner(name, item) for name, item in sorted(fields.items()) if name not in harmless}
+    if vouched:
+        return "vouched for"
+    raise ConfigError(
+        f"kvdepot cannot tell what {path} does to KV: it is {type(value).__name__} {value!r:.80}. Name this version "
+        'of the model by "kvdepot.weights_revision" in kv_connector_extra_config, and change the name when it changes'
+    )
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of what an object is made of; none for functions and the like."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                yield field.name, getattr(value, field.name)
+    elif not callable(value):
+        yield from vars(value).items() if hasattr(value, "__dict__") else ()
+
+
+def _without(names: Mapping[str, str], value: Any) -> Any:
+    """A configuration's dictionary without these keys, in the configurations nested in it neither."""
+    if isinstance(value, Mapping):
+        return {key: _without(names, item) for key, item in value.items() if key not in names}
+    return value
+
+
+def _harmless(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in HARMLESS.get(base.__name__, ())}

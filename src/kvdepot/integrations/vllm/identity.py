@@ -1,0 +1,190 @@
+"""What tells one engine's KV apart from another's, and what of an engine's configuration is refused.
+
+KVDepotConnector (vllm.py) calls it in the scheduler and in every worker when it is made. What differs from request to
+request is in requests.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from blake3 import blake3
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from kvdepot.config import default_url
+from kvdepot.errors import ConfigError
+from kvdepot.integrations.loaded import loaded_since
+from kvdepot.integrations.vllm.fields import describe_config
+from kvdepot.integrations.vllm.weight_files import find_weights
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["namespace", "read_settings", "refuse_unserved"]
+
+log = init_logger(__name__)
+
+_PREFIX = "kvdepot."
+_SETTINGS = {"url": str, "key": str, "save_decode": bool, "weights_revision": str}
+_LOCAL_FORMATS = {
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "fastsafetensors",
+    "instanttensor",
+    "dummy",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+}
+"""Load formats that read the model's own folder, and nothing elsewhere."""
+_INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
+    "amx": lambda: torch.cpu._is_amx_tile_supported(),
+    "avx512": lambda: torch.cpu._is_avx512_supported(),
+}
+_SETTLED_S = 2.0
+"""Files that changed less than this before the engine began to load count as changed meanwhile: clocks of file systems
+lag behind and differ from ours."""
+
+
+def read_settings(extra: dict[str, Any]) -> dict[str, Any]:
+    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types."""
+    settings: dict[str, Any] = {"url": default_url(), "key": "", "save_decode": False, "weights_revision": ""}
+    for key, value in extra.items():
+        name = key.removeprefix(_PREFIX)
+        if name == key:
+            continue  # somebody else's
+        if name not in _SETTINGS:
+            raise ConfigError(f"{key} is no setting of kvdepot: there are {', '.join(_PREFIX + s for s in _SETTINGS)}")
+        if not isinstance(value, _SETTINGS[name]):
+            raise ConfigError(f"{key} is {value!r}, not a {_SETTINGS[name].__name__}")
+        settings[name] = value
+    return settings
+
+
+def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError for what would be cached wrongly or not at all."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ConfigError(
+            f"kvdepot serves models with one KV cache group so far; this one has {len(groups)} "
+            f"({kinds}). "
+            "Hybrid models (sliding window or state space beside full attention) cannot use KVDepotConnector yet"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec | MLAAttentionSpec) or getattr(spec, "sliding_window", None):
+        raise ConfigError(f"kvdepot serves full attention and MLA so far, not {type(spec).__name__}: {spec}")
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            "kvdepot does not serve context parallelism yet: ranks would hold different tokens of a block"
+        )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "kvdepot does not serve sleep mode: a sleeping engine gives its KV's memory away and wakes with other "
+            "memory, while the server still has the old. Start without --enable-sleep-mode"
+        )
+    if vllm_config.weight_transfer_config is not None:
+        raise ConfigError(
+            "kvdepot does not serve engines whose weights are replaced while they run (weight_transfer_config): it is "
+            "not told of it, and would mix the KV of old and new weights"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        raise ConfigError(
+            f"kvdepot does not serve speculative decoding by {speculative.method} yet: the draft's KV of a "
+            "loaded prefix would miss the target's hidden states"
+        )
+
+
+def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
+    """All that is fixed for an engine and may change KV bytes, as a readable name with a hash.
+
+    Equal in the scheduler and every worker, and after a restart with the same weights and configuration. Reads the
+    model's files: call it once their weights have been loaded. Raises ConfigError for what cannot be told apart, unless
+    weights_revision names it.
+    """
+    models = [vllm_config.model_config]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        models.append(speculative.draft_model_config)
+    facts = {
+        "vllm": vllm.__version__,
+        "config": describe_config(vllm_config, vouched=bool(weights_revision)),
+        "platform": _platform(),
+        "spec": str(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
+        "weights": weights_revision or [_weights(vllm_config, model) for model in models],
+    }
+    text = json.dumps(facts, sort_keys=True)
+    log.debug("kvdepot: identity of this engine's KV: %s", text)
+    return f"{Path(models[0].model).name}@{blake3(text.encode()).hexdigest()[:32]}"
+
+
+def _platform() -> list[str]:
+    """What of the machine decides how values are laid out within a block: vLLM's CPU attention packs keys for the
+    instruction set that it finds, under one backend name and in tensors of one shape."""
+    facts = [current_platform.device_type, str(current_platform.fp8_dtype())]
+    if current_platform.is_cpu():
+        facts.append(current_platform.get_cpu_architecture().name)
+        facts += [f"{name} {supported()}" for name, supported in _INSTRUCTION_SETS.items()]
+    return facts
+
+
+def _weights(vllm_config: VllmConfig, model: ModelConfig) -> list[str]:
+    """What tells a model's weights, and the code and scales beside them, from every other version."""
+    load = vllm_config.load_config
+    origin = model.model_weights or model.model
+    settings = load.model_loader_extra_config
+    if str(load.load_format) not in _LOCAL_FORMATS:
+        raise _unknown(f"what load format {load.load_format} loads")
+    if not isinstance(settings, dict) or _has_text(settings):
+        raise _unknown(f"which files model_loader_extra_config {settings!r:.200} names")
+    paths = [(origin, model.revision)]
+    if model.trust_remote_code and model.code_revision:
+        paths.append((origin, model.code_revision))
+    scales = model.multimodal_config and model.multimodal_config.mm_encoder_fp8_scale_path
+    if scales:
+        paths.append((scales, None))
+    if model.trust_remote_code and "--" in str(getattr(model.hf_config, "auto_map", "")):
+        raise _unknown("which version of another repository's code runs this model")
+    facts = []
+    for path, revision in paths:
+        found = find_weights(path, revision, load.download_dir)
+        if found is None:
+            raise _unknown(f"which version of {path} this is")
+        facts.append(found.digest)
+        if found.changed_at > loaded_since() - _SETTLED_S:
+            log.warning(
+                "kvdepot: %s changed while this engine was loading it, so its KV is shared with no other engine. "
+                "Restart the engine to share it",
+                path,
+            )
+            transfer = vllm_config.kv_transfer_config
+            facts.append(f"private to {vllm_config.instance_id} {transfer.engine_id if transfer else ''}")
+    return facts
+
+
+def _has_text(value: object) -> bool:
+    """Whether settings hold a text somewhere, which may be the name of a file."""
+    if isinstance(value, dict | list | tuple):
+        return any(_has_text(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str)
+
+
+def _unknown(what: str) -> ConfigError:
+    return ConfigError(
+        f"kvdepot cannot tell {what}. Name this version of the model by "
+        '"kvdepot.weights_revision" in kv_connector_extra_config, and change the name whenever the weights change'
+    )

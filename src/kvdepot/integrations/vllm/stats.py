@@ -1,0 +1,115 @@
+"""What vLLM shows of KVDepotConnector: in its log, and among its own Prometheus metrics as `vllm:kvdepot_*`.
+
+Each rank's worker and the scheduler hand in what has ended since the last step; vLLM adds it up over ranks. So shards
+count a rank's part of a chunk each, bytes are those of all ranks, and a time is one rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvdepot.client.operation import Operation
+from kvdepot.protocol.metrics import BOUNDS_S
+
+__all__ = ["KVDepotMetrics", "KVDepotStats"]
+
+_COUNTED: Mapping[str, str] = {
+    "lookup_chunks": "Chunks of prompts that the depot was asked for.",
+    "hit_chunks": "Chunks of prompts that the depot had.",
+    "lookup_errors": "Lookups that failed, and count as misses.",
+    "retrieved_shards": "Shards that were loaded from the depot.",
+    "retrieved_bytes": "Bytes that were loaded from the depot.",
+    "retrieve_failed_shards": "Shards that could not be loaded, and were computed.",
+    "stored_shards": "Shards that were stored in the depot, or were there.",
+    "stored_bytes": "Bytes of the shards that were stored.",
+    "store_failed_shards": "Shards of stores that were dropped, in part at least.",
+    "uncached_requests": "Requests that were not cached because of an error, which the log has.",
+}
+_TIMED: Mapping[str, str] = {
+    "lookup_seconds": "Time from a lookup to the scheduler's taking its answer.",
+    "retrieve_seconds": "Time from the order to load to its end, as the worker sees it.",
+    "store_seconds": "Time from the order to store to its end, as the worker sees it.",
+}
+
+
+@dataclass
+class KVDepotStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's, which mypy does not follow
+    """Counts by name, and times as lists; empty where nothing has ended."""
+
+    def reset(self) -> None:
+        """Forget all of it."""
+        self.data: dict[str, Any] = {}
+
+    def count(self, operation: Operation) -> None:
+        """An operation has ended."""
+        lost = operation.chunks - operation.done
+        if operation.kind == "lookup":
+            self._add("lookup_chunks", operation.chunks)
+            self._add("hit_chunks", operation.done)
+            self._add("lookup_errors", bool(operation.error))
+        else:
+            self._add(f"{operation.kind}d_shards", operation.done)
+            self._add(f"{operation.kind}d_bytes", operation.size_bytes)
+            self._add(f"{operation.kind}_failed_shards", lost)
+        self.data.setdefault(f"{operation.kind}_seconds", []).append(operation.took_s)
+
+    def count_uncached(self) -> None:
+        """A request is not cached, because of an error."""
+        self._add("uncached_requests", 1)
+
+    def _add(self, name: str, count: int) -> None:
+        self.data[name] = self.data.get(name, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Take another's in."""
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value if name in self.data else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM's log shows of an interval."""
+        shown: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if name in _TIMED:
+                shown[f"{name.removesuffix('_seconds')}s"] = len(value)
+                shown[f"{name} (median)"] = round(median(value), 4)
+            elif value:
+                shown[name] = value
+        return shown
+
+    def is_empty(self) -> bool:
+        """Whether nothing has ended."""
+        return not self.data
+
+
+class KVDepotMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same as Prometheus metrics, by engine."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        labels = self._labelnames
+        made = {
+            name: self._counter_cls(f"vllm:kvdepot_{name}", text, labelnames=labels) for name, text in _COUNTED.items()
+        } | {
+            name: self._histogram_cls(f"vllm:kvdepot_{name}", text, labelnames=labels, buckets=BOUNDS_S)
+            for name, text in _TIMED.items()
+        }
+        self._by_engine = {
+            engine: {name: metric.labels(*values) for name, metric in made.items()}
+            for engine, values in self.per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take in one step's stats."""
+        metrics: dict[str, Any] = self._by_engine[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in _TIMED:
+                for took_s in value:
+                    metrics[name].observe(took_s)
+            elif name in _COUNTED:
+                metrics[name].inc(value)

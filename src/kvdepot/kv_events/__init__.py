@@ -1,0 +1,1 @@
+"""What is stored and removed, published as vLLM publishes it."""

@@ -1,0 +1,318 @@
+"""What is in memory, told to routers: vLLM's KV events over ZeroMQ, so that requests go where their prefix lies.
+
+A `Publisher` encodes and sends what a feed (kv_events/feed.py) tells, on a thread of its own. The one law: a subscriber
+that reads every message, or asks for what it missed, never believes of a chunk that it is there once that is no longer
+so, for longer than the messages take.
+
+Keys are kvdepot's own, not hashes of vLLM's blocks: whoever routes computes them from a prompt's tokens, as
+`ChunkChain(chunk_size, derive_root())` does (protocol/keys.py; what else goes into a root or a key: `root` and `extras`
+of integrations/vllm/identity.py). A router that knows only vLLM's hashes listens to the engines instead, where the
+connector tells what it knows (integrations/vllm/events.py).
+
+A message is `[topic, seq, payload]` as vLLM's own publisher sends it (vllm/distributed/kv_events.py, 0.32): seq is 8
+bytes, big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A
+`BlockStored` names chunks that follow each other by their keys; its `token_ids` are empty, for the depot does not know
+them. A parent of None is a prompt's start, or not known. `ownership` is the namespace: the model as `kvdepot status`
+lists it, behind `TENANT/` where there are tenants; chunks of one key and two namespaces are two. Only memory is told
+of: what tiers have they remove without a word.
+
+Numbers begin at the nanosecond of the server's start, so a restarted server's are above all before and a subscriber
+sees a gap. Each second without an event an empty batch tells of a gap at the end. To what was missed the replay
+socket answers: 8 bytes with the first number that is wanted, sent as vLLM's subscribers do; then comes what was sent
+since, or, where that is not kept any more, `AllBlocksCleared` and all that is there, under the latest numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvdepot.kv_events import feed as kv_feed
+from kvdepot.kv_events.feed import AllBlocksCleared, Belief, Event, Feed
+from kvdepot.protocol.endpoints import listen
+from kvdepot.protocol.monitor import Monitor, shut
+
+__all__ = ["END", "TOPIC", "Publisher", "replay_endpoint"]
+
+log = logging.getLogger(__name__)
+
+TOPIC = b"kvdepot"
+END = (-1).to_bytes(8, "big", signed=True)
+"""The number of the message that ends a replay."""
+_LAST = (b"", END, b"")
+_KEPT_MESSAGES = 20_000
+_KEPT_BYTES = 64 << 20
+"""Messages are kept for replays up to these limits, and beyond them as many as tell of all that is there."""
+_BEAT_S = 1.0
+_GATHER_S = 0.01
+_MARGIN = 64
+"""Messages that a replay of all that is there repeats at its end, for subscribers that stop reading a replay at the
+number before the message that showed them the gap."""
+_MOST_CONNECTIONS = 64
+"""Subscribers and replays together: each takes a descriptor."""
+_MOST_UNREAD = 1024
+"""Messages that wait for one subscriber; it asks for the others. Subscribers share the memory of one that waits."""
+_MOST_WAITING = 64
+"""Replays that wait for their turn."""
+_REPLAY_S = 10.0
+"""A replay whose reader takes nothing for so long is over."""
+_AT_ONCE = 16
+"""Messages of a replay between two looks at what is new."""
+_REST = 4.0
+"""Replays rest so many times as long as they work: they must not keep the interpreter's lock from who decides."""
+_PAUSE_S = 0.1
+"""In the middle of a replay no rest is longer: who reads it would take it for the end. What is left is for later."""
+_RETRY_MS = 10
+
+
+def replay_endpoint(endpoint: str) -> str:
+    """Where replays are asked for: the next TCP port, or the unix socket of that name with `.replay` behind it."""
+    if endpoint.startswith("tcp://"):
+        host, _, port = endpoint.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+    return endpoint + ".replay"
+
+
+class _Sent:
+    """Numbers of messages, and the latest of them, kept for replays."""
+
+    def __init__(self, kept_messages: int, kept_bytes: int) -> None:
+        self._limits = kept_messages, kept_bytes
+        self._messages: deque[bytes] = deque()
+        self._bytes = 0
+        self.last = time.time_ns()
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest that is kept."""
+        return self.last - len(self._messages) + 1
+
+    def add(self, payload: bytes, listing: int) -> int:
+        """Keep a message; its number. listing: at least as many are kept as tell of all that is there."""
+        messages = self._messages
+        messages.append(payload)
+        self.last += 1
+        self._bytes += len(payload)
+        most, most_bytes = self._limits
+        while len(messages) > listing + _MARGIN and (len(messages) > most or self._bytes > most_bytes):
+            self._bytes -= len(messages.popleft())
+        return self.last
+
+    def since(self, start: int) -> list[bytes]:
+        """Messages from this number on, which is kept, or the next."""
+        return list(itertools.islice(self._messages, start - self.first, None))
+
+
+class Publisher:
+    """Publishes one feed at one endpoint until it is closed."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        endpoint: str,
+        chunk_tokens: int,
+        context: zmq.Context[Any],
+        guard: Callable[[zmq.Socket[Any]], None] = lambda socket: None,
+        kept_messages: int = _KEPT_MESSAGES,
+        kept_bytes: int = _KEPT_BYTES,
+    ) -> None:
+        """Listen; `start` publishes. guard: sets a socket's keys before it listens. Raises Unavailable.
+
+        The place is the caller's (endpoints.Claim) until the context has ended.
+        """
+        self._feed = feed
+        self._endpoint = endpoint
+        self._chunk_tokens = chunk_tokens
+        self._belief = Belief()
+        self._sent = _Sent(kept_messages, kept_bytes)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._next_beat = 0.0
+        self._waiting: dict[bytes, int] = {}  # who asks for a replay, from which number on; oldest first
+        self._replay: Iterator[tuple[bytes, ...]] | None = None  # of the first that waits
+        self._unsent: tuple[bytes, ...] | None = None
+        self._give_up_at = 0.0
+        self._rest_until = 0.0
+        self._owed_s = 0.0  # of rest
+        self._connections = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvdepot-kv-events", daemon=True)
+        self._pub = context.socket(zmq.PUB)
+        self._router = context.socket(zmq.ROUTER)
+        self._monitors: list[Monitor] = []
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._pub.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
+        self._router.setsockopt(zmq.SNDHWM, 4 * _AT_ONCE)
+        self._router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+        try:
+            for socket, url in ((self._pub, endpoint), (self._router, replay_endpoint(endpoint))):
+                socket.setsockopt(zmq.LINGER, 200)
+                socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # what they may send us
+                guard(socket)
+                self._monitors.append(Monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
+                listen(socket, url)
+        except BaseException:
+            self._close_sockets()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Publisher at {self._endpoint}: {self._belief.count} chunks, message {self._sent.last}>"
+
+    def start(self) -> None:
+        """Publish from now on."""
+        self._thread.start()
+        log.info("KV events at %s, replays at %s", self._endpoint, replay_endpoint(self._endpoint))
+
+    def close(self) -> None:
+        """Say that nothing is there any more, and end, and the feed with it. Blocks a second at most. Once."""
+        self._stopping = True
+        self._feed.rouse()
+        if self._thread.ident is None:
+            self._close_sockets()
+        else:
+            self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self._feed.close()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            for part in (self._router, *(monitor.socket for monitor in self._monitors)):
+                poller.register(part, zmq.POLLIN)
+            poller.register(self._feed.wake, zmq.POLLIN)
+            while not self._stopping:
+                self._drain()
+                if time.monotonic() >= self._next_beat:
+                    self._publish([])
+                self._answer()
+                wait_s = self._next_beat - time.monotonic() if self._feed.may_sleep() else 0.0
+                wait_ms = max(0, int(wait_s * 1000) + 1) if wait_s > 0 else 0
+                if self._waiting:
+                    rest_s = self._rest_until - time.monotonic()
+                    wait_ms = min(wait_ms, max(_RETRY_MS if self._unsent else 0, int(rest_s * 1000) + 1))
+                for ready, _ in poller.poll(wait_ms):
+                    self._hear(ready)
+            self._publish([AllBlocksCleared()])
+        except Exception:  # the top of a thread: whoever listens hears no beat any more, and the depot goes on
+            log.exception("KV events are not published any more")
+        finally:
+            self._close_sockets()
+
+    def _hear(self, ready: Any) -> None:
+        if ready is self._router:
+            self._asked()
+        elif ready == self._feed.wake:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._feed.wake)
+            # What comes with the first change is told with it: a message each would have the deciding thread fight
+            # for the interpreter's lock all the time.
+            time.sleep(0.0 if self._stopping else _GATHER_S)
+        else:
+            self._count_connections()
+
+    def _drain(self) -> None:
+        """Publish what is queued, in order."""
+        while not self._stopping and (changes := self._feed.take(kv_feed.BATCH)):
+            events = self._belief.apply(changes, self._chunk_tokens)
+            if events:
+                self._publish(events)
+            time.sleep(0)  # gives the interpreter's lock away: the deciding thread must not wait for us
+
+    def _publish(self, events: list[Event]) -> None:
+        payload = self._encode((time.time(), events))
+        seq = self._sent.add(payload, self._belief.messages)
+        self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload))  # drops for who does not read: a gap
+        self._next_beat = time.monotonic() + _BEAT_S
+
+    # -- replays, one after the other
+
+    def _asked(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+                    log.debug("no question for a replay: %d frames", len(frames))
+                elif len(self._waiting) < _MOST_WAITING:
+                    self._waiting.setdefault(frames[0], int.from_bytes(frames[2], "big"))
+
+    def _answer(self) -> None:
+        """Send a little of the replay whose turn it is, and see to its rest."""
+        began = time.monotonic()
+        if not self._waiting or began < self._rest_until:
+            return
+        self._send_some()
+        ended = time.monotonic()
+        self._owed_s += _REST * (ended - began)
+        rest_s = self._owed_s if self._replay is None else min(self._owed_s, _PAUSE_S)
+        self._owed_s -= rest_s
+        self._rest_until = ended + rest_s
+
+    def _send_some(self) -> None:
+        for _ in range(_AT_ONCE):
+            if not self._waiting:
+                return
+            now = time.monotonic()
+            who, start = next(iter(self._waiting.items()))
+            if self._replay is None:
+                self._replay = self._messages(start)
+                self._give_up_at = now + _REPLAY_S
+            message = self._unsent or next(self._replay, None)
+            self._unsent = None
+            if message is not None:
+                try:
+                    self._router.send_multipart((who, b"", *message), zmq.NOBLOCK)
+                    self._give_up_at = now + _REPLAY_S
+                    continue
+                except zmq.Again:
+                    if now < self._give_up_at:
+                        self._unsent = message
+                        return
+                except zmq.ZMQError as exc:  # gone
+                    log.debug("a replay ends: %s", exc.strerror)
+            self._replay = None
+            del self._waiting[who]
+
+    def _messages(self, start: int) -> Iterator[tuple[bytes, ...]]:
+        """A replay's messages, as of now: what was sent from number `start` on, or all that is there."""
+        sent, belief = self._sent, self._belief
+        if sent.first <= start <= sent.last + 1:
+            return itertools.chain(_numbered(start, sent.since(start)), iter([_LAST]))
+        # Numbers for the listing that nobody has who asks for one, and the messages behind them once more: they end in
+        # what is there now, too.
+        last = max(sent.first + belief.messages - 1, sent.last - _MARGIN)
+        assert last <= sent.last, "fewer messages are kept than tell of all that is there"
+        now = time.time()
+        listing = (self._encode((now, events)) for events in belief.listing(self._chunk_tokens))
+        again = sent.since(last + 1)
+        return itertools.chain(
+            _numbered(last - belief.messages + 1, listing), _numbered(last + 1, again), iter([_LAST])
+        )
+
+    # -- connections
+
+    def _count_connections(self) -> None:
+        for event, value in itertools.chain.from_iterable(monitor.read() for monitor in self._monitors):
+            self._connections += 1 if event == zmq.EVENT_ACCEPTED else -1
+            if event == zmq.EVENT_ACCEPTED and self._connections > _MOST_CONNECTIONS:
+                log.debug("a connection beyond %d is shut", _MOST_CONNECTIONS)
+                shut(value)
+
+    def _close_sockets(self) -> None:
+        for socket in (*self._monitors, self._pub, self._router):
+            socket.close()
+
+
+def _numbered(first: int, payloads: Iterable[bytes]) -> Iterator[tuple[bytes, ...]]:
+    for seq, payload in enumerate(payloads, first):
+        yield TOPIC, seq.to_bytes(8, "big"), payload

@@ -1,0 +1,137 @@
+"""Which bytes of the arena are free. Pure arithmetic; called by core/index/index.py on the deciding thread.
+
+The one law: a request for `n` bytes succeeds whenever `n` bytes are free. Chunks of different models have
+different sizes and free each other's room in pieces, so an allocation may be several extents; it is
+one extent wherever one of a larger size class is free. Free neighbours are joined at once. Extents are multiples
+of a page, and free ones are kept by size class (powers of two), so both ways are O(1) for the usual case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["PAGE", "Extents", "Space"]
+
+PAGE = 4096
+
+Extents = tuple[tuple[int, int], ...]
+"""`((offset, bytes), ...)` in the order in which a chunk's bytes fill them."""
+
+
+class Space:
+    """Free extents of `[start, end)`."""
+
+    __slots__ = ("_by_class", "_ends", "_starts", "capacity", "end", "free_bytes", "start")
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.capacity = (end - start) // PAGE * PAGE
+        assert self.capacity > 0, f"no whole page in [{start}, {end})"
+        self.end = start + self.capacity
+        self.free_bytes = 0
+        self._starts: dict[int, int] = {}  # start of a free extent -> bytes
+        self._ends: dict[int, int] = {}  # end of a free extent -> its start
+        self._by_class: list[dict[int, None]] = [{} for _ in range(self.capacity.bit_length() + 1)]
+        self._insert(self.start, self.capacity)
+
+    def __repr__(self) -> str:
+        return f"<Space {self.free_bytes} of {self.capacity} bytes free in {len(self._starts)} extents>"
+
+    @staticmethod
+    def rounded(size: int) -> int:
+        """Bytes that an allocation of `size` takes."""
+        return -(-size // PAGE) * PAGE
+
+    def allocate(self, size: int) -> Extents | None:
+        """Take `size` bytes (rounded up to pages); None when fewer are free."""
+        assert size > 0, size
+        need = self.rounded(size)
+        if need > self.free_bytes:
+            return None
+        taken = []
+        while need:
+            start, length = self._take(need)
+            used = min(length, need)
+            if length > used:
+                self._insert(start + used, length - used)
+            taken.append((start, used))
+            need -= used
+        return tuple(taken)
+
+    def free(self, extents: Extents) -> None:
+        """Give back what `allocate` returned."""
+        for start, length in extents:
+            end = start + length
+            assert self.start <= start < end <= self.end, (start, length)
+            assert start not in self._starts and end not in self._ends, f"freed twice: {start}+{length}"
+            before = self._ends.get(start)
+            if before is not None:
+                self._remove(before, start - before)
+                start = before
+            after = self._starts.get(end)
+            if after is not None:
+                self._remove(end, after)
+                end += after
+            self._insert(start, end - start)
+
+    def occupy(self, taken: Iterable[tuple[int, int, int]]) -> None:
+        """Take extents `(offset, bytes, whatever)`, in rising order and apart, of a space that is all free. O(n)."""
+        assert self.free_bytes == self.capacity
+        self._forget_all()
+        at = self.start
+        for start, length, _ in (*taken, (self.end, 0, 0)):
+            assert at <= start and start + length <= self.end, (at, start, length)
+            if start > at:
+                self._insert(at, start - at)
+            at = start + length
+
+    def _forget_all(self) -> None:
+        self._starts.clear()
+        self._ends.clear()
+        for level in self._by_class:
+            level.clear()
+        self.free_bytes = 0
+
+    def _take(self, need: int) -> tuple[int, int]:
+        """Take out a free extent of at least `need` bytes, or else one of the largest."""
+        # popitem, not iteration: stepping over a dict's deleted entries again and again would be O(n).
+        classes = self._by_class
+        own = need.bit_length()
+        if classes[own]:
+            start, _ = classes[own].popitem()
+            if self._starts[start] >= need:
+                return self._forget(start)
+            classes[own][start] = None  # sizes in this class lie on both sides of `need`: one look, no search
+        for level in (*range(own + 1, len(classes)), *range(own, -1, -1)):
+            if classes[level]:
+                return self._forget(classes[level].popitem()[0])
+        raise AssertionError(f"{self.free_bytes} bytes free but no extent")
+
+    def _forget(self, start: int) -> tuple[int, int]:
+        length = self._starts.pop(start)
+        del self._ends[start + length]
+        self.free_bytes -= length
+        return start, length
+
+    def _insert(self, start: int, length: int) -> None:
+        self._starts[start] = length
+        self._ends[start + length] = start
+        self._by_class[length.bit_length()][start] = None
+        self.free_bytes += length
+
+    def _remove(self, start: int, length: int) -> None:
+        del self._by_class[length.bit_length()][start]
+        self._forget(start)
+
+    def validate(self) -> None:
+        """Raise AssertionError unless the free extents are disjoint, joined and add up."""
+        previous_end = -1
+        total = 0
+        for start, length in sorted(self._starts.items()):
+            assert length > 0 and start > previous_end, (start, length, previous_end)
+            assert self._ends[start + length] == start
+            assert start in self._by_class[length.bit_length()]
+            previous_end = start + length
+            total += length
+        assert total == self.free_bytes, (total, self.free_bytes)
+        assert len(self._starts) == len(self._ends) == sum(map(len, self._by_class))

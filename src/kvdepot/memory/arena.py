@@ -1,0 +1,201 @@
+"""The memory that holds the chunks: one named shared-memory file. Made by the server, written by memory/copier.py.
+
+The one law: never a byte larger than asked, and no page is touched that the kernel has not given us. What lies where in
+the file: memory/arena_header.py.
+
+A server that finds a file of its name takes it over with all that is in it, once the lock on it is free. It refuses
+a file it does not understand: removing somebody's data is the user's to decide.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot import locks
+from kvdepot.errors import ArenaError, LayoutError
+from kvdepot.memory import shm
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, Header
+from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
+from kvdepot.protocol.handshake import SECRET_BYTES
+
+__all__ = ["Arena", "smallest_arena"]
+
+_STEP = 16 << 20
+_LOCK_WAIT_S = 0.3
+
+
+def _table_bytes(size: int) -> int:
+    """Bytes of the table in an arena of `size` bytes: whole pages."""
+    return -(-size // ARENA_BYTES_A_SLOT * SLOT_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def smallest_arena() -> int:
+    """Bytes of an arena that holds a chunk of one page."""
+    return HEADER_BYTES + mmap.PAGESIZE + CHUNKS_OFFSET + mmap.PAGESIZE
+
+
+class Arena:
+    """A named file of `size` bytes in /dev/shm, locked for this process as long as it lives."""
+
+    def __init__(self, name: str, size: int, boot: bytes) -> None:
+        """Create the file, or take over the one a dead server left.
+
+        Raises ArenaError when a living server owns it, it is not ours, or /dev/shm is too small.
+        """
+        self.name = name
+        self.size = size
+        self.path = shm.shm_path(name)
+        self.secret = os.urandom(SECRET_BYTES)
+        """By which clients tell that this server can write here (protocol/handshake.py)."""
+        self.taken_over = False
+        self.whole = 0
+        """Bytes from the start that the last server's file still had when we took it over."""
+        # Linux closes a dead process's descriptors from the lowest number up, and ends their files the other way round.
+        # So the lock is free only when every driver has ended what it did for us, as long as the file is open under no
+        # number higher than a driver's: it is opened at the start, and must not be duplicated later.
+        self._fd = self._open()
+        try:
+            self.header = self._claim(boot)
+            self._map = self._map_whole()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.address = self.bytes.ctypes.data
+        shm.advise_huge(self.address, size)
+        shm.do_not_fork(self.address, size)
+        self.populated = HEADER_BYTES  # bytes from the start that have memory; written by one thread
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.name} {self.size} bytes, {self.populated} populated>"
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            self.taken_over = True
+        except OSError as exc:
+            raise ArenaError(f"arena {self.path} cannot be created: {exc.strerror}") from exc
+        try:
+            return shm.open_shared(self.name)
+        except LayoutError as exc:
+            raise ArenaError(str(exc)) from exc
+
+    def _claim(self, boot: bytes) -> Header:
+        """Lock the file, bring it to its size, and say what its header must be."""
+        deadline = time.monotonic() + _LOCK_WAIT_S  # a client that looks whether we live holds it for an instant
+        while not locks.lock(self._fd):
+            if time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
+            raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
+        found = Header.read(self._fd, self.path) if self.taken_over else None
+        os.fchmod(self._fd, 0o600)
+        old = os.fstat(self._fd).st_blocks * 512
+        stats = os.statvfs(shm.SHM)
+        room = stats.f_bavail * stats.f_frsize + old
+        if self.size > room:
+            if not self.taken_over:
+                self.path.unlink(missing_ok=True)
+            raise ArenaError(
+                f"an arena of {self.size / 2**30:.2f} GiB does not fit in {shm.SHM}, which has "
+                f"{room / 2**30:.2f} GiB free; lower --arena-gib or enlarge {shm.SHM}"
+            )
+        if found is None:
+            os.ftruncate(self._fd, 0)  # a server died before it had begun: nothing in there is to be trusted
+            os.ftruncate(self._fd, self.size)
+            return self._write_header(Header(self.size, _table_bytes(self.size), boot))
+        self.whole = min(found.size, os.fstat(self._fd).st_size)
+        if self.size < found.chunks_start + mmap.PAGESIZE or self.whole < found.chunks_start:
+            raise ArenaError(
+                f"{self.path} is cut off or too small for what is in it ({self.whole} bytes, {self.size} asked for): "
+                "raise --arena-gib or remove the file"
+            )
+        # Until `settle`, the header says how far the bytes in there are the old ones: should we die before.
+        header = self._write_header(found._replace(size=min(self.whole, self.size), boot=boot))
+        os.ftruncate(self._fd, self.size)
+        return header
+
+    def _map_whole(self) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._fd, self.size)
+        except OSError as exc:
+            if not self.taken_over:
+                self.path.unlink(missing_ok=True)  # made a moment ago, and ours: we hold its lock
+            raise ArenaError(
+                f"an arena of {self.size / 2**30:.2f} GiB cannot be mapped: {exc.strerror}; lower --arena-gib or raise "
+                "`ulimit -v`"
+            ) from exc
+
+    def _write_header(self, header: Header) -> Header:
+        try:
+            os.pwrite(self._fd, self.secret, SECRET_OFFSET)
+            os.pwrite(self._fd, header.pack(), 0)  # not through the mapping: without memory that would be a SIGBUS
+        except OSError as exc:
+            raise ArenaError(f"arena {self.path} cannot be written: {exc.strerror}") from exc
+        return header
+
+    def settle(self) -> None:
+        """What was in the file has been taken over: from now on all of it counts."""
+        self.header = self._write_header(self.header._replace(size=self.size))
+
+    def is_lost(self) -> bool:
+        """Whether the name no longer leads to our file, so that no new client can find it.
+
+        Nothing gives it back: Linux links no file anew whose last name is gone.
+        """
+        return self._fd >= 0 and not locks.leads_to(self.path, self._fd)
+
+    def table(self) -> memoryview:
+        """The memory of the table of records."""
+        return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + self.header.table_bytes]
+
+    def read_table(self) -> bytearray:
+        """What the table holds, read so that pages never written are given no memory."""
+        return self.header.read_table(self._fd)
+
+    def ensure_table(self, offset: int, size: int) -> bool:
+        """`ensure` for a range of the table."""
+        return self.ensure(HEADER_BYTES + offset, size)
+
+    def start_populating(self) -> None:
+        """Give the pages memory in the background, from the start: a first touch costs 30 times a copy."""
+        self._thread = threading.Thread(target=self._populate, name="kvdepot-populate", daemon=True)
+        self._thread.start()
+
+    def _populate(self) -> None:
+        while self.populated < self.size and not self._stop.is_set():
+            step = min(_STEP, self.size - self.populated)
+            if not shm.populate(self.address + self.populated, step):
+                return  # /dev/shm is full: `ensure` tells whoever needs these pages
+            self.populated += step
+
+    def ensure(self, offset: int, size: int) -> bool:
+        """Make sure that a range has memory before it is written; False when there is none. Any thread."""
+        start = offset - offset % mmap.PAGESIZE
+        return offset + size <= self.populated or shm.populate(self.address + start, offset + size - start)
+
+    def close(self, remove: bool = True) -> None:
+        """Stop populating, unmap, and remove the file (the lock goes with it). Safe twice."""
+        if self._fd < 0:
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if remove:
+            self.remove()
+        os.close(self._fd)
+        self._fd = -1
+
+    def remove(self) -> None:
+        """Remove the file, unless another one lies there now. It stays locked until `close`, or our end."""
+        if not self.is_lost():
+            self.path.unlink(missing_ok=True)

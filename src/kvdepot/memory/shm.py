@@ -1,0 +1,294 @@
+"""Files in /dev/shm.
+
+Used by the server (arena, mapping clients' tensors) and the client (its card). Who owns a file locks it as long as it
+lives (locks.py). A child that a process forks gets neither descriptor nor mapping: a card is held open by its mapping
+alone, which no fork inherits (MADV_DONTFORK), and a server's descriptors are closed in what Python forks.
+
+A **card** is a client's page of shared memory:
+
+    offset 0, uint64     fence: stores whose ticket is <= this number must not become visible
+    offset 8, 16 bytes   secret: whoever says hello with this card must prove to know it (protocol/handshake.py)
+    offset 24, uint8     left: 1 once the client has closed its connection; of who was killed or crashed it stays 0
+
+The names of cards can be seen by every user of the host, the page only by its own; so the secret proves, over a TCP
+port that any user can reach, that a client is of this user.
+
+A client raises its fence before it lets the engine reuse blocks that a store may still be reading. The server reads
+the fence after it has copied and before it seals: a copy that ended before the fence rose is whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+from kvdepot import locks
+from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
+
+__all__ = [
+    "ARENA_MAGIC",
+    "SHM",
+    "Card",
+    "CardView",
+    "is_being_made",
+    "map_shared",
+    "populate",
+    "sweep_cards",
+]
+
+SHM = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
+_CARD = "kvdepot-card-"
+ARENA_MAGIC = b"kvdepot\0"
+"""How every arena begins (memory/arena.py)."""
+_SECRET = slice(8, 24)
+_LEFT = 24
+_MAKING_S = 60.0
+"""A file under a hidden name that is older than this has no owner who is about to show it."""
+SECRET_BYTES = 16
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)  # CDLL calls release the GIL; mmap.madvise does not
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def shm_path(name: str) -> Path:
+    """The file of a shared-memory name. Raises LayoutError for what is no plain name."""
+    if not _NAME.fullmatch(name) or name in {".", ".."}:
+        raise LayoutError(f"{name[:64]!r} is not the name of a shared-memory file")
+    return SHM / name
+
+
+def open_shared(name: str, flags: int = os.O_RDWR) -> int:
+    """Open a shared-memory file of this user. Raises LayoutError for anything else, Busy where the system is short of
+    descriptors; the caller closes."""
+    path = shm_path(name)
+    try:
+        # Without O_NONBLOCK a pipe that lies there would hold us up until somebody writes to it.
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as exc:
+        raise _failed(f"shared memory {name} cannot be opened", exc) from exc
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        os.close(fd)
+        raise LayoutError(f"shared memory {name} is not a file of user {os.geteuid()}")
+    return fd
+
+
+def _failed(what: str, exc: OSError) -> KVDepotError:
+    """An open or a mapping that failed: Busy when it may succeed later, for others have left."""
+    kind = Busy if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else LayoutError
+    return kind(f"{what}: {exc.strerror}")
+
+
+def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
+    """Map `size` bytes of an engine's file, readable and writable; the mapping and the file, the caller's to close.
+
+    Raises LayoutError when it is smaller, or no file for KV tensors: a copy into an arena or a card would write
+    what kvdepot itself relies on. Raises Busy where the system is short of descriptors or address space.
+    """
+    if _CARD in name:
+        raise LayoutError(f"shared memory {name} is a client's card, not KV tensors")
+    fd = open_shared(name)
+    try:
+        actual = os.fstat(fd).st_size
+        if not 0 < size <= actual:
+            raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
+        if os.pread(fd, len(ARENA_MAGIC), 0) == ARENA_MAGIC:
+            raise LayoutError(f"shared memory {name} is an arena of kvdepot, not KV tensors")
+        return mmap.mmap(fd, size), fd
+    except OSError as exc:
+        os.close(fd)
+        raise _failed(f"shared memory {name} cannot be mapped", exc) from exc
+    except LayoutError:
+        os.close(fd)
+        raise
+
+
+def populate(address: int, size: int) -> bool:
+    """Give every page of a mapped range memory now; False where there is none left.
+
+    Blocks (about 3 s a GiB the first time) without the GIL. A page that could not be had would otherwise
+    kill the process with SIGBUS at the first touch.
+    """
+    return bool(_libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0)
+
+
+def advise_huge(address: int, size: int) -> None:
+    """Ask for huge pages; the kernel may say no."""
+    _libc.madvise(address, size, _MADV_HUGEPAGE)
+
+
+def do_not_fork(address: int, size: int) -> None:
+    """Keep a mapping, and with it the open file and its lock, out of processes that this one forks."""
+    _libc.madvise(address, size, _MADV_DONTFORK)
+
+
+class Card:
+    """The client's side: makes the page, holds its lock, raises the fence. Close removes it.
+
+    In a process that the client's forks it is nobody's: it does nothing there.
+    """
+
+    def __init__(self) -> None:
+        """Raises ArenaError, with nothing left behind."""
+        self._owner = os.getpid()
+        self._address = 0
+        self.name = f"{_CARD}{os.urandom(8).hex()}"
+        self.secret = os.urandom(SECRET_BYTES)
+        path = SHM / self.name
+        hidden = path.with_name(f".{self.name}")  # see `is_being_made`: locked before anyone can take it for stale
+        fd = -1
+        try:
+            fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.ftruncate(fd, mmap.PAGESIZE)
+            os.pwrite(fd, self.secret, _SECRET.start)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._address = self._map(fd)
+            hidden.rename(path)
+        except OSError as exc:
+            self._unmap()
+            if fd >= 0:
+                hidden.unlink(missing_ok=True)
+            raise ArenaError(f"{SHM} cannot hold this client's card: {exc}") from exc
+        finally:
+            if fd >= 0:
+                os.close(fd)  # the mapping keeps the file open, and its lock
+        self._fence = ctypes.c_uint64.from_address(self._address)
+        self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
+
+    def __repr__(self) -> str:
+        return f"<Card {self.name}>"
+
+    @staticmethod
+    def _map(fd: int) -> int:
+        """Not Python's mmap, which keeps a descriptor of its own."""
+        address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        do_not_fork(address, mmap.PAGESIZE)
+        return int(address)
+
+    def __del__(self) -> None:
+        self._unmap()
+
+    def _unmap(self) -> None:
+        if self._is_ours():
+            _libc.munmap(self._address, mmap.PAGESIZE)
+            self._address = 0
+
+    def _is_ours(self) -> bool:
+        return self._address != 0 and os.getpid() == self._owner
+
+    def raise_fence(self, ticket: int) -> None:
+        """From now on no store with a ticket up to this one becomes visible."""
+        if self._is_ours():
+            self._fence.value = max(self._fence.value, ticket)
+
+    def close(self) -> None:
+        """Say goodbye and remove the page; the lock goes with it. Safe twice."""
+        if self._is_ours():
+            self._left.value = 1
+            (SHM / self.name).unlink(missing_ok=True)
+            self._unmap()
+
+
+class CardView:
+    """The server's side of a client's card."""
+
+    def __init__(self, name: str) -> None:
+        if not name.startswith(_CARD):
+            raise BadRequest(f"{name[:64]!r} is not the name of a client's card")
+        self.name = name
+        self._fd = open_shared(name)
+        try:
+            if os.fstat(self._fd).st_size < mmap.PAGESIZE:
+                raise BadRequest(f"card {name} is shorter than a page")
+            self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        except OSError as exc:
+            os.close(self._fd)
+            raise _failed(f"card {name} cannot be mapped", exc) from exc
+        except BadRequest:
+            os.close(self._fd)
+            raise
+        self._fence = memoryview(self._page).cast("Q")
+
+    def __repr__(self) -> str:
+        return f"<CardView {self.name}>"
+
+    @property
+    def secret(self) -> bytes:
+        """What only a client of this user can know."""
+        return self._page[_SECRET]
+
+    @property
+    def fence(self) -> int:
+        """Stores with a ticket up to this are void; all of them once the card is closed, for its client is dead."""
+        try:
+            return self._fence[0]
+        except ValueError:
+            return 2**64 - 1
+
+    def is_alive(self) -> bool:
+        return locks.is_locked(self._fd)
+
+    def has_left(self) -> bool:
+        """Whether the client closed its connection, so that its end is no death."""
+        return self._page[_LEFT] != 0
+
+    def close(self, remove: bool) -> None:
+        """Unmap; with `remove`, take the file of a dead client away."""
+        if self._fd >= 0:
+            if remove:
+                _remove(SHM / self.name)
+            self._fence.release()
+            self._page.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _remove(path: Path) -> bool:
+    """Remove a dead client's file. False where there is none, or what lies there now cannot be removed."""
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def is_being_made(path: Path) -> bool:
+    """Whether a file under a hidden name is so young that its owner may be about to lock it and give it its own name.
+
+    Raises OSError where it is gone.
+    """
+    return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
+
+
+def sweep_cards() -> int:
+    """Remove cards of clients that died while no server watched; how many. Cards of the living stay."""
+    removed = 0
+    for path in SHM.glob(f"*{_CARD}*"):
+        try:
+            if is_being_made(path):
+                continue  # about to be locked, which even a look whether it is may thwart
+            fd = open_shared(path.name)
+        except (KVDepotError, OSError):
+            continue  # another user's, or gone by now
+        try:
+            if not locks.is_locked(fd):
+                removed += _remove(path)
+        finally:
+            os.close(fd)
+    return removed

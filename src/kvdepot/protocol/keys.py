@@ -1,0 +1,179 @@
+"""Names for KV bytes: the chained hash of the tokens, and what else changes the bytes.
+
+Called by the client (adapters, connector), never by the server: tokens do not leave the engine's process.
+The one law: equal keys mean equal bytes. So everything that changes the KV of a chunk is hashed from a
+fixed root: the tokens of the chunk and of all chunks before it, and the salt, LoRA adapter and multimodal
+items of the request. What is fixed for an engine (model, weights, dtype, parallel shape) is the namespace, and the
+server keeps namespaces apart.
+
+The chain is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), 32 bytes, over the parent's hash and
+the token ids as little-endian uint32. No process seed enters, so it is equal on every host and after every restart.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from blake3 import blake3
+
+from kvdepot.errors import BadRequest
+
+__all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash", "salt_tag"]
+
+HASH_BYTES = 32
+ROOT = blake3(b"kvdepot chunk chain 1").digest()
+"""Parent of the first chunk of a prompt that has nothing but tokens."""
+
+_ENGINE_ROOT = blake3(b"kvdepot engine hash 1").digest()
+_SALTS = blake3(b"kvdepot salt 1").digest()
+
+
+def derive_root(*parts: tuple[str, str]) -> bytes:
+    """Parent of the first chunk of a prompt whose KV also depends on `parts`, e.g. ("salt", "tenant-7").
+
+    Lengths are hashed with the text, so no two lists of parts collide, and in BLAKE3's key derivation mode, so no
+    tokens reach such a root; no parts give `ROOT`.
+    """
+    root: bytes = ROOT
+    for name, value in parts:
+        for text in (name.encode(), value.encode()):
+            root = _derive(root, len(text).to_bytes(8, "little") + text)
+    return root
+
+
+def salt_tag(salt: str) -> bytes:
+    """16 bytes that stand for a cache salt where chunks are to be forgotten by it; empty for none."""
+    return bytes(_derive(_SALTS, salt.encode())[:16]) if salt else b""
+
+
+def _derive(parent: bytes, text: bytes) -> bytes:
+    """A hash that depends on more than tokens, in BLAKE3's key derivation mode: no tokens can spell their way to it."""
+    derived: bytes = blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
+    return derived
+
+
+def engine_hash(chunk_hash: bytes) -> bytes:
+    """The 32-byte key for a hash the engine computed itself (hash mode), of any length.
+
+    Hashed under a root of its own, so an engine's hash can never equal one of our chain.
+    """
+    if not isinstance(chunk_hash, bytes):
+        raise BadRequest(f"a block hash must be bytes, not {type(chunk_hash).__name__}")
+    return blake3(_ENGINE_ROOT + chunk_hash).digest()
+
+
+class _Reached:
+    """Last item of a chain's token list: notes that a comparison got as far as here (see `_is_prefix`)."""
+
+    __slots__ = ("reached",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def __eq__(self, other: object) -> bool:
+        self.reached = True
+        return False
+
+    def __gt__(self, other: Any) -> bool:  # reflected `token < sentinel`
+        return False
+
+    def __lt__(self, other: Any) -> bool:
+        return False
+
+
+class ChunkChain:
+    """The chunk hashes of one growing prompt; every token is hashed once.
+
+    `hashes` is the concatenation of the 32-byte hashes of all full chunks so far. Not thread-safe: one
+    thread at a time may extend or read it.
+    """
+
+    __slots__ = ("_tokens", "chunk_size", "hashes", "root")
+
+    def __init__(self, chunk_size: int, root: bytes = ROOT) -> None:
+        self.chunk_size = chunk_size
+        self.root = root
+        self.hashes = bytearray()
+        self._tokens: list[Any] = [_Reached()]  # tokens hashed so far, and the sentinel
+
+    def __len__(self) -> int:
+        """Chunks hashed so far."""
+        return len(self.hashes) // HASH_BYTES
+
+    def parent(self, chunk: int) -> bytes:
+        """Hash of the chunk before chunk number `chunk`; the root for the first."""
+        if chunk == 0:
+            return self.root
+        return bytes(self.hashes[(chunk - 1) * HASH_BYTES : chunk * HASH_BYTES])
+
+    def slice(self, first: int, end: int) -> bytes:
+        """Concatenated hashes of chunks `[first, end)`."""
+        return bytes(self.hashes[first * HASH_BYTES : end * HASH_BYTES])
+
+    def _is_prefix(self, token_ids: Sequence[int]) -> bool:
+        """Whether the tokens hashed so far are the head of `token_ids`.
+
+        One pass in C without a copy: comparing two lists stops at the first item that differs, and
+        our list ends in a sentinel that notes being asked. Equal int objects cost 1 ns each.
+        """
+        sentinel: _Reached = self._tokens[-1]
+        sentinel.reached = False
+        tokens = token_ids if isinstance(token_ids, list) else list(token_ids)
+        hashed = len(self._tokens) - 1
+        if len(tokens) == hashed:
+            tokens = [*tokens, 0]  # the sentinel is asked only where the other list has an item too
+        try:
+            _ = self._tokens < tokens
+        except TypeError:
+            return False  # something in there is no number: hashing it says so
+        return sentinel.reached
+
+    def extend(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Make `hashes` those of `token_ids`: its full chunks, the tail left out.
+
+        token_ids: the prompt from its start, ids in `[0, 2**32)`. Where the tokens hashed before are its
+            head, only what is new is hashed; where they are not, everything is.
+        extras: `(token position, bytes)` in order: what else the KV at a position depends on, such as
+            the hash of an image; hashed into the chunk that holds the position.
+        Raises BadRequest for anything that is not a token id.
+        """
+        size = self.chunk_size
+        end = len(token_ids) - len(token_ids) % size
+        done = len(self._tokens) - 1
+        if done and (done > len(token_ids) or not self._is_prefix(token_ids)):
+            self.hashes.clear()
+            del self._tokens[:-1]
+            done = 0
+        if end <= done:
+            return
+        fresh = token_ids[done:end]
+        data = memoryview(pack_ids(fresh, "token ids"))
+        digest: bytes = self.parent(done // size)
+        by_chunk: dict[int, list[bytes]] = {}
+        for position, extra in extras:
+            by_chunk.setdefault(position // size, []).append((position % size).to_bytes(4, "little") + extra)
+        step = 4 * size
+        for offset in range(0, len(data), step):
+            hasher = blake3(digest)
+            hasher.update(data[offset : offset + step])
+            digest = hasher.digest()
+            if by_chunk:
+                for extra in by_chunk.get(done // size + offset // step, ()):
+                    digest = _derive(digest, extra)
+            self.hashes += digest
+        self._tokens[-1:-1] = fresh
+
+
+def pack_ids(ids: Sequence[int], what: str) -> bytes:
+    """Ids as little-endian uint32. Raises BadRequest, which says `what` they are, for anything else."""
+    try:
+        packed = array("I", ids)
+    except (OverflowError, TypeError) as exc:
+        raise BadRequest(f"{what} must be integers in [0, 2**32): {exc}") from exc
+    if sys.byteorder == "big":  # pragma: no cover
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,195 @@
+"""What a server says of itself: the one schema that command line, HTTP, page and metrics read. Plain data.
+
+Filled in by core/report.py, answered to `wire.Status`; `read` is for whoever asked. Sizes in bytes, times in
+seconds, counters since the server's start. The one law: names here are promises; what is new is added, with a default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvdepot.errors import ProtocolError
+from kvdepot.protocol.metrics import Event, Latency
+
+__all__ = [
+    "MOST_NAME",
+    "Device",
+    "Engine",
+    "HitRate",
+    "Kept",
+    "NamespaceStatus",
+    "Reuse",
+    "Saved",
+    "Status",
+    "TierStatus",
+    "read",
+]
+
+MOST_NAME = 256
+"""Characters of a model's name that a line of `namespaces` has; longer ones are cut there."""
+
+
+class Reuse(msgspec.Struct, frozen=True):
+    """Of a window: tokens of prompts that engines looked up, tokens that they loaded instead of computing them, and the
+    second over the first. What engines had in their own caches they do not load. Defined in kvdepot.core.reuse."""
+
+    window_s: float
+    asked_tokens: int
+    reused_tokens: int
+    rate: float
+
+
+class HitRate(msgspec.Struct, frozen=True):
+    """Of a window: its length, chunks looked up in it, the share that was found in the depot, and the share that an
+    endless depot would have found. Found is not reused: engines may have had the same chunks in their own caches."""
+
+    window_s: float
+    chunks: int
+    hit_rate: float
+    ceiling: float
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """What engines did not have to compute: tokens that they got back on all ranks, and the time it would have taken.
+
+    prefill_s: by the speed that each engine measured of itself; tokens of engines that told none count as no time.
+    """
+
+    tokens: int = 0
+    prefill_s: float = 0.0
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """One client that looks up or has registered tensors: an engine's scheduler, or one of its workers.
+
+    since_s, idle_s: seconds since it came, and since it was last heard of. device: where its tensors lie, empty for the
+    processor's memory. queued: stores and retrieves under way.
+    """
+
+    id: str
+    since_s: float
+    idle_s: float
+    models: list[str]
+    ranks: list[int]
+    device: str
+    tenant: str
+    sessions: int
+    pinned_chunks: int
+    queued: int
+
+
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """Chunks whose bytes mean the same."""
+
+    tenant: str
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    chunks: int
+    bytes: int
+    engines: int
+    lookup_chunks: int = 0
+    hit_chunks: int = 0
+
+
+class TierStatus(msgspec.Struct, frozen=True):
+    """What lies behind memory. objects, bytes, capacity_bytes: None where the tier has not told.
+
+    error: what it said when it last failed, empty where it never has; error_s: seconds since then.
+    """
+
+    name: str
+    write: str
+    state: str
+    objects: int | None
+    bytes: int | None
+    capacity_bytes: int | None
+    queued_bytes: int
+    saves: int
+    counters: dict[str, int]
+    error: str = ""
+    error_s: float | None = None
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A pin by name. ends_in_s: None = no end."""
+
+    name: str
+    bytes: int
+    ends_in_s: int | None
+
+
+class Device(msgspec.Struct, frozen=True):
+    """A GPU in use, and what the server holds of it.
+
+    ways: by direction, from how many bytes a copy on which way is taken. context_bytes: None where nobody can tell.
+    failure: what the driver said of the last copy, empty when it succeeded.
+    """
+
+    uuid: str
+    name: str
+    registrations: int
+    context_bytes: int | None
+    staging_bytes: int
+    ways: dict[str, list[tuple[int, str]]]
+    pinned_bytes: int
+    failure: str
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """One server, now. namespaces, engines and pinned list some; their counts and pinned_bytes are of all.
+
+    http: HOST:PORT at which this server, and no other, listens for HTTP; empty while it does not.
+    unreachable: why no new client can connect, though the server works; empty where they can.
+    wall_s: seconds since 1970 at the last tick, whole ones; what went by between two answers is told by uptime_s.
+    """
+
+    version: str = ""
+    boot: str = ""
+    pid: int = 0
+    wall_s: float = 0.0
+    uptime_s: float = 0.0
+    http: str = ""
+    unreachable: str = ""
+    chunk_size_tokens: int
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    reserved_shards: int
+    holds: int
+    evicted_chunks: int
+    record_slots: int
+    record_slots_used: int
+    unrecorded_shards: int
+    operations: int
+    clients: int
+    sessions: int
+    instances: int
+    namespace_count: int = 0
+    engine_count: int = 0
+    pinned_count: int = 0
+    pinned_bytes: int = 0
+    stored_bytes: int = 0
+    retrieved_bytes: int = 0
+    saved: Saved = Saved()
+    asked_tokens: int = 0
+    reuse: list[Reuse] = []
+    hit_rates: list[HitRate] = []
+    latencies: list[Latency] = []
+    namespaces: list[NamespaceStatus] = []
+    engines: list[Engine] = []
+    pinned: list[Kept] = []
+    tiers: list[TierStatus] = []
+    devices: list[Device] = []
+    counters: dict[str, int] = {}
+    events: list[Event] = []
+
+
+def read(value: Any) -> Status:
+    """A server's answer to `wire.Status`; parts that a newer server added are passed over. Raises ProtocolError."""
+    try:
+        return msgspec.convert(value, Status)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not a status as this version knows it: {exc}") from exc

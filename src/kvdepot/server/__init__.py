@@ -1,0 +1,1 @@
+"""`kvdepot serve`: the loop, and what listens."""

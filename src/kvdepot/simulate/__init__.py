@@ -1,0 +1,1 @@
+"""`kvdepot simulate`: a trace of requests replayed through the index and its policies."""

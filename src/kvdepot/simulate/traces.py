@@ -1,0 +1,227 @@
+"""Request traces: which blocks each prompt consisted of, as others recorded it.
+
+Called by simulate/replay.py. The one law: two blocks are the same exactly if they and all before them in their prompts
+are the same, as with chunks in the index. So a block is named by its id *and* what came before it: in formats whose ids
+are already made of the whole prefix that changes nothing; in those that name each block by its own tokens (Bailian) the
+same text behind two different beginnings is two blocks, as it is for an engine.
+
+| format | a line is | ids | block |
+|---|---|---|---|
+| Mooncake | a request: `timestamp` (ms), `hash_ids` | of the whole file | 512 tokens |
+| Bailian | a request: `chat_id`, `timestamp` (s), `hash_ids` | of the whole file | 16 tokens |
+| WEKA | a session: `block_size`, `requests: [{t, hash_ids}]` (s) | of the session (`hash_id_scope: local`) | its own |
+
+A file may be a JSON array of those or one object over several lines, and compressed with gzip; a folder is one trace of
+all files in it. What was decoded is in no trace: it becomes a block when a later prompt contains it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import zlib
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.errors import ConfigError
+
+__all__ = ["Request", "Trace", "load"]
+
+Request: TypeAlias = tuple[float, Sequence[Hashable]]
+"""When it arrived (s), and the ids of its prompt's blocks."""
+
+MOONCAKE_TOKENS = 512
+BAILIAN_TOKENS = 16
+_ROOT = -1
+
+
+class Trace:
+    """Requests in order of arrival; blocks are numbered from 0, each after the one before it in its prompts."""
+
+    def __init__(self, requests: Iterable[Request], name: str = "", block_tokens: int = 0) -> None:
+        """block_tokens: tokens a block, 0 = not known."""
+        numbers: dict[tuple[int, Hashable], int] = {}
+        blocks, ends, times = array("I"), array("q"), array("d")
+        for time, ids in requests:
+            before = _ROOT
+            for block_id in ids:
+                before = numbers.setdefault((before, block_id), len(numbers))
+                blocks.append(before)
+            ends.append(len(blocks))
+            times.append(time)
+        self.name = name
+        self.block_tokens = block_tokens
+        self.unique = len(numbers)
+        self.blocks: npt.NDArray[np.uint32] = np.array(blocks, np.uint32)
+        """uint32[references], of all requests one after the other."""
+        self.ends: npt.NDArray[np.int64] = np.array(ends, np.int64)
+        """int64[requests]: where each ends in `blocks`."""
+        self._sort(np.array(times))
+
+    def _sort(self, times: npt.NDArray[np.float64]) -> None:
+        if (np.diff(times) >= 0).all():
+            return
+        requests = list(self)
+        order = np.argsort(times, kind="stable")
+        self.blocks = np.concatenate([requests[i] for i in order])
+        self.ends = np.cumsum([len(requests[i]) for i in order])
+
+    def __repr__(self) -> str:
+        return f"<Trace {self.name!r} {len(self)} requests, {len(self.blocks)} references to {self.unique} blocks>"
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[npt.NDArray[np.uint32]]:
+        """The blocks of each request."""
+        start = 0
+        for end in self.ends.tolist():
+            yield self.blocks[start:end]
+            start = end
+
+
+class _Mooncake(msgspec.Struct, gc=False):
+    timestamp: float
+    hash_ids: list[int | str]
+
+
+class _Bailian(msgspec.Struct, gc=False):
+    chat_id: int | str
+    timestamp: float
+    hash_ids: list[int | str]
+
+
+class _Call(msgspec.Struct):
+    """A request of a session, or a subagent with requests of its own."""
+
+    t: float
+    type: str = ""
+    hash_ids: list[int | str] | None = None
+    requests: list[_Call] = []
+
+    def __post_init__(self) -> None:
+        if self.hash_ids is None and not self.requests and self.type != "subagent":
+            raise ValueError("a request without `hash_ids`")
+
+
+class _Session(msgspec.Struct):
+    requests: list[_Call]
+    block_size: int = 0
+    hash_id_scope: str = "local"
+
+
+def load(path: str) -> Trace:
+    """Read a trace from a file or folder, its format recognised by what it holds.
+
+    Raises ConfigError with file and line where it cannot be read.
+    """
+    sizes: set[int] = set()
+    trace = Trace(_requests(path, sizes), path)
+    if len(sizes) > 1:
+        raise ConfigError(f"{path}: has blocks of {' and '.join(map(str, sorted(sizes)))} tokens; a trace has one size")
+    trace.block_tokens = max(sizes, default=0)
+    return trace
+
+
+def _requests(path: str, sizes: set[int]) -> Iterator[Request]:
+    scopes = itertools.count()  # sessions with ids of their own
+    for file in _files(path):
+        try:
+            with _open(file) as stream:
+                for entry in _entries(file, stream):
+                    if isinstance(entry, _Session):
+                        sizes.add(entry.block_size)
+                        yield from _calls(entry.requests, next(scopes) if entry.hash_id_scope == "local" else _ROOT)
+                    elif isinstance(entry, _Bailian):
+                        sizes.add(BAILIAN_TOKENS)
+                        yield entry.timestamp, entry.hash_ids
+                    else:
+                        sizes.add(MOONCAKE_TOKENS)
+                        yield entry.timestamp / 1000, entry.hash_ids
+        except (OSError, EOFError, zlib.error) as exc:
+            raise ConfigError(f"{file}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
+
+
+def _files(path: str) -> list[Path]:
+    if not Path(path).is_dir():
+        return [Path(path)]
+    return sorted(file for file in Path(path).iterdir() if file.is_file() and not file.name.startswith("."))
+
+
+def _open(file: Path) -> IO[bytes]:
+    stream = file.open("rb")
+    if stream.peek(2)[:2] != b"\x1f\x8b":
+        return stream
+    stream.close()
+    return gzip.open(file)  # type: ignore[return-value]  # it reads lines like any file
+
+
+def _entries(file: Path, stream: IO[bytes]) -> Iterator[_Mooncake | _Bailian | _Session]:
+    """The objects of a file, one a line; or, where its first line is none, of all of it."""
+    decode: Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session] | None = None
+    for number, line in enumerate(stream, 1):
+        if line.isspace():
+            continue
+        try:
+            decode = decode or _decoder(line)
+        except msgspec.DecodeError as exc:
+            yield from _whole(file, number, line + stream.read(), exc)
+            return
+        try:
+            yield decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{file}:{number}: {exc}") from exc
+
+
+def _whole(
+    file: Path, number: int, text: bytes, problem: msgspec.DecodeError
+) -> Iterator[_Mooncake | _Bailian | _Session]:
+    """The objects of a file that is one JSON value.
+
+    number, problem: where it begins, and why its first line is no value by itself.
+    """
+    try:
+        value = msgspec.json.decode(text, type=msgspec.Raw)
+        entries = msgspec.json.decode(text, type=list[msgspec.Raw]) if text.lstrip()[:1] == b"[" else [value]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{file}:{number}: {problem}") from problem
+    for entry in entries:
+        try:
+            yield _decoder(entry)(entry)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            line = number + text.count(b"\n", 0, text.find(entry))
+            raise ConfigError(f"{file}:{line}: {exc}") from exc
+
+
+def _decoder(text: bytes | msgspec.Raw) -> Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session]:
+    """What decodes objects like this one. Raises msgspec.DecodeError where it is no JSON object."""
+    fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    if "requests" in fields:
+        return msgspec.json.Decoder(_Session).decode
+    if "chat_id" in fields:
+        return msgspec.json.Decoder(_Bailian).decode
+    return msgspec.json.Decoder(_Mooncake).decode
+
+
+def _calls(calls: list[_Call], scope: int, start_s: float = 0.0) -> Iterator[Request]:
+    """The requests of a session and its subagents.
+
+    The times of a subagent's requests count from the session's start in some files, from the subagent's in others:
+    those that lie before it do the latter.
+    """
+    for call in calls:
+        if call.requests:
+            own = min(inner.t for inner in call.requests) < call.t
+            yield from _calls(call.requests, scope, start_s + call.t if own else start_s)
+        elif call.hash_ids is None:
+            continue
+        elif scope == _ROOT or not call.hash_ids:
+            yield start_s + call.t, call.hash_ids
+        else:  # the first block says whose all are, for those behind it are named after it
+            yield start_s + call.t, [(scope, call.hash_ids[0]), *call.hash_ids[1:]]

@@ -1,0 +1,332 @@
+"""Moves bytes between the arena and one tier: that tier's threads, and what they check on the way.
+
+Made by server/loop.py, one a tier; core/tiering.py decides what it does. As in memory/copier.py, loads go before stores
+and outcomes are reported on a thread of ours. The one law: nothing is believed that its header and its sum do not vouch
+for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
+from kvdepot.memory.allocator import Extents
+from kvdepot.memory.copier import Memory, checksum, views
+from kvdepot.tiers import Blob, Tier, TierConfig
+from kvdepot.tiers.codec import SLACK, Codec
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+
+__all__ = ["MOST_PARTS", "Carrier", "Erase", "Errand", "Find", "Forget", "Load", "Part", "Probe", "Save", "run"]
+
+log = logging.getLogger(__name__)
+
+_OPEN_S = 1.0
+"""A server waits so long for a tier before it begins without it."""
+MOST_PARTS = 16
+"""Shards that one Load or Save may carry."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One shard on its way: what names it, and its place in the arena."""
+
+    facts: Facts
+    salt: bytes
+    key: bytes
+    extents: Extents
+    size: int
+    checksum: int = 0
+    """Of a save: where it is known already."""
+    born: int = 0
+    """Of a save: when the chunk was computed, seconds since 1970."""
+
+    @property
+    def name(self) -> str:
+        return self.facts.name(self.salt, self.key)
+
+
+@dataclass(slots=True)
+class Find:
+    """Which of these are there. Outcome: list of bool; None where nobody wants to know any more."""
+
+    token: Any
+    tier: int
+    objects: list[tuple[Facts, bytes]]
+    """(facts, key)"""
+    salt: bytes
+    is_wanted: Callable[[], bool] = lambda: True
+
+    @property
+    def names(self) -> list[str]:
+        return [facts.name(self.salt, key) for facts, key in self.objects]
+
+
+@dataclass(slots=True)
+class Load:
+    """Read shards into the arena. Outcome, one a part: its Header; None: not there (any more); False: spoilt."""
+
+    token: Any
+    tier: int
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class Save:
+    """Write shards. Outcome: list of bool, one a part."""
+
+    token: Any
+    tier: int
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class Erase:
+    """Remove objects. Outcome: True."""
+
+    token: Any
+    tier: int
+    names: list[str]
+    spoilt: bool = False
+
+
+@dataclass(slots=True)
+class Forget:
+    """Remove all of a salt and of these spaces, by the beginnings of their names. Outcome: how many.
+
+    Where a tier must walk all its objects to forget (Redis), it does so once a space.
+    """
+
+    token: Any
+    tier: int
+    salt: str
+    spaces: list[str]
+
+
+@dataclass(slots=True)
+class Probe:
+    """Look whether the tier is there. Outcome: its Usage."""
+
+    token: Any
+    tier: int
+
+
+Errand: TypeAlias = Find | Load | Save | Erase | Forget | Probe
+"""Every outcome may be a KVDepotError instead: nothing is known of any object then."""
+
+
+class Carrier:
+    """One tier's threads. Outcomes are handed to `report(token, outcome)` on one of them."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        arena: Memory,
+        report: Callable[[Any, Any], None],
+        codec: Codec,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Opens the tier, in the background if that takes long; one that cannot be had is tried again with each errand.
+
+        Raises ConfigError.
+        """
+        self._tier: Tier | None = None
+        self._opening = threading.Lock()
+        self._config = config
+        self._arena = arena
+        self._report = report
+        self._codec = codec
+        self._wall = wall
+        self._ready = threading.Condition()
+        self._urgent: deque[Errand] = deque()
+        self._later: deque[Errand] = deque()
+        self._stopping = False
+        # One more than asked for: of the last, saves keep off, so that no load waits behind them all.
+        count = config.options.threads + 1
+        heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
+        self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
+        self._refused: KVDepotError | None = None
+        self._has_begun = False  # the constructor has waited for the tier long enough
+        config.module()  # here, however long it takes: a URL that makes no sense must be found while `join` waits
+        opening = threading.Thread(target=self._open_first, name=f"kvdepot-{config.kind}-open", daemon=True)
+        opening.start()
+        opening.join(_OPEN_S)
+        with self._ready:
+            self._has_begun = True
+        if isinstance(self._refused, ConfigError):
+            raise self._refused
+        self._tell_refused()
+        self._threads = [
+            threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Carrier {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
+
+    def submit(self, errand: Errand) -> None:
+        """Queue an errand; the deciding thread bounds how many there are."""
+        with self._ready:
+            (self._urgent if isinstance(errand, Find | Load) else self._later).append(errand)
+            self._ready.notify_all()  # one of them takes no saves: it must not be the only one that wakes
+
+    def stop(self, timeout_s: float) -> None:
+        """End the threads once what is under way is done; what waits is dropped. Blocks for `timeout_s` at most."""
+        with self._ready:
+            self._stopping = True
+            self._urgent.clear()
+            self._later.clear()
+            self._ready.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.is_busy() and self._tier is not None:
+            self._tier.close()
+
+    def is_busy(self) -> bool:
+        """Whether a thread is still at work, after `stop`: it may yet touch the arena."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _open_first(self) -> None:
+        try:
+            self._open()
+        except KVDepotError as exc:
+            with self._ready:
+                self._refused = exc
+                if not self._has_begun:
+                    return  # the constructor's to raise or to log
+            self._tell_refused()
+
+    def _tell_refused(self) -> None:
+        if self._refused is not None:
+            log.warning("tier %s cannot be had yet: %s", self._config.name, self._config.redact(self._refused))
+
+    def _open(self) -> Tier:
+        with self._opening:
+            if self._tier is None:
+                tier = self._config.open()
+                tier.attach(self._memory)
+                self._tier = tier
+            return self._tier
+
+    def _next(self, saves: bool) -> Errand | None:
+        with self._ready:
+            while not self._stopping:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if saves and self._later:
+                    return self._later.popleft()
+                self._ready.wait()
+            return None
+
+    def _run(self, heads: Any, saves: bool) -> None:
+        while (errand := self._next(saves)) is not None:
+            outcome: Any
+            try:
+                outcome = run(errand, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
+            except KVDepotError as exc:
+                outcome = type(exc)(self._config.redact(exc))
+            except Exception as exc:  # noqa: BLE001 - the top of a thread: it logs and answers
+                # Not log.exception: a library's exceptions, and their causes, may quote what it was given.
+                calls = traceback.extract_tb(exc.__traceback__)
+                where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
+                said = f"{type(exc).__name__}: {self._config.redact(exc)} ({where})"
+                log.error("tier %s: %s failed: %s", self._config.name, type(errand).__name__, said)
+                outcome = InternalError(f"{type(errand).__name__}: {type(exc).__name__}")
+            self._report(errand.token, outcome)
+
+    def _oldest(self) -> float:
+        ttl_s = self._config.options.ttl_s
+        return self._wall() - ttl_s if ttl_s else 0.0
+
+
+def run(errand: Errand, tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float = 0.0) -> Any:
+    """Do one errand; its outcome. Blocks. heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely."""
+    match errand:
+        case Find():
+            return _whole(errand.objects, tier.find(errand.names)) if errand.is_wanted() else None
+        case Load():
+            return _load(errand.parts, tier, arena, heads, codec, oldest)
+        case Save():
+            return _save(errand.parts, tier, arena, heads, codec)
+        case Erase():
+            tier.remove(errand.names, errand.spoilt)
+            return True
+        case Forget():
+            return sum(tier.forget(errand.salt, space) for space in errand.spaces)
+        case Probe():
+            return tier.usage()
+
+
+def _whole(asked: list[Any], answers: list[Any]) -> list[Any]:
+    if len(answers) != len(asked):
+        raise TierError(f"{len(answers)} answers to {len(asked)} questions")
+    return answers
+
+
+def _load(
+    parts: list[Part], tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float
+) -> list[Header | bool | None]:
+    slack = codec.slack
+    blobs = []
+    if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
+        log.warning("no memory behind the arena: nothing is loaded")  # which is no fault of the tier
+        return [None] * len(parts)
+    for i, part in enumerate(parts):
+        kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
+        behind = [heads[i, HEADER_BYTES : HEADER_BYTES + slack].data] if slack else []
+        blobs.append(Blob(part.name, [heads[i, :HEADER_BYTES].data, *kv, *behind]))
+    sizes = _whole(parts, tier.read(blobs))
+    return [
+        _check(part, blob, size, arena, codec, oldest) for part, blob, size in zip(parts, blobs, sizes, strict=True)
+    ]
+
+
+def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldest: float) -> Header | bool | None:
+    """What a read has brought, once its bytes lie in the arena as KV."""
+    if size < 0:
+        return None
+    header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
+    if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):
+        return False
+    if header.stored != size - HEADER_BYTES:
+        return False
+    if header.born < oldest:
+        return None
+    if not codec.is_readable(header):
+        if not codec.told:
+            codec.told = True
+            log.warning("%s is a miss, as are all objects like it: %s", part.name, codec.why_not(header))
+        return None
+    if header.coding:
+        out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
+        if not codec.decode(header, blob.buffers[1:], out):
+            return False
+    elif header.stored != part.size:
+        return False
+    return header if checksum(arena.bytes, part.extents, part.size) == header.checksum else False
+
+
+def _save(parts: list[Part], tier: Tier, arena: Memory, heads: Any, codec: Codec) -> list[bool]:
+    blobs = []
+    for i, part in enumerate(parts):
+        kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
+        total = part.checksum or checksum(arena.bytes, part.extents, part.size)
+        header = Header(
+            part.facts.digest, part.key, part.salt or NO_SALT, part.size, part.size, total, part.born
+        )  # fmt: skip
+        first, *rest = codec.encode(header, part.facts, kv)
+        heads[i, :HEADER_BYTES] = np.frombuffer(first, np.uint8)  # in memory that the tier knows (`attach`)
+        blobs.append(Blob(part.name, [heads[i, :HEADER_BYTES].data, *(memoryview(piece) for piece in rest)]))
+    return _whole(parts, tier.write(blobs))

@@ -1,0 +1,116 @@
+"""The folders of the source are floors: what may import what, and that nothing imports in a circle."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src/kvdepot"
+
+FLOORS = """
+    errors values toml install logs standard_files locks
+    protocol
+    eviction
+    memory
+    tiers
+    config
+    devices
+    core client
+    kv_events simulate
+    adapters contract keys metrics status
+    web
+    server
+    observability testing
+    cli
+    integrations
+"""
+"""From the ground up: what stands in a line may import what stands in a line before it."""
+
+OLD_PLACES = {"adapters", "contract", "keys", "metrics", "status"}
+"""Documented paths of others' code: re-exports, each of a few lines."""
+
+
+def floors() -> dict[str, int]:
+    """The floor of each module and folder directly in the package."""
+    return {name: floor for floor, line in enumerate(FLOORS.split("\n")) for name in line.split()}
+
+
+def imports(package: Path) -> Iterator[tuple[str, str, bool]]:
+    """`(module, what it imports, whether for types alone)`, by dotted names without the package's own."""
+    modules = {".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
+               for path in package.rglob("*.py")}  # fmt: skip
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        guards = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        ]
+        for_types = {id(node) for guard in guards for node in ast.walk(guard)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}: a relative import"
+                named = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in named:
+                if name.startswith("kvdepot."):
+                    target = name.removeprefix("kvdepot.")
+                    found = target if target in modules else target.rpartition(".")[0]
+                    if found:  # else of the package itself: its version
+                        yield module, found, id(node) in for_types
+
+
+def faults(package: Path) -> list[str]:
+    """What in the source is against the floors."""
+    floor, found = floors(), []
+    graph: dict[str, set[str]] = {}
+    for module, target, for_types in imports(package):
+        one, other = module.partition(".")[0], target.partition(".")[0]
+        if one != "__init__" and one != other and floor[other] >= floor[one]:
+            found.append(f"{module} imports {target}, which stands beside it or higher")
+        if not for_types and module != target:
+            graph.setdefault(module, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as exc:
+        found.append(f"a circle: {' <- '.join(exc.args[1])}")
+    return found
+
+
+def test_nothing_imports_upward_or_in_a_circle() -> None:
+    assert faults(PACKAGE) == []
+
+
+def test_every_module_and_folder_has_its_floor_and_few_modules_stand_outside_of_a_folder() -> None:
+    there = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    there -= {"__init__", "__pycache__"}
+    assert there == set(floors())
+    outside = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} - OLD_PLACES
+    assert len(outside) <= 8
+    for name in OLD_PLACES:
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+        kinds = {type(node) for node in tree.body}
+        assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, f"{name}.py does more than to re-export"
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "fault"),
+    [
+        ("memory/copier.py", "from kvdepot.core import depot", "memory.copier imports core.depot"),
+        ("core/depot.py", "from kvdepot.client.socket import MessageQueueClient", "core.depot imports client.socket"),
+        ("client/socket.py", "    from kvdepot.core.reuse import Reuse", "client.socket imports core.reuse"),
+        ("protocol/layout.py", "from kvdepot.protocol import wire", "a circle"),
+        ("errors.py", "import kvdepot.config", "errors imports config"),
+    ],
+)
+def test_what_is_against_the_floors_is_found(tmp_path: Path, module: str, line: str, fault: str) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "kvdepot", ignore=shutil.ignore_patterns("page", "__pycache__"))
+    planted = tmp_path / "kvdepot" / module
+    planted.write_text(f"{planted.read_text()}\n\ndef planted() -> None:\n    {line.strip()}\n")
+    assert any(fault in found for found in faults(tmp_path / "kvdepot"))
