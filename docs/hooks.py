@@ -1,6 +1,7 @@
 """Tables of the site that are made from the code, so that they cannot be wrong. Called by mkdocs for each page.
 
 *Table of settings...*               every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
+*Table of counters...*               what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
 *What `kvdepot --help` prints...*    that
 
 Each is a paragraph of its own; whoever reads the page elsewhere is told by it where to look.
@@ -29,10 +30,20 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _table(name: str) -> str:
+    if name in ("counters", "refusals", "tiers"):
+        return _counters(name)
     head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
     kind = _kind(name)
     fields = msgspec.structs.fields(kind)
     return "\n".join([*head, *(f"| `{f.name}` | {_default(f)} | {_description(kind, f.name)} |" for f in fields)])
+
+
+def _counters(name: str) -> str:
+    from kvdepot.protocol.counters import SERVER, TIER, refusal
+
+    shown = TIER if name == "tiers" else [each for each in SERVER if bool(refusal(each)) == (name == "refusals")]
+    head = ["| counter | unit | counts | when it grows |", "|---|---|---|---|"]
+    return "\n".join([*head, *(f"| `{c.name}` | {c.unit} | {c.meaning} | {c.advice} |" for c in shown)])
 
 
 def _kind(name: str) -> type[Any]:

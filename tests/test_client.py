@@ -19,8 +19,8 @@ import zmq
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import connection
-from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
 from kvdepot.client import socket as client
+from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
 from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, VersionMismatch
 from kvdepot.memory import arena_header as header
 from kvdepot.protocol import handshake, wire

@@ -183,9 +183,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
     "KVDepotTierDropping": {f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7+1x300"},
     "KVDepotGpuFailing": {f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x200 0x100"},
-    "KVDepotTierSpoilt": {  # the first ever: the series begins with it
-        f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="spoilt_chunks"}}': "_x220 1x80"
-    },
+    "KVDepotTierSpoilt": {f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="spoilt_chunks"}}': "0x220 1x80"},
 }
 """What is otherwise where an alert is to fire."""
 

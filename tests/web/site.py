@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.protocol.counters import losses
 from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Reuse, Saved, Status, TierStatus
 from kvdepot.web.guard import _HEADERS
 from kvdepot.web.turns import StatusNow
@@ -69,7 +70,7 @@ class Site:
         since = time.time() - self._began if self.ticks else 0.0
         said = msgspec.structs.asdict(self.status)
         said |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
-        return StatusNow(**said, turn=self._turn(), trouble=self.lag)
+        return StatusNow(**said, turn=self._turn(), trouble=self.lag, losses=losses(self.status))
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path, _, after = request.path.partition("?after=")

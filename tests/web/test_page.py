@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from kvdepot.metrics import BOUNDS_S, Event
+from kvdepot.protocol.counters import SERVER
 from kvdepot.status import Engine, Kept, NamespaceStatus, Saved
 
 from ..conftest import StartDepot, eventually
@@ -181,7 +182,7 @@ def test_what_was_dropped_is_told_with_where_and_why(site: Site, open_page: Open
     losses = rows(page, "losses")
     assert ["Memory", "found no room", "12"] in losses
     assert ["disk", "found no room", "311"] in losses
-    assert ["s3", "errand failed", "12"] in losses
+    assert ["s3", "calls that failed", "12"] in losses
     assert not any(value == "0" for _, _, value in losses)
 
 
@@ -283,7 +284,7 @@ def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open
 
 def test_what_the_page_cannot_show_does_not_leave_it_saying_that_all_is_well(site: Site, open_page: OpenPage) -> None:
     page = open_page()
-    good, site.status = site.status, msgspec.structs.replace(site.status, tiers=None)  # type: ignore[arg-type]
+    good, site.status = site.status, msgspec.structs.replace(site.status, engines=None)  # type: ignore[arg-type]
     shows(page, "#state", "This page has a fault")
     assert page.get_attribute("#verdict", "data-level") == "bad"
     site.status = good
@@ -533,8 +534,8 @@ def test_the_page_counts_latencies_in_the_same_buckets_as_the_server(open_page: 
 def test_the_page_says_why_chunks_were_lost_in_the_same_words_as_the_terminal(site: Site, open_page: OpenPage) -> None:
     from kvdepot.cli import view
 
-    names = [*view.LOSSES, "lookups_refused"]
-    site.status = msgspec.structs.replace(site.status, tiers=[], evicted_chunks=5, counters=dict.fromkeys(names, 1))
+    names = [counted.name for counted in SERVER]
+    site.status = msgspec.structs.replace(site.status, tiers=[], counters=dict.fromkeys(names, 1))
     page = open_page()
     listing = next(each for each in view.listings(site.status) if each.heads[0] == view.LOST)
     assert rows(page, "losses") == [[where, why, count] for why, count, where, _ in listing.rows]

@@ -138,7 +138,7 @@ def wait_on(connection: socket.socket, turn: int) -> int:
     """The next turn, asked for by an open connection."""
     connection.sendall(f"GET /v1/status?after={turn} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     heard = b""
-    while not (said := re.search(rb'"turn":(\d+),"trouble":"[^"]*"}$', heard)):
+    while not (said := re.search(rb'"turn":(\d+),"trouble":"[^"]*","losses":\[.*\]}$', heard)):
         data = connection.recv(1 << 16)
         assert data, heard
         heard += data

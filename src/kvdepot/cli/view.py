@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, size
+from kvdepot.protocol.counters import losses
 from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
 from kvdepot.protocol.status import HitRate, Reuse, Status
 
-__all__ = ["LOSSES", "LOST", "Listing", "Speeds", "listings", "summary"]
+__all__ = ["LOST", "Listing", "Speeds", "listings", "summary"]
 
 _Windowed = TypeVar("_Windowed", HitRate, Reuse)
 
@@ -28,36 +29,6 @@ _NAME_CELLS = 20
 """What the first column of a table keeps of its width however narrow the terminal is."""
 
 LOST = "left, failed or refused"
-LOSSES = {
-    "evicted_chunks": "evicted to make room",
-    "evicted": "evicted to make room",
-    "dropped_chunks": "found no room",
-    "failed_chunks": "copy failed, or engine gave up",
-    "corrupt_chunks": "damaged, found by its checksum",
-    "expired_chunks": "too old",
-    "forgotten_chunks": "forgotten on request",
-    "cleared_chunks": "cleared on request",
-    "refused_chunks": "refused by the tier",
-    "unavailable_chunks": "not saved: the tier failed",
-    "refused": "objects refused by the store",
-    "spoilt_chunks": "damaged, found by its checksum",
-    "spoilt": "damaged objects erased",
-    "quarantined": "damaged files put aside",
-    "missed_chunks": "gone when they were to be read",
-    "failures": "errand failed",
-    "failed": "objects that could not be moved",
-    "late": "came after its deadline",
-    "left_alone": "times it was left alone",
-    "searches_refused": "searches refused: too many",
-    "undemoted_chunks": "evicted before they were saved",
-    "replies_dropped": "replies that nobody read",
-    "retrieve_misses": "chunks asked for that had gone",
-    "bad_messages": "messages that could not be read",
-    "errors": "requests that failed",
-    "clients_died": "clients that died",
-    "kv_event_overflows": "times routers were told all anew",
-}
-"""Counters of what left, failed or was refused, in words; page/panels.js has the same."""
 
 
 @dataclass(frozen=True)
@@ -305,22 +276,10 @@ def _tiers(now: Status) -> Listing:
 
 
 def _losses(now: Status) -> Listing:
-    ours = {"evicted_chunks": now.evicted_chunks, **now.counters}
-    counted = [(_place(name), name, number) for name, number in ours.items()]
-    counted += [(tier.name, name, number) for tier in now.tiers for name, number in tier.counters.items()]
     rows: list[tuple[str | Text, ...]] = [
-        (LOSSES.get(name, name.replace("_", " ")), count(number), where, name)
-        for where, name, number in counted
-        if number and (name in LOSSES or name.endswith("_refused"))
+        (loss.what, count(loss.count), loss.where, loss.counter) for loss in losses(now)
     ]
     return Listing((LOST, ">count", "where", "counter"), rows)
-
-
-def _place(counter: str) -> str:
-    """Whose counter it is, if no tier's."""
-    if counter.endswith("_chunks"):
-        return "Memory"
-    return "KV events" if counter.startswith("kv_event") else "Requests"
 
 
 def _devices(now: Status) -> Listing:

@@ -9,7 +9,6 @@ its client's death.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -32,6 +31,7 @@ from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
 from kvdepot.memory.copier import Copy, CopyPiece, Mapped
 from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import Device, Status
@@ -95,7 +95,7 @@ class Depot:
         """step_chunks: so many are removed in one go where many are."""
         self.index = index
         self.removals = Removals(index, step_chunks)
-        self.counters: Counter[str] = Counter()
+        self.counters = Counters()
         self.tiering = Tiering(tiers, index, config.chunk_size, config.lookup_s)
         self.ceiling = Ceiling(0.0)
         self.reuse = Windows(0.0)

@@ -6,7 +6,6 @@ stay mapped until the last copy that touches them has ended, and who waits to he
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from kvdepot.core.index.index import Index, Namespace
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError
 from kvdepot.memory.copier import Call, Mapped
 from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.layout import Layout
 
 __all__ = ["Registrations", "Remapping"]
@@ -40,7 +40,7 @@ class Registrations:
     """All registered tensors of one depot."""
 
     def __init__(
-        self, config: Config, index: Index, counters: Counter[str], map_layout: Callable[[Layout], Mapped]
+        self, config: Config, index: Index, counters: Counters, map_layout: Callable[[Layout], Mapped]
     ) -> None:
         self.max_files = 1 << 30  # descriptors for mappings of KV tensors
         self._files = 0  # those in use

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvdepot import __version__
 from kvdepot.core.clients import Client
 from kvdepot.core.index.index import Namespace
+from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Journal, Latencies
 from kvdepot.protocol.status import MOST_NAME, Device, Engine, HitRate, NamespaceStatus, Saved, Status
 
@@ -32,18 +32,6 @@ _SHORT = 100
 """Characters of a model's name in an engine's line."""
 _QUIET_S = 60.0
 """A counter that goes on rising is told of once in so long."""
-_TOLD = {
-    "corrupt_chunks": "shards in memory that were not what had been stored",
-    "dropped_chunks": "shards not stored, for want of room",
-    "failed_chunks": "shards not stored, as a copy failed or its engine gave up",
-    "registrations_refused": "registrations of KV tensors refused",
-    "pins_refused": "pins refused, beyond max_pins or half of the arena",
-    "clients_refused": "clients refused, beyond max_clients",
-    "keys_refused": "connections with an unknown key",
-    "requests_refused": "requests refused, beyond max_rate a second",
-    "operations_refused": "stores and retrieves refused, beyond max_queued",
-}
-"""Counters that the journal tells of when they rise."""
 
 
 class Report:
@@ -58,7 +46,7 @@ class Report:
         self._devices = devices
         self._boot = boot
         self._began: float | None = None  # when time was first told
-        self._counted: Counter[str] = Counter()  # as last told of
+        self._counted = Counters()  # as last told of
         self._told: dict[str, float] = {}  # when
         self._tiers: dict[str, str] = {}  # their states
 
@@ -74,10 +62,10 @@ class Report:
         if self._began is None:
             self._began = now
             self.note("start", f"kvdepot {__version__} began to serve")
-        for name, text in _TOLD.items():
-            count = self._depot.counters.get(name, 0)
-            if count > self._counted[name] and now >= self._told.get(name, 0.0):
-                self.note(name, f"{text}: {count - self._counted[name]}")
+        for counted in SERVER:
+            name, count = counted.name, self._depot.counters[counted.name]
+            if counted.is_event and count > self._counted[name] and now >= self._told.get(name, 0.0):
+                self.note(name, f"{counted.meaning.rstrip('.')}: {count - self._counted[name]}")
                 self._counted[name], self._told[name] = count, now + _QUIET_S
         for tier in self._depot.tiering.status(now):
             if self._tiers.setdefault(tier.name, "up") != tier.state:
@@ -130,7 +118,7 @@ class Report:
             pinned=depot.sessions.kept(tenant, now),
             tiers=depot.tiering.status(now),
             devices=self._devices(),
-            counters=dict(depot.counters),
+            counters={**depot.counters, "evicted_chunks": index.evicted},
             events=[] if tenant else self.journal.events(),
         )
 

@@ -7,7 +7,6 @@ it was for, its session or its client, once. The depot itself pins what people a
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -20,6 +19,7 @@ from kvdepot.core.infinite_cache import Ceiling
 from kvdepot.core.tiering import Tiering
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import Kept
 
@@ -37,9 +37,7 @@ _MOST_LISTED = 100
 class Sessions:
     """All pins of one depot."""
 
-    def __init__(
-        self, config: Config, index: Index, tiering: Tiering, counters: Counter[str], ceiling: Ceiling
-    ) -> None:
+    def __init__(self, config: Config, index: Index, tiering: Tiering, counters: Counters, ceiling: Ceiling) -> None:
         self._config = config
         self._index = index
         self._tiering = tiering

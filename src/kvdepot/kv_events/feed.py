@@ -9,13 +9,14 @@ second, what is.
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
 import msgspec
 
 from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.protocol.counters import Counters
 
 __all__ = ["AllBlocksCleared", "Belief", "BlockRemoved", "BlockStored", "Event", "Feed"]
 
@@ -62,7 +63,7 @@ _Change: TypeAlias = "tuple[bool, Namespace, bytes, bytes | None] | None"
 class Feed:
     """What changes in an index, queued. `changed` and `tick` are for the deciding thread, the rest for the reader's."""
 
-    def __init__(self, index: Index, counters: Counter[str], most: int = _MOST_QUEUED) -> None:
+    def __init__(self, index: Index, counters: Counters, most: int = _MOST_QUEUED) -> None:
         self._index = index
         self._counters = counters
         self._most = most

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from kvdepot.protocol.counters import SERVER, TIER
+
 __all__ = ["ALERTS", "Alert", "render"]
 
 
@@ -24,8 +26,20 @@ class Alert:
     action: str
 
 
-_SPOILT = 'kvdepot_tier_events_total{event="spoilt_chunks"}'
-"""There is no such series before the first one, and what begins above 0 is no increase to Prometheus."""
+def _of_counters() -> list[Alert]:
+    """Those of counters that should never grow: the table of counters says which."""
+    made = []
+    for table, series, where in (
+        (SERVER, "kvdepot_{}_total", "{{ $labels.instance }}"),
+        (TIER, 'kvdepot_tier_events_total{{event="{}"}}', "{{ $labels.tier }} of {{ $labels.instance }}"),
+    ):
+        for counted in table:
+            if counted.alert:
+                query = f"increase({series.format(counted.name)}[1h]) > 0"
+                summary = f"{where}: {counted.meaning}"
+                made.append(Alert(counted.alert, counted.severity, "0m", query, summary, counted.advice))
+    return made
+
 
 ALERTS = (
     Alert(
@@ -46,12 +60,6 @@ ALERTS = (
         "{{ $labels.instance }} has started {{ $value }} times within 30 minutes.",
         "Look at the log before each start, and for the kernel's out-of-memory killer: the arena's pages count as the "
         "server's.",
-    ),
-    Alert(
-        "KVDepotMemoryDamaged", "critical", "0m",
-        "increase(kvdepot_corrupt_chunks_total[1h]) > 0",
-        "Chunks in the memory of {{ $labels.instance }} are not what was stored there.",
-        "They are recomputed. Test the machine's memory; until then let the server check all chunks (verify = always).",
     ),
     Alert(
         "KVDepotErrors", "warning", "10m",
@@ -106,12 +114,7 @@ ALERTS = (
         "`kvdepot status` has what the driver said; engines recompute meanwhile. Restart the engines on that GPU, and "
         "the server if that does not help.",
     ),
-    Alert(
-        "KVDepotTierSpoilt", "warning", "0m",
-        f"increase({_SPOILT}[1h]) > 0 or ({_SPOILT} > 0 unless {_SPOILT} offset 1h)",
-        "What {{ $labels.tier }} returns to {{ $labels.instance }} is not what was written.",
-        "It counts as a miss and is erased. Check the disk or store; where others can write to it, set key_file.",
-    ),
+    *_of_counters(),
 )  # fmt: skip
 """All rules, the gravest kinds first within their subject."""
 

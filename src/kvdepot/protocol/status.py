@@ -19,6 +19,7 @@ __all__ = [
     "Engine",
     "HitRate",
     "Kept",
+    "Loss",
     "NamespaceStatus",
     "Reuse",
     "Saved",
@@ -111,6 +112,15 @@ class TierStatus(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     error: str = ""
     error_s: float | None = None
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """A counter of what left, failed or was refused: where, what happened, how often, and the counter's name."""
+
+    where: str
+    what: str
+    count: int
+    counter: str
 
 
 class Kept(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import zmq
 
 from kvdepot.config import Config
 from kvdepot.errors import ConfigError, Unavailable
+from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.curve import Gate, ServerKeys, is_loopback, read_server_keys
 from kvdepot.protocol.endpoints import listen
 from kvdepot.protocol.handshake import is_open_to_all
@@ -112,7 +112,7 @@ class Door:
         self._most = most + spare // 2
         return most, spare - spare // 2
 
-    def turn(self, ready: zmq.Socket[Any], counters: Counter[str]) -> None:
+    def turn(self, ready: zmq.Socket[Any], counters: Counters) -> None:
         """Something has happened at one of `sockets`: take it in, count what was refused."""
         if self._gate is not None and ready is self._gate.socket:
             counters["keys_refused"] += not self._gate.answer()

@@ -18,12 +18,15 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvdepot.errors import Unavailable
+from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.status import Device, NamespaceStatus, Status, TierStatus
 from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]
 
+_NO_EVENTS = {counted.name: 0 for counted in TIER}
+"""Series are there before the first event: what begins above 0 is no increase to Prometheus."""
 _NAMESPACES = 50
 """The largest, of which there are metrics: by labels, all layouts of one together."""
 _GAUGES = {
@@ -46,29 +49,6 @@ _GAUGES = {
     "pinned_bytes": ("pinned_bytes", "Bytes that pins by name keep."),
 }
 """Field of the status: name and meaning of the metric."""
-_COUNTERS = {
-    "lookups": "Lookups.",
-    "lookup_chunks": "Chunks that were looked up.",
-    "hit_chunks": "Chunks that lookups found in the depot; engines may have had them, too.",
-    "tier_hit_chunks": "Chunks that lookups found in a tier.",
-    "stored_chunks": "Shards stored (a chunk has one a rank).",
-    "known_chunks": "Shards that were to be stored and were there.",
-    "dropped_chunks": "Shards that were not stored, for want of room.",
-    "failed_chunks": "Shards that were not stored, because a copy failed or the engine gave up.",
-    "retrieved_chunks": "Shards that engines got back.",
-    "retrieve_misses": "Shards that were to be retrieved and were not there.",
-    "corrupt_chunks": "Shards in memory that were not what had been stored.",
-    "expired_chunks": "Chunks that were too old.",
-    "forgotten_chunks": "Chunks removed by forget.",
-    "cleared_chunks": "Chunks removed by clear.",
-    "errors": "Requests that were answered with an error.",
-    "bad_messages": "Messages that could not be read.",
-    "clients_died": "Clients that went without a word.",
-    "replies_dropped": "Replies that their client did not take.",
-    "kv_event_overflows": "Times that routers were told that nothing is there, and then anew what is.",
-}
-"""Counter of the status: its meaning. Those that have not counted yet are 0."""
-_REFUSED = "_refused"
 
 
 class StatusCollector(Collector):
@@ -105,7 +85,6 @@ def families(status: Status) -> Iterator[Metric]:
 
 def _counters(status: Status) -> Iterator[Metric]:
     totals = {
-        "evicted_chunks": ("Chunks evicted from memory.", status.evicted_chunks),
         "stored_bytes": ("Bytes stored.", status.stored_bytes),
         "retrieved_bytes": ("Bytes retrieved.", status.retrieved_bytes),
         "asked_tokens": ("Tokens of prompts that engines looked up, in whole chunks.", status.asked_tokens),
@@ -113,11 +92,12 @@ def _counters(status: Status) -> Iterator[Metric]:
         "saved_prefill_seconds": ("Prefill that engines were spared.", status.saved.prefill_s),
     }
     refused = CounterMetricFamily("kvdepot_refused", "What limits or keys refused.", labels=["what"])
-    for name, count in sorted({**dict.fromkeys(_COUNTERS, 0), **status.counters}.items()):
-        if name.endswith(_REFUSED):
-            refused.add_metric([name.removesuffix(_REFUSED)], count)
+    for counted in SERVER:
+        count = status.counters.get(counted.name, 0)
+        if what := refusal(counted):
+            refused.add_metric([what], count)
         else:
-            totals[name] = _COUNTERS.get(name, "As the status counts it."), count
+            totals[counted.name] = counted.meaning, count
     for name, (meaning, value) in totals.items():
         yield CounterMetricFamily(f"kvdepot_{name}", meaning, value)
     yield refused
@@ -213,7 +193,7 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
         for name, gauge in gauges.items():
             if (value := getattr(tier, name)) is not None:
                 gauge.add_metric([tier.name], value)
-        for event, count in sorted(tier.counters.items()):
+        for event, count in {**_NO_EVENTS, **tier.counters}.items():
             events.add_metric([tier.name, event], count)
     yield up
     yield from gauges.values()

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvdepot.errors import Unavailable
-from kvdepot.protocol.status import Status
+from kvdepot.protocol.counters import losses
+from kvdepot.protocol.status import Loss, Status
 from kvdepot.web.guard import App, Receive, Scope, Send
 from kvdepot.web.poll import STALE_S, Poll
 
@@ -31,11 +32,13 @@ _AFTER = re.compile(rb"after=(\d{1,18})")
 class StatusNow(Status, frozen=True, kw_only=True):
     """All that the depot says of itself; in which turn of asking it, and what is wrong although it has answered.
 
-    turn: to be given as `after`. trouble: what `/healthz` says, empty when it finds nothing wrong.
+    turn: to be given as `after`. trouble: what `/healthz` says, empty when it finds nothing wrong. losses: what left,
+    failed or was refused, in words.
     """
 
     turn: int
     trouble: str
+    losses: list[Loss]
 
 
 class Turns:
@@ -57,7 +60,9 @@ class Turns:
         """Raises Unavailable, as the poll's latest answer."""
         number = self._poll.turn.number  # first: of what comes meanwhile a reader is told once more, never not at all
         status = self._poll.latest().status
-        return StatusNow(**msgspec.structs.asdict(status), turn=number, trouble=self._poll.trouble())
+        return StatusNow(
+            **msgspec.structs.asdict(status), turn=number, trouble=self._poll.trouble(), losses=losses(status)
+        )
 
     def encoded(self) -> bytes:
         """The same, as JSON. Raises Unavailable."""

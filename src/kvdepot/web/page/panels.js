@@ -7,37 +7,6 @@ import { percentile } from "./series.js";
 
 const HEADLINE_S = 3600;
 
-/** Counters of what left, failed or was refused, in words; kvdepot.cli.view has the same. */
-const LOSSES = {
-  evicted_chunks: "evicted to make room",
-  evicted: "evicted to make room",
-  dropped_chunks: "found no room",
-  failed_chunks: "copy failed, or engine gave up",
-  corrupt_chunks: "damaged, found by its checksum",
-  expired_chunks: "too old",
-  forgotten_chunks: "forgotten on request",
-  cleared_chunks: "cleared on request",
-  refused_chunks: "refused by the tier",
-  unavailable_chunks: "not saved: the tier failed",
-  refused: "objects refused by the store",
-  spoilt_chunks: "damaged, found by its checksum",
-  spoilt: "damaged objects erased",
-  quarantined: "damaged files put aside",
-  missed_chunks: "gone when they were to be read",
-  failures: "errand failed",
-  failed: "objects that could not be moved",
-  late: "came after its deadline",
-  left_alone: "times it was left alone",
-  searches_refused: "searches refused: too many",
-  undemoted_chunks: "evicted before they were saved",
-  replies_dropped: "replies that nobody read",
-  retrieve_misses: "chunks asked for that had gone",
-  bad_messages: "messages that could not be read",
-  errors: "requests that failed",
-  clients_died: "clients that died",
-  kv_event_overflows: "times routers were told all anew",
-};
-
 const windowName = (window_s) =>
   ({ 60: "minute", 600: "10 min", 3600: "hour", 86400: "day" })[window_s] ?? duration(window_s);
 
@@ -266,10 +235,10 @@ function showDetails(status) {
       ["num", (latency) => duration(latency.sum_s / latency.count)],
     ],
   );
-  rows($("losses"), losses(status), (loss) => `${loss.where} ${loss.name}`, [
+  rows($("losses"), status.losses, (loss) => `${loss.where} ${loss.counter}`, [
     ["name", (loss) => loss.where, (loss) => loss.where],
-    ["why", (loss) => LOSSES[loss.name] ?? loss.name.replaceAll("_", " "), (loss) => loss.name],
-    ["num", (loss) => count(loss.value), (loss) => exact(loss.value)],
+    ["why", (loss) => loss.what, (loss) => loss.counter],
+    ["num", (loss) => count(loss.count), (loss) => exact(loss.count)],
   ]);
   $("devices-part").hidden = !status.devices.length;
   rows($("devices"), status.devices, (device) => device.uuid, [
@@ -279,14 +248,4 @@ function showDetails(status) {
     ["num", (device) => bytes(device.context_bytes)],
     ["num", (device) => bytes(device.staging_bytes)],
   ]);
-}
-
-function losses(status) {
-  const of = (counters, where) =>
-    Object.entries(counters)
-      .filter(([name, value]) => value && (name in LOSSES || name.endsWith("_refused")))
-      .map(([name, value]) => ({ where: where(name), name, value }));
-  const counters = { evicted_chunks: status.evicted_chunks, ...status.counters };
-  const place = (name) => (name.endsWith("_chunks") ? "Memory" : name.startsWith("kv_event") ? "KV events" : "Requests");
-  return [...of(counters, place), ...status.tiers.flatMap((tier) => of(tier.counters, () => tier.name))];
 }
