@@ -5,6 +5,11 @@
 *What `kvdepot --help` prints...*    that
 
 Each is a paragraph of its own; whoever reads the page elsewhere is told by it where to look.
+
+--8<-- "SECURITY.md"                 a page that lies in the repository's root; a line of its own, too
+
+Links are written so that they work in the repository: `docs/gpus.md` in a page of the root, `../SECURITY.md` in one of
+docs/. The site has the root's pages beside the others, in lower case, so links between the two are changed here.
 """
 
 from __future__ import annotations
@@ -13,13 +18,19 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import msgspec
 
+_ROOT = Path(__file__).parents[1]
+_OF_ROOT = r"ARCHITECTURE\.md|SECURITY\.md|CONTRIBUTING\.md"
+
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with its tables filled in."""
+    """The page with what it includes, links that lead within the site, and its tables filled in."""
+    markdown = re.sub(r'^--8<-- "(\w+\.md)"$', lambda found: _of_root(found[1]), markdown, flags=re.M)
+    markdown = re.sub(rf"\]\(\.\./((?:\.\./)*)({_OF_ROOT})(?=[#)])", _lower, markdown)
     markdown = re.sub(r"^\*Table of (\w+).*\*$", lambda found: _table(found[1]), markdown, flags=re.M)
     return re.sub(r"^\*What `kvdepot --help` prints.*\*$", lambda _: _help(), markdown, flags=re.M)
 
@@ -27,6 +38,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """The page with names (settings, paths, flags) marked, which style.css keeps in one line; the theme breaks code."""
     return re.sub(r"<code>([^\s<]{1,40})</code>", r'<code class="name">\1</code>', html)
+
+
+def _of_root(name: str) -> str:
+    """A page of the root, with links that lead from docs/."""
+    text = (_ROOT / name).read_text().replace("](docs/", "](")
+    return re.sub(rf"\]\(()({_OF_ROOT})(?=[#)])", _lower, text)
+
+
+def _lower(link: re.Match[str]) -> str:
+    return f"]({link[1]}{link[2].lower()}"
 
 
 def _table(name: str) -> str:

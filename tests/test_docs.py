@@ -36,13 +36,18 @@ import pytest
 from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.status import HitRate, Reuse, Status
 from tests.ports import free_port
+from tests.test_structure import FLOORS
 from tests.tiers.servers import RedisServer, need
 from tests.web.browser import chromium, executable
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvdepot"
 DOCS = ROOT / "docs"
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "deploy" / "README.md", *sorted(DOCS.glob("*.md"))]
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+INTERNALS = DOCS / "internals"
+DECISIONS = DOCS / "decisions"
+GLOSSARY = DOCS / "glossary.md"
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
 OPERATING = DOCS / "operating.md"
 TIMEOUT_S = 120.0
 VLLM_TIMEOUT_S = 600.0
@@ -307,8 +312,8 @@ def test_the_extras_that_the_pages_name_exist() -> None:
             assert set(names.split(",")) <= extras, f"{page.name}: {names}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != DOCS], ids=str)  # mkdocs looks at the rest
-def test_the_links_of_a_page_outside_the_site_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)|(?:src|srcset)=\"(?!http)([^\"]+)", page.read_text())
     for link in (one or other for one, other in links):
         assert (page.parent / link).exists(), link
@@ -332,21 +337,98 @@ def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
         assert not config
 
 
-def test_every_module_has_its_place_in_the_architecture() -> None:
-    told = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", (ROOT / "ARCHITECTURE.md").read_text()))
-    modules = {path.name for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
-    assert modules - told == set()
-    assert (
-        told - modules - {"__init__.py", "__main__.py", "test_*.py"} - {p.name for p in ROOT.glob("t*/*.py")} == set()
-    )
+# -- the architecture, the internals, the decisions, the glossary
+
+_ELSEWHERE = {"observability": "web", "testing": "simulate"}
+"""Folders of the source -> whose page of the internals has them, too."""
 
 
-def test_every_kind_of_thread_stands_in_the_architecture() -> None:
+def _internals_of(module: Path) -> Path:
+    """The page on which a module has its place."""
+    folder = module.relative_to(SOURCE).parts[0] if module.parent != SOURCE else "package"
+    return INTERNALS / f"{_ELSEWHERE.get(folder, folder)}.md"
+
+
+def _files_told(page: Path) -> set[str]:
+    return set(re.findall(r"`([\w./-]+\.py)`", page.read_text()))
+
+
+def test_the_architecture_is_one_page() -> None:
+    assert len(ARCHITECTURE.read_bytes()) <= 8192
+
+
+def test_the_floors_of_the_architecture_are_those_that_are_tested() -> None:
+    (picture,) = [block.text for block in blocks(ARCHITECTURE)]
+    drawn = [set(re.findall(r"[\w/]+", line)) for line in picture.splitlines()]
+    floors = [line.split() for line in FLOORS.split("\n") if line.strip()]
+    assert len(drawn) == len(floors)
+    for names, line in zip(floors, reversed(drawn), strict=True):
+        for name in names:
+            assert (f"{name}/" if (SOURCE / name).is_dir() else name) in line
+
+
+def test_every_module_has_its_place_on_the_page_of_its_folder() -> None:
+    modules = [path for path in SOURCE.rglob("*.py") if not path.name.startswith("__")]
+    assert len(modules) > 100
+    for module in modules:
+        inner = module.relative_to(SOURCE)
+        names = {str(inner), str(inner.relative_to(inner.parts[0])) if len(inner.parts) > 1 else str(inner)}
+        assert names & _files_told(_internals_of(module)), f"{inner} does not stand in {_internals_of(module).name}"
+
+
+@pytest.mark.parametrize(
+    "page", [ARCHITECTURE, *sorted(INTERNALS.glob("*.md")), *sorted(DECISIONS.glob("*.md")), GLOSSARY],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)  # fmt: skip
+def test_every_file_that_a_page_of_the_architecture_names_exists(page: Path) -> None:
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for top in ("src", "tests", "fuzz", "tools")
+        for path in ROOT.glob(f"{top}/**/*.py")
+    ]
+    missing = {name for name in _files_told(page) if not any(path.endswith(f"/{name}") for path in files)}
+    assert missing == set()
+
+
+def test_every_page_of_the_internals_is_of_a_folder_or_of_what_is_beside_them() -> None:
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    pages = {path.stem for path in INTERNALS.glob("*.md")}
+    assert pages == folders - set(_ELSEWHERE) | {"index", "package", "tests"}
+
+
+def test_the_internals_have_every_kind_of_thread_and_no_others() -> None:
     source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
     named = set(re.findall(r'(?:name=f?|EventQueue\()"(kvdepot-[a-z-]*[a-z])', source))
     assert len(named) > 8
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    assert [name for name in sorted(named) if f"`{name}" not in text] == []
+    rows = re.findall(r"^\| [^|]*\| `(kvdepot-[a-z-]*[a-z])", (INTERNALS / "index.md").read_text(), re.M)
+    assert sorted(rows) == sorted(named)
+
+
+def test_every_page_of_the_internals_and_every_decision_is_in_the_sites_navigation() -> None:
+    nav = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(nav) == len(set(nav))
+    assert set(nav) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+def test_the_index_of_decisions_has_them_all_with_their_titles() -> None:
+    rows = re.findall(r"^\| (\d{4}) \| \[(.+)\]\((.+)\) \|$", (DECISIONS / "index.md").read_text(), re.M)
+    files = sorted(path for path in DECISIONS.glob("*.md") if path.name != "index.md")
+    heads = [re.fullmatch(r"# (\d{4}): (.+)", path.read_text().split("\n", 1)[0]) for path in files]
+    assert rows == [(head[1], head[2], path.name) for head, path in zip(heads, files, strict=True) if head]
+    assert [path.name[:5] for path in files] == [f"{number:04}-" for number in range(1, len(files) + 1)]
+
+
+@pytest.mark.parametrize("page", sorted(DECISIONS.glob("0*.md")), ids=lambda page: page.stem)
+def test_a_decision_has_its_headings_in_their_order(page: Path) -> None:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.M)[1:]
+    assert "Decision" in heads
+    assert heads == [head for head in ("Context", "Decision", "Rejected", "Evidence") if head in heads]
+
+
+def test_the_glossary_has_each_term_once_in_order() -> None:
+    terms = re.findall(r"^## (.+)$", GLOSSARY.read_text(), re.M)
+    assert len(terms) > 30
+    assert terms == sorted(set(terms))
 
 
 # -- what stands in operating.md
