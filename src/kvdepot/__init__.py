@@ -1,7 +1,7 @@
 """kvdepot: a KV-cache server beside LLM engines. Prefill once, reuse everywhere.
 
-Client code imports from `kvdepot.client.lmcache`; `kvdepot serve` starts the server; vLLM finds
-`KVDepotConnector` through its plugin entry point. ARCHITECTURE.md says which file decides what.
+Client code imports from `kvdepot.adapters`; `kvdepot serve` starts the server; vLLM finds
+`KVDepotConnector` through its plugin entry point. docs/internals says which file decides what.
 """
 
 __version__ = "0.1.0"
