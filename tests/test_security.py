@@ -32,10 +32,9 @@ from kvdepot.memory.shm import Card
 from kvdepot.protocol import curve, wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-
-from .conftest import Depot, StartDepot, eventually
-from .ports import free_port
-from .test_wire import Raw
+from tests.conftest import Depot, StartDepot, eventually
+from tests.ports import free_port
+from tests.protocol.test_wire import Raw
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 
 from kvdepot.devices.cuda import descriptors
 from kvdepot.errors import DeviceError, LayoutError
-
-from ..conftest import eventually
-from ..metronome import ran_s
+from tests.conftest import eventually
+from tests.metronome import ran_s
 
 pytestmark = pytest.mark.faults
 

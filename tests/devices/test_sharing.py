@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ..conftest import eventually
-from ..standin.machine import Machine
-from .test_descriptors import is_stopped
+from tests.conftest import eventually
+from tests.devices.test_descriptors import is_stopped
+from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults
 

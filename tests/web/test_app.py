@@ -15,10 +15,9 @@ from kvdepot.adapters import LoadStoreOp
 from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
-
-from ..conftest import eventually
-from ..test_server import CHUNK, PER_CHUNK, Engine
-from .conftest import Answer, StartWeb, Web, need
+from tests.conftest import eventually
+from tests.server.test_server import CHUNK, PER_CHUNK, Engine
+from tests.web.conftest import Answer, StartWeb, Web, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 

@@ -14,10 +14,9 @@ import pytest
 from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
-
-from ..conftest import HANG_S, eventually
-from ..metronome import ran_s
-from .conftest import StartWeb, Web, need
+from tests.conftest import HANG_S, eventually
+from tests.metronome import ran_s
+from tests.web.conftest import StartWeb, Web, need
 
 pytestmark = pytest.mark.faults
 

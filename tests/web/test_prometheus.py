@@ -9,9 +9,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvdepot.status import NamespaceStatus, Status
-
-from .conftest import need
-from .site import empty_status
+from tests.web.conftest import need
+from tests.web.site import empty_status
 
 GUIDE = Path(__file__).parents[2] / "docs" / "operating.md"
 

@@ -14,9 +14,8 @@ import torch
 from kvdepot import cli
 from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
 from kvdepot.memory.records import SLOT_BYTES
-
-from .conftest import Depot, StartDepot
-from .test_server import CHUNK, MIB, SHM, Engine, kill, run_serve
+from tests.conftest import Depot, StartDepot
+from tests.server.test_server import CHUNK, MIB, SHM, Engine, kill, run_serve
 
 pytestmark = pytest.mark.faults
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-
-from . import independent_adapter
-from .conftest import Depot
-from .independent_adapter import Lookups, Transfers
+from tests.client import independent_adapter
+from tests.client.independent_adapter import Lookups, Transfers
+from tests.conftest import Depot
 
 CHUNK = 256
 BLOCK = 128

@@ -16,8 +16,7 @@ from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-
-from .conftest import SHM, Depot, StartDepot, eventually
+from tests.conftest import SHM, Depot, StartDepot, eventually
 
 pytestmark = pytest.mark.faults
 

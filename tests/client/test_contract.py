@@ -35,9 +35,8 @@ from kvdepot.adapters import (
 from kvdepot.client import connection
 from kvdepot.client.contract import pack_block_ids
 from kvdepot.keys import ROOT, ChunkChain
-
-from .conftest import Depot, StartDepot, eventually, suspend
-from .metronome import ran_s
+from tests.conftest import Depot, StartDepot, eventually, suspend
+from tests.metronome import ran_s
 
 CHUNK = 256
 BLOCK = 64

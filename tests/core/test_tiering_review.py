@@ -7,8 +7,8 @@ import pytest
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.worker import Load
-from tests.test_depot import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
-from tests.test_tiering import Host, look, new_host, shards_layout
+from tests.core.test_depot import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
+from tests.core.test_tiering import Host, look, new_host, shards_layout
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: Mem
     host = Host(pages=64, settings={"keys": "/somewhere"}, tiers=[("disk:///d", tier)])
     host.take(host.depot.tick(0.0, 1000.0))
     host.rest()
-    from tests.test_depot import Page
+    from tests.core.test_depot import Page
 
     host.depot.hello(b"one", Page(), "acme")
     register = wire.Register(1, shards_layout(), "m", 1, 0, PER_CHUNK)

@@ -19,14 +19,13 @@ import zmq
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import connection
-from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
 from kvdepot.client import socket as client
+from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
 from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, VersionMismatch
 from kvdepot.memory import arena_header as header
 from kvdepot.protocol import handshake, wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-
-from .conftest import SHM, StartDepot, eventually, suspend
+from tests.conftest import SHM, StartDepot, eventually, suspend
 
 
 def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:

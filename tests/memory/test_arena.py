@@ -18,8 +18,7 @@ import pytest
 from kvdepot.locks import is_locked
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES, Watch
-
-from .conftest import SHM, eventually
+from tests.conftest import SHM, eventually
 
 # The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
 OWNER = """

@@ -12,9 +12,8 @@ import pytest
 
 from kvdepot.adapters import LoadStoreOp
 from kvdepot.client.operation import Began, Operation
-
-from .conftest import Depot, StartDepot, eventually
-from .test_server import CHUNK, Engine, kill
+from tests.conftest import Depot, StartDepot, eventually
+from tests.server.test_server import CHUNK, Engine, kill
 
 
 @pytest.fixture

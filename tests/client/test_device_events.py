@@ -13,9 +13,8 @@ import pytest
 from kvdepot.client import device_events as events
 from kvdepot.client.device_events import EventQueue, happened
 from kvdepot.errors import BadRequest, DeadlineExceeded, DeviceError, KVDepotError, Unavailable
-
-from .conftest import eventually
-from .metronome import ran_s
+from tests.conftest import eventually
+from tests.metronome import ran_s
 
 
 class Later:

@@ -45,11 +45,10 @@ from kvdepot.protocol.curve import read_client_key
 from kvdepot.protocol.endpoints import Claim
 from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
-
-from .conftest import Depot, StartDepot, eventually
-from .ports import free_port
-from .test_server import CHUNK, Engine
-from .tiers.servers import need
+from tests.conftest import Depot, StartDepot, eventually
+from tests.ports import free_port
+from tests.server.test_server import CHUNK, Engine
+from tests.tiers.servers import need
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 
@@ -570,7 +569,7 @@ def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anyth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need(modules=["torch"])
-    path = Path(__file__).parents[1] / "scripts" / "terminal_pictures.py"
+    path = Path(__file__).parents[2] / "scripts" / "terminal_pictures.py"
     spec = importlib.util.spec_from_file_location("terminal_pictures", path)
     assert spec is not None and spec.loader is not None
     pictures = importlib.util.module_from_spec(spec)

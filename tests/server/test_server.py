@@ -40,10 +40,9 @@ from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.server.loop import Server
-
-from .conftest import Depot, StartDepot, eventually
-from .metronome import ran_s
-from .ports import free_port
+from tests.conftest import Depot, StartDepot, eventually
+from tests.metronome import ran_s
+from tests.ports import free_port
 
 SHM = Path("/dev/shm")
 CHUNK = 256

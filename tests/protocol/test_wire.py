@@ -25,8 +25,7 @@ from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.shm import Card
 from kvdepot.protocol import handshake, wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-
-from .conftest import Depot, eventually
+from tests.conftest import Depot, eventually
 
 SHM = Path("/dev/shm")
 BLOCKS = 16

@@ -22,12 +22,10 @@ from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import END, TOPIC, Publisher, replay_endpoint
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import read_client_key
-from tests.conftest import clear
-
-from .conftest import Depot, StartDepot, eventually
-from .test_index import Shelf, keys
-from .test_security import keygen
-from .test_server import CHUNK, Engine, kill, run_serve
+from tests.conftest import Depot, StartDepot, clear, eventually
+from tests.core.test_index import Shelf, keys
+from tests.server.test_server import CHUNK, Engine, kill, run_serve
+from tests.test_security import keygen
 
 Believed = set[tuple[str, bytes]]
 

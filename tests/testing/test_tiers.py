@@ -16,6 +16,8 @@ from kvdepot.testing.tiers import FAULTS, FaultyTier, MemoryTier, SlowTier, Tier
 from kvdepot.tiers import Blob, Tier
 from tests.conftest import eventually
 
+pytestmark = pytest.mark.faults
+
 
 class TestMemory(TierConformance):
     shared: ClassVar[bool] = True

@@ -22,10 +22,9 @@ from kvdepot.errors import Busy, KVDepotError, ProtocolError
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-
-from .conftest import HANG_S, Depot, StartDepot, eventually
-from .ports import free_port
-from .test_wire import Raw
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.ports import free_port
+from tests.protocol.test_wire import Raw
 
 SHM = Path("/dev/shm")
 BLOCK_BYTES = 512

@@ -16,10 +16,9 @@ import pytest
 from kvdepot.metrics import BOUNDS_S, Latency
 from kvdepot.observability import alerts, dashboard
 from kvdepot.status import Device, HitRate, NamespaceStatus, Reuse, Saved, Status, TierStatus
+from tests.programs import module, run, tool
 
-from .programs import module, run, tool
-
-DEPLOY = Path(__file__).parents[1] / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "kvdepot"
 
 

@@ -18,10 +18,9 @@ from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient,
 from kvdepot.memory.shm import Card
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, is_sealed
-
-from .conftest import SHM, Depot, StartDepot, eventually
-from .ports import free_port
-from .test_wire import Raw
+from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.ports import free_port
+from tests.protocol.test_wire import Raw
 
 pytestmark = pytest.mark.faults
 

@@ -30,7 +30,7 @@ from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
 from kvdepot.tiers.worker import MOST_PARTS, Errand, Find, Load, Probe, Save, run
 from tests.conftest import clear
-from tests.test_depot import PER_CHUNK, Desk, lookup, prompt, retrieve, shards, store
+from tests.core.test_depot import PER_CHUNK, Desk, lookup, prompt, retrieve, shards, store
 
 TRUTH: dict[tuple[bytes, int, str], bytes] = {}
 """What a chunk's bytes are, on any host: by key, rank and model."""
@@ -142,7 +142,7 @@ def new_host(
 
 
 def shards_layout() -> Any:
-    from tests.test_depot import layout
+    from tests.core.test_depot import layout
 
     return layout()
 
@@ -266,7 +266,7 @@ def _with_layout(tier: MemoryTier, fingerprint: bytes) -> Host:
     host = Host(pages=64, tiers=[("disk:///d", tier)])
     host.take(host.depot.tick(0.0, 1000.0))
     host.hello()
-    from tests.test_depot import layout
+    from tests.core.test_depot import layout
 
     host.ask(b"one", wire.Register(1, layout(fingerprint), "m", 1, 0, PER_CHUNK))
     return host

@@ -22,8 +22,7 @@ from kvdepot.client.device_events import EventQueue
 from kvdepot.errors import Unavailable
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
-
-from .conftest import HANG_S, Depot
+from tests.conftest import HANG_S, Depot
 
 CHUNK = 256
 THREADS = 8
