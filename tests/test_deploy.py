@@ -206,7 +206,7 @@ $apart $PYTHON -c "
 import os, sys
 from types import SimpleNamespace
 import zmq
-from tests.server.test_server import works
+from tests.client.engine import works
 assert os.getpid() < 10
 sys.exit(0 if works(SimpleNamespace(url=os.environ['KVDEPOT_URL'], context=zmq.Context())) else 97)
 "

@@ -32,9 +32,10 @@ from kvdepot.memory.shm import Card
 from kvdepot.protocol import curve, wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.cli.command import keygen, kvdepot
 from tests.conftest import Depot, StartDepot, eventually
 from tests.ports import free_port
-from tests.protocol.test_wire import Raw
+from tests.protocol.raw import Raw
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -300,20 +301,6 @@ sys.stdin.read()
 
 
 # -- keys
-
-
-def kvdepot(*argv: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvdepot.cli", *map(str, argv)],
-        capture_output=True, text=True, timeout=60, env={**os.environ, **environ}, check=False,
-    )  # fmt: skip
-
-
-def keygen(folder: Path, *clients: str, tenant: str = "") -> Path:
-    made = kvdepot("keygen", folder, *clients, *(["--tenant", tenant] if tenant else []))
-    assert made.returncode == 0, made.stderr
-    return folder
 
 
 def secrets_in(folder: Path) -> list[str]:

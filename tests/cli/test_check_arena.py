@@ -14,12 +14,14 @@ import torch
 from kvdepot import cli
 from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
 from kvdepot.memory.records import SLOT_BYTES
-from tests.conftest import Depot, StartDepot
-from tests.server.test_server import CHUNK, MIB, SHM, Engine, kill, run_serve
+from tests.client.engine import CHUNK, Engine
+from tests.conftest import SHM, Depot, StartDepot
+from tests.server.process import kill, run_serve
 
 pytestmark = pytest.mark.faults
 
 CHUNKS = 10
+MIB = 1 << 20
 
 
 class Left:

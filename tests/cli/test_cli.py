@@ -45,9 +45,9 @@ from kvdepot.protocol.curve import read_client_key
 from kvdepot.protocol.endpoints import Claim
 from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
+from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, StartDepot, eventually
 from tests.ports import free_port
-from tests.server.test_server import CHUNK, Engine
 from tests.tiers.servers import need
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")

@@ -12,8 +12,9 @@ import pytest
 
 from kvdepot.adapters import LoadStoreOp
 from kvdepot.client.operation import Began, Operation
+from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, StartDepot, eventually
-from tests.server.test_server import CHUNK, Engine, kill
+from tests.server.process import kill
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.testing.faulty import MemoryTier
 from tests.conftest import SHM, StartDepot
-from tests.core.test_depot import Desk, lookup, prompt, retrieve, shards, store
-from tests.core.test_index import Path, Shelf, key_of, keys
-from tests.core.test_index import prompt as keys_of
-from tests.core.test_tiering import look, new_host
+from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
+from tests.core.host import look, new_host
+from tests.core.shelf import Path, Shelf, key_of, keys
+from tests.core.shelf import prompt as keys_of
 
 
 def begin(removals: Removals, *spaces: Namespace, hides: bool = True, salt: bytes | None = None) -> Removal:

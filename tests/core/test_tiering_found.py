@@ -6,8 +6,8 @@ from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.worker import Find, Load
-from tests.core.test_depot import PER_CHUNK, layout, prompt, retrieve, store
-from tests.core.test_tiering import Host, look, new_host
+from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, store
+from tests.core.host import Host, look, new_host
 
 
 def urgent_first(host: Host) -> None:

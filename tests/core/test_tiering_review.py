@@ -7,8 +7,8 @@ import pytest
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.worker import Load
-from tests.core.test_depot import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
-from tests.core.test_tiering import Host, look, new_host, shards_layout
+from tests.core.desk import BLOCK, PER_CHUNK, Page, layout, prompt, retrieve, shards, store
+from tests.core.host import Host, look, new_host
 
 
 @pytest.fixture
@@ -21,10 +21,8 @@ def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: Mem
     host = Host(pages=64, settings={"keys": "/somewhere"}, tiers=[("disk:///d", tier)])
     host.take(host.depot.tick(0.0, 1000.0))
     host.rest()
-    from tests.core.test_depot import Page
-
     host.depot.hello(b"one", Page(), "acme")
-    register = wire.Register(1, shards_layout(), "m", 1, 0, PER_CHUNK)
+    register = wire.Register(1, layout(), "m", 1, 0, PER_CHUNK)
     assert host.ask(b"one", register) is None
     chain = prompt("a", 3)
     assert host.find(b"one", store(chain)) is True

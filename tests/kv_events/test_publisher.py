@@ -22,12 +22,12 @@ from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import END, TOPIC, Publisher, replay_endpoint
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import read_client_key
+from tests.cli.command import keygen
+from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, StartDepot, clear, eventually
-from tests.core.test_index import Shelf, keys
-from tests.server.test_server import CHUNK, Engine, kill, run_serve
-from tests.test_security import keygen
-
-Believed = set[tuple[str, bytes]]
+from tests.core.shelf import Shelf, keys
+from tests.kv_events.desk import Believed, Desk
+from tests.server.process import kill, run_serve
 
 
 class Subscriber:
@@ -139,39 +139,6 @@ def subscribe() -> Iterator[StartSubscriber]:
     yield start
     for each in started:
         each.close()
-
-
-class Desk:
-    """A publisher on an index of the test's own; the test's thread is the deciding one."""
-
-    def __init__(
-        self, endpoint: str, pages: int = 64, most: int = 1 << 17, shelf: Shelf | None = None, **limits: int
-    ) -> None:
-        self.shelf = shelf or Shelf(pages)
-        self.index = self.shelf.index
-        self.counters: Counter[str] = Counter()
-        self.feed = Feed(self.index, self.counters, most)
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.endpoint = endpoint
-        self.publisher = Publisher(self.feed, endpoint, 256, self.context, **limits)
-
-    def start(self) -> Desk:
-        self.feed.tick()
-        self.publisher.start()
-        return self
-
-    def there(self) -> Believed:
-        return {
-            (space.model, key)
-            for space in self.index.namespaces()
-            for key, chunk in space.chunks.items()
-            if chunk.sealed == space.world_size
-        }
-
-    def close(self) -> None:
-        if not self.context.closed:
-            self.publisher.close()
-            self.context.destroy(linger=0)
 
 
 @pytest.fixture

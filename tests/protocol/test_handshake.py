@@ -20,7 +20,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, is_sealed
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.ports import free_port
-from tests.protocol.test_wire import Raw
+from tests.protocol.raw import Raw
 
 pytestmark = pytest.mark.faults
 

@@ -24,7 +24,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.ports import free_port
-from tests.protocol.test_wire import Raw
+from tests.protocol.raw import Raw
 
 SHM = Path("/dev/shm")
 BLOCK_BYTES = 512

@@ -33,30 +33,21 @@ from kvdepot.adapters import (
     RequestType,
 )
 from kvdepot.config import Config
-from kvdepot.errors import ArenaError, Busy, KVDepotError
+from kvdepot.errors import ArenaError, Busy
 from kvdepot.memory import shm
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.server.loop import Server
+from tests.client.engine import CHUNK, Engine, works
 from tests.conftest import Depot, StartDepot, eventually
 from tests.metronome import ran_s
 from tests.ports import free_port
+from tests.server.process import kill, run_serve
 
 SHM = Path("/dev/shm")
-CHUNK = 256
-BLOCK = 64
-PER_CHUNK = CHUNK // BLOCK
 MIB = 1 << 20
-
-
-def run_serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A `kvdepot serve` that is expected to end by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvdepot.cli", "serve", *flags],
-        capture_output=True, text=True, timeout=120, env={**os.environ, **environ}, check=False,
-    )  # fmt: skip
 
 
 def socket_path(depot: Depot) -> Path:
@@ -67,59 +58,6 @@ def files(depot: Depot) -> list[Path]:
     """Socket, lock and arena."""
     path = socket_path(depot)
     return [path, path.with_name(path.name + ".lock"), SHM / depot.name]
-
-
-class Engine:
-    """A scheduler and a worker with tensors of `block_bytes` a block."""
-
-    def __init__(self, depot: Depot, block_bytes: int = 256, blocks: int = 16) -> None:
-        self.model = f"model-{uuid.uuid4().hex[:8]}"
-        shape = (depot.url, depot.context, self.model, 1, 0, BLOCK)
-        self.scheduler, self.worker = LMCacheMPSchedulerAdapter(*shape), LMCacheMPWorkerAdapter(*shape)
-        self.cache = torch.randint(0, 256, (blocks, BLOCK, block_bytes // BLOCK), dtype=torch.uint8)
-        self.worker.register_kv_caches({"layer": self.cache})
-
-    def wait_connected(self) -> None:
-        """Until both adapters have found the server that runs now."""
-
-        def answers(client: MessageQueueClient) -> bool:
-            try:
-                return bool(client.submit_request(RequestType.NOOP, []).result(5.0) == "ok")
-            except KVDepotError:
-                return False
-
-        for adapter in (self.scheduler, self.worker):
-            eventually(lambda adapter=adapter: answers(adapter.mq_client))
-
-    def store(self, tokens: list[int], blocks: list[int]) -> None:
-        request_id = uuid.uuid4().hex
-        self.worker.submit_store_request(request_id, LoadStoreOp(blocks, token_ids=tokens), None)
-        eventually(lambda: self.worker.get_finished({request_id})[0])
-
-    def retrieve(self, tokens: list[int], blocks: list[int]) -> set[int]:
-        self.worker.submit_retrieve_request(uuid.uuid4().hex, LoadStoreOp(blocks, token_ids=tokens), None)
-        eventually(lambda: self.worker.get_finished(set())[1])
-        return self.worker.get_block_ids_with_load_errors()
-
-    def lookup(self, tokens: list[int]) -> int | None:
-        request_id = uuid.uuid4().hex
-        self.scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
-        eventually(lambda: self.scheduler.wait_lookup_result(request_id, 1.0) is not None)
-        return self.scheduler.check_lookup_result(request_id)
-
-    def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.shutdown()
-
-
-def works(depot: Depot) -> bool:
-    """Whether bytes go into a server and come back."""
-    engine, tokens = Engine(depot), list(range(CHUNK))
-    engine.store(tokens, [0, 1, 2, 3])
-    good = engine.lookup(tokens) == CHUNK and engine.retrieve(tokens, [7, 6, 5, 4]) == set()
-    good = good and torch.equal(engine.cache[[7, 6, 5, 4]], engine.cache[:4])
-    engine.close()
-    return good
 
 
 # -- help and usage
@@ -586,11 +524,6 @@ def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> Non
         one.let_go.set()
     assert mover.stop()
     assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
-
-
-def kill(depot: Depot) -> None:
-    depot.process.kill()
-    depot.process.wait(10)
 
 
 @pytest.mark.faults

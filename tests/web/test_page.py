@@ -726,7 +726,7 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     start_depot: StartDepot, port: int, open_page: OpenPage
 ) -> None:
     from kvdepot.adapters import LoadStoreOp
-    from tests.server.test_server import Engine as RealEngine
+    from tests.client.engine import Engine as RealEngine
 
     depot = start_depot("--http", f"127.0.0.1:{port}")
     engine, tokens = RealEngine(depot), list(range(512))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.test_server import CHUNK, PER_CHUNK, Engine, works
+from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
 from tests.web.conftest import StartWeb, need
 
 pytestmark = pytest.mark.faults

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import StartDepot, eventually, suspend
 from tests.metronome import ran_s
 from tests.web.conftest import NEEDED, Answer, StartWeb, Web, need
-from tests.web.test_connections import connect, open_connections
+from tests.web.sockets import connect, open_connections
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
