@@ -11,21 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvdepot.errors import Busy
-from kvdepot.keys import ChunkChain, salt_tag
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.breaker import FAILURES
 from kvdepot.tiers.worker import MOST_PARTS, Find, Load, Probe, Save
 from tests.conftest import clear
-from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, shards, store
+from tests.core.desk import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
 from tests.core.host import Host, look, new_host
-
-
-@pytest.fixture
-def tier() -> MemoryTier:
-    return MemoryTier()
-
 
 # -- loads
 
@@ -186,6 +178,61 @@ def test_a_load_that_finds_too_little_room_answers_a_shorter_prefix(tier: Memory
     there.assert_quiet()
 
 
+def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(("disk:///d?write=off", tier), pages=2)
+    chain = prompt("b", 1)
+    here.find(b"one", store(chain))
+    there.ask(b"one", wire.Register(2, layout(), "n", 1, 0, PER_CHUNK))
+    there.find(b"one", store(prompt("a", 1)))
+    there.find(b"one", store(prompt("c", 1), instance=2, model="n"))
+    there.ask(b"one", wire.Unregister(1))
+    assert there.find(b"one", look(chain)) == 1
+    there.index.validate()
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_the_nearest_tier_that_has_it_loads_it(tier: MemoryTier) -> None:
+    near = MemoryTier()
+    here = new_host(tier)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    near.objects.update(tier.objects)
+    there = new_host(("disk:///d", near), ("redis://far", tier))
+    there.send(b"one", look(prompt("a", 6)))  # nobody has the sixth
+    near_find, far_find = there.errands
+    there.work(far_find)
+    there.work(near_find)
+    assert {errand.tier for errand in there.errands if isinstance(errand, Load)} == {0}
+    there.rest()
+
+
+def test_a_repeated_hash_leaks_no_hold(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    one, two = prompt("a", 1), prompt("b", 1)
+    part = shards(one)
+    loose = wire.Shards(part.request, "m", 1, 0, b"", 0, part.hashes, part.block_ids)
+    host.find(b"one", wire.Store(1, 1, [loose]))
+    hashes = bytes(one.hashes) * 3 + bytes(two.hashes)
+    assert host.find(b"one", wire.Lookup("m", 1, PER_CHUNK, "r", 1, hashes, False)) == 3
+    host.ask(b"one", wire.EndSession("r"))
+    host.assert_quiet()
+
+
+def test_a_retrieve_by_a_layout_of_another_size_reads_no_neighbours() -> None:
+    host = new_host()
+    chain = prompt("a", 1)
+    host.find(b"one", store(chain))
+    host.ask(b"one", wire.Register(2, layout(block=16 * BLOCK), "m", 1, 0, PER_CHUNK))
+    host.send(b"one", retrieve(chain, instance=2))
+    for task in host.copies():
+        for piece in task.pieces:
+            room = sum(length for _, length in piece.extents)
+            assert room >= len(piece.block_ids) * task.mapped.layout.block_bytes
+    host.settle()
+
+
 # -- late, failing, lying
 
 
@@ -291,6 +338,128 @@ def test_a_promise_that_is_not_kept_is_a_miss(tier: MemoryTier) -> None:
     host.assert_quiet()
 
 
+def test_a_chunk_that_is_spoilt_on_two_ranks_is_loaded_anew_on_both() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        there.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert there.find(b"one", look(chain, "holds the second", world_size=2)) == 2
+    there.find(b"one", wire.Forget())  # the first one is not held, but the second is behind it
+    for rank in ranks:
+        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    head = prompt("a", 1)
+    assert there.find(b"one", look(head, world_size=2)) == 1
+    assert there.find(b"one", retrieve(head, instance=2, world_size=2, rank=1)) == [True]
+    for request in ("r", "holds the second"):
+        there.ask(b"one", wire.EndSession(request))
+    there.assert_quiet()
+
+
+def test_two_ranks_store_a_spoilt_chunk_anew_at_once() -> None:
+    host = new_host(world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        host.ask(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert host.ask(b"one", look(chain, "holds the second", world_size=2)) == 2
+    host.ask(b"one", wire.Forget())
+    head = prompt("a", 1)
+    for rank in ranks:
+        host.send(b"one", store(head, instance=rank + 1, world_size=2, rank=rank))
+    host.settle()
+    assert host.ask(b"one", look(head, world_size=2)) == 1
+    for request in ("r", "holds the second"):
+        host.ask(b"one", wire.EndSession(request))
+    host.assert_quiet()
+
+
+def test_half_time_does_not_end_a_search_that_could_still_find_its_first_chunk(tier: MemoryTier) -> None:
+    slow = MemoryTier()
+    here = new_host(slow)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    tier.objects.update({name: data for name, data in slow.objects.items() if chain.slice(2, 3).hex() in name})
+    there = new_host(("disk:///d", tier), ("redis://slow", slow), lookup_s=1.0)
+    asked = there.send(b"one", look(prompt("a", 4)))
+    there.work(there.errands[0])
+    there.pass_time(0.5)
+    assert asked not in there.answers, "half a second was left"
+    there.work(there.errands[0])
+    there.rest()
+    assert there.answers[asked] == 3
+
+
+def test_what_is_recomputed_while_its_load_hangs_is_cached(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, lookup_s=0.5)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    there.send(b"one", look(chain))
+    there.work()
+    assert there.kinds() == ["Load"]  # which hangs from now on
+    there.pass_time(0.5)
+    assert there.ask(b"one", store(chain)) is True  # the engine has computed it
+    asked = there.send(b"one", look(chain, "r2"))
+    there.pass_time(0.5)
+    assert there.answers[asked] == 3
+
+
+def test_a_load_that_hangs_in_a_tier_left_alone_does_not_keep_another_tier_from_serving(tier: MemoryTier) -> None:
+    near = MemoryTier()
+    here = new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    near.objects.update(tier.objects)
+    there = new_host(("disk:///d", near), ("redis://far", tier), lookup_s=0.5)
+    there.send(b"one", look(chain))
+    there.work(there.errands[0])
+    hung = [errand for errand in there.errands if errand.tier == 0]
+    assert any(isinstance(errand, Load) for errand in hung)
+    there.pass_time(0.5)
+    for i in range(3):
+        there.send(b"one", look(prompt(f"p{i}", 1), f"p{i}"))
+        while any(errand.tier == 1 for errand in there.errands):
+            there.work(next(errand for errand in there.errands if errand.tier == 1))
+        there.pass_time(0.5)
+    assert there.depot.tiering.status(there.now)[0].state == "left alone"
+    asked = there.send(b"one", look(chain, "r2"))
+    while any(errand.tier == 1 for errand in there.errands):
+        there.work(next(errand for errand in there.errands if errand.tier == 1))
+    there.pass_time(0.5)
+    assert there.answers[asked] == 3, "the far tier has it all"
+
+
+def test_no_chunk_is_broken_where_there_is_none(tier: MemoryTier) -> None:
+    """While `_broken` is not 0 each lookup walks its whole chain."""
+    faulty = FaultyTier(tier)
+    here, there = new_host(tier), new_host(("disk:///d?write=off", faulty))
+    chain = prompt("a", 2)
+    there.find(b"one", store(chain))
+    assert there.find(b"one", look(chain, "holds the second")) == 2
+    there.find(b"one", wire.Forget())
+    here.find(b"one", store(chain))
+    faulty.inject(corrupt=1)
+    assert there.find(b"one", look(prompt("a", 1))) == 0  # the first is loaded anew, and spoilt
+    there.ask(b"one", wire.EndSession("holds the second"))
+    assert there.index.chunks == 0
+    assert there.index._broken == 0
+
+
+def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait(tier: MemoryTier) -> None:
+    """A blip of an instant, with twelve lookups under way: the tier is left alone for 30 s, not for one."""
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    for i in range(12):
+        host.send(b"one", look(prompt(f"p{i}", 2), f"r{i}"))
+    faulty.inject(down=1)
+    host.rest()
+    faulty.inject()
+    for second in (2.0, 4.0):
+        host.now = second
+        host.take(host.depot.tick(second, 1000.0 + second))
+        host.rest()
+    assert host.depot.tiering.status(host.now)[0].state == "up"
+
+
 # -- whoever asked is gone
 
 
@@ -333,6 +502,31 @@ def test_a_server_that_stops_answers_what_awaits_tiers(tier: MemoryTier) -> None
     asked = host.send(b"one", look(prompt("a", 3)))
     host.take(host.depot.stop_waiting())
     assert host.answers[asked] == 0
+
+
+def test_a_lookup_whose_engine_leaves_meanwhile_loads_nothing_that_nobody_could_find() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.ask(b"one", wire.Unregister(1))  # the namespace goes: it has no chunks, and nobody uses it
+    there.rest()
+    assert there.answers[asked] == 0
+    there.assert_quiet()
+    assert there.index.space.free_bytes == there.index.space.capacity
+
+
+def test_a_namespace_that_is_dropped_during_a_search_takes_no_chunks(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain, other = prompt("a", 3), prompt("b", 1)
+    here.find(b"one", store(chain))
+    there.find(b"one", store(other))
+    there.ask(b"one", wire.Unregister(1))
+    there.send(b"one", look(chain))
+    there.ask(b"one", wire.Clear())  # or its last chunk is evicted
+    there.rest()
+    there.index.validate()
 
 
 # -- writing
@@ -442,206 +636,26 @@ def test_a_tier_that_is_off_is_read_and_never_written(tier: MemoryTier) -> None:
     assert there.find(b"one", look(one)) == 2
 
 
-# -- forgetting, pins by name, ages
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "ageing", "wtinylfu", "adaptive"])
+def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: MemoryTier, policy: str) -> None:
+    from kvdepot.eviction import POLICIES
 
-
-def _salted(chain: ChunkChain, salt: str) -> wire.Store:
-    part = shards(chain)
-    return wire.Store(
-        1, 1,
-        [wire.Shards(
-            part.request, part.model, part.world_size, part.rank, part.parent, part.depth, part.hashes, part.block_ids,
-            0, salt_tag(salt),
-        )],
-    )  # fmt: skip
-
-
-def test_a_salt_is_forgotten_in_memory_and_in_the_tier_and_nothing_else(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    alice, bob, plain = prompt("alice", 3), prompt("bob", 3), prompt("c", 3)
-    host.find(b"one", _salted(alice, "alice"))
-    host.find(b"one", _salted(bob, "bob"))
-    host.find(b"one", store(plain))
-    said = host.find(b"one", wire.Forget(salt=salt_tag("alice")))
-    assert said == {"memory": 3, "disk:///d": 3}
-    assert len(tier.objects) == 6
-    assert host.find(b"one", look(alice, salt=salt_tag("alice"))) == 0
-    assert host.find(b"one", look(bob, salt=salt_tag("bob"))) == 3
-    assert host.find(b"one", look(plain)) == 3
-
-
-def test_all_is_forgotten_of_a_model_or_at_all(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    host.ask(b"one", wire.Register(7, layout(), "n", 1, 0, PER_CHUNK))
-    host.find(b"one", store(prompt("a", 2)))
-    host.find(b"one", store(prompt("a", 2), instance=7, model="n"))
-    assert host.find(b"one", wire.Forget(model="n")) == {"memory": 2, "disk:///d": 2}
-    assert len(tier.objects) == 2 and host.index.chunks == 2
-    assert host.find(b"one", wire.Forget()) == {"memory": 2, "disk:///d": 2}
-    assert not tier.objects and host.index.chunks == 0
-
-
-def test_tiers_forget_all_models_that_begin_so_and_the_answer_says_that_they_may_have_others(tier: MemoryTier) -> None:
-    host = new_host(tier, pages=400, model="team-x/m0")
-    for i in range(150):
-        host.find(b"one", store(prompt("a", 2), model=f"team-x/m{i}"))
-    host.find(b"one", store(prompt("a", 2), model="team-y/m"))
-    assert len(tier.objects) == host.index.chunks == 302
-    said = host.find(b"one", wire.Forget("team-x/"))
-    assert (said.pop("memory"), said.pop("disk:///d")) == (300, 300)
-    assert "150" in said["error"] and "'team-x/'" in said["error"]  # the tier may have others
-    assert len(tier.objects) == host.index.chunks == 2
-    assert host.find(b"one", wire.Forget("team-x/m0")) == {"memory": 0, "disk:///d": 0}
-    host.assert_quiet()
-
-
-def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name_and_never_silently_left(
-    tier: MemoryTier,
-) -> None:
-    here, there = new_host(tier, model="team-x/m"), new_host(tier, model="other")
-    here.find(b"one", store(prompt("a", 3), model="team-x/m"))
-    left = there.find(b"one", wire.Forget("team-x/"))
-    assert (left["memory"], left["disk:///d"], len(tier.objects)) == (0, 0, 3)
-    assert "whole names" in left["error"]
-    assert there.find(b"one", wire.Forget("team-x/m")) == {"memory": 0, "disk:///d": 3}
-    assert "error" in there.find(b"one", wire.Forget("team-x/m"))  # for all that anybody here can know
-    assert here.find(b"one", wire.Forget("team-x/m")) == {"memory": 3, "disk:///d": 0}
-
-
-def test_nothing_is_loaded_of_a_model_that_is_being_forgotten_by_the_beginning_of_its_name(tier: MemoryTier) -> None:
-    here, there = new_host(tier, model="team-x/m"), new_host(tier, model="team-x/m")
-    here.find(b"one", store(prompt("a", 3), model="team-x/m"))
-    asked = there.send(b"one", wire.Forget("team-x/"))
-    seen = there.send(b"one", look(prompt("a", 3), model="team-x/m"))
-    assert there.answers[seen] == 0 and asked not in there.answers
-    there.rest()
-    assert there.answers[asked]["disk:///d"] == 3 and not tier.objects
-    there.assert_quiet()
-
-
-def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    chain = prompt("a", 3)
-    host.find(b"one", store(chain))
-    assert host.find(b"one", look(chain)) == 3
-    host.find(b"one", wire.Forget())
-    assert host.find(b"one", retrieve(chain)) == [False] * 3
-    host.ask(b"one", wire.EndSession("r"))
-    assert host.index.chunks == 0
-    assert host.find(b"one", store(chain)) is True
-    assert host.find(b"one", look(chain)) == 3
-
-
-def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier)
-    chain = prompt("a", 3)
-    here.find(b"one", store(chain))
-    asked = there.send(b"one", look(chain))
-    there.work()
-    (load,) = there.errands
-    forgot = there.send(b"one", wire.Forget())
-    there.work(load)
-    there.rest()
-    assert there.answers[asked] == 0 and there.answers[forgot]["disk:///d"] == 3
-    assert there.index.chunks == 0 and not tier.objects
-
-
-def test_what_is_being_saved_when_it_is_forgotten_is_removed_after_that(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    chain = prompt("a", 3)
-    host.ask(b"one", store(chain))
-    asked = host.send(b"one", wire.Forget())
-    assert host.kinds() == ["Save"]
-    host.work()
-    assert tier.objects and host.kinds() == ["Forget"]
-    lookup_meanwhile = host.send(b"one", look(chain))
-    assert host.answers[lookup_meanwhile] == 0 and asked not in host.answers
-    host.rest()
-    assert host.answers[asked] == {"memory": 3, "disk:///d": 3}
-    assert not tier.objects and host.index.chunks == 0
-    host.assert_quiet()
-
-
-def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
-    faulty = FaultyTier(tier)
-    host = new_host(faulty)
-    host.find(b"one", store(prompt("a", 3)))
-    faulty.inject(down=1)
-    said = host.find(b"one", wire.Forget())
-    assert said["memory"] == 3 and "not forgotten" in said["disk:///d"]
-
-
-def test_a_tier_that_hangs_does_not_keep_the_answer_to_forget(tier: MemoryTier) -> None:
-    host = new_host(tier)
-    asked = host.send(b"one", wire.Forget())
-    host.pass_time(26.0)
-    assert "error" in host.answers[asked]
-    host.rest()
-
-
-def test_a_pin_by_name_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier: MemoryTier) -> None:
-    here, there = new_host(tier), new_host(tier, pages=16)
-    chain = prompt("a", 4)
-    here.find(b"one", store(chain))
-    there.hello(b"two")
-    pin = wire.Pin("system prompt", "m", 1, PER_CHUNK, bytes(chain.hashes))
-    assert there.find(b"two", pin) == 4
-    there.die(b"two")
-    for i in range(8):
-        there.find(b"one", store(prompt(f"o{i}", 4)))
-    assert there.ask(b"one", wire.Status()).pinned[0].name == "system prompt"
-    asked = there.send(b"one", look(chain, "r2"))
-    assert there.answers[asked] == 4
-    there.ask(b"one", wire.EndSession("r2"))
-    assert there.find(b"one", wire.Unpin("system prompt")) is True
-    assert there.find(b"one", wire.Unpin("system prompt")) is False
-    there.assert_quiet()
-    timed = wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes), ttl_s=10)
-    assert there.find(b"one", timed) == 4 and there.index.held
-    there.now += 10
-    there.take(there.depot.tick(there.now, 1010.0))
-    there.assert_quiet()
-
-
-def test_pins_by_name_leave_half_of_the_memory_to_the_others(tier: MemoryTier) -> None:
-    host = new_host(tier, pages=16)
-    one, two = prompt("a", 6), prompt("b", 6)
-    for chain in (one, two):
+    host = new_host(("disk:///d?write=on_evict", tier), pages=16)
+    host.index._policy = POLICIES[policy]()
+    chains = [prompt(f"p{i}", 1) for i in range(16)]
+    for chain in chains[:14]:
         host.find(b"one", store(chain))
-    assert host.find(b"one", wire.Pin("1", "m", 1, PER_CHUNK, bytes(one.hashes))) == 6
-    assert isinstance(host.find(b"one", wire.Pin("2", "m", 1, PER_CHUNK, bytes(two.hashes))), Busy)
+    host.send(b"one", store(chains[14]))
+    host.settle()
+    (save,) = host.errands
+    victim = next(chain for chain in chains if save.parts[0].key == bytes(chain.hashes))
+    host.ask(b"one", look(victim, "uses it"))
+    host.ask(b"one", wire.EndSession("uses it"))
+    host.rest()
+    assert host.answers[host.send(b"one", look(victim, "again"))] == 1
 
 
-def test_chunks_that_are_too_old_are_gone_unless_somebody_holds_them() -> None:
-    host = new_host(ttl_s=60)
-    old, held = prompt("a", 3), prompt("b", 3)
-    for chain in (old, held):
-        host.find(b"one", store(chain))
-    host.find(b"one", look(held, "holds"))
-    host.take(host.depot.tick(61.0, 1061.0))
-    host.index.validate()
-    assert host.find(b"one", look(old, "r")) == 0
-    assert host.find(b"one", retrieve(held, request="holds")) == [True] * 3
-    host.take(host.depot.tick(70.0, 1070.0))
-    assert host.index.chunks == 0
-
-
-def test_an_old_prefix_hides_what_was_computed_on_top_of_it_later() -> None:
-    host = new_host(ttl_s=60)
-    chain = prompt("a", 4)
-    host.find(b"one", store(chain, end=2))
-    host.take(host.depot.tick(40.0, 1040.0))
-    host.find(b"one", wire.Store(1, 1, [shards(chain, 2, 4, blocks=[0, 1, 2, 3])]))
-    host.take(host.depot.tick(61.0, 1061.0))
-    host.index.validate()
-    assert host.find(b"one", look(chain)) == 0
-    assert host.find(b"one", store(chain, end=2)) is True
-    assert host.find(b"one", look(chain)) == 4
-    host.ask(b"one", wire.EndSession("r"))
-    host.take(host.depot.tick(101.0, 1101.0))
-    host.take(host.depot.tick(125.0, 1125.0))
-    host.index.validate()
-    assert host.index.chunks == 0
+# -- looking after tiers
 
 
 def test_quiet_tiers_are_looked_after() -> None:
