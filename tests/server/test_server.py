@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import queue
@@ -24,7 +22,7 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import __version__, cli, locks
+from kvdepot import __version__, cli
 from kvdepot.adapters import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -34,7 +32,6 @@ from kvdepot.adapters import (
 )
 from kvdepot.config import Config
 from kvdepot.errors import ArenaError, Busy
-from kvdepot.memory import shm
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Memory, Mover
 from kvdepot.protocol import wire
@@ -667,61 +664,6 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
     maps = Path(f"/proc/{server.process.pid}/maps")
     eventually(lambda: "torch_" not in maps.read_text())
     assert works(server)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("when", ["while no server ran", "before the server met it"])
-def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
-    server = start_depot(arena_mib=4) if when == "before the server met it" else None
-    code = (
-        "import os; from kvdepot.memory.shm import Card; c = Card(); print(c.name, flush=True); os.kill(os.getpid(), 9)"
-    )
-    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert died.returncode == -signal.SIGKILL
-    card = SHM / died.stdout.strip()
-    server = server or start_depot(arena_mib=4)
-    eventually(lambda: not card.exists(), timeout_s=5.0)
-    assert works(server)
-    assert "Traceback" not in server.logged()
-
-
-NO_ROOM = """
-import os, resource
-from kvdepot.errors import ArenaError
-from kvdepot.memory.shm import SHM, Card
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-files = os.listdir("/proc/self/fd")
-card = Card.__new__(Card)
-try:
-    card.__init__()
-except ArenaError:
-    print((SHM / f".{card.name}").exists(), os.listdir("/proc/self/fd") == files)
-"""
-
-
-def test_a_card_that_finds_no_room_leaves_nothing_behind() -> None:
-    done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False True\n"
-
-
-def test_a_card_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
-    name = f"kvdepot-card-{uuid.uuid4().hex[:16]}"
-    path = SHM / f".{name}"
-    with contextlib.ExitStack() as stack:
-        stack.callback(path.unlink, missing_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        stack.callback(os.close, fd)
-        shm.sweep_cards()
-        assert path.exists(), "its client is about to lock it and to give it its name"
-        an_hour_ago = time.time() - 3600
-        os.utime(path, (an_hour_ago, an_hour_ago))
-        assert locks.lock(fd)
-        shm.sweep_cards()
-        assert path.exists(), "its client lives"
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        shm.sweep_cards()
-        assert not path.exists(), "its client died while it made it"
 
 
 def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:
