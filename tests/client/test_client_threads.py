@@ -15,8 +15,8 @@ import pytest
 import torch
 import zmq
 
-from kvdepot import contract
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, LMCacheMPSchedulerAdapter, MessageQueueClient
+from kvdepot.client import contract
 from kvdepot.client.contract import Chains, RequestType
 from kvdepot.client.device_events import EventQueue
 from kvdepot.errors import Unavailable

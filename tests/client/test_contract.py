@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvdepot import adapters, errors
+from kvdepot import errors
 from kvdepot.adapters import (
     IPCCacheEngineKey,
     KVCacheHandle,
@@ -32,7 +32,7 @@ from kvdepot.adapters import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.client import connection
+from kvdepot.client import connection, lmcache
 from kvdepot.client.contract import pack_block_ids
 from kvdepot.keys import ROOT, ChunkChain
 from tests.conftest import Depot, StartDepot, eventually, suspend
@@ -512,7 +512,7 @@ def test_a_block_size_that_does_not_divide_the_chunk_size_is_refused(
 
 @pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
 def test_without_a_server_an_adapter_is_not_made(depot: Depot, monkeypatch: pytest.MonkeyPatch, adapter: Any) -> None:
-    monkeypatch.setattr(adapters, "CONNECT_S", 0.2)
+    monkeypatch.setattr(lmcache, "CONNECT_S", 0.2)
     with pytest.raises(errors.Unavailable, match="nobody-here"):
         adapter("ipc:///tmp/kvdepot-nobody-here.sock", depot.context, "m", 1, 0, BLOCK)
 
@@ -1530,7 +1530,7 @@ def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
 def test_a_lookup_that_is_under_way_when_its_server_dies_is_answered_by_the_next(
     start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "LOOKUP_S", 60.0)
+    monkeypatch.setattr(lmcache, "LOOKUP_S", 60.0)
     monkeypatch.setattr(connection, "GRACE_S", 60.0)
     first = start_depot()
     engine, tokens = make_engine(first), prompt(CHUNK)
@@ -1551,7 +1551,7 @@ def test_a_lookup_that_is_under_way_when_its_server_dies_is_answered_by_the_next
 def test_a_server_that_hangs_is_not_waited_for_again_until_it_is_heard(
     start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "LOOKUP_S", 0.2)
+    monkeypatch.setattr(lmcache, "LOOKUP_S", 0.2)
     server = start_depot()
     engine, tokens = make_engine(server), prompt(CHUNK)
     scheduler = engine.scheduler
@@ -1569,7 +1569,7 @@ def test_a_server_that_hangs_is_not_waited_for_again_until_it_is_heard(
 def test_a_request_that_was_held_back_in_vain_is_looked_up_once_more_when_a_server_was_heard_and_then_goes_without(
     start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "LOOKUP_S", 0.2)
+    monkeypatch.setattr(lmcache, "LOOKUP_S", 0.2)
     server = start_depot()
     engine, tokens = make_engine(server), prompt(CHUNK)
     scheduler = engine.scheduler
