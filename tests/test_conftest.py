@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import HANG_S, Depot
-from .metronome import CONTENDED, Metronome, ran_s
-from .ports import free_port
+from tests.conftest import HANG_S, Depot
+from tests.metronome import CONTENDED, Metronome, ran_s
+from tests.ports import free_port
 
 pytestmark = pytest.mark.faults
 

@@ -20,8 +20,7 @@ import pytest
 
 from kvdepot.config import Config, load
 from kvdepot.observability import alerts, dashboard
-
-from .programs import module, run, tool
+from tests.programs import module, run, tool
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -207,7 +206,7 @@ $apart $PYTHON -c "
 import os, sys
 from types import SimpleNamespace
 import zmq
-from tests.test_server import works
+from tests.client.engine import works
 assert os.getpid() < 10
 sys.exit(0 if works(SimpleNamespace(url=os.environ['KVDEPOT_URL'], context=zmq.Context())) else 97)
 "

@@ -20,12 +20,10 @@ from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
-from tests.conftest import clear
-
-from .conftest import Depot, StartDepot
-from .test_depot import Desk, lookup, prompt, retrieve, store
-from .test_server import CHUNK, Engine
-from .test_tiering import new_host
+from tests.client.engine import CHUNK, Engine
+from tests.conftest import Depot, StartDepot, clear
+from tests.core.desk import Desk, lookup, prompt, retrieve, store
+from tests.core.host import new_host
 
 
 class Written:

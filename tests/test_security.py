@@ -32,10 +32,10 @@ from kvdepot.memory.shm import Card
 from kvdepot.protocol import curve, wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-
-from .conftest import Depot, StartDepot, eventually
-from .ports import free_port
-from .test_wire import Raw
+from tests.cli.command import keygen, run
+from tests.conftest import Depot, StartDepot, eventually
+from tests.ports import free_port
+from tests.protocol.raw import Raw
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -303,20 +303,6 @@ sys.stdin.read()
 # -- keys
 
 
-def kvdepot(*argv: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvdepot.cli", *map(str, argv)],
-        capture_output=True, text=True, timeout=60, env={**os.environ, **environ}, check=False,
-    )  # fmt: skip
-
-
-def keygen(folder: Path, *clients: str, tenant: str = "") -> Path:
-    made = kvdepot("keygen", folder, *clients, *(["--tenant", tenant] if tenant else []))
-    assert made.returncode == 0, made.stderr
-    return folder
-
-
 def secrets_in(folder: Path) -> list[str]:
     """The secret halves of all keys in a folder."""
     found = [tomllib.loads(path.read_text())["secret"] for path in folder.glob("*.key")]
@@ -375,11 +361,11 @@ def test_keygen_makes_keys_that_only_their_user_can_read(tmp_path: Path) -> None
 def test_keygen_never_overwrites_a_key(keys: Path) -> None:
     before = {path: path.read_bytes() for path in keys.iterdir()}
     for clients in (["alice"], ["eve", "alice"], []):
-        again = kvdepot("keygen", keys, *clients)
+        again = run("keygen", keys, *clients)
         assert again.returncode == 2
         assert "already" in again.stderr
     (keys / "bob.key").unlink()
-    assert kvdepot("keygen", keys, "bob").returncode == 2  # clients.toml still lets the old key in
+    assert run("keygen", keys, "bob").returncode == 2  # clients.toml still lets the old key in
     del before[keys / "bob.key"]
     assert {path: path.read_bytes() for path in keys.iterdir()} == before
 
@@ -387,15 +373,15 @@ def test_keygen_never_overwrites_a_key(keys: Path) -> None:
 @pytest.mark.parametrize("client", ["../eve", "a b", "", "x" * 65, "server", "eve\n", "\u00e9", "[eve]"])
 def test_keygen_refuses_names_that_are_none(keys: Path, client: str) -> None:
     before = sorted(keys.iterdir())
-    assert kvdepot("keygen", keys, client).returncode == 2
-    assert kvdepot("keygen", keys, "eve", "--tenant", "a/b").returncode == 2
+    assert run("keygen", keys, client).returncode == 2
+    assert run("keygen", keys, "eve", "--tenant", "a/b").returncode == 2
     assert sorted(keys.iterdir()) == before
     assert not (keys.parent / "eve.key").exists()
 
 
 def test_keygen_refuses_a_folder_that_others_can_look_into(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
-    refusal = kvdepot("keygen", tmp_path, "eve")
+    refusal = run("keygen", tmp_path, "eve")
     assert refusal.returncode == 2
     assert "chmod it to 700" in refusal.stderr
     assert list(tmp_path.iterdir()) == []
@@ -404,7 +390,7 @@ def test_keygen_refuses_a_folder_that_others_can_look_into(tmp_path: Path) -> No
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "lo", "eth0", "192.0.2.1", "128.0.0.1", "example.com"])
 def test_an_address_beyond_the_loopback_needs_keys(tmp_path: Path, host: str) -> None:
     name = f"kvdepot-test-{secrets.token_hex(6)}"
-    ended = kvdepot("serve", "--url", f"tcp://{host}:5555", "--arena-name", name, "--arena-gib", "0.01")
+    ended = run("serve", "--url", f"tcp://{host}:5555", "--arena-name", name, "--arena-gib", "0.01")
     assert ended.returncode == 2
     assert "kvdepot keygen" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -421,9 +407,9 @@ def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path)
     assert client is not None
     assert client.ask(wire.Noop()).result(10.0) == "ok"
     client.close()
-    printed = kvdepot("status", "--url", keyed.url, "--json", KVDEPOT_KEY=str(keys / "bob.key"))
+    printed = run("status", "--url", keyed.url, "--json", KVDEPOT_KEY=str(keys / "bob.key"))
     assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
-    printed = kvdepot("status", "--url", keyed.url, "--json", "--key", keys / "alice.key", KVDEPOT_KEY="")
+    printed = run("status", "--url", keyed.url, "--json", "--key", keys / "alice.key", KVDEPOT_KEY="")
     assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
 
 
@@ -445,7 +431,7 @@ def test_a_client_without_a_key_or_with_an_unknown_one_gets_no_service_and_is_co
     before = after
     eventually(lambda: keyed.status()["counters"].get("handshakes_refused", 0) > before.get("handshakes_refused", 0))
     monkeypatch.delenv("KVDEPOT_KEY")
-    refusal = kvdepot("status", "--url", keyed.url)
+    refusal = run("status", "--url", keyed.url)
     assert refusal.returncode == 1
     assert "KVDEPOT_KEY" in refusal.stderr
 
@@ -502,7 +488,7 @@ def test_a_key_file_that_cannot_be_used_is_refused_without_telling_what_is_in_it
     path.chmod(mode)
     with zmq.Context() as context, pytest.raises(ConfigError) as caught:
         MessageQueueClient("tcp://127.0.0.1:1", context, key=str(path))
-    ended = kvdepot("status", "--url", "tcp://127.0.0.1:1", KVDEPOT_KEY=str(path))
+    ended = run("status", "--url", "tcp://127.0.0.1:1", KVDEPOT_KEY=str(path))
     assert ended.returncode == 2
     for message in (str(caught.value), ended.stderr, ended.stdout):
         assert table["secret"][:12] not in message
@@ -518,7 +504,7 @@ def test_a_key_file_that_is_none_is_refused_by_name(tmp_path: Path, kind: str) -
         path.mkdir(mode=0o700)
     elif kind == "pipe":
         os.mkfifo(path, 0o600)
-    ended = kvdepot("status", "--url", "tcp://127.0.0.1:1", "--key", path)
+    ended = run("status", "--url", "tcp://127.0.0.1:1", "--key", path)
     assert ended.returncode == 2
     assert str(path) in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -545,7 +531,7 @@ def test_a_server_does_not_start_with_keys_that_make_no_sense(
     if text is not None:
         path.write_text(text.format("x" * 40))
     path.chmod(mode)
-    ended = kvdepot("serve", "--keys", keys, "--url", f"ipc://{keys}/d.sock", "--arena-gib", "0.01",
+    ended = run("serve", "--keys", keys, "--url", f"ipc://{keys}/d.sock", "--arena-gib", "0.01",
                     "--arena-name", f"kvdepot-test-{secrets.token_hex(6)}")  # fmt: skip
     assert ended.returncode == 2
     assert str(path) in ended.stderr
@@ -670,7 +656,7 @@ def test_a_status_lists_a_tenants_own_models_only(engines: dict[str, Engine], ke
         engines[name].store(list(range(CHUNK)))
     seen = {}
     for name in ("alice", "carol", "dora"):
-        printed = json.loads(kvdepot("status", "--json", "--url", keyed.url, "--key", keys / f"{name}.key").stdout)
+        printed = json.loads(run("status", "--json", "--url", keyed.url, "--key", keys / f"{name}.key").stdout)
         seen[name] = {space["tenant"] for space in printed["namespaces"]}
     assert seen == {"alice": {"", "blue", "red"}, "carol": {"blue"}, "dora": {"red"}}
 
@@ -713,10 +699,10 @@ def test_nothing_prints_a_secret(
     told = [
         json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.card for client in clients]),
         repr(clients[0]._connection), repr(key), str(key), repr(curve.read_server_keys(keys)), repr(load()),
-        Path(f"/proc/{server.process.pid}/cmdline").read_text(), kvdepot("status", "--url", server.url).stdout,
-        kvdepot("status", "--json", "--url", server.url).stdout,
-        kvdepot("status", "--help").stdout, kvdepot("keygen", keys, "alice").stderr,
-        kvdepot("keygen", keys, "eve").stdout,
+        Path(f"/proc/{server.process.pid}/cmdline").read_text(), run("status", "--url", server.url).stdout,
+        run("status", "--json", "--url", server.url).stdout,
+        run("status", "--help").stdout, run("keygen", keys, "alice").stderr,
+        run("keygen", keys, "eve").stdout,
     ]  # fmt: skip
     hidden = [*secrets_in(keys), *(client.card.secret.hex() for client in clients)]
     hidden += [repr(client.card.secret)[2:-1] for client in clients]

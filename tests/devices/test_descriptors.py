@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from kvdepot.devices.cuda import descriptors
 from kvdepot.errors import DeviceError, LayoutError
-
-from ..conftest import eventually
-from ..metronome import ran_s
+from tests.conftest import eventually
+from tests.devices.peers import is_stopped
+from tests.metronome import ran_s
 
 pytestmark = pytest.mark.faults
 
@@ -137,12 +137,6 @@ def handle_of(path: Path, pieces: int = 3) -> bytes:
 
 def fetch_all(handle: bytes, patience_s: float = 10.0) -> list[tuple[bytes, int]]:
     return [(os.pread(fd, 100, 0), size) for fd, size in descriptors.fetch(handle, patience_s)]
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether no thread of a process runs; a signal takes its time to get to each."""
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) == {"T"}
 
 
 def open_files() -> int:

@@ -6,70 +6,19 @@ It proves what is called in which order, and what is given back; that a real dri
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from ..conftest import eventually
-from ..standin.machine import Machine
-from .test_descriptors import is_stopped
+from tests.conftest import eventually
+from tests.devices.peers import MIB, Peer, Raised, is_stopped
+from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults
-
-HERE = Path(__file__).parent
-MIB = 1 << 20
-
-
-class Peer:
-    """A process that does what it is told, line by line: tests/devices/peer.py."""
-
-    def __init__(self, machine: Machine, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(HERE / "peer.py")],
-            env={**machine.environment(), **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def ask(self, what: str, *args: Any) -> Any:
-        """What that method of the peer answers; raises what it raised, as `Raised`."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([what, *args]) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            _, log = self.process.communicate(timeout=120)
-            pytest.fail(f"the peer is gone:\n{log}")
-        kind, value = json.loads(line)
-        if kind != "ok":
-            raise Raised(kind, value)
-        return value
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=120)
-
-
-class Raised(Exception):
-    """A peer's exception: its type's name and text."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
-        self.kind = kind
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Connect, MakeEngine, StartDriver
 from tests.faults.engine import BLOCK, ToyEngine
-from tests.test_wire import Raw
+from tests.protocol.raw import Raw
 
 pytestmark = pytest.mark.faults
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..devices.test_sharing import MIB, Peer, Raised
+from tests.devices.peers import MIB, Peer, Raised
 
 with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 

@@ -18,8 +18,8 @@ from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from tests.conftest import Depot, StartDepot, clear, eventually
-from tests.test_index import keys as chunks_of
-from tests.test_kv_events import Desk
+from tests.core.shelf import keys as chunks_of
+from tests.kv_events.desk import Desk
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ..conftest import Depot, StartDepot, eventually
+from tests.conftest import Depot, StartDepot, eventually
 
 NEEDED = ("litestar", "uvicorn", "prometheus_client")
 

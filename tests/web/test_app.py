@@ -15,10 +15,10 @@ from kvdepot.adapters import LoadStoreOp
 from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
-
-from ..conftest import eventually
-from ..test_server import CHUNK, PER_CHUNK, Engine
-from .conftest import Answer, StartWeb, Web, need
+from tests.client.engine import CHUNK, PER_CHUNK, Engine
+from tests.conftest import eventually
+from tests.web.conftest import StartWeb, Web, need
+from tests.web.samples import read, samples
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 
@@ -26,24 +26,6 @@ READ = (
     "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
     "/v1/config", "/metrics", "/schema/openapi.json",
 )  # fmt: skip
-
-
-def samples(answer: Answer) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every number of `/metrics`, by name and labels."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    for family in text_string_to_metric_families(answer.body.decode()):
-        for sample in family.samples:
-            place = sample.name, tuple(sorted(sample.labels.items()))
-            assert place not in found, f"{place} stands there twice"
-            found[place] = sample.value
-    return found
-
-
-def read(web: Web) -> dict[str, float]:
-    """Metrics without labels."""
-    return {name: value for (name, labels), value in samples(web.get("/metrics")).items() if not labels}
 
 
 @pytest.mark.parametrize("path", READ)

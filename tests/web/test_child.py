@@ -22,11 +22,11 @@ from kvdepot.errors import ConfigError
 from kvdepot.install import advice
 from kvdepot.protocol import curve, wire
 from kvdepot.web.token import obtain_token, read_token, token_path
-
-from ..conftest import SHM, Depot, StartDepot, eventually, suspend
-from ..ports import free_port
-from ..test_server import CHUNK, PER_CHUNK, Engine, run_serve, works
-from .conftest import NEEDED, StartWeb, Web, lives, need
+from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
+from tests.conftest import SHM, Depot, StartDepot, eventually, suspend
+from tests.ports import free_port
+from tests.server.process import run_serve
+from tests.web.conftest import NEEDED, StartWeb, Web, lives, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -14,10 +13,10 @@ import pytest
 from kvdepot.client.socket import MessageQueueClient
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
-
-from ..conftest import HANG_S, eventually
-from ..metronome import ran_s
-from .conftest import StartWeb, Web, need
+from tests.conftest import HANG_S, eventually
+from tests.metronome import ran_s
+from tests.web.conftest import StartWeb, Web, need
+from tests.web.sockets import connect, open_connections
 
 pytestmark = pytest.mark.faults
 
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.faults
 @pytest.fixture(scope="module", autouse=True)
 def _needed() -> None:
     need("litestar", "uvicorn", "prometheus_client")
-
-
-def connect(web: Web) -> socket.socket:
-    made = socket.create_connection((web.host, web.port), timeout=40)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    return made
 
 
 def wait_for_end(connection: socket.socket) -> None:
@@ -79,19 +72,6 @@ def test_answers_that_nobody_reads_are_given_up(web: Web) -> None:
         assert open_connections(web) >= 1
         eventually(lambda: open_connections(web) == 0, 30.0)
     assert web.get("/healthz").status == 200
-
-
-def open_connections(web: Web) -> int:
-    """What the web process has open to clients, by the kernel's word."""
-    place = f"/proc/{web.child()}"
-    mine = set()
-    for fd in os.listdir(f"{place}/fd"):  # noqa: PTH208 - names, not paths
-        with contextlib.suppress(OSError):
-            mine.add(os.readlink(f"{place}/fd/{fd}"))  # noqa: PTH115
-    with open(f"{place}/net/tcp") as table:  # noqa: PTH123
-        rows = [line.split() for line in table.readlines()[1:]]
-    port = f":{web.port:04X}"
-    return sum(row[1].endswith(port) and row[3] != "0A" and f"socket:[{row[9]}]" in mine for row in rows)
 
 
 def test_a_crowd_of_connections_is_bounded_and_those_that_come_later_are_served(web: Web) -> None:

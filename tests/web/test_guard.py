@@ -13,9 +13,8 @@ import pytest
 
 from kvdepot.protocol import curve
 from kvdepot.web.poll import Poll
-
-from ..conftest import Depot, StartDepot, eventually
-from .conftest import NEEDED, StartWeb, Web, need
+from tests.conftest import Depot, StartDepot, eventually
+from tests.web.conftest import NEEDED, StartWeb, Web, need
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 

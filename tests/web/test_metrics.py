@@ -15,14 +15,13 @@ from kvdepot.client import admin as upkeep
 from kvdepot.client.socket import MessageQueueClient
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
-
-from ..conftest import SHM, eventually
-from ..devices.engines import Engine as GpuEngine
-from ..devices.engines import tokens_of
-from ..standin.machine import Machine
-from ..test_server import CHUNK, PER_CHUNK, Engine
-from .conftest import StartWeb, Web
-from .test_app import read, samples
+from tests.client.engine import CHUNK, PER_CHUNK, Engine
+from tests.conftest import SHM, eventually
+from tests.devices.engines import Engine as GpuEngine
+from tests.devices.engines import tokens_of
+from tests.standin.machine import Machine
+from tests.web.conftest import StartWeb, Web
+from tests.web.samples import read, samples
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 

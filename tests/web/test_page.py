@@ -17,11 +17,10 @@ import pytest
 from kvdepot.metrics import BOUNDS_S, Event
 from kvdepot.protocol.counters import SERVER
 from kvdepot.status import Engine, Kept, NamespaceStatus, Saved
-
-from ..conftest import StartDepot, eventually
-from ..ports import free_port
-from .browser import chromium, executable
-from .site import Site, empty_status, example_history, example_status
+from tests.conftest import StartDepot, eventually
+from tests.ports import free_port
+from tests.web.browser import chromium, executable
+from tests.web.site import Site, empty_status, example_history, example_status
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -728,8 +727,7 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     start_depot: StartDepot, port: int, open_page: OpenPage
 ) -> None:
     from kvdepot.adapters import LoadStoreOp
-
-    from ..test_server import Engine as RealEngine
+    from tests.client.engine import Engine as RealEngine
 
     depot = start_depot("--http", f"127.0.0.1:{port}")
     engine, tokens = RealEngine(depot), list(range(512))

@@ -8,9 +8,8 @@ from msgspec.structs import replace
 
 from kvdepot.protocol.counters import SERVER, refusal
 from kvdepot.status import NamespaceStatus, Status
-
-from .conftest import need
-from .site import empty_status
+from tests.web.conftest import need
+from tests.web.site import empty_status
 
 
 def values(status: Status, name: str) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..test_server import CHUNK, PER_CHUNK, Engine, works
-from .conftest import StartWeb, need
+from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
+from tests.web.conftest import StartWeb, need
 
 pytestmark = pytest.mark.faults
 

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ..conftest import StartDepot, eventually, suspend
-from ..metronome import ran_s
-from .conftest import NEEDED, Answer, StartWeb, Web, need
-from .test_connections import connect, open_connections
+from tests.conftest import StartDepot, eventually, suspend
+from tests.metronome import ran_s
+from tests.web.conftest import NEEDED, Answer, StartWeb, Web, need
+from tests.web.sockets import connect, open_connections
 
 pytestmark = pytest.mark.faults  # a server and a web process each
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from .site import VENDOR
+from tests.web.site import VENDOR
 
 
 def test_every_file_of_uplot_is_the_one_that_was_committed_with_its_hash() -> None:

@@ -1,0 +1,234 @@
+"""`kvdepot check` on arenas that real servers left, whole and damaged; and servers that start on these."""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvdepot import cli
+from kvdepot.memory.arena_header import HEADER_BYTES, MAGIC, Header
+from kvdepot.memory.records import SLOT_BYTES
+from tests.client.engine import CHUNK, Engine
+from tests.conftest import SHM, Depot, StartDepot
+from tests.server.process import kill, run_serve
+
+pytestmark = pytest.mark.faults
+
+CHUNKS = 10
+MIB = 1 << 20
+
+
+class Left:
+    """An arena with chunks that a killed server left, each time as it was."""
+
+    def __init__(self) -> None:
+        server = Depot("--verify", "always", arena_mib=4).wait_ready()
+        self.url, self.name, self.path = server.url, server.name, SHM / server.name
+        self.engine = Engine(server, block_bytes=4096)  # 16 KiB a chunk
+        for number in range(CHUNKS):
+            self.engine.cache[:4] = number
+            self.engine.store([number] * CHUNK, [0, 1, 2, 3])
+        kill(server)
+        self.data = self.path.read_bytes()
+        self.server = server
+
+    def restore(self) -> None:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(fd, len(self.data))
+        os.pwrite(fd, self.data, 0)
+        os.close(fd)
+
+    def change(self, offset: int, bits: int = 1) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(offset)
+            file.write(bytes([self.data[offset] ^ bits]))
+
+    @property
+    def chunks_start(self) -> int:
+        (table,) = struct.unpack_from("<Q", self.data, 24)
+        return HEADER_BYTES + int(table) + 64
+
+    def hits(self, verify: str) -> list[int]:
+        """Prompts whose bytes come back right from a server on this arena; all others must be no hit, or fail."""
+        server = Depot("--verify", verify, url=self.url, name=self.name, arena_mib=4).wait_ready()
+        try:
+            self.engine.wait_connected()
+            found = []
+            for number in range(CHUNKS):
+                self.engine.cache[4:8] = 255
+                hit = self.engine.lookup([number] * CHUNK)
+                failed = self.engine.retrieve([number] * CHUNK, [4, 5, 6, 7]) if hit else {4, 5, 6, 7}
+                if not failed:
+                    assert torch.equal(self.engine.cache[4:8], torch.full_like(self.engine.cache[4:8], number))
+                    found.append(number)
+            return found
+        finally:
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def module_left() -> Iterator[Left]:
+    left = Left()
+    yield left
+    left.engine.close()
+    left.server.close()
+
+
+@pytest.fixture
+def left(module_left: Left) -> Left:
+    module_left.restore()
+    return module_left
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(name: str, *flags: str) -> tuple[int, str]:
+        code = cli.main(["check", "--arena-name", name, *flags])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def test_a_sound_arena_has_no_problems(left: Left, check: Run) -> None:
+    code, said = check(left.name)
+    assert code == 0
+    assert f"{CHUNKS} chunks in 1 namespaces: {CHUNKS} shards, {CHUNKS * 16384} bytes" in said
+    assert f"{CHUNKS} shards have a checksum" in said
+    assert "0 problems" in said
+    assert left.path.read_bytes() == left.data
+
+
+def test_a_running_servers_arena_can_be_checked_but_not_fixed(start_depot: StartDepot, check: Run) -> None:
+    server = start_depot("--verify", "always", arena_mib=4)
+    engine = Engine(server, block_bytes=1024)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    code, said = check(server.name)
+    assert (code, "in use by a server" in said, "1 chunks" in said) == (0, True, True)
+    code, said = check(server.name, "--fix")
+    assert code == 1
+    assert "stop it with --on-stop keep before fixing" in said
+    assert engine.lookup([1] * CHUNK) == CHUNK
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["record", "bytes"])
+def test_damage_is_found_and_fixed_alone(left: Left, check: Run, what: str) -> None:
+    # Slot 0 is the namespace's, so slot 4 the fourth chunk's.
+    left.change(HEADER_BYTES + 4 * SLOT_BYTES + 40 if what == "record" else left.chunks_start + 3 * 16384 + 100)
+    before = left.path.read_bytes()
+    code, said = check(left.name)
+    assert code == 1
+    assert "1 problems" in said
+    assert ("no whole record" if what == "record" else "its bytes are not what was stored") in said
+    assert left.path.read_bytes() == before, "a check alone changes nothing"
+    code, said = check(left.name, "--fix")
+    assert code == 0
+    assert "1 problems, removed" in said
+    code, said = check(left.name)
+    assert code == 0
+    assert f"{CHUNKS - 1} chunks" in said
+    assert len(left.hits("off")) == CHUNKS - 1
+
+
+def test_a_server_drops_damaged_records_one_by_one_and_says_so(left: Left) -> None:
+    for slot in (2, 5, 7):
+        left.change(HEADER_BYTES + slot * SLOT_BYTES + 60)
+    assert left.hits("off") == [0, 2, 3, 5, 7, 8, 9]
+
+
+def test_a_flipped_bit_in_a_chunk_is_never_served_with_verify_always(left: Left) -> None:
+    left.change(left.chunks_start + 6 * 16384 + 5000, 0x10)
+    assert left.hits("always") == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+
+
+def test_a_damaged_namespace_takes_its_chunks_with_it(left: Left, check: Run) -> None:
+    left.change(HEADER_BYTES + 50)
+    code, said = check(left.name)
+    assert (code, "0 chunks" in said, "its namespace is not recorded" in said) == (1, True, True)
+    assert left.hits("off") == []
+
+
+@pytest.mark.parametrize("kept", [CHUNKS, 7, 0])
+def test_an_arena_that_was_cut_off_serves_what_is_left(left: Left, check: Run, kept: int) -> None:
+    os.truncate(left.path, left.chunks_start + kept * 16384 + (100 if kept < CHUNKS else 0))
+    code, said = check(left.name)
+    assert (code, f"{CHUNKS - kept} problems" in said) == (int(kept < CHUNKS), True)
+    assert left.hits("off") == list(range(kept))
+    assert left.path.stat().st_size == 4 * MIB if left.path.exists() else True
+
+
+def test_an_arena_that_was_cut_off_before_its_chunks_is_refused_with_what_to_do(left: Left, tmp_path: Path) -> None:
+    os.truncate(left.path, HEADER_BYTES + 100)
+    ended = run_serve("--url", f"ipc://{tmp_path}/x.sock", "--arena-name", left.name, "--arena-gib", "0.004")
+    assert (ended.returncode, "cut off" in ended.stderr, "remove the file" in ended.stderr) == (1, True, True)
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("offset", [0, 7, 12, 15, 16, 20, 24, 31, 32, 39])
+def test_a_flipped_header_is_refused_with_what_to_do_and_can_be_fixed(
+    left: Left, check: Run, tmp_path: Path, offset: int
+) -> None:
+    left.change(offset, 0x20)
+    damaged = left.path.read_bytes()
+    ended = run_serve("--url", f"ipc://{tmp_path}/x.sock", "--arena-name", left.name, "--arena-gib", "0.004")
+    assert ended.returncode == 1
+    assert "remove" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert left.path.read_bytes() == damaged, "a refused file is left as it was"
+    code, said = check(left.name)
+    assert (code, "remove" in said) == (1, True)
+    code, said = check(left.name, "--fix")
+    if offset < 8:  # no magic: it may be anyone's
+        assert code == 1 and left.path.exists()
+    else:
+        assert code == 0 and not left.path.exists()
+
+
+def test_an_arena_of_another_format_version_is_refused_with_what_to_do(left: Left, check: Run, tmp_path: Path) -> None:
+    with left.path.open("r+b") as file:
+        file.write(MAGIC + (9).to_bytes(4, "little"))
+    ended = run_serve("--url", f"ipc://{tmp_path}/x.sock", "--arena-name", left.name, "--arena-gib", "0.004")
+    assert ended.returncode == 1
+    assert "format 9" in ended.stderr and "start the version that wrote it, or remove the file" in ended.stderr
+    code, said = check(left.name, "--fix")
+    assert (code, "format 9" in said, left.path.exists()) == (1, True, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+def test_an_arena_of_another_user_is_refused_and_left_alone(left: Left, check: Run, tmp_path: Path) -> None:
+    os.chown(left.path, 12345, -1)
+    try:
+        ended = run_serve("--url", f"ipc://{tmp_path}/x.sock", "--arena-name", left.name, "--arena-gib", "0.004")
+        assert (ended.returncode, "is not a file of user" in ended.stderr) == (1, True)
+        code, said = check(left.name)
+        assert (code, "is not a file of user" in said) == (1, True)
+        assert left.path.read_bytes() == left.data
+    finally:
+        os.chown(left.path, 0, -1)
+
+
+def test_no_arena_to_check_is_said_by_name(check: Run) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    code, said = check(name)
+    assert (code, name in said, "Traceback" not in said) == (1, True, True)
+
+
+def test_a_header_says_of_itself_whether_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "arena"
+    header = Header(1 << 20, 4096, b"bootboot")
+    file.write_bytes(header.pack())
+    with file.open("rb") as opened:
+        assert Header.read(opened.fileno(), file) == header
+    file.write_bytes(bytes(40))
+    with file.open("rb") as opened:
+        assert Header.read(opened.fileno(), file) is None

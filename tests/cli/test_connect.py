@@ -1,0 +1,66 @@
+"""Commands whose server is not there, or does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.errors import Unavailable
+from kvdepot.protocol.endpoints import Claim
+from tests.cli.command import doctor, run, terminal
+from tests.conftest import StartDepot, eventually
+from tests.ports import free_port
+
+# -- a server that is not there
+
+
+@pytest.mark.faults
+def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_path: Path) -> None:
+    with terminal("status", "--url", f"ipc://{tmp_path}/x", columns=200) as waits:
+        eventually(lambda: f"waiting for a server at ipc://{tmp_path}/x" in waits.text)
+        waits.process.send_signal(signal.SIGINT)
+        assert waits.end() == 130
+        assert "Traceback" not in waits.text
+
+
+# -- a server that is there and does not answer
+
+
+@pytest.mark.faults
+def test_a_stopped_server_is_named_and_not_taken_for_one_that_was_never_started(start_depot: StartDepot) -> None:
+    depot = start_depot(arena_mib=4)
+    pid = depot.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        told = [run("status", "--url", depot.url).stderr]
+        (finding,) = doctor("--url", depot.url)[1]["server"]
+        assert finding["state"] == "fail"
+        told.append(finding["text"])
+        client = MessageQueueClient(depot.url, depot.context)
+        with pytest.raises(Unavailable) as silent:
+            client.learn_chunk_size(0.5)
+        told.append(str(silent.value))
+        with pytest.raises(Unavailable) as taken:
+            Claim(depot.url, "--url")
+        assert f"pid {pid}" in str(taken.value)
+        for text in told:
+            assert f"pid {pid}" in text and f"kill -CONT {pid}" in text and "start one" not in text
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    client.close()
+    assert depot.status()["clients"]
+
+
+@pytest.mark.faults
+def test_a_stopped_server_at_a_tcp_port_is_not_taken_for_one_that_was_never_started(start_depot: StartDepot) -> None:
+    depot = start_depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=4)
+    os.kill(depot.process.pid, signal.SIGSTOP)
+    try:
+        said = run("status", "--url", depot.url).stderr
+        assert "who listens at" in said and "start one" not in said
+    finally:
+        os.kill(depot.process.pid, signal.SIGCONT)

@@ -1,0 +1,70 @@
+"""`kvdepot doctor`: what it finds where all is well, and where it is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import doctor, run
+from tests.conftest import Depot, StartDepot
+
+
+@pytest.mark.faults
+def test_doctor_finds_a_server_that_works(depot: Depot) -> None:
+    code, found = doctor("--url", depot.url, KVDEPOT_ARENA_NAME=depot.name, KVDEPOT_ARENA_GIB="0.0625")
+    (server,) = found["server"]
+    assert server["state"] == "ok" and f"pid {depot.process.pid}" in server["text"]
+    for what in ("system", "shared memory", "memory", "locked memory", "open files", "vLLM", "NVIDIA", "key"):
+        assert what in found
+    assert not any(depot.name in finding["text"] for finding in found["shared memory"] if finding["state"] == "warn")
+    assert code == int(any(finding["state"] == "fail" for group in found.values() for finding in group))
+    text = run("doctor", "--url", depot.url).stdout
+    assert re.search(r"^ok +server +", text, re.MULTILINE)
+
+
+def test_doctor_says_what_keeps_a_depot_from_working(tmp_path: Path) -> None:
+    code, found = doctor("--url", f"ipc://{tmp_path}/x", KVDEPOT_ARENA_GIB="100000")
+    assert code == 1
+    assert found["shared memory"][0]["state"] == "fail"
+    assert "--arena-gib" in found["shared memory"][0]["advice"]
+    assert found["server"][0]["state"] == "warn" and "kvdepot serve" in found["server"][0]["advice"]
+
+
+def test_doctor_goes_on_where_the_settings_are_wrong(tmp_path: Path) -> None:
+    code, found = doctor("--url", f"ipc://{tmp_path}/x", KVDEPOT_CHUNK_SIZE="0", KVDEPOT_CHUNKSIZE="256")
+    assert code == 1
+    wrong, mistyped = found["settings"]
+    assert wrong["state"] == "fail" and "KVDEPOT_CHUNK_SIZE" in wrong["text"]
+    assert mistyped["state"] == "warn" and "did you mean KVDEPOT_CHUNK_SIZE?" in mistyped["advice"]
+    assert "server" in found
+
+
+def test_doctor_tells_a_key_that_cannot_be_used(tmp_path: Path) -> None:
+    code, found = doctor("--url", f"ipc://{tmp_path}/x", "--key", str(tmp_path / "missing.key"))
+    assert code == 1 and found["key"][0]["state"] == "fail" and "missing.key" in found["key"][0]["text"]
+
+
+@pytest.mark.faults
+def test_doctor_tells_an_arena_that_no_server_has(start_depot: StartDepot) -> None:
+    def told() -> bool:
+        texts = [finding["text"] for finding in doctor("--url", left.url)[1]["shared memory"]]
+        return any("unused arenas take" in text and left.name in text for text in texts)
+
+    # Of many it names a few: the first by name.
+    left = start_depot("--on-stop", "keep", arena_mib=4, name=f"0-kvdepot-test-{uuid.uuid4().hex[:12]}")
+    assert not told()
+    assert left.stop() == 0
+    assert told()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+def test_doctor_tells_a_socket_of_another_user(tmp_path: Path) -> None:
+    path = tmp_path / "depot.sock"
+    path.touch()
+    os.chown(path, 12345, -1)
+    code, found = doctor("--url", f"ipc://{path}")
+    assert code == 1 and found["server"][0]["state"] == "fail" and "12345" in found["server"][0]["text"]

@@ -1,0 +1,144 @@
+"""All commands: what they are called, what they answer to wrong usage, and what they do without a reader."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from kvdepot import cli
+from tests.conftest import Depot
+
+
+def test_a_mistyped_command_or_option_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["stauts"]) == 2
+    assert "'status'" in capsys.readouterr().err
+    assert cli.main(["serve", "--chunk-sise", "9"]) == 2
+    assert "'--chunk-size'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["serve", "--chunk-size"], ["warm"], ["top", "--interval", "0"], ["keygen"]])
+def test_wrong_usage_is_answered_with_the_usage_of_the_command_that_was_meant(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert f"Usage: kvdepot {words[0]} " in capsys.readouterr().err
+
+
+def test_every_command_has_help_and_the_exit_codes_stand_in_that_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvdepot.cli.root import root
+
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^    (\d+)  ", said, re.MULTILINE) == ["0", "1", "2", "130"]
+    for name in root.list_commands(click.Context(root)):
+        assert re.search(rf"^  {name} +\w", said, re.MULTILINE), name
+        assert cli.main([name, "--help"]) == 0
+        told = capsys.readouterr().out
+        assert f"Usage: kvdepot {name} " in told
+        assert [line for line in told.splitlines() if len(line) > 80] == []
+
+
+def test_an_option_means_the_same_in_every_command_that_has_it() -> None:
+    from kvdepot.cli.root import root
+
+    context = click.Context(root)
+    owners: dict[str, set[str]] = {}
+    for name in root.list_commands(context):
+        command = root.get_command(context, name)
+        assert command is not None
+        for option in (each for each in command.params if isinstance(each, click.Option)):
+            for word in option.opts:
+                owners.setdefault(word, set()).add(name)
+    assert owners["--keys"] == {"serve", "config"}  # the server's folder of keys, and nothing else
+    assert owners["--hashes"] == {"warm", "pin"}
+
+
+@pytest.mark.parametrize("words", [["warm"], ["pin", "name"]], ids=" ".join)
+def test_a_prompt_that_is_named_twice_or_not_at_all_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in ([], ["--tokens", "a", "--hashes", "b"]):
+        assert cli.main([*words, *given]) == 2
+        assert "give exactly one of --tokens and --hashes" in capsys.readouterr().err
+
+
+def test_to_serve_neither_tables_nor_commands_of_people_are_imported() -> None:
+    script = (
+        "import sys; from kvdepot.cli import main; code = main(['serve', '--chunk-size', '0']); "
+        "print(code, sorted({name.split('.')[0] for name in sys.modules} & {'rich', 'argparse', 'asyncio', 'torch'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 []\n"
+
+
+def test_to_print_a_status_as_json_nothing_is_imported_that_computes_or_draws(depot: Depot) -> None:
+    script = (
+        "import sys; from kvdepot.cli import main; code = main(['status', '--json', '--url', sys.argv[1]]); "
+        "print(code, sorted({name.split('.')[0] for name in sys.modules} "
+        "& {'argparse', 'asyncio', 'numpy', 'rich', 'torch', 'xxhash'}), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, depot.url], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "0 []\n"
+
+
+def test_tiers_can_follow_one_flag_or_each_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ["disk:///a?capacity_gib=1", "disk:///b?capacity_gib=1"]
+    one, two = urls
+    for words in (["--tiers", one, two], ["--tiers", one, "--tiers", two], ["--tiers", one, f"--tiers={two}"]):
+        assert cli.main(["config", "--json", "--chunk-size", "64", *words, "--policy", "lru"]) == 0
+        said = json.loads(capsys.readouterr().out)["settings"]
+        assert said["tiers"] == {"value": urls, "source": "--tiers"}
+        assert said["chunk_size"] == {"value": 64, "source": "--chunk-size"}
+
+
+@pytest.mark.faults
+def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvdepot.cli", "top", "--json", "--interval", "0.1", "--url", depot.url],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout and process.stderr
+        json.loads(process.stdout.readline())
+        process.stdout.close()
+        assert process.wait(20) == 1
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("words", [["config"], ["config", "--json"], ["--help"]], ids=" ".join)
+def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvdepot.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(r"kvdepot: .*No space left on device.*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["token"], "--http-token-file"),
+        (["check"], "--on-stop keep"),
+        (["status", "--key", "/nothing/there.key"], "kvdepot keygen"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_what_is_not_there_is_told_with_what_to_do(
+    words: list[str], advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--url", f"ipc://{tmp_path}/x"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.startswith("kvdepot: ") and said.count("\n") == 1
+    assert "No such file" in said and advice in said

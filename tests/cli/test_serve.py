@@ -1,0 +1,97 @@
+"""`kvdepot serve` and `kvdepot config`: what is said about settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvdepot import cli
+from kvdepot.config import Config
+from tests.cli.command import run
+from tests.conftest import Depot, StartDepot
+
+# -- serve
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "tier",
+    ["disk:///{folder}/kv?capacty_gib=1", "disk:///{folder}/kv?capacity_gib=many", "redis://localhost/x", "disk://kv"],
+)
+def test_a_tier_that_is_written_wrong_is_told_once_and_ends_the_server_at_its_start(tier: str, tmp_path: Path) -> None:
+    done = run("serve", "--url", f"ipc://{tmp_path}/s", "--http", "off", "--tiers", tier.format(folder=tmp_path))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvdepot: tier ") and line.count(tier.format(folder=tmp_path).partition("?")[0]) == 1
+
+
+@pytest.mark.faults
+def test_what_is_set_in_vain_or_fits_no_engine_is_told_when_the_server_starts(
+    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVDEPOT_ARENA_GB", "1")
+    depot = start_depot(chunk_size=100)
+    assert "environment variable KVDEPOT_ARENA_GB is not a setting; did you mean KVDEPOT_ARENA_GIB?" in depot.logged()
+    assert "chunk size 100 is not a multiple of 16" in depot.logged()
+    assert cli.main(["config", "--chunk-size", "100", "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["settings"]["chunk_size"]["value"] == 100
+    assert [line.startswith("kvdepot: ") for line in said.err.splitlines()] == [True, True]
+
+
+def test_a_server_whose_settings_are_usual_warns_of_nothing(depot: Depot) -> None:
+    assert "WARNING" not in depot.logged()
+
+
+# -- config
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--chunk-size", "many"], "'many' is not a whole number"), (["--lookup-s", "1s"], "'1s' is not a number")],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_a_value_that_is_no_number_is_told_as_it_was_typed(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", *words]) == 2
+    assert re.fullmatch(rf"kvdepot: {words[0]}: .*{said}\n", capsys.readouterr().err)
+
+
+def test_the_names_of_settings_are_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert set(Config.__struct_fields__) <= {line.split()[0] for line in lines if not line.startswith(" ")}
+
+
+def test_config_says_of_each_value_where_it_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "depot.toml"
+    file.write_text("chunk_size = 64\ncopy_threads = 3\npolicy = 's3fifo'\n")
+    done = run("config", "--config", str(file), "--policy", "adaptive", "--json", KVDEPOT_COPY_THREADS="5")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)["settings"]
+    assert said["chunk_size"] == {"value": 64, "source": str(file)}
+    assert said["copy_threads"] == {"value": 5, "source": "KVDEPOT_COPY_THREADS"}
+    assert said["policy"] == {"value": "adaptive", "source": "--policy"}
+    assert said["verify"] == {"value": "sampled", "source": "default"}
+    table = run("config", "--config", str(file), "--policy", "adaptive", KVDEPOT_COPY_THREADS="5").stdout
+    lines = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
+    assert lines["copy_threads"] == ["5", "KVDEPOT_COPY_THREADS"]
+    assert set(said) <= set(lines)
+
+
+def test_config_shows_no_password() -> None:
+    tiers = "redis://user:hun@ter2@host:1/0 s3://bucket?region=eu&secret_access_key=hunter2 redis+cluster://:hunter2@a:1,b:2"
+    for flags in ([], ["--json"]):
+        done = run("config", *flags, KVDEPOT_TIERS=tiers)
+        assert done.returncode == 0
+        assert "hunter2" not in done.stdout and "ter2" not in done.stdout
+        for shown in ("redis://***@host:1/0", "region=eu", "redis+cluster://***@a:1,b:2"):
+            assert shown in done.stdout

@@ -1,0 +1,102 @@
+"""What is done once: keys, and the shell's completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from kvdepot import cli
+from kvdepot.protocol.curve import read_client_key
+from tests.cli.command import run
+
+# -- keys
+
+
+def test_keygen_names_the_files_it_made_as_json(tmp_path: Path) -> None:
+    done = run("keygen", str(tmp_path / "keys"), "alice", "--json")
+    assert done.returncode == 0
+    files = json.loads(done.stdout)["files"]
+    assert all(Path(file).is_file() for file in files) and str(tmp_path / "keys" / "alice.key") in files
+
+
+@pytest.mark.faults
+def test_keys_that_there_was_no_room_for_are_taken_back_and_can_be_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    for most_bytes in range(
+        20, 400, 60
+    ):  # the server's key, a client's, and who the clients are, each cut off somewhere
+        done = subprocess.run(
+            [sys.executable, "-B", "-m", "kvdepot.cli", "keygen", str(folder), "alice", "bob"],
+            capture_output=True, text=True, timeout=60, check=False,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
+        )  # fmt: skip
+        if done.returncode == 0:
+            break
+        assert re.fullmatch(r"kvdepot: .*: File too large\n", done.stderr)
+        known = tomllib.loads((folder / "clients.toml").read_text()) if (folder / "clients.toml").exists() else {}
+        assert {path.stem for path in folder.glob("*.key")} - {"server"} == set(known)
+        assert all(path.stat().st_size for path in folder.iterdir())
+        for client in known:  # those that could be made stay; another run takes the others
+            (folder / f"{client}.key").unlink()
+        (folder / "clients.toml").unlink(missing_ok=True)
+    else:
+        pytest.fail(done.stderr)
+    assert most_bytes > 80, "it was cut off more than once"
+    assert read_client_key(folder / "bob.key").server == read_client_key(folder / "alice.key").server
+
+
+# -- completion
+
+
+@pytest.fixture
+def shell_path(tmp_path: Path) -> str:
+    """A PATH with a `kvdepot` in it."""
+    script = tmp_path / "bin" / "kvdepot"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvdepot.cli "$@"\n')
+    script.chmod(0o755)
+    return f"{script.parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("kvdepot st", ["status"]),
+        ("kvdepot serve --chunk", ["--chunk-size"]),
+        ("kvdepot serve --on-stop k", ["keep"]),
+        ("kvdepot serve --policy s", ["s3fifo"]),
+    ],
+)
+def test_bash_completes_commands_options_and_their_values(shell_path: str, words: str, expected: list[str]) -> None:
+    script = (
+        'eval "$(kvdepot completion bash)"; COMP_WORDS=($1); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); '
+        '_kvdepot_completion kvdepot; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", words], env={**os.environ, "PATH": shell_path},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout.split(), done.stderr) == (expected, "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_take_what_completion_prints(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    said = capsys.readouterr().out
+    assert f"_KVDEPOT_COMPLETE={shell}_complete" in said
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=said, text=True, check=True, timeout=30)

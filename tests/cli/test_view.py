@@ -1,0 +1,261 @@
+"""What `kvdepot status` and `kvdepot top` draw on a terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import signal
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvdepot
+from kvdepot.cli import output, view
+from kvdepot.cli.screen import Screen
+from kvdepot.metrics import Event, Latency
+from kvdepot.status import Engine as EngineStatus
+from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
+from tests.cli.command import CONTROL, run, terminal
+from tests.client.engine import CHUNK, Engine
+from tests.conftest import Depot, StartDepot, eventually
+from tests.tiers.servers import need
+
+# -- status
+
+
+def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: Engine) -> None:
+    said = json.loads(run("status", "--url", depot.url, "--json").stdout)
+    with terminal("status", "--url", depot.url, columns=100) as shown:
+        assert shown.end() == 0
+        lines = shown.text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("working" in line for line in lines)
+    assert any(f"{said['chunks']} chunks of {CHUNK} tokens" in line for line in lines)
+    row = next(line for line in lines if line.startswith(used.model) and " 2 " in line).split()
+    space = next(space for space in said["namespaces"] if space["model"] == used.model)
+    assert row[1:3] == [str(space["world_size"]), str(space["chunks"])]
+    assert any(re.match(r"Lookup +\d", line) for line in lines)
+    assert any(line.startswith(used.model) and "scheduler" in line for line in lines)
+
+
+@pytest.mark.faults
+def test_colours_are_for_terminals_that_want_them(depot: Depot) -> None:
+    assert "\x1b" not in run("status", "--url", depot.url).stdout
+    colour = re.compile(r"\x1b\[(?:\d+;)*3\d")
+    with terminal("status", "--url", depot.url) as shown:
+        assert shown.end() == 0
+        assert colour.search(shown.raw)
+    with terminal("status", "--url", depot.url, NO_COLOR="1") as shown:
+        assert shown.end() == 0
+        assert not colour.search(shown.raw)
+
+
+def a_status(**parts: Any) -> Status:
+    whole: dict[str, Any] = {
+        "chunk_size_tokens": 256, "capacity_bytes": 4 << 30, "used_bytes": 1 << 30, "chunks": 12_345,
+        "reserved_shards": 0, "holds": 0, "evicted_chunks": 7, "record_slots": 10, "record_slots_used": 3,
+        "unrecorded_shards": 0, "operations": 0, "clients": 2, "sessions": 0, "instances": 1, "uptime_s": 90.0,
+        **parts,
+    }  # fmt: skip
+    return Status(**whole)
+
+
+def shown(status: Status, width: int = 100) -> str:
+    from rich.console import Console
+
+    console = Console(width=width, highlight=False, markup=False, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(view.summary(status, "ipc:///x"))
+        for listing in view.listings(status):
+            console.print(listing.table(width))
+    return captured.get()
+
+
+def test_what_clients_named_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:
+    name = "[red]x[/red]\x1b[2Jy\x9b1mz\r\n"
+    text = shown(
+        a_status(
+            namespaces=[NamespaceStatus("", name, 1, 4, 1, 1, 1)],
+            events=[Event(0.0, "x", f"client registers {name}")],
+            tiers=[TierStatus(name, "through", name, None, None, None, 0, 0, {})],
+        )
+    )
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+    assert text.count("[red]x[/red]") >= 4
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_on_a_narrow_terminal_columns_are_left_out_and_no_number_is_cut(width: int) -> None:
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    latencies = [Latency("Lookup", 1_234_567, 0, 1.0), Latency("Retrieve", 999_999, 0, 1.0)]
+    text = shown(
+        a_status(latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1)]), width
+    )
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(line.startswith(start) for line in lines) for start in ("Lookup", "Retrieve", name[:10]))
+    numbers = ("1.2 M", "999,999") if width < 40 else ("1.2 M", "999,999", "654,321")
+    for number in numbers:
+        assert re.search(rf"(?<!\S){re.escape(number)}(?!\S)", text), text
+
+
+def test_engines_stay_in_their_lines_whoever_was_heard_of_last() -> None:
+    rest: dict[str, Any] = {"device": "", "tenant": "", "sessions": 0, "pinned_chunks": 0, "queued": 0}
+    engines = [
+        EngineStatus(id=f"{number}", since_s=9.0, idle_s=0.0, models=[model], ranks=ranks, **rest)
+        for number, (model, ranks) in enumerate([("b", []), ("a", [0]), ("b", [1]), ("b", [0]), ("a", [])])
+    ]
+    lines = [
+        [line.split()[:3] for line in shown(a_status(engines=order)).splitlines() if line[:2] in ("a ", "b ")]
+        for order in (engines, engines[::-1])
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 5
+    assert [line[0] for line in lines[0]] == ["a", "a", "b", "b", "b"]
+    assert "2 schedulers, 3 workers" in shown(a_status(engines=engines))
+
+
+def test_windows_longer_than_the_servers_life_are_left_out() -> None:
+    rates = [HitRate(window, 1000, 0.5, 0.75) for window in (60.0, 600.0, 3600.0)]
+    reuse = [Reuse(window, 256_000, 64_000, 0.25) for window in (60.0, 600.0, 3600.0)]
+    text = shown(a_status(hit_rates=rates, reuse=reuse, uptime_s=90.0))
+    assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
+    assert "25.0 % in 1 min" in text and "50.0 %" in text and "an endless cache 75.0 %" in text
+    assert "in 1 h" in shown(a_status(hit_rates=rates, uptime_s=700.0))
+
+
+def test_what_somebody_should_look_at_is_said() -> None:
+    tier = TierStatus("redis://h", "through", "left alone", None, None, None, 0, 0, {})
+    text = shown(a_status(tiers=[tier], unrecorded_shards=3, counters={"corrupt_chunks": 2}))
+    for words in ("look below", "redis://h is left alone", "3 shards would not survive", "2 chunks in memory were not"):
+        assert words in text
+    assert "working, up" in shown(a_status())
+
+
+def test_what_left_failed_or_was_refused_is_listed_by_cause() -> None:
+    disk = TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {"late": 3, "saved_chunks": 17, "failures": 0})
+    counters = {"lookups": 50, "evicted_chunks": 7, "errors": 1_234, "dropped_chunks": 12, "lookups_refused": 8}
+    lines = [re.split(r"  +", line.strip()) for line in shown(a_status(counters=counters, tiers=[disk])).splitlines()]
+    first = lines.index(["left, failed or refused", "count", "where", "counter"])
+    assert lines[first + 1 : first + 6] == [
+        ["evicted to make room", "7", "Memory", "evicted_chunks"],
+        ["found no room", "12", "Memory", "dropped_chunks"],
+        ["requests that failed", "1,234", "Requests", "errors"],
+        ["lookups refused", "8", "Requests", "lookups_refused"],
+        ["came after its deadline", "3", "disk:///kv", "late"],
+    ]
+    assert len(lines) == first + 6
+    assert "refused" not in shown(a_status(counters={"lookups": 50}))
+
+
+def test_how_long_most_requests_took_is_told_as_far_as_it_is_known() -> None:
+    latency = Latency("Lookup", 100, 0, 1.0)
+    latency.buckets[2], latency.buckets[-1] = 60, 40
+    row = next(line for line in shown(a_status(latencies=[latency])).splitlines() if line.startswith("Lookup"))
+    p50, p99 = re.split(r"  +", row.strip())[-2:]
+    assert p50 == "458 µs" and p99 == "≥ 10 s"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00025, "250 µs"),
+        (0.012, "12 ms"),
+        (1.5, "1.5 s"),
+        (61, "1 min 1 s"),
+        (3661, "1 h 1 min"),
+        (90_000, "1 d 1 h"),
+    ],
+)
+def test_times_are_shown_in_two_units_at_most(value: float, text: str) -> None:
+    assert output.duration(value) == text
+
+
+# -- top
+
+
+@pytest.mark.faults
+def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: Depot, used: Engine) -> None:
+    with terminal("top", "--url", depot.url, "--interval", "0.1") as top:
+        eventually(lambda: top.text.count("q ends") >= 3)
+        assert f"kvdepot {kvdepot.__version__} at {depot.url}"[:80] in top.text
+        assert re.search(r"memory +[#-]{20} ", top.text)
+        assert "lookups/s" in top.text and "Lookup" in top.text
+        assert top.process.poll() is None
+        top.press("q")
+        after = termios.tcgetattr(top.inner) if top.process.wait(20) == 0 else None
+        assert after == top.before, "the terminal is left as it was"
+        assert top.end() == 0
+    assert "\x1b[?1049h" in top.raw and "\x1b[?1049l" in top.raw
+
+
+@pytest.mark.parametrize("height", [16, 24, 40, 60])
+def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_out(height: int) -> None:
+    from rich.console import Console
+
+    spaces = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1, 1) for number in range(30)]
+    tiers = [TierStatus(f"tier-{number:02}", "through", "up", 1, 1, None, 0, 0, {}) for number in range(3)]
+    screen = Screen("ipc:///x")
+    screen.show(a_status(namespaces=spaces, tiers=tiers, evicted_chunks=0), 1.0)
+    console = Console(width=80, height=height, color_system=None, force_terminal=True)
+    with console.capture() as captured:
+        console.print(screen.draw(console), end="")
+    lines = captured.get().splitlines()
+    assert len(lines) == height and "q ends" in lines[-1]
+    assert max(map(len, lines)) <= 80
+    for name, total in (("model", 30), ("tier", 3)):
+        here = sum(line.startswith(f"{name}-") for line in lines)
+        more = re.search(rf"^{name}s .*?(?:\n{name}-.*)*\n\.\.\. (\d+) more", "\n".join(lines), re.MULTILINE)
+        assert here + (int(more[1]) if more else 0) == total, "\n".join(lines)
+    empty = sum(not line.strip() for line in lines)
+    whole = 6 + 31 + 4 + 1  # the summary, both tables, the keys
+    assert empty == max(0, height - whole), "room is left empty only where there is nothing more to show"
+
+
+@pytest.mark.faults
+def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start_depot: StartDepot) -> None:
+    depot = start_depot(arena_mib=8)
+    with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
+        eventually(lambda: "q ends" in top.text)
+        depot.stop()
+        eventually(lambda: "no kvdepot server answers" in top.text or "gone" in top.text, 20.0)
+        again = start_depot(url=depot.url, arena_mib=8)
+        seen = len(top.raw)
+        eventually(lambda: f"pid {again.process.pid}" in CONTROL.sub("", top.raw[seen:]), 20.0)
+        top.process.send_signal(signal.SIGINT)
+        assert top.end() == 130
+        assert "Traceback" not in top.text and "\x1b[?1049l" in top.raw
+
+
+@pytest.mark.faults
+def test_top_without_a_terminal_says_what_there_is_instead(depot: Depot) -> None:
+    done = run("top", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "needs a terminal" in done.stderr and "kvdepot status" in done.stderr
+    with terminal("top", "--url", depot.url, TERM="dumb") as dumb:
+        assert dumb.end() == 2
+        assert "needs a terminal" in dumb.text
+
+
+@pytest.mark.faults
+def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(modules=["torch"])
+    path = Path(__file__).parents[2] / "scripts" / "terminal_pictures.py"
+    spec = importlib.util.spec_from_file_location("terminal_pictures", path)
+    assert spec is not None and spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(pictures)
+    monkeypatch.setattr(pictures, "SECONDS", 2.0)
+    assert pictures.main(tmp_path) == 0
+    for name, words in (("status", ("tiers", "events")), ("top", ("lookups/s", "q&#160;ends"))):
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        shown = (path.parents[1] / "docs" / "screenshots" / f"{name}.svg").read_text()
+        assert not re.search(r"url\(https?:|href", drawn)
+        for word in (f"kvdepot&#160;{kvdepot.__version__}", "toy-llama", *words):
+            assert word in drawn and word in shown, f"{name}: {word}; draw it again"

@@ -1,0 +1,103 @@
+"""What an engine whose cache is reset asks for: all of its model is forgotten, or it is told that it may not be."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvdepot.client import admin as upkeep
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.keys import HASH_BYTES, ROOT
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.conftest import SHM, Depot, StartDepot, eventually
+
+pytestmark = pytest.mark.faults
+
+BLOCK_BYTES = 512
+CHUNKS = 5
+
+
+@pytest.fixture
+def tensors() -> Iterator[Path]:
+    path = SHM / f"kvtest-{secrets.token_hex(6)}"
+    path.write_bytes(bytes(CHUNKS * BLOCK_BYTES))
+    path.chmod(0o600)
+    yield path
+    path.unlink()
+
+
+def fill(client: MessageQueueClient, tensors: Path, model: str, instance: int) -> bytes:
+    """Store a prompt; its keys."""
+    layout = Layout(
+        [Mapping(tensors.name, CHUNKS * BLOCK_BYTES)], [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], CHUNKS, bytes(32)
+    )
+    assert client.ask(wire.Register(instance, layout, model, 1, 0, 1)).result(20.0) is None
+    hashes = secrets.token_bytes(HASH_BYTES * CHUNKS)
+    part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, np.arange(CHUNKS, dtype="<u4").tobytes(), 0)
+    assert client.ask(wire.Store(instance, 1, [part])).result(20.0) is True
+    return hashes
+
+
+def found(client: MessageQueueClient, model: str, hashes: bytes) -> int:
+    return int(client.ask(wire.Lookup(model, 1, 1, model, 1, hashes, True)).result(20.0))
+
+
+def objects(depot: Depot) -> int:
+    return int(depot.status()["tiers"][0]["counters"].get("saved_chunks", 0))
+
+
+def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
+    start_depot: StartDepot, tensors: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    depot = start_depot("--tiers", f"disk://{tmp_path}/tier?capacity_gib=1")
+    client = MessageQueueClient(depot.url, depot.context)
+    try:
+        gone, kept = fill(client, tensors, "model@1", 1), fill(client, tensors, "model@2", 2)
+        eventually(lambda: objects(depot) == 2 * CHUNKS)
+        assert upkeep.reset(client, "model@1") is True
+        # Neither memory nor, where a lookup looks next, the tier has it.
+        assert (found(client, "model@1", gone), found(client, "model@2", kept)) == (0, CHUNKS)
+        assert upkeep.reset(client, "model@1") is True, "nothing was there to be forgotten"
+        assert not caplog.records
+    finally:
+        client.close()
+
+
+def test_to_reset_says_where_a_tier_cannot_be_told(
+    start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    depot = start_depot("--tiers", "redis://127.0.0.1:1")
+    client = MessageQueueClient(depot.url, depot.context)
+    try:
+        hashes = fill(client, tensors, "model@1", 1)
+        assert upkeep.reset(client, "model@1") is False
+        (line,) = caplog.messages
+        assert line.startswith("what was stored of model@1 may be there still: redis://127.0.0.1:1: not forgotten:")
+        assert depot.status()["chunks"] == 0 and found(client, "model@1", hashes) == 0
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "gone before"])
+def test_to_reset_without_a_server_says_that_something_may_be_left(
+    start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    depot = start_depot()
+    client = MessageQueueClient(depot.url, depot.context)
+    caplog.set_level(logging.WARNING, "kvdepot.client.admin")
+    try:
+        fill(client, tensors, "model@1", 1)
+        depot.process.send_signal(signal.SIGKILL)
+        if how == "gone before":
+            depot.process.wait(20)
+        assert upkeep.reset(client, "model@1") is False
+        assert "what was stored of model@1 may be there still: kvdepot:" in caplog.text
+    finally:
+        client.close()

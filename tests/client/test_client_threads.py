@@ -1,0 +1,221 @@
+"""Threads that share one client: every chunk gets its own hash, every future its own answer."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, LMCacheMPSchedulerAdapter, MessageQueueClient
+from kvdepot.client import contract
+from kvdepot.client.contract import Chains, RequestType
+from kvdepot.client.device_events import EventQueue
+from kvdepot.errors import Unavailable
+from kvdepot.keys import ChunkChain
+from kvdepot.protocol import wire
+from tests.conftest import HANG_S, Depot
+
+CHUNK = 256
+THREADS = 8
+
+
+@pytest.fixture(autouse=True)
+def _threads_switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def on_threads(work: Callable[[int], None], threads: int = THREADS) -> None:
+    """Run `work(number)` on so many threads at once; raises what one of them raised."""
+    together = threading.Barrier(threads)
+
+    def run(number: int) -> None:
+        together.wait()
+        work(number)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, range(threads)))
+
+
+def prompts(seed: int, count: int, most_chunks: int) -> list[tuple[int, ...]]:
+    """Prompts of whole chunks, some of which begin alike."""
+    numbers = random.Random(seed)
+    head = tuple(numbers.choices(range(50_000), k=CHUNK))
+    made = []
+    for i in range(count):
+        tokens = tuple(numbers.choices(range(50_000), k=CHUNK * numbers.randrange(1, most_chunks)))
+        made.append((head if i % 2 else ()) + tokens)
+    return made
+
+
+def alone(tokens: tuple[int, ...]) -> bytes:
+    chain = ChunkChain(CHUNK)
+    chain.extend(tokens)
+    return bytes(chain.hashes)
+
+
+@pytest.mark.parametrize("request_id", [None, "reused"])
+@pytest.mark.parametrize("kind", [RequestType.LOOKUP, RequestType.STORE])
+def test_keys_that_threads_translate_at_once_get_the_hashes_of_their_own_tokens(
+    kind: RequestType, request_id: str | None
+) -> None:
+    chains = Chains()
+    said = prompts(1, 40, 24)
+    right = [alone(tokens) for tokens in said]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        order = random.Random(number).choices(range(len(said)), k=40)
+        for i in order:
+            chunks = len(said[i]) // CHUNK
+            first = chunks // 2
+            if kind is RequestType.LOOKUP:
+                key = IPCCacheEngineKey("m", 1, None, said[i], request_id=request_id)
+                call = contract.translate(kind, [key], CHUNK, chains)
+                assert call is not None and isinstance(call.request, wire.Lookup)
+                is_right = call.request.hashes == right[i]
+            else:
+                key = IPCCacheEngineKey("m", 1, 0, said[i], first * CHUNK, request_id=request_id)
+                call = contract.translate(kind, [[key], 1, list(range(chunks - first)), b""], CHUNK, chains)
+                assert call is not None and isinstance(call.request, wire.Store)
+                (shards,) = call.request.shards
+                parent = right[i][32 * (first - 1) : 32 * first] if first else ChunkChain(CHUNK).root
+                is_right = (shards.parent, shards.depth, shards.hashes) == (parent, first, right[i][32 * first :])
+            if not is_right:
+                wrong.append(i)
+
+    on_threads(work)
+    assert not wrong, f"{len(wrong)} of {THREADS * 40} had the hashes of other tokens"
+
+
+@pytest.fixture
+def client(depot: Depot) -> Iterator[MessageQueueClient]:
+    connection = MessageQueueClient(depot.url, depot.context)
+    yield connection
+    connection.close()
+
+
+def test_threads_that_share_a_client_get_back_the_bytes_of_their_own_prompts(client: MessageQueueClient) -> None:
+    """Raw keys without a request id, as another adapter may send them."""
+    model, per_chunk = "threads", 4
+    said = prompts(2, THREADS, 6)
+    blocks = max(len(tokens) for tokens in said) // CHUNK * per_chunk
+    caches = [torch.zeros(THREADS * blocks, 64, 1, 2) for _ in range(2)]  # of one worker: each thread has its blocks
+    client.submit_request(RequestType.REGISTER_KV_CACHE, [1, [KVCacheHandle(cache) for cache in caches]]).result(30.0)
+
+    def ask(kind: RequestType, *payloads: Any) -> Any:
+        return client.submit_request(kind, list(payloads)).result(30.0)
+
+    def fill(number: int) -> tuple[IPCCacheEngineKey, list[int]]:
+        count = len(said[number]) // CHUNK * per_chunk
+        ids = list(range(number * blocks, number * blocks + count))
+        return IPCCacheEngineKey(model, 1, 0, said[number], 0, len(said[number])), ids
+
+    for number in range(THREADS):
+        key, ids = fill(number)
+        for cache in caches:
+            cache[ids] = torch.arange(len(ids)).reshape(-1, 1, 1, 1).float() + 1000 * (number + 1)
+        if number % 2:  # what begins alike has one chunk in common, stored by whoever comes first
+            for cache in caches:
+                cache[ids[:per_chunk]] = 7.0
+        assert ask(RequestType.STORE, [key], 1, ids, b"") is True
+    before = [cache.clone() for cache in caches]
+    for cache in caches:
+        cache.zero_()
+
+    def work(number: int) -> None:
+        key, ids = fill(number)
+        for _ in range(25):
+            assert ask(RequestType.LOOKUP, [key.no_worker_id_version()]) == len(said[number]) // CHUNK
+            assert ask(RequestType.RETRIEVE, [key], 1, ids, b"") == [True]
+            for cache, right in zip(caches, before, strict=True):
+                assert torch.equal(cache[ids], right[ids]), "the bytes of another prompt"
+
+    on_threads(work)
+
+
+def test_schedulers_of_two_threads_on_one_client_find_their_own_prompts_under_one_request_id(depot: Depot) -> None:
+    client = MessageQueueClient(depot.url, depot.context)
+    place = (depot.url, depot.context, "schedulers", 1, 0, 64)
+    said = prompts(3, 2, 40)
+    sent: list[bytes] = []
+
+    class Noting(LMCacheMPSchedulerAdapter):
+        """Notes the hashes that it looks up, and sends nothing."""
+
+        def submit_lookup(self, request_id: str, hashes: bytes, *args: Any, **kwargs: Any) -> None:
+            sent.append(hashes)
+
+    adapters = [Noting(*place, client=client) for _ in said]
+
+    def work(number: int) -> None:
+        for i in range(200):
+            which = (number + i) % 2
+            adapters[number].maybe_submit_lookup_request("reused", token_ids=list(said[which]))
+
+    on_threads(work, 2)
+    right = {alone(tokens) for tokens in said}
+    wrong = [i for i, hashes in enumerate(sent) if hashes not in right]
+    client.close()
+    assert len(sent) == 400 and not wrong, f"{len(wrong)} of 400 lookups had hashes of neither prompt"
+
+
+def test_what_is_put_while_the_queue_is_stopped_ends_once_and_one_thread_sees_to_it() -> None:
+    for turn in range(150):
+        queue = EventQueue(f"of-turn-{turn}")
+        ends: list[Any] = []
+        threads: set[int] = set()
+
+        def work(number: int, queue: EventQueue = queue, ends: list[Any] = ends, threads: set[int] = threads) -> None:
+            if number < 2:
+                queue.stop()
+            else:
+                queue.put(Never(), lambda: ends.append("went"), ends.append)
+                threads.update(thread.ident or 0 for thread in threading.enumerate() if thread.name == queue._name)
+
+        on_threads(work, 6)
+        assert [type(end) for end in ends] == [Unavailable] * 4, f"turn {turn}"
+        assert len(threads) <= 1
+
+
+class Never:
+    """An event that does not happen."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() -> None:
+    """A descriptor is free for the next client before ZeroMQ has taken the last one's monitor down."""
+    context: zmq.Context[Any] = zmq.Context()
+
+    def make_and_close(_: int) -> None:
+        for _ in range(200):
+            MessageQueueClient("ipc:///tmp/kvdepot-nobody.sock", context).close()
+
+    on_threads(make_and_close)
+    context.term()
+
+
+def test_a_client_that_closes_while_it_is_being_connected_stops_no_other_of_its_context(depot: Depot) -> None:
+    """ZeroMQ's thread, which all sockets of a context share, waits for ever to tell a monitor that is closed."""
+    moments = random.Random(7)
+    with closing(MessageQueueClient(depot.url, depot.context)) as other:
+        for _ in range(300):
+            client = MessageQueueClient(depot.url, depot.context)
+            leaving = time.perf_counter() + moments.random() * 0.003
+            while time.perf_counter() < leaving:  # a sleep is too coarse to fall into the handshake
+                pass
+            client.close()
+            assert other.ask(wire.ChunkSize()).result(HANG_S) == CHUNK

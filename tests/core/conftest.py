@@ -1,0 +1,12 @@
+"""Fixtures of the tests of depots with tiers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdepot.testing.faulty import MemoryTier
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier()

@@ -1,0 +1,140 @@
+"""Depots with tiers behind memory, and what their chunks' bytes are: made up once, and the same when they come back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvdepot.config import Config
+from kvdepot.core.depot import Depot
+from kvdepot.core.index.index import Index
+from kvdepot.errors import KVDepotError
+from kvdepot.eviction import Lru
+from kvdepot.keys import ChunkChain
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.copier import Call, Copy
+from kvdepot.protocol import wire
+from kvdepot.tiers import Options, Tier, parse
+from kvdepot.tiers.codec import SLACK, make_codec
+from kvdepot.tiers.format import HEADER_BYTES
+from kvdepot.tiers.worker import MOST_PARTS, Errand, run
+from tests.core.desk import PER_CHUNK, Desk, layout, lookup
+
+TRUTH: dict[tuple[bytes, int, str], bytes] = {}
+"""What a chunk's bytes are, on any host: by key, rank and model."""
+
+
+def truth(key: bytes, rank: int, model: str) -> bytes:
+    return TRUTH.setdefault((key, rank, model), random.Random(key + bytes([rank]) + model.encode()).randbytes(PAGE))
+
+
+@dataclass
+class Host(Desk):
+    """A desk with tiers; errands wait in `errands` until they are run."""
+
+    tiers: list[Any] = field(default_factory=list)
+    """(URL, tier) pairs, nearest first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.bytes = np.zeros(self.pages * PAGE, np.uint8)
+        config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
+        self.index = Index(Space(0, self.pages * PAGE), Lru(), ttl_s=config.ttl_s)
+        self.depot = Depot(config, self.index, self.map, [parse(url) for url, _ in self.tiers])
+        self.heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
+        self.errands: list[Errand] = []
+        self.now = 0.0
+        self.done: list[Errand] = []
+        self.seen: list[bytes] = []  # keys that retrieves brought
+
+    def ensure(self, offset: int, size: int) -> bool:
+        return True
+
+    def take(self, actions: list[Any]) -> None:
+        super().take([a for a in actions if not isinstance(a, Errand)])
+        self.errands += [a for a in actions if isinstance(a, Errand)]
+
+    def send(self, client: bytes, request: wire.Request) -> tuple[bytes, bytes]:
+        number = next(self._numbers).to_bytes(8, "little")
+        self.take(self.depot.handle(client, number, request, self.now))
+        return client, number
+
+    def finish(self, task: Copy | Call, outcome: bool | None = None) -> None:
+        if isinstance(task, Copy):
+            operation = task.token.operation
+            for (chunk, rank), piece in zip(
+                operation.chunks[task.token.first : task.token.end], task.pieces, strict=True
+            ):
+                (start, size), *_ = piece.extents
+                data = np.frombuffer(truth(chunk.key, rank, chunk.namespace.model), np.uint8)
+                if task.is_store:
+                    self.bytes[start : start + size] = data
+                else:
+                    assert (self.bytes[start : start + size] == data).all(), "a retrieve brings other bytes"
+                    self.seen.append(chunk.key)
+        super().finish(task, outcome)
+
+    def work(self, errand: Errand | None = None) -> Errand:
+        """Do one errand, the first unless one is given."""
+        errand = errand or self.errands[0]
+        self.errands = [other for other in self.errands if other is not errand]
+        self.done.append(errand)
+        outcome: Any
+        try:
+            outcome = run(errand, self.tiers[errand.tier][1], self, self.heads, make_codec(Options()))
+        except KVDepotError as exc:
+            outcome = exc
+        self.take(self.depot.finished(errand.token, outcome, self.now))
+        return errand
+
+    def rest(self) -> None:
+        """Let everything end."""
+        while self.tasks or self.errands or self.depot.removals:
+            self.settle()
+            while self.errands:
+                self.work()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.depot.expire(self.now))
+
+    def find(self, client: bytes, request: wire.Request) -> Any:
+        """Send, let everything end, tiers too, and give the answer."""
+        asked = self.send(client, request)
+        self.rest()
+        return self.answers[asked]
+
+    def kinds(self) -> list[str]:
+        return [type(errand).__name__ for errand in self.errands]
+
+    def assert_quiet(self) -> None:
+        """Nothing is held, waits or is on its way."""
+        self.rest()
+        self.index.validate()
+        assert (self.index.held, self.index.reserved, self.depot.tiering.searches) == (0, 0, 0)
+        assert not self.depot.tiering.busy
+
+
+def new_host(
+    *tiers: tuple[str, Tier] | Tier, pages: int = 64, world_size: int = 1, model: str = "m", **more: Any
+) -> Host:
+    pairs = [tier if isinstance(tier, tuple) else ("disk:///d", tier) for tier in tiers]
+    host = Host(pages=pages, settings=more, tiers=pairs)
+    host.take(host.depot.tick(0.0, 1000.0))
+    host.rest()
+    host.hello()
+    for rank in range(world_size):
+        register = wire.Register(rank + 1, layout(), model, world_size, rank, PER_CHUNK)
+        assert host.ask(b"one", register) is None
+    return host
+
+
+def look(chain: ChunkChain, request: str = "r", **options: Any) -> wire.Lookup:
+    plain = lookup(chain, request, **options)
+    return wire.Lookup(
+        plain.model, plain.world_size, plain.blocks_in_chunk, request, plain.readers, plain.hashes, True,
+        options.get("salt", b""),
+    )  # fmt: skip

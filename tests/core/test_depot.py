@@ -1,0 +1,983 @@
+"""The deciding part alone: messages and outcomes in, replies and copies out; no socket, no thread, no byte moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvdepot.errors import BadRequest, Busy, InternalError, LayoutError, UnknownClient, UnknownInstance
+from kvdepot.keys import ChunkChain
+from kvdepot.memory.allocator import PAGE
+from kvdepot.memory.copier import Call, Copy, Mapped
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.core.desk import BLOCKS, PER_CHUNK, Desk, layout, lookup, prompt, retrieve, shards, store
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def client(desk: Desk) -> bytes:
+    name = desk.hello()
+    desk.register(name)
+    return name
+
+
+# -- the plain life of a chunk
+
+
+def test_what_was_stored_is_found_and_retrieved(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    assert desk.ask(client, lookup(chain)) == 0
+    assert desk.ask(client, store(chain)) is True
+    assert desk.ask(client, lookup(chain)) == 3
+    assert desk.ask(client, retrieve(chain)) == [True, True, True]
+
+
+def test_a_store_is_answered_only_when_its_bytes_have_arrived_and_is_invisible_until_then(
+    desk: Desk, client: bytes
+) -> None:
+    chain = prompt("a", 3)
+    asked = desk.send(client, store(chain))
+    assert asked not in desk.answers
+    assert desk.ask(client, wire.Noop()) == "ok"  # which let the copies end
+    assert desk.answers[asked] is True
+
+    other = prompt("b", 3)
+    asked = desk.send(client, store(other))
+    seen = desk.send(client, lookup(other, "r2"))
+    assert desk.answers[seen] == 0 and asked not in desk.answers
+    desk.settle()
+    assert desk.answers[asked] is True
+
+
+def test_storing_what_is_there_moves_no_bytes(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    asked = desk.send(client, store(chain))
+    assert not desk.tasks and desk.answers[asked] is True
+
+
+def test_a_store_copies_only_the_chunks_that_are_new_from_their_own_blocks(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain, end=1))
+    desk.send(client, store(chain, blocks=[10, 11, 20, 21, 30, 31]))
+    pieces = [piece for copy in desk.copies() for piece in copy.pieces]
+    assert [piece.block_ids.tolist() for piece in pieces] == [[20, 21], [30, 31]]
+
+
+def test_a_retrieve_answers_each_chunk_for_itself(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 4)
+    desk.ask(client, store(chain, end=2))
+    asked = desk.send(client, retrieve(chain, blocks=[10, 11, 20, 21, 30, 31, 40, 41]))
+    pieces = [piece for copy in desk.copies() for piece in copy.pieces]
+    assert [piece.block_ids.tolist() for piece in pieces] == [[10, 11], [20, 21]]
+    desk.settle()
+    assert desk.answers[asked] == [True, True, False, False]
+
+
+def test_only_the_first_chunk_of_a_retrieve_skips_blocks(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.send(client, retrieve(chain, skip=1))
+    assert [piece.skip for copy in desk.copies() for piece in copy.pieces] == [1, 0, 0]
+
+
+def test_a_retrieve_of_nothing_that_is_there_is_answered_at_once(desk: Desk, client: bytes) -> None:
+    asked = desk.send(client, retrieve(prompt("a", 2)))
+    assert not desk.tasks and desk.answers[asked] == [False, False]
+
+
+def test_a_retrieve_whose_copy_failed_says_so_for_the_chunks_of_that_copy(desk: Desk, client: bytes) -> None:
+    block = 2 << 20  # a chunk is as large as a copy task
+    big = Desk(pages=64 << 10)
+    big.hello()
+    big.register(b"one", block=block)
+    chain = prompt("a", 3)
+    big.ask(b"one", store(chain))
+    asked = big.send(b"one", retrieve(chain))
+    first, second, third = big.copies()
+    big.finish(third)
+    big.finish(second, False)
+    assert asked not in big.answers
+    big.finish(first)
+    assert big.answers[asked] == [True, False, True]
+
+
+def test_chunks_of_a_store_that_did_not_arrive_are_discarded_and_the_others_kept() -> None:
+    desk = Desk(pages=64 << 10)
+    desk.hello()
+    desk.register(b"one", block=2 << 20)
+    chain = prompt("a", 4)
+    asked = desk.send(b"one", store(chain))
+    copies = desk.copies()
+    assert len(copies) == 4
+    desk.finish(copies[2], False)
+    for copy in (copies[3], copies[0], copies[1]):
+        assert asked not in desk.answers
+        desk.finish(copy)
+    assert desk.answers[asked] is False
+    assert desk.ask(b"one", lookup(chain)) == 2
+    assert desk.ask(b"one", store(chain)) is True
+    assert desk.ask(b"one", lookup(chain)) == 4
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.assert_empty()
+
+
+def test_one_rank_of_two_is_no_hit() -> None:
+    desk = Desk()
+    desk.hello()
+    desk.register(b"one", 1)
+    desk.register(b"one", 2)
+    chain = prompt("a", 2)
+    assert desk.ask(b"one", store(chain, 1, world_size=2, rank=1)) is True
+    assert desk.ask(b"one", lookup(chain, world_size=2)) == 0
+    assert desk.ask(b"one", store(chain, 2, world_size=2, rank=0)) is True
+    assert desk.ask(b"one", lookup(chain, world_size=2)) == 2
+
+
+def test_two_engines_of_one_name_with_different_layouts_never_share_a_chunk(desk: Desk, client: bytes) -> None:
+    other = desk.hello(b"other")
+    desk.register(other, fingerprint=b"g" * 32)
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    assert desk.ask(other, retrieve(chain)) == [False, False]
+    desk.ask(other, store(chain, end=1))
+    assert desk.ask(client, lookup(chain)) == 1, "only what both have is sure to be there for the asker"
+    assert desk.ask(client, retrieve(chain)) == [True, True]
+
+
+def test_a_store_that_finds_no_room_says_so_and_keeps_the_head() -> None:
+    desk = Desk(pages=2)
+    desk.hello()
+    desk.register(b"one")
+    chain = prompt("a", 4)
+    assert desk.ask(b"one", store(chain)) is False
+    assert desk.ask(b"one", lookup(chain)) == 2
+
+
+# -- the fence
+
+
+def test_a_store_whose_fence_was_raised_is_discarded(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 2)
+    asked = desk.send(client, store(chain, ticket=7))
+    desk.cards[client].fence = 7
+    desk.settle()
+    assert desk.answers[asked] is False
+    assert desk.ask(client, lookup(chain)) == 0
+    desk.assert_empty()
+
+
+def test_a_fence_of_earlier_stores_leaves_later_ones_alone(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 2)
+    asked = desk.send(client, store(chain, ticket=8))
+    desk.cards[client].fence = 7
+    desk.settle()
+    assert desk.answers[asked] is True
+    assert desk.ask(client, lookup(chain)) == 2
+
+
+def test_a_retrieve_knows_no_fence(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    desk.cards[client].fence = 2**63
+    assert desk.ask(client, retrieve(chain)) == [True, True]
+
+
+# -- pins
+
+
+def held(desk: Desk) -> int:
+    desk.index.validate()
+    return desk.index.held
+
+
+def test_a_lookup_pins_until_its_session_ends(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain))
+    assert held(desk) > 0
+    desk.ask(client, wire.Clear())
+    assert desk.ask(client, lookup(chain, "other")) == 3
+    desk.ask(client, wire.EndSession("other"))
+    assert held(desk) > 0
+    desk.ask(client, wire.EndSession("r"))
+    assert held(desk) == 0
+    desk.assert_empty()
+
+
+def test_ending_a_session_nobody_began_is_fine(desk: Desk, client: bytes) -> None:
+    assert desk.ask(client, wire.EndSession("nobody")) is None
+
+
+def test_a_second_lookup_of_a_request_replaces_its_pins(desk: Desk, client: bytes) -> None:
+    one, two = prompt("a", 2), prompt("b", 2)
+    desk.ask(client, store(one))
+    desk.ask(client, store(two))
+    desk.ask(client, lookup(one))
+    desk.ask(client, lookup(two))
+    desk.ask(client, wire.Clear())
+    assert desk.ask(client, lookup(one, "r1")) == 0
+    assert desk.ask(client, lookup(two, "r2")) == 2
+    assert desk.ask(client, lookup(prompt("c", 1))) == 0
+    desk.ask(client, wire.EndSession("r2"))
+    assert held(desk) == 0
+
+
+def test_the_pins_of_a_request_go_once_all_its_readers_have_retrieved_all_its_chunks() -> None:
+    desk = Desk()
+    scheduler = desk.hello(b"scheduler")
+    workers = [desk.hello(b"worker 0"), desk.hello(b"worker 1")]
+    chain = prompt("a", 3)
+    for rank, worker in enumerate(workers):
+        desk.register(worker)
+        desk.ask(worker, store(chain, world_size=2, rank=rank))
+    assert desk.ask(scheduler, lookup(chain, world_size=2, readers=2)) == 3
+    desk.ask(workers[0], retrieve(chain, world_size=2, rank=0))
+    assert held(desk) > 0
+    desk.ask(workers[1], retrieve(chain, end=2, world_size=2, rank=1))
+    assert held(desk) > 0
+    asked = desk.send(workers[1], retrieve(chain, first=2, end=3, world_size=2, rank=1))
+    assert asked not in desk.answers and held(desk) > 0
+    desk.settle()
+    assert held(desk) == 0
+    desk.assert_empty()
+
+
+def test_a_retrieve_whose_engine_ends_pins_itself_leaves_them_alone(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain))
+    held = desk.index.held
+    assert desk.ask(client, msgspec.structs.replace(retrieve(chain), unpins=False)) == [True] * 3
+    assert desk.index.held == held > 0
+    desk.ask(client, wire.EndSession("r"))
+    assert desk.index.held == 0
+
+
+def test_a_retrieve_of_another_request_leaves_the_pins_alone(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain, "mine"))
+    desk.ask(client, retrieve(chain, request="other"))
+    assert held(desk) > 0
+
+
+def test_a_retrieve_for_another_model_leaves_the_pins_of_a_request_of_the_same_name_alone(
+    desk: Desk, client: bytes
+) -> None:
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain, "req-0"))
+    other = desk.hello(b"other engine")
+    desk.register(other)
+    desk.ask(other, store(chain, model="n"))
+    desk.ask(other, lookup(chain, "req-0", model="n"))
+    desk.ask(other, retrieve(chain, model="n", request="req-0"))
+    desk.ask(client, wire.Clear())
+    assert desk.ask(client, retrieve(chain, request="req-0")) == [True, True]
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_two_engines_that_look_up_one_prompt_under_one_request_id_end_their_sessions_in_any_order(
+    desk: Desk, client: bytes, first_to_end: int
+) -> None:
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    engines = [desk.hello(b"engine 0"), desk.hello(b"engine 1")]
+    assert [desk.ask(engine, lookup(chain, "0")) for engine in engines] == [2, 2]
+    assert held(desk) == 2
+    assert desk.ask(engines[first_to_end], wire.EndSession("0")) is None
+    assert held(desk) == 1
+    assert desk.ask(engines[1 - first_to_end], wire.EndSession("0")) is None
+    desk.assert_empty()
+
+
+def test_a_chunk_is_not_evicted_while_it_is_being_retrieved() -> None:
+    desk = Desk(pages=4)
+    desk.hello()
+    desk.register(b"one")
+    chain = prompt("a", 2)
+    desk.ask(b"one", store(chain))
+    asked = desk.send(b"one", retrieve(chain))
+    (copy,) = desk.copies()
+    inside = {extent for piece in copy.pieces for extent in piece.extents}
+    squeezed = desk.send(b"one", store(prompt("b", 4)))
+    written = {e for c in desk.copies() if c.is_store for piece in c.pieces for e in piece.extents}
+    assert not inside & written
+    desk.settle()
+    assert desk.answers[asked] == [True, True] and desk.answers[squeezed] is False
+
+
+def test_a_request_that_has_retrieved_all_it_pinned_takes_up_none_of_the_places_for_pins() -> None:
+    desk = Desk(settings={"max_sessions": 2})
+    desk.hello()
+    desk.register(b"one")
+    chain = prompt("a", 1)
+    desk.ask(b"one", store(chain))
+    for number in range(5):
+        assert desk.ask(b"one", lookup(chain, f"r{number}")) == 1
+        assert desk.ask(b"one", retrieve(chain, request=f"r{number}")) == [True]
+    assert held(desk) == 0
+
+
+# -- limits
+
+
+def test_more_transfers_than_allowed_are_refused_with_nothing_done_and_taken_again_later() -> None:
+    desk = Desk(settings={"max_queued": 2})
+    desk.hello()
+    desk.hello(b"two")
+    for name in (b"one", b"two"):
+        desk.register(name)
+    asked = [desk.send(b"one", store(prompt(f"p{i}", 1))) for i in range(2)]
+    refused = [desk.send(b"one", store(prompt("q", 1))), desk.send(b"one", retrieve(prompt("q", 1)))]
+    assert all(isinstance(desk.answers[number], Busy) for number in refused)
+    assert desk.index.reserved == 2
+    fine = desk.send(b"two", store(prompt("r", 1)))
+    desk.settle()
+    assert [desk.answers[number] for number in [*asked, fine]] == [True] * 3
+    assert desk.ask(b"one", store(prompt("q", 1))) is True
+
+
+def test_more_pinning_requests_than_allowed_are_refused_until_one_ends() -> None:
+    desk = Desk(settings={"max_sessions": 2})
+    desk.hello()
+    desk.register(b"one")
+    chain = prompt("a", 1)
+    desk.ask(b"one", store(chain))
+    assert [desk.ask(b"one", lookup(chain, name)) for name in "ab"] == [1, 1]
+    assert isinstance(desk.ask(b"one", lookup(chain, "c")), Busy)
+    assert desk.ask(b"one", lookup(chain, "a")) == 1, "a request that has its place may ask again"
+    desk.ask(b"one", wire.EndSession("a"))
+    assert desk.ask(b"one", lookup(chain, "c")) == 1
+
+
+def test_more_clients_than_allowed_are_refused_until_one_dies() -> None:
+    desk = Desk(settings={"max_clients": 2})
+    desk.hello(b"one")
+    desk.hello(b"two")
+    desk.hello(b"one")
+    with pytest.raises(Busy):
+        desk.hello(b"three")
+    assert not desk.depot.knows(b"three")
+    desk.die(b"one")
+    desk.hello(b"three")
+    assert desk.depot.knows(b"three")
+
+
+# -- bad requests
+
+
+def test_who_has_not_said_hello_is_told_so(desk: Desk) -> None:
+    actions = desk.depot.handle(b"stranger", b"12345678", wire.Noop())
+    assert [(a.client, a.number, type(a.value)) for a in actions] == [(b"stranger", b"12345678", UnknownClient)]
+
+
+def test_a_hello_is_not_for_the_depot_to_answer(desk: Desk, client: bytes) -> None:
+    assert isinstance(desk.ask(client, wire.Hello(1, "card")), InternalError)
+
+
+CHAIN = prompt("bad", 2)
+GOOD = shards(CHAIN)
+
+
+def bad(**fields: Any) -> wire.Shards:
+    values = {name: getattr(GOOD, name) for name in GOOD.__struct_fields__}
+    return wire.Shards(**{**values, **fields})
+
+
+BAD_SHARDS = {
+    "no hashes": bad(hashes=b""),
+    "half a hash": bad(hashes=bytes(48)),
+    "no blocks": bad(block_ids=b""),
+    "half a block id": bad(block_ids=bytes(18)),
+    "blocks that do not divide": bad(block_ids=np.arange(3, dtype="<u4").tobytes()),
+    "a block outside": bad(block_ids=np.array([0, 1, 2, BLOCKS], "<u4").tobytes()),
+    "a block twice": bad(block_ids=np.array([0, 1, 2, 1], "<u4").tobytes()),
+    "a short parent": bad(parent=b"x"),
+    "a negative depth": bad(depth=-1),
+    "rank outside": bad(rank=1),
+    "negative rank": bad(rank=-1),
+    "no world": bad(world_size=0),
+    "a huge world": bad(world_size=1 << 20),
+    "a long name": bad(model="m" * 5000),
+    "a long request": bad(request="r" * 5000),
+    "skips a whole chunk": bad(skip_blocks=PER_CHUNK),
+    "skips negatively": bad(skip_blocks=-1),
+}
+
+
+@pytest.mark.parametrize("part", BAD_SHARDS.values(), ids=BAD_SHARDS.keys())
+@pytest.mark.parametrize("kind", ["store", "retrieve"])
+def test_a_transfer_with_a_bad_part_is_refused_and_nothing_of_it_is_done(
+    desk: Desk, client: bytes, part: wire.Shards, kind: str
+) -> None:
+    fine = shards(prompt("fine", 2), blocks=[10, 11, 12, 13])
+    parts = [fine, part]
+    asked = desk.send(client, wire.Store(1, 1, parts) if kind == "store" else wire.Retrieve(1, parts))
+    assert isinstance(desk.answers[asked], BadRequest)
+    assert not desk.tasks
+    desk.assert_empty()
+
+
+def test_two_requests_of_one_retrieve_may_not_write_one_block(desk: Desk, client: bytes) -> None:
+    parts = [shards(prompt("a", 1), blocks=[0, 1]), shards(prompt("b", 1), blocks=[1, 2])]
+    assert isinstance(desk.ask(client, wire.Retrieve(1, parts)), BadRequest)
+
+
+@pytest.mark.parametrize("hashes", [b"", bytes(31), bytes(33)])
+def test_a_lookup_of_what_are_no_hashes_is_refused(desk: Desk, client: bytes, hashes: bytes) -> None:
+    assert isinstance(desk.ask(client, wire.Lookup("m", 1, PER_CHUNK, "r", 1, hashes)), BadRequest)
+
+
+@pytest.mark.parametrize("number", [0, 2, -1])
+def test_transfers_of_an_instance_nobody_registered_are_told_so(desk: Desk, client: bytes, number: int) -> None:
+    for request in (store(prompt("a", 1), number), retrieve(prompt("a", 1), number)):
+        assert isinstance(desk.ask(client, request), UnknownInstance)
+
+
+def test_instances_of_two_clients_are_two(desk: Desk, client: bytes) -> None:
+    other = desk.hello(b"other")
+    assert isinstance(desk.ask(other, store(prompt("a", 1))), UnknownInstance)
+    desk.register(other)
+    desk.ask(client, wire.Unregister(1))
+    assert desk.ask(other, store(prompt("a", 1))) is True
+
+
+# -- forgetting
+
+
+def test_all_models_whose_name_begins_so_are_forgotten_however_many_and_however_long() -> None:
+    desk = Desk(pages=400)
+    client = desk.hello()
+    desk.register(client)
+    long = "team-x/" + "y" * 300
+    names = [f"team-x/m{i}" for i in range(150)] + [long + "1", long + "2"]
+    for name in names:
+        assert desk.ask(client, store(prompt("a", 2), model=name)) is True
+    for name in ("team-y/m", "team-x", "a team-x/"):
+        assert desk.ask(client, store(prompt("a", 2), model=name)) is True
+    assert desk.ask(client, wire.Forget(long + "1")) == {"memory": 2}
+    assert desk.ask(client, wire.Forget("team-x/")) == {"memory": 2 * 151}
+    assert {space.model for space in desk.index.namespaces() if space.chunks} == {"team-y/m", "team-x", "a team-x/"}
+    assert desk.index.chunks == 6
+    assert desk.ask(client, lookup(prompt("a", 2), model="team-x/m149")) == 0
+
+
+def test_to_clear_a_model_clears_no_other_whose_name_begins_so(desk: Desk, client: bytes) -> None:
+    for name in ("m", "mm"):
+        desk.ask(client, store(prompt("a", 2), model=name))
+    desk.ask(client, wire.Clear("m"))
+    assert (desk.ask(client, lookup(prompt("a", 2))), desk.ask(client, lookup(prompt("a", 2), model="mm"))) == (0, 2)
+
+
+# -- registering and unregistering
+
+
+def test_an_instance_can_be_used_only_once_its_tensors_are_mapped(desk: Desk) -> None:
+    desk.hello()
+    asked = desk.send(b"one", wire.Register(1, layout()))
+    early = desk.send(b"one", store(prompt("a", 1)))
+    assert asked not in desk.answers and isinstance(desk.answers[early], UnknownInstance)
+    desk.settle()
+    assert desk.answers[asked] is None
+    assert desk.ask(b"one", store(prompt("a", 1))) is True
+
+
+def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_nothing() -> None:
+    def refuse(_: Layout) -> Mapped:
+        raise LayoutError("no such file")
+
+    desk = Desk(map_layout=refuse)
+    desk.hello()
+    answer = desk.ask(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK))
+    assert isinstance(answer, LayoutError) and "no such file" in str(answer)
+    assert desk.depot.status().instances == 0
+    assert desk.ask(b"one", wire.Unregister(1)) is None
+    assert desk.index.namespaces() == []
+
+
+def test_a_layout_that_lies_outside_its_memory_is_refused_before_anything_is_mapped(desk: Desk) -> None:
+    desk.hello()
+    outside = Layout([Mapping("kv", 10)], [Segment(0, 0, 8, 8)], 2, bytes(32))
+    asked = desk.send(b"one", wire.Register(1, outside))
+    assert isinstance(desk.answers[asked], LayoutError) and not desk.tasks
+
+
+BAD_REGISTRATIONS = [("m", 1, 1, PER_CHUNK), ("m", 0, 0, PER_CHUNK), ("m", 1, 0, 0), ("m" * 5000, 1, 0, PER_CHUNK)]
+
+
+@pytest.mark.parametrize("fields", BAD_REGISTRATIONS, ids=lambda fields: str(fields)[-12:])
+def test_a_refused_registration_leaves_nothing_behind_that_could_keep_a_later_one_waiting(
+    desk: Desk, fields: tuple[str, int, int, int]
+) -> None:
+    desk.hello()
+    assert isinstance(desk.ask(b"one", wire.Register(1, layout(), *fields)), BadRequest)
+    assert desk.depot.status().instances == 0
+    assert desk.ask(b"one", wire.Unregister(1)) is None
+    desk.register(b"one")
+
+
+@pytest.mark.parametrize("fields", BAD_REGISTRATIONS, ids=lambda fields: str(fields)[-12:])
+def test_a_refused_registration_in_the_place_of_another_leaks_no_mapping(
+    desk: Desk, client: bytes, fields: tuple[str, int, int, int]
+) -> None:
+    assert isinstance(desk.ask(client, wire.Register(1, layout(), *fields)), BadRequest)
+    assert desk.ask(client, wire.Unregister(1)) is None
+    assert [mapped.closed for mapped in desk.mapped] == [True]
+
+
+def test_unregistering_is_answered_after_the_last_copy_that_touches_the_tensors(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    loading = desk.send(client, retrieve(chain))
+    storing = desk.send(client, store(prompt("b", 1)))
+    asked = desk.send(client, wire.Unregister(1))
+    late = desk.send(client, store(prompt("c", 1)))
+    assert isinstance(desk.answers[late], UnknownInstance)
+    while desk.copies():
+        assert asked not in desk.answers and not desk.mapped[0].closed
+        desk.finish(desk.copies()[-1])
+    assert asked not in desk.answers
+    desk.settle()
+    assert desk.answers[asked] is None and desk.mapped[0].closed
+    assert desk.answers[loading] == [True, True] and desk.answers[storing] is True
+
+
+def test_unregistering_twice_is_answered_twice_after_the_last_copy(desk: Desk, client: bytes) -> None:
+    desk.send(client, store(prompt("a", 1)))
+    asked = [desk.send(client, wire.Unregister(1)) for _ in range(2)]
+    assert not any(number in desk.answers for number in asked)
+    desk.settle()
+    assert [desk.answers[number] for number in asked] == [None, None]
+
+
+def test_registering_again_does_not_make_unregistering_forget_the_copies_of_before(desk: Desk, client: bytes) -> None:
+    desk.send(client, store(prompt("a", 1)))
+    (old,) = desk.copies()
+    desk.send(client, wire.Register(1, layout()))
+    for task in [task for task in desk.tasks if task is not old]:
+        desk.finish(task)
+    asked = desk.send(client, wire.Unregister(1))
+    for task in [task for task in desk.tasks if task is not old]:
+        desk.finish(task)
+    assert asked not in desk.answers, "a copy still touches tensors that were registered under this number"
+    desk.settle()
+    assert desk.answers[asked] is None
+
+
+def test_a_refused_unregistering_changes_nothing() -> None:
+    desk = Desk(settings={"max_queued": 2})
+    client = desk.hello()
+    desk.register(client)
+    desk.send(client, store(prompt("a", 1)))
+    (old,) = desk.copies()
+    waiting = [desk.send(client, wire.Unregister(1)) for _ in range(2)]
+    again = desk.send(client, wire.Register(1, layout()))
+    desk.finish(next(task for task in desk.tasks if task is not old))
+    refused = desk.send(client, wire.Unregister(1))
+    assert desk.answers[again] is None and isinstance(desk.answers[refused], Busy)
+    storing = desk.send(client, store(prompt("b", 1)))
+    desk.settle()
+    assert [desk.answers[asked] for asked in waiting] == [None, None]
+    assert desk.answers[storing] is True, "the tensors that were not unregistered can be used"
+    assert desk.ask(client, retrieve(prompt("b", 1))) == [True]
+    assert desk.ask(client, wire.Unregister(1)) is None
+    assert [mapped.closed for mapped in desk.mapped] == [True, True]
+
+
+def test_unregistering_what_nobody_registered_is_answered(desk: Desk, client: bytes) -> None:
+    assert desk.ask(client, wire.Unregister(99)) is None
+
+
+def test_unregistering_while_the_tensors_are_being_mapped_answers_both(desk: Desk) -> None:
+    desk.hello()
+    asked = [desk.send(b"one", wire.Register(1, layout())), desk.send(b"one", wire.Unregister(1))]
+    desk.settle()
+    assert [desk.answers[number] for number in asked] == [None, None]
+    assert [mapped.closed for mapped in desk.mapped] == [True]
+
+
+@pytest.mark.parametrize(("device", "lane"), [("", ""), ("GPU-1", "devices")])
+def test_tensors_of_a_device_are_mapped_and_unmapped_where_no_copy_of_the_processor_waits(
+    desk: Desk, device: str, lane: str
+) -> None:
+    desk.hello()
+    given = layout()
+    given = msgspec.structs.replace(given, mappings=[msgspec.structs.replace(m, device=device) for m in given.mappings])
+    for request in (wire.Register(1, given), wire.Unregister(1)):
+        desk.send(b"one", request)
+        (task,) = desk.tasks
+        assert isinstance(task, Call) and task.lane == lane
+        desk.settle()
+
+
+def test_unregistering_while_a_mapping_fails_answers_both() -> None:
+    def refuse(_: Layout) -> Mapped:
+        raise LayoutError("no such file")
+
+    desk = Desk(map_layout=refuse)
+    desk.hello()
+    asked = [desk.send(b"one", wire.Register(1, layout())), desk.send(b"one", wire.Unregister(1))]
+    desk.settle()
+    assert [type(desk.answers[number]) for number in asked] == [LayoutError, type(None)]
+
+
+def test_nobody_is_answered_who_died_while_a_mapping_failed() -> None:
+    def refuse(_: Layout) -> Mapped:
+        raise LayoutError("no such file")
+
+    desk = Desk(map_layout=refuse)
+    desk.hello()
+    desk.send(b"one", wire.Register(1, layout()))
+    desk.send(b"one", wire.Unregister(1))
+    desk.die(b"one")
+    desk.settle()
+    assert not desk.answers
+
+
+def test_registering_again_under_the_same_number_replaces_the_tensors_after_their_last_copy(
+    desk: Desk, client: bytes
+) -> None:
+    storing = desk.send(client, store(prompt("a", 1)))
+    asked = desk.send(client, wire.Register(1, layout()))
+    (old,) = desk.copies()
+    for task in [task for task in desk.tasks if task is not old]:
+        desk.finish(task)
+    assert desk.answers[asked] is None and not desk.mapped[0].closed
+    loading = desk.send(client, retrieve(prompt("b", 1)))
+    fresh = desk.send(client, store(prompt("c", 1)))
+    assert [copy.mapped for copy in desk.copies()] == [desk.mapped[0], desk.mapped[1]]
+    desk.settle()
+    assert [mapped.closed for mapped in desk.mapped] == [True, False]
+    assert desk.answers[storing] is True and desk.answers[fresh] is True and desk.answers[loading] == [False]
+
+
+def test_a_registration_that_names_its_model_is_looked_up_in_before_anything_is_stored(desk: Desk) -> None:
+    desk.hello()
+    chain = prompt("a", 1)
+    desk.register(b"one")
+    desk.ask(b"one", store(chain))
+    new = desk.hello(b"new")
+    desk.ask(new, wire.Register(1, layout(fingerprint=b"g" * 32), "m", 1, 0, PER_CHUNK))
+    desk.ask(b"one", wire.Unregister(1))
+    assert desk.ask(new, lookup(chain)) == 0, "only the old engine's layout has it"
+
+
+# -- death
+
+
+def test_a_client_that_dies_during_a_store_leaves_nothing_reserved_or_visible(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    asked = desk.send(client, store(chain))
+    desk.die(client)
+    assert not desk.mapped[0].closed, "the copy goes on by itself and needs its tensors"
+    desk.settle()
+    assert asked not in desk.answers
+    assert desk.mapped[0].closed
+    other = desk.hello(b"other")
+    desk.register(other)
+    assert desk.ask(other, lookup(chain)) == 0
+    assert desk.ask(other, store(chain)) is True
+    desk.assert_empty()
+
+
+def test_a_chunk_that_gets_too_old_while_it_is_retrieved_is_retrieved_all_the_same() -> None:
+    desk = Desk(settings={"ttl_s": 10})
+    client = desk.hello()
+    desk.register(client)
+    desk.take(desk.depot.tick(0.0, 1000.0))
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    asked = desk.send(client, retrieve(chain))
+    desk.take(desk.depot.tick(1.0, 1020.0))
+    desk.settle()
+    assert desk.answers[asked] == [True, True]
+    assert desk.depot.retrieved_bytes == 2 * PAGE
+    assert desk.ask(client, lookup(chain)) == 0
+    desk.assert_empty()
+
+
+def test_what_is_forgotten_between_two_copies_of_a_retrieve_stops_nothing() -> None:
+    block = 2 << 20
+    desk = Desk(pages=2 * PER_CHUNK * block // PAGE)
+    client = desk.hello()
+    desk.register(client, block=block)
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    asked = desk.send(client, retrieve(chain))
+    first, _ = desk.tasks
+    desk.finish(first)
+    desk.send(client, wire.Forget("m", b""))
+    desk.settle()
+    assert len(desk.answers[asked]) == 2 and desk.answers[asked][0]
+    desk.assert_empty()
+
+
+def test_what_could_not_be_retrieved_saved_nothing(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    for outcomes, saved in ((False, 0), (True, 3)):
+        desk.ask(client, lookup(chain))
+        asked = desk.send(client, retrieve(chain))
+        for task in list(desk.tasks):
+            desk.finish(task, outcomes)
+        assert desk.answers[asked] == [outcomes] * 3
+        assert held(desk) == 0
+        assert desk.depot.status().saved.tokens == saved
+
+
+@pytest.mark.parametrize("saved_s", [float("nan"), -1.0, float("inf")])
+def test_a_session_ends_also_where_what_it_saved_is_nonsense(desk: Desk, client: bytes, saved_s: float) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain))
+    assert isinstance(desk.ask(client, wire.EndSession("r", 3, saved_s)), BadRequest)
+    assert held(desk) == 0
+    assert desk.depot.status().saved.tokens == 0
+
+
+def test_a_client_that_dies_during_a_retrieve_leaves_no_hold(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.send(client, retrieve(chain))
+    desk.die(client)
+    assert held(desk) == 3
+    desk.settle()
+    assert held(desk) == 0 and desk.mapped[0].closed
+    desk.assert_empty()
+
+
+def test_a_client_that_dies_gives_up_its_pins_and_only_its_own(desk: Desk, client: bytes) -> None:
+    one, two = prompt("a", 2), prompt("b", 2)
+    desk.ask(client, store(one))
+    desk.ask(client, store(two))
+    scheduler, other = desk.hello(b"scheduler"), desk.hello(b"other")
+    desk.ask(scheduler, lookup(one))
+    desk.ask(other, lookup(two))
+    desk.die(scheduler)
+    desk.ask(client, wire.Clear())
+    assert desk.ask(client, lookup(one, "x")) == 0
+    assert desk.ask(client, lookup(two, "x")) == 2
+
+
+def test_a_client_that_dies_while_its_tensors_are_being_mapped_leaves_no_mapping(desk: Desk) -> None:
+    desk.hello()
+    desk.send(b"one", wire.Register(1, layout()))
+    desk.die(b"one")
+    desk.settle()
+    assert not desk.answers and [mapped.closed for mapped in desk.mapped] == [True]
+
+
+def test_dying_twice_or_as_a_stranger_is_nothing(desk: Desk, client: bytes) -> None:
+    desk.die(client)
+    desk.settle()
+    desk.die(client)
+    desk.die(b"stranger")
+    assert not desk.tasks
+
+
+def test_the_chunks_of_a_dead_client_stay_for_others(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 2)
+    desk.ask(client, store(chain))
+    desk.die(client)
+    desk.settle()
+    other = desk.hello(b"other")
+    desk.register(other)
+    assert desk.ask(other, retrieve(chain)) == [True, True]
+
+
+def test_status_counts_what_there_is(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 3)
+    desk.ask(client, store(chain))
+    desk.ask(client, lookup(chain))
+    status = desk.ask(client, wire.Status())
+    shown = ("chunks", "used_bytes", "reserved_shards", "clients", "sessions", "instances", "operations")
+    assert [getattr(status, name) for name in shown] == [3, 3 * PAGE, 0, 1, 1, 1, 0]
+    assert (status.counters["stored_chunks"], status.counters["hit_chunks"]) == (3, 3)
+
+
+# -- all of it at once
+
+
+CLIENTS = st.sampled_from([b"a", b"b", b"c"])
+INSTANCES = st.integers(1, 2)
+CHAINS = st.tuples(st.sampled_from(["x", "y"]), st.integers(1, 4)).map(lambda pair: prompt(*pair))
+MODELS = st.sampled_from(["m", "m", "n"])
+REQUESTS = st.sampled_from(["r1", "r2"])
+
+
+class DepotMachine(RuleBasedStateMachine):
+    """Clients that do anything in any order and die at any time: each request is answered once, nothing leaks."""
+
+    @initialize(
+        pages=st.integers(3, 20), queued=st.integers(1, 6), sessions=st.integers(1, 3), ttl_s=st.sampled_from([0, 3]),
+        step_chunks=st.sampled_from([1, 3, 256]),
+    )  # fmt: skip
+    def begin(self, pages: int, queued: int, sessions: int, ttl_s: int, step_chunks: int) -> None:
+        self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions, "ttl_s": ttl_s})
+        self.desk.depot.removals.step_chunks = step_chunks
+        self.second = 0
+        self.desk.take(self.desk.depot.tick(0.0, 1000.0))
+        self.asked: list[tuple[bytes, bytes]] = []
+        self.lives: Counter[bytes] = Counter()
+        self.sent: dict[tuple[bytes, bytes], int] = {}
+        self.begun: list[tuple[Copy, bytes, int]] = []  # copies, and whose tensors they touch
+        self.leaving: dict[tuple[bytes, bytes], list[Copy]] = {}  # unregistering: copies of before
+        for name in (b"a", b"b"):
+            self.desk.hello(name)
+            self.desk.register(name)
+            self.desk.ask(name, store(prompt("x", 3)))
+
+    def send(self, client: bytes, request: wire.Request) -> None:
+        if self.desk.depot.knows(client):
+            self.asked.append(self.desk.send(client, request))
+            self.sent[self.asked[-1]] = self.lives[client]
+
+    @rule(client=CLIENTS)
+    def hello(self, client: bytes) -> None:
+        self.desk.hello(client)
+
+    @rule(
+        client=CLIENTS,
+        instance=INSTANCES,
+        print_=st.sampled_from([b"f", b"g"]),
+        named=st.sampled_from([("", 0, 0, 0), ("m", 2, 0, PER_CHUNK), ("m", 2, 1, PER_CHUNK), ("m", 1, 1, PER_CHUNK)]),
+    )
+    def register(self, client: bytes, instance: int, print_: bytes, named: tuple[str, int, int, int]) -> None:
+        self.send(client, wire.Register(instance, layout(print_ * 32), *named))
+
+    @rule(client=CLIENTS, instance=INSTANCES)
+    def unregister(self, client: bytes, instance: int) -> None:
+        under_way = {id(copy) for copy in self.desk.copies()}
+        before = [copy for copy, *whose in self.begun if whose == [client, instance] and id(copy) in under_way]
+        if self.desk.depot.knows(client):
+            self.send(client, wire.Unregister(instance))
+            self.leaving[self.asked[-1]] = before
+
+    @rule(client=CLIENTS, chain=CHAINS, model=MODELS, request=REQUESTS, world=st.sampled_from([1, 1, 2]))
+    def lookup(self, client: bytes, chain: ChunkChain, model: str, request: str, world: int) -> None:
+        self.send(client, lookup(chain, request, model, readers=world, world_size=world))
+
+    @rule(request=REQUESTS, length=st.integers(1, 3))
+    def look_up_the_same_from_everywhere(self, request: str, length: int) -> None:
+        for client in (b"a", b"b", b"c"):
+            self.send(client, lookup(prompt("x", length), request))
+
+    @rule(client=CLIENTS, request=REQUESTS)
+    def end_session(self, client: bytes, request: str) -> None:
+        self.send(client, wire.EndSession(request))
+
+    @rule(
+        client=CLIENTS, chain=CHAINS, model=MODELS, request=REQUESTS, instance=INSTANCES, ticket=st.integers(1, 9),
+        shape=st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1)]), is_store=st.booleans(), data=st.data(),
+    )  # fmt: skip
+    def transfer(
+        self,
+        client: bytes,
+        chain: ChunkChain,
+        model: str,
+        request: str,
+        shape: tuple[int, int],
+        instance: int,
+        ticket: int,
+        is_store: bool,
+        data: st.DataObject,
+    ) -> None:
+        first = data.draw(st.integers(0, len(chain) - 1))
+        part = shards(chain, first, model=model, request=request, world_size=shape[0], rank=shape[1])
+        self._transfer(client, instance, ticket, part, is_store)
+
+    @rule(client=CLIENTS, is_store=st.booleans())
+    def transfer_what_all_have(self, client: bytes, is_store: bool) -> None:
+        self._transfer(client, 1, 9, shards(prompt("x", 3)), is_store)
+
+    def _transfer(self, client: bytes, instance: int, ticket: int, part: wire.Shards, is_store: bool) -> None:
+        known = {id(copy) for copy in self.desk.copies()}
+        self.send(client, wire.Store(instance, ticket, [part]) if is_store else wire.Retrieve(instance, [part]))
+        self.begun += [(copy, client, instance) for copy in self.desk.copies() if id(copy) not in known]
+
+    @rule(client=CLIENTS, part=st.sampled_from(list(BAD_SHARDS.values())), is_store=st.booleans())
+    def send_nonsense(self, client: bytes, part: wire.Shards, is_store: bool) -> None:
+        self.send(client, wire.Store(1, 1, [part]) if is_store else wire.Retrieve(1, [part]))
+
+    @rule(client=CLIENTS, fence=st.integers(1, 9))
+    def raise_fence(self, client: bytes, fence: int) -> None:
+        if client in self.desk.cards:
+            self.desk.cards[client].fence = max(self.desk.cards[client].fence, fence)
+
+    @rule(client=CLIENTS, kind=st.sampled_from([wire.Noop, wire.Clear, wire.Status, wire.ChunkSize]))
+    def ask_something(self, client: bytes, kind: type[Any]) -> None:
+        self.send(client, kind())
+
+    @rule(client=CLIENTS, model=MODELS)
+    def forget(self, client: bytes, model: str) -> None:
+        self.send(client, wire.Forget(model))
+
+    @precondition(lambda self: self.desk.depot.removals)
+    @rule()
+    def go_on(self) -> None:
+        self.desk.go_on()
+
+    @rule(seconds=st.integers(1, 3))
+    def grow_older(self, seconds: int) -> None:
+        self.second += seconds
+        self.desk.take(self.desk.depot.tick(float(self.second), 1000.0 + self.second))
+
+    @precondition(lambda self: self.desk.tasks)
+    @rule(data=st.data(), good=st.sampled_from([None, None, False]))
+    def finish(self, data: st.DataObject, good: bool | None) -> None:
+        self.desk.finish(data.draw(st.sampled_from(self.desk.tasks)), good)
+
+    @rule(client=CLIENTS)
+    def die(self, client: bytes) -> None:
+        self.desk.die(client)
+        self.desk.cards.pop(client, None)
+        self.lives[client] += 1
+        # Its memory went with it: who says hello under its name next has other tensors.
+        self.begun = [begun for begun in self.begun if begun[1] != client]
+
+    @invariant()
+    def nothing_is_out_of_order(self) -> None:
+        if hasattr(self, "desk"):
+            self.desk.index.validate()
+            writing = [e for c in self.desk.copies() if c.is_store for p in c.pieces for e in p.extents]
+            reading = {e for c in self.desk.copies() if not c.is_store for p in c.pieces for e in p.extents}
+            assert len(set(writing)) == len(writing), "two stores write the same bytes"
+            assert not reading & set(writing), "a store writes what a retrieve reads"
+            for asked, before in self.leaving.items():
+                if asked in self.desk.answers and self.desk.answers[asked] is None:  # and not refused
+                    assert not any(copy is task for copy in before for task in self.desk.tasks), "given back too early"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "desk"):
+            return
+        desk = self.desk
+        desk.settle()
+        for asked in self.asked:
+            if self.lives[asked[0]] == self.sent[asked]:
+                assert asked in desk.answers, "a request of a living client was never answered"
+        for name in (b"a", b"b", b"c"):
+            desk.die(name)
+        desk.settle()
+        desk.assert_empty()
+        assert desk.index.namespaces() == []
+        assert all(mapped.closed for mapped in desk.mapped)
+        status = desk.depot.status()
+        assert [getattr(status, name) for name in ("clients", "sessions", "instances")] == [0, 0, 0]
+
+
+TestDepotMachine = DepotMachine.TestCase
+TestDepotMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

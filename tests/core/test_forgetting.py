@@ -1,0 +1,671 @@
+"""Removals that take many steps: what is hidden meanwhile, what comes meanwhile and stays, and what is gone after."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.core.forgetting import Removal, Removals
+from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.errors import Busy
+from kvdepot.eviction import POLICIES
+from kvdepot.keys import HASH_BYTES, ROOT
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.testing.faulty import MemoryTier
+from tests.conftest import SHM, StartDepot
+from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
+from tests.core.host import look, new_host
+from tests.core.shelf import Path, Shelf, key_of, keys
+from tests.core.shelf import prompt as keys_of
+
+
+def begin(removals: Removals, *spaces: Namespace, hides: bool = True, salt: bytes | None = None) -> Removal:
+    return removals.begin(spaces, salt, hides, lambda _: [])
+
+
+def finish(removals: Removals) -> None:
+    while removals:
+        removals.step()
+
+
+def store_anew(shelf: Shelf, chain: list[bytes], number: int) -> None:
+    """Chunk `number` of a chain, as the depot does it."""
+    assert shelf.index.missing(shelf.space, 0, chain[number - 1])
+    chunk = shelf.reserve(chain, number)
+    assert chunk is not None
+    shelf.index.seal(chunk, 0)
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf(64)
+
+
+def test_a_chunk_that_is_stored_anew_while_all_are_cleared_stays(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    spoilt, other = keys("a", 1), keys("b", 3)
+    shelf.store(spoilt)
+    shelf.store(other)
+    shelf.index.condemn(shelf.space.chunks[spoilt[0]], 0)
+    begin(removals, shelf.space, hides=False)
+    store_anew(shelf, spoilt, 1)
+    finish(removals)
+    assert (shelf.matched(spoilt), shelf.matched(other)) == (1, 0)
+
+
+# -- what is hidden
+
+
+def test_what_is_forgotten_is_found_by_nobody_from_the_first_moment_on(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    chain, loose = keys("c", 5), keys("l", 3)
+    shelf.store(chain)
+    shelf.store(loose, loose=True)
+    pinned = shelf.pin(chain)
+    begin(removals, shelf.space)
+    assert shelf.index.chunks == 8, "nothing has gone yet"
+    while removals:
+        assert shelf.matched(chain) == shelf.matched(loose) == 0
+        assert not any(shelf.index.sealed_shard(shelf.space, 0, key) for key in chain + loose)
+        removals.step()
+        shelf.index.validate()
+    assert shelf.index.chunks == 5, "what is pinned goes when it is not"
+    shelf.index.release(pinned)
+    assert shelf.index.chunks == 0
+
+
+def test_each_step_removes_at_most_so_many_and_says_in_the_end_how_many(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=3)
+    shelf.store(keys("c", 10))
+    removal = begin(removals, shelf.space)
+    left = []
+    while removals:
+        ended = removals.step()
+        left.append(shelf.index.chunks)
+        assert ended == ([] if removals else [removal])
+    assert left == [7, 4, 1, 0]
+    assert removal.removed == 10
+
+
+def test_what_is_stored_after_a_removal_began_stays_also_behind_what_goes(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    old, new = keys("c", 4), keys("n", 3)
+    shelf.store(old)
+    removal = begin(removals, shelf.space)
+    shelf.store(new)
+    for number in (1, 2, 4):  # the fourth lies behind one that is to go
+        store_anew(shelf, old, number)
+    assert (shelf.matched(new), shelf.matched(old)) == (3, 2)
+    finish(removals)
+    assert (shelf.matched(new), shelf.matched(old)) == (3, 2)
+    assert removal.removed == 4
+    shelf.index.validate()
+
+
+def test_only_what_is_of_the_salt_and_the_namespaces_goes(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    other = shelf.index.namespace("other", 1, 0, bytes(32), 4)
+    mine, plain = keys("mine", 2), keys("plain", 2)
+    for space in (shelf.space, other):
+        for salt, chain in ((b"s" * 16, mine), (b"", plain)):
+            for number, key in enumerate(chain, 1):
+                parent = chain[number - 2] if number > 1 else b"root"
+                chunk = shelf.index.reserve(space, 0, key, parent, number, PAGE, salt)
+                assert chunk is not None
+                shelf.index.seal(chunk, 0)
+    begin(removals, shelf.space, salt=b"s" * 16)
+    for _ in range(2):
+        assert (shelf.matched(mine), shelf.matched(plain)) == (0, 2)
+        assert [shelf.index.match(other, b"".join(chain)).matched for chain in (mine, plain)] == [2, 2]
+        finish(removals)
+
+
+def test_a_chain_of_which_only_the_middle_is_to_go_is_found_up_to_there(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    chain = keys("c", 5)
+    for number in range(1, 6):  # an odd client: its salts change within a prompt
+        parent = chain[number - 2] if number > 1 else b"root"
+        salt = b"s" * 16 if number == 3 else b""
+        chunk = shelf.index.reserve(shelf.space, 0, chain[number - 1], parent, number, PAGE, salt)
+        assert chunk is not None
+        shelf.index.seal(chunk, 0)
+    begin(removals, shelf.space, salt=b"s" * 16)
+    for _ in range(2):
+        for end in range(1, 6):
+            assert shelf.matched(chain[:end]) == min(end, 2)
+        finish(removals)
+    shelf.index.validate()
+
+
+def test_what_makes_room_while_it_is_being_forgotten_counts_as_forgotten(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    shelf.store(keys("old", 64))
+    told: list[Chunk] = []
+    shelf.index.evicting = told.append
+    removal = begin(removals, shelf.space)
+    shelf.store(keys("new", 5))
+    assert (shelf.index.evicted, told, removal.removed) == (0, [], 5)
+    finish(removals)
+    assert removal.removed == 64 and shelf.matched(keys("new", 5)) == 5
+
+
+def test_a_store_of_one_rank_from_before_ends_in_nothing_where_another_is_stored_anew() -> None:
+    shelf = Shelf(8, world_size=2)
+    removals = Removals(shelf.index)
+    chain = keys("c", 1)
+    sealed, late = shelf.reserve(chain, 1, 0), shelf.reserve(chain, 1, 1)
+    assert sealed is late and late is not None
+    shelf.index.seal(late, 0)
+    begin(removals, shelf.space)
+    finish(removals)
+    assert not shelf.index.missing(shelf.space, 0, chain[0]), "the other rank's store from before is under way"
+    assert shelf.index.is_hidden(late)
+    shelf.index.discard(late, 1)
+    for rank in (0, 1):
+        chunk = shelf.reserve(chain, 1, rank)
+        assert chunk is not None
+        shelf.index.seal(chunk, rank)
+    assert shelf.matched(chain) == 1
+
+
+def test_no_more_than_sixteen_are_under_way(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    shelf.store(keys("c", 2))
+    for _ in range(16):
+        begin(removals, shelf.space)
+    with pytest.raises(Busy, match="16 requests"):
+        begin(removals, shelf.space)
+    finish(removals)
+    begin(removals, shelf.space)
+    finish(removals)
+    assert not shelf.index.hiding
+
+
+# -- clearing
+
+
+def test_to_clear_takes_what_nothing_holds_when_its_turn_comes_and_hides_nothing(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    chain, other = keys("c", 6), keys("o", 2)
+    shelf.store(other)
+    shelf.store(chain)
+    removal = begin(removals, shelf.space, hides=False)
+    removals.step()
+    assert shelf.matched(chain) == 5
+    pinned = shelf.pin(chain)
+    shelf.store(keys("new", 2))
+    finish(removals)
+    assert (shelf.matched(chain), shelf.matched(other), shelf.matched(keys("new", 2))) == (5, 0, 2)
+    assert removal.removed == 3
+    shelf.index.release(pinned)
+    shelf.index.validate()
+
+
+def test_to_clear_takes_all_of_a_chain_whose_chunks_came_in_another_order(shelf: Shelf) -> None:
+    removals = Removals(shelf.index, step_chunks=1)
+    chain = keys("c", 5)
+    shelf.store(chain)
+    chunks = shelf.space.chunks
+    for key in chain[:4]:
+        chunks[key] = chunks.pop(key)  # as a server finds them that has taken over an arena
+    removal = begin(removals, shelf.space, hides=False)
+    finish(removals)
+    assert removal.removed == 5 and not shelf.index.chunks
+
+
+# -- as the depot does it
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk()
+    desk.depot.removals.step_chunks = 1
+    desk.register(desk.hello())
+    return desk
+
+
+def test_forgetting_is_answered_when_it_is_through_and_lookups_are_answered_meanwhile(desk: Desk) -> None:
+    chain = prompt("a", 5)
+    desk.ask(b"one", store(chain))
+    asked = desk.send(b"one", wire.Forget())
+    turns = 0
+    while asked not in desk.answers:
+        assert desk.depot.next_deadline() == 0.0, "the loop must not wait for anybody"
+        found = desk.send(b"one", lookup(chain))
+        assert desk.answers[found] == 0
+        desk.go_on()
+        turns += 1
+    assert turns == 4 and desk.answers[asked] == {"memory": 5}
+    assert desk.depot.next_deadline() > 0.0
+    assert desk.depot.counters["forgotten_chunks"] == 5
+
+
+def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk: Desk) -> None:
+    chain, salted = prompt("a", 3), prompt("b", 2)
+    desk.ask(b"one", store(chain))
+    desk.ask(b"one", wire.Store(1, 1, [msgspec.structs.replace(shards(salted), salt=SALTS[1])]))
+    asked = desk.send(b"one", wire.Count(salt=SALTS[1]))
+    turns = 0
+    while asked not in desk.answers:
+        assert desk.depot.next_deadline() == 0.0
+        desk.go_on()
+        turns += 1
+    assert turns == 4
+    size = (desk.index.space.capacity - desk.index.space.free_bytes) // 5
+    assert desk.answers[asked] == [2, 2 * size]
+    assert desk.ask(b"one", wire.Count()) == [5, 5 * size]
+    assert desk.ask(b"one", wire.Count("another model")) == [0, 0]
+    assert desk.ask(b"one", lookup(chain)) == 3
+    assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
+
+
+def test_what_is_being_forgotten_already_is_not_counted(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 3)))
+    desk.send(b"one", wire.Forget())
+    asked = desk.send(b"one", wire.Count())
+    desk.settle()
+    assert desk.answers[asked] == [0, 0]
+
+
+def test_clearing_is_answered_when_it_is_through(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 3)))
+    asked = desk.send(b"one", wire.Clear())
+    desk.go_on()
+    assert asked not in desk.answers
+    desk.settle()
+    assert desk.answers[asked] is None and desk.index.chunks == 0
+    assert desk.depot.counters["cleared_chunks"] == 3
+
+
+def test_who_has_pinned_what_is_forgotten_gets_none_of_it_before_it_has_gone(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    desk.ask(b"one", store(chain))
+    desk.ask(b"one", lookup(chain))
+    under_way = desk.send(b"one", retrieve(chain))
+    asked = desk.send(b"one", wire.Forget())
+    late = desk.send(b"one", retrieve(chain, blocks=list(range(8, 16))))
+    assert desk.answers[late] == [False] * 4
+    for task in list(desk.tasks):
+        desk.finish(task)
+    assert desk.answers[under_way] == [False] * 4 and asked not in desk.answers
+    desk.settle()
+    assert desk.answers[asked] == {"memory": 4}
+
+
+def test_a_store_that_began_before_it_is_discarded_and_one_after_it_is_kept(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 4)))
+    before = desk.send(b"one", store(prompt("b", 2)))
+    asked = desk.send(b"one", wire.Forget())
+    after = desk.send(b"one", store(prompt("a", 2), blocks=[8, 9, 10, 11]))
+    for task in list(desk.tasks):
+        desk.finish(task)
+    assert asked not in desk.answers
+    assert (desk.answers[before], desk.answers[after]) == (False, True)
+    desk.settle()
+    assert desk.ask(b"one", lookup(prompt("a", 4), "r1")) == 2
+    assert desk.ask(b"one", lookup(prompt("b", 2), "r2")) == 0
+    desk.index.validate()
+
+
+def test_who_dies_while_it_forgets_is_not_answered_and_all_of_it_goes(desk: Desk) -> None:
+    desk.hello(b"two")
+    desk.ask(b"one", store(prompt("a", 5)))
+    asked = [desk.send(b"two", request) for request in (wire.Forget(), wire.Clear())]
+    desk.die(b"two")
+    desk.settle()  # which notices an answer to the dead
+    assert not desk.answers.keys() & set(asked) and desk.index.chunks == 0
+
+
+def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 5)))
+    asked = [desk.send(b"one", request) for request in (wire.Clear(), wire.Forget())]
+    desk.take(desk.depot.stop_waiting())
+    assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, {"memory": 4}]
+
+
+def test_a_pin_by_name_ends_when_it_is_forgotten_before_its_chunks_have_gone(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    desk.ask(b"one", store(chain))
+    pin = wire.Pin("kept", "m", 1, 2, bytes(chain.hashes))
+    assert desk.ask(b"one", pin) == 4
+    desk.send(b"one", wire.Forget())
+    assert not desk.depot.status().pinned
+    desk.settle()
+    assert desk.index.chunks == 0
+
+
+def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("a", 30)))
+    desk.ask(b"one", store(prompt("b", 20), model="n", blocks=list(range(40))))
+    asked = [desk.send(b"one", wire.Clear("m") if i % 2 else wire.Forget("m")) for i in range(16)]
+    for request in (wire.Clear("n"), wire.Forget("n")):
+        assert isinstance(desk.answers[desk.send(b"one", request)], Busy)
+    desk.settle()
+    assert all(not isinstance(desk.answers[each], Busy) for each in asked)
+    assert desk.ask(b"one", lookup(prompt("b", 20), model="n")) == 20
+
+
+# -- with tiers
+
+
+def test_what_waits_to_be_saved_when_it_is_forgotten_is_not_saved_though_it_is_still_there() -> None:
+    tier = MemoryTier()
+    host = new_host(("disk:///d?threads=1", tier))
+    host.depot.removals.step_chunks = 1
+    chain = prompt("a", 4)
+    host.ask(b"one", store(chain))
+    host.ask(b"one", store(prompt("b", 4)))
+    assert host.kinds() == ["Save"]
+    asked = host.send(b"one", wire.Forget())
+    while host.errands:
+        host.work()
+    assert asked not in host.answers and host.depot.removals and not tier.objects
+    host.rest()
+    assert host.answers[asked]["memory"] == 8 and not tier.objects
+    assert host.find(b"one", look(chain)) == 0
+
+
+def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> None:
+    tier = MemoryTier()
+    host = new_host(("disk:///d?write=on_evict", tier), pages=16)
+    host.depot.removals.step_chunks = 1
+    host.ask(b"one", store(prompt("a", 14)))
+    asked = host.send(b"one", wire.Forget())
+    while host.errands:
+        host.work()
+    host.send(b"one", store(prompt("b", 6)))
+    for task in list(host.tasks):
+        host.finish(task)
+    assert host.depot.removals and not any(kind == "Save" for kind in host.kinds()) and not tier.objects
+    host.rest()
+    assert host.answers[asked] == {"memory": 14, "disk:///d": 0}
+    assert host.find(b"one", look(prompt("b", 6))) == 6
+
+
+def test_what_arrives_from_a_tier_while_it_is_being_forgotten_is_dropped() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 4)
+    here.find(b"one", store(chain))
+    there.depot.removals.step_chunks = 1
+    there.find(b"one", store(prompt("o", 4)))
+    found = there.send(b"one", look(chain))
+    there.work()
+    assert there.kinds() == ["Load"]
+    asked = there.send(b"one", wire.Forget())
+    there.work()
+    assert there.answers[found] == 0 and there.depot.removals
+    there.rest()
+    assert there.answers[asked]["memory"] == 4 and there.index.chunks == 0
+    there.assert_quiet()
+
+
+def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> None:
+    host = new_host(MemoryTier())
+    host.depot.removals.step_chunks = 1
+    host.find(b"one", store(prompt("a", 6)))
+    asked = host.send(b"one", wire.Forget())
+    while host.errands:
+        host.work()
+    host.pass_time(26.0)
+    assert "memory has not been gone through" in host.answers[asked]["error"]
+    host.rest()
+    assert host.index.chunks == 0 and not host.depot.tiering.forgettings
+
+
+# -- any order of anything
+
+
+SALTS = [b"", b"s" * 16]
+
+
+@dataclass(eq=False)
+class Kept:
+    """A chunk that somebody has stored, or stores."""
+
+    place: int
+    path: Path
+    salt: bytes
+    handle: Chunk
+    forgotten: bool = False
+    """Since it was stored."""
+    ranks: int = 0  # that are sealed
+
+
+class RemovalMachine(RuleBasedStateMachine):
+    """Stores, lookups, pins and removals in any order, with room for all: who finds what is known exactly."""
+
+    @initialize(step=st.sampled_from([1, 2, 5]), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, step: int, policy: str) -> None:
+        self.index = Index(Space(0, 4000 * PAGE), POLICIES[policy]())
+        self.removals = Removals(self.index, step)
+        self.told: set[tuple[int, bytes]] = set()
+        self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
+            (chunk.namespace.number, chunk.key)
+        )
+        self.spaces: list[Namespace] = []
+        for place, world in enumerate((1, 2)):
+            for rank in range(world):
+                space = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
+            space.live = 1
+            self.spaces.append(space)
+        self.kept: dict[tuple[int, bytes], Kept] = {}
+        self.open: list[tuple[Kept, int]] = []  # reservations that are under way
+        self.pinned: list[list[Chunk]] = []
+        self.clearing: list[tuple[Removal, set[int]]] = []  # and what it may take
+
+    # -- storing
+
+    def reserve(self, place: int, path: Path, rank: int, salt: bytes) -> Kept | None:
+        space, key = self.spaces[place], key_of(path)
+        if not self.index.missing(space, rank, key):
+            return None
+        handle = self.index.reserve(space, rank, key, key_of(path[:-1]), len(path), PAGE, salt)
+        assert handle is not None
+        kept = self.kept.get((place, key))
+        if kept is None or kept.handle is not handle or (kept.forgotten and not handle.doomed):
+            kept = self.kept[place, key] = Kept(place, path, handle.salt, handle)
+        return kept
+
+    def seal(self, kept: Kept, rank: int) -> None:
+        """As the depot does when the bytes have arrived."""
+        if self.index.is_hidden(kept.handle):
+            self.index.discard(kept.handle, rank)
+        else:
+            assert not kept.forgotten, "what is forgotten on its way must not be sealed"
+            self.index.seal(kept.handle, rank)
+            kept.ranks += 1
+
+    @rule(place=st.integers(0, 1), path=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple),
+          salt=st.sampled_from(SALTS))  # fmt: skip
+    def store(self, place: int, path: Path, salt: bytes) -> None:
+        for end in range(1, len(path) + 1):
+            for rank in range(place + 1):
+                kept = self.reserve(place, path[:end], rank, salt)
+                if kept is not None:
+                    self.seal(kept, rank)
+
+    @rule(place=st.integers(0, 1), path=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple),
+          rank=st.integers(0, 1), salt=st.sampled_from(SALTS))  # fmt: skip
+    def begin_to_store(self, place: int, path: Path, rank: int, salt: bytes) -> None:
+        kept = self.reserve(place, path, rank * place, salt)
+        if kept is not None:
+            self.open.append((kept, rank * place))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end_to_store(self, data: st.DataObject) -> None:
+        self.seal(*self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
+
+    # -- finding
+
+    def prefix(self, place: int, path: Path) -> int:
+        """Chunks of a prompt that are there whole and have not been forgotten since they were stored."""
+        for end in range(1, len(path) + 1):
+            kept = self.kept.get((place, key_of(path[:end])))
+            if kept is None or kept.forgotten or kept.ranks < place + 1:
+                return end - 1
+        return len(path)
+
+    @rule(place=st.integers(0, 1), path=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple),
+          pin=st.booleans())  # fmt: skip
+    def lookup(self, place: int, path: Path, pin: bool) -> None:
+        found = self.index.match(self.spaces[place], b"".join(keys_of(path)))
+        assert found.matched == self.prefix(place, path)
+        if pin:
+            self.index.hold(found.chunks)
+            self.pinned.append(found.chunks)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.index.release(self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1))))
+
+    @rule(place=st.integers(0, 1), path=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple))
+    def what_is_forgotten_is_given_to_nobody(self, place: int, path: Path) -> None:
+        kept = self.kept.get((place, key_of(path)))
+        for rank in range(place + 1):
+            found = self.index.sealed_shard(self.spaces[place], rank, key_of(path))
+            assert found is None or (kept is not None and not kept.forgotten)
+
+    @rule()
+    def evict(self) -> None:
+        victim = self.index.victim()
+        if victim is not None:
+            self.index.evict(victim)
+            assert victim.gone
+            self.forget_what_is_gone()
+
+    # -- removing
+
+    @rule(places=st.sampled_from([(0,), (1,), (0, 1)]), salt=st.sampled_from([None, *SALTS[1:]]))
+    def forget(self, places: tuple[int, ...], salt: bytes | None) -> None:
+        if len(self.removals) < 16:
+            begin(self.removals, *(self.spaces[place] for place in places), salt=salt)
+            for kept in self.kept.values():
+                if kept.place in places and salt in (None, kept.salt):
+                    kept.forgotten = True
+
+    @rule(places=st.sampled_from([(0,), (0, 1)]))
+    def clear(self, places: tuple[int, ...]) -> None:
+        if len(self.removals) < 16:
+            removal = begin(self.removals, *(self.spaces[place] for place in places), hides=False)
+            self.clearing.append((removal, {id(kept) for kept in self.kept.values() if kept.place in places}))
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.removals.step()
+            self.forget_what_is_gone()
+        self.clearing = [item for item in self.clearing if item[0] in self.removals._under_way]
+
+    def forget_what_is_gone(self) -> None:
+        """What has gone was forgotten, or may have been cleared or evicted: nothing needed it."""
+        needed: set[int] = set()
+        for chunk in [chunk for held in self.pinned for chunk in held] + [kept.handle for kept, _ in self.open]:
+            step: Any = chunk
+            while step is not None:
+                needed.add(id(step))
+                step = step.parent
+        for name, kept in list(self.kept.items()):
+            if kept.handle.gone:
+                assert not kept.ranks or id(kept.handle) not in needed
+                del self.kept[name]
+
+    # -- always
+
+    @invariant()
+    def nothing_is_out_of_order(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.validate()
+        self.forget_what_is_gone()
+        for (place, key), kept in self.kept.items():
+            if not kept.forgotten and kept.ranks == place + 1:
+                assert (self.spaces[place].number, key) in self.told, "it is there, and nobody was told"
+        if not self.removals:
+            assert not self.index.hiding
+            forgotten = {id(kept.handle) for kept in self.kept.values() if kept.forgotten}
+            for space in self.spaces:
+                for chunk in space.chunks.values():
+                    sealed = any(shard.sealed for shard in chunk.shards.values())
+                    assert not (sealed and id(chunk) in forgotten), "it was forgotten, and is still there"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        for kept, rank in self.open:
+            self.seal(kept, rank)
+        for held in self.pinned:
+            self.index.release(held)
+        finish(self.removals)
+        for space in self.spaces:
+            space.live = 0
+        begin(self.removals, *self.spaces, hides=False)
+        finish(self.removals)
+        assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
+        assert self.index.space.free_bytes == self.index.space.capacity and not self.index.namespaces()
+        assert not self.told
+
+
+TestRemovalMachine = RemovalMachine.TestCase
+TestRemovalMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+# -- a real server
+
+
+_MANY = 100_000
+
+
+@pytest.mark.faults
+def test_a_server_that_forgets_a_hundred_thousand_chunks_answers_lookups_all_the_while(start_depot: StartDepot) -> None:
+    depot = start_depot("--max-rate", "10000000", arena_mib=512)
+    tensors = SHM / f"kvtest-{secrets.token_hex(6)}"
+    tensors.write_bytes(bytes(1000 * 512))
+    tensors.chmod(0o600)
+    one, two = (MessageQueueClient(depot.url, depot.context) for _ in range(2))
+    try:
+        layout = Layout([Mapping(tensors.name, 1000 * 512)], [Segment(0, 0, 512, 512)], 1000, bytes(32))
+        assert one.ask(wire.Register(1, layout)).result(20.0) is None
+
+        def fill(model: str, count: int) -> bytes:
+            """Store chunks of one prompt, a block each; their keys."""
+            hashes = secrets.token_bytes(HASH_BYTES * count)
+            blocks = np.arange(count, dtype="<u4").tobytes()
+            part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, blocks, 0)
+            assert one.ask(wire.Store(1, 1, [part])).result(60.0) is True
+            return hashes
+
+        def found(model: str, hashes: bytes) -> int:
+            return int(two.ask(wire.Lookup(model, 1, 1, model, 1, hashes)).result(20.0))
+
+        for _ in range(_MANY // 1000 - 1):
+            fill("much", 1000)
+        gone, kept = fill("much", 1000)[:HASH_BYTES], fill("little", 1)
+        assert found("much", gone) == found("little", kept) == 1
+        forgotten = one.ask(wire.Forget("much"))
+        meanwhile = []
+        while not forgotten.query():
+            meanwhile.append(found("much", gone))
+            assert found("little", kept) == 1
+        assert forgotten.result(0.0) == {"memory": _MANY}
+        # A step removes 256: a server that stopped for them all would have answered one or two.
+        assert len(meanwhile) > 50
+        assert not any(meanwhile[meanwhile.index(0) :]), "what was forgotten was found again"
+        assert depot.status()["chunks"] == 1
+    finally:
+        one.close()
+        two.close()
+        tensors.unlink()

@@ -1,0 +1,537 @@
+"""The index against a plain model of what is stored, pinned and needed by what is behind it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.eviction import POLICIES, Lru
+from kvdepot.memory.allocator import PAGE, Space
+from tests.conftest import clear
+from tests.core.shelf import Path, Shelf, key_of, keys, prompt
+
+# -- the model
+
+
+@dataclass(eq=False)
+class Stored:
+    """A chunk that should be there."""
+
+    place: int  # which namespace
+    key: bytes
+    size: int  # bytes a shard
+    number: int  # position in its prompt, 0 = unknown
+    before: Stored | None
+    ranks: dict[int, bool] = field(default_factory=dict)  # rank -> sealed
+    pins: int = 0
+    handle: Chunk | None = None
+
+    def needed(self) -> bool:
+        return self.pins > 0 or not all(self.ranks.values())
+
+
+class Model:
+    """A dict of chunks, and every question answered by walking all of it."""
+
+    def __init__(self, capacity: int, worlds: list[int]) -> None:
+        self.capacity = capacity
+        self.worlds = worlds
+        self.chunks: dict[tuple[int, bytes], Stored] = {}
+
+    def used(self) -> int:
+        return sum(chunk.size * len(chunk.ranks) for chunk in self.chunks.values())
+
+    def removable(self, *also_needed: Stored | None) -> list[Stored]:
+        """Chunks that may go: nothing needs them, and nothing that is behind them."""
+        kept: set[int] = set()
+        for chunk in [*self.chunks.values(), *filter(None, also_needed)]:
+            if chunk.needed() or chunk in also_needed:
+                step: Stored | None = chunk
+                while step is not None and id(step) not in kept:
+                    kept.add(id(step))
+                    step = step.before
+        return [chunk for chunk in self.chunks.values() if id(chunk) not in kept]
+
+    def prefix(self, place: int, keys: list[bytes]) -> list[Stored]:
+        """Linear search: chunks from the first on, as long as every rank's shard is sealed."""
+        found = []
+        for key in keys:
+            chunk = self.chunks.get((place, key))
+            if chunk is None or sum(chunk.ranks.values()) < self.worlds[place]:
+                break
+            found.append(chunk)
+        return found
+
+    def drop(self, chunk: Stored) -> None:
+        del self.chunks[chunk.place, chunk.key]
+
+
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+LOOSE = st.integers(1, 5).map(lambda n: tuple(range(10, 10 + n)))  # an engine's hashes: nobody knows how they chain
+PLACES = st.integers(0, 2)
+SIZES = [3 * PAGE, 5 * PAGE - 100, PAGE]
+WORLDS = [1, 2, 1]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, pages: int, policy: str) -> None:
+        self.index = Index(Space(0, pages * PAGE), POLICIES[policy]())
+        self.model = Model(pages * PAGE, WORLDS)
+        self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
+        self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
+            (chunk.namespace.number, chunk.key)
+        )
+        self.spaces: list[Namespace] = []
+        for place, world in enumerate(WORLDS):
+            for rank in range(world):
+                space = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
+            space.live = 1  # an engine is registered
+            self.spaces.append(space)
+        self.open: list[tuple[Stored, int]] = []  # reservations
+        self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
+
+    def watch_evictions(self, before: int, need: int, stored: bool, *spared: Stored | None) -> None:
+        """What has gone since `before` bytes were used was allowed to go, and had to."""
+        model = self.model
+        gone = [c for (place, key), c in model.chunks.items() if key not in self.spaces[place].chunks]
+        allowed = set(map(id, model.removable(*spared)))
+        assert all(id(chunk) in allowed for chunk in gone), "pinned, reserved, or needed by what is behind it"
+        lost = set(map(id, gone))
+        for chunk in model.chunks.values():
+            assert chunk.before is None or id(chunk.before) not in lost or id(chunk) in lost, "a tail outlived its head"
+        sizes = [chunk.size * len(chunk.ranks) for chunk in gone]
+        free = model.capacity - before
+        if stored and gone:
+            assert free + sum(sizes) - max(sizes) < need, "more was evicted than was needed"
+        if stored and need <= free:
+            assert not gone
+        for chunk in gone:
+            model.drop(chunk)
+
+    # -- storing
+
+    def reserve(self, place: int, path: Path, rank: int, loose: bool) -> Stored | None:
+        model, key = self.model, key_of(path)
+        size = -(-SIZES[place] // PAGE) * PAGE
+        chunk = model.chunks.get((place, key))
+        if chunk is not None and rank in chunk.ranks:
+            return None
+        known = chunk is not None
+        if chunk is None:
+            parent = model.chunks.get((place, key_of(path[:-1])))
+            chained = not loose and (len(path) == 1 or (parent is not None and parent.number == len(path) - 1))
+            chunk = Stored(place, key, size, len(path) if chained else 0, parent if chained else None)
+        used = model.used()
+        room = model.capacity - used
+        room += sum(c.size * len(c.ranks) for c in model.removable(chunk if known else None, chunk.before))
+        parent_key = b"" if loose else key_of(path[:-1])
+        handle = self.index.reserve(self.spaces[place], rank, key, parent_key, 0 if loose else len(path), SIZES[place])
+        assert (handle is not None) == (size <= room), "there is room exactly when enough can be evicted"
+        self.watch_evictions(used, size, handle is not None, chunk if known else None, chunk.before)
+        if handle is None:
+            return None
+        assert sum(length for _, length in handle.shards[rank].extents) == size
+        chunk.ranks[rank] = False
+        chunk.handle = handle
+        model.chunks[place, key] = chunk
+        self.open.append((chunk, rank))
+        return chunk
+
+    @rule(place=PLACES, path=st.one_of(PATHS, LOOSE), rank=st.integers(0, 1), loose=st.booleans())
+    def reserve_one(self, place: int, path: Path, rank: int, loose: bool) -> None:
+        self.reserve(place, path, rank % WORLDS[place], loose or path[0] >= 10)
+
+    @rule(place=PLACES, path=st.one_of(PATHS, LOOSE), first=st.integers(0, 2))
+    def store_a_prompt(self, place: int, path: Path, first: int) -> None:
+        for rank in range(WORLDS[place]):
+            begun = len(self.open)
+            for end in range(first + 1, len(path) + 1):
+                self.reserve(place, path[:end], rank, path[0] >= 10)
+            for chunk, rank_ in self.open[begun:]:
+                self.index.seal(chunk.handle, rank_)
+                chunk.ranks[rank_] = True
+            del self.open[begun:]
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def seal(self, data: st.DataObject) -> None:
+        chunk, rank = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        self.index.seal(chunk.handle, rank)
+        chunk.ranks[rank] = True
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        chunk, rank = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        self.index.discard(chunk.handle, rank)
+        del chunk.ranks[rank]
+        if not chunk.ranks:
+            self.model.drop(chunk)
+
+    # -- finding and pinning
+
+    @rule(place=PLACES, path=st.one_of(PATHS, LOOSE), pin=st.booleans())
+    def lookup(self, place: int, path: Path, pin: bool) -> None:
+        keys = prompt(path)
+        expected = self.model.prefix(place, keys)
+        found = self.index.match(self.spaces[place], b"".join(keys))
+        assert found.matched == len(expected)
+        assert {id(chunk) for chunk in found.chunks} <= {id(chunk.handle) for chunk in expected}
+        if pin:
+            self.index.hold(found.chunks)
+            for chunk in expected:
+                chunk.pins += 1
+            self.pinned.append((expected, found.chunks))
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        chunks, held = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        self.index.release(held)
+        for chunk in chunks:
+            chunk.pins -= 1
+
+    @rule(place=PLACES, path=PATHS, rank=st.integers(0, 1))
+    def ask_for_one_shard(self, place: int, path: Path, rank: int) -> None:
+        chunk = self.model.chunks.get((place, key_of(path)))
+        found = self.index.sealed_shard(self.spaces[place], rank, key_of(path))
+        if chunk is not None and chunk.ranks.get(rank):
+            assert found is chunk.handle
+        else:
+            assert found is None
+
+    @rule()
+    def clear(self) -> None:
+        going = self.model.removable()
+        assert clear(self.index) == len(going)
+        for chunk in going:
+            self.model.drop(chunk)
+
+    # -- always
+
+    @invariant()
+    def what_is_there_is_what_the_model_says(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.validate()
+        for place, space in enumerate(self.spaces):
+            there = {key: {rank: shard.sealed for rank, shard in c.shards.items()} for key, c in space.chunks.items()}
+            assert there == {c.key: c.ranks for c in self.model.chunks.values() if c.place == place}
+        assert self.model.used() == self.index.space.capacity - self.index.space.free_bytes <= self.model.capacity
+        taken = sorted(e for s in self.spaces for c in s.chunks.values() for h in c.shards.values() for e in h.extents)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(taken)), "two shards share bytes"
+
+    @invariant()
+    def what_was_told_is_what_can_be_found(self) -> None:
+        if hasattr(self, "index"):
+            whole = {place for place, c in self.model.chunks.items() if sum(c.ranks.values()) == WORLDS[place[0]]}
+            assert self.told == {(self.spaces[place].number, key) for place, key in whole}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.validate()
+        for chunk, rank in self.open:
+            self.index.discard(chunk.handle, rank)
+        for _, held in self.pinned:
+            self.index.release(held)
+        for space in self.spaces:
+            space.live = 0
+        clear(self.index)
+        self.index.validate()
+        assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
+        assert self.index.space.free_bytes == self.model.capacity, "bytes leaked"
+        assert self.index.namespaces() == [] or not any(space.chunks for space in self.index.namespaces())
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
+# -- plain cases
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def shelf(request: pytest.FixtureRequest) -> Shelf:
+    return Shelf(6, policy=request.param)
+
+
+@pytest.fixture
+def lru_shelf() -> Shelf:
+    return Shelf(6)
+
+
+def test_a_chain_loses_its_tail_first(shelf: Shelf) -> None:
+    old = keys("old", 6)
+    shelf.store(old)
+    for lost in range(1, 6):
+        shelf.store([keys("new", lost)[-1]], loose=True)
+        shelf.index.release(shelf.pin(keys("new", lost)[-1:]))
+        left = sum(shelf.there(old))
+        assert shelf.there(old) == [True] * left + [False] * (6 - left)
+        assert shelf.matched(old) == left == 6 - lost
+
+
+def test_of_two_chains_the_one_used_longer_ago_loses_its_tail(lru_shelf: Shelf) -> None:
+    one, two, three = keys("one", 3), keys("two", 3), keys("three", 3)
+    lru_shelf.store(one)
+    lru_shelf.store(two)
+    lru_shelf.index.release(lru_shelf.pin(one))
+    lru_shelf.store(three)
+    assert (lru_shelf.matched(one), lru_shelf.matched(two), lru_shelf.matched(three)) == (3, 0, 3)
+
+
+def test_chunks_without_a_chain_go_in_the_order_in_which_they_were_last_used(lru_shelf: Shelf) -> None:
+    each = [[key] for key in keys("k", 6)]
+    for single in each:
+        lru_shelf.store(single, loose=True)
+    for number in (3, 0, 5):
+        lru_shelf.index.release(lru_shelf.pin(each[number]))
+    order = []
+    for number in range(6):
+        lru_shelf.store(keys(f"new{number}", 1), loose=True)
+        order += [i for i in range(6) if not lru_shelf.there(each[i])[0] and i not in order]
+    assert order == [1, 2, 4, 3, 0, 5]
+
+
+def test_a_prompt_without_a_chain_loses_its_tail_first_once_it_was_used(lru_shelf: Shelf) -> None:
+    prompt_ = keys("loose", 6)
+    lru_shelf.store(prompt_, loose=True)
+    lru_shelf.index.release(lru_shelf.pin(prompt_))
+    for left in range(5, -1, -1):
+        lru_shelf.store(keys(f"new{left}", 1))
+        assert lru_shelf.there(prompt_) == [True] * left + [False] * (6 - left)
+
+
+def test_a_stored_chunk_counts_as_used_when_it_was_stored(lru_shelf: Shelf) -> None:
+    first, later = keys("first", 1), keys("later", 1)
+    lru_shelf.store(first, loose=True)
+    lru_shelf.store(later, loose=True)
+    lru_shelf.store(keys("rest", 5))
+    assert (lru_shelf.there(first), lru_shelf.there(later)) == ([False], [True])
+
+
+def test_once_its_tail_has_gone_the_head_of_a_chain_goes_before_what_was_used_later(lru_shelf: Shelf) -> None:
+    chain, other, rest = keys("chain", 2), keys("other", 1), keys("rest", 3)
+    lru_shelf.store(chain)
+    lru_shelf.store(other)
+    lru_shelf.index.release(lru_shelf.pin(chain))
+    lru_shelf.store(rest)
+    left = []
+    for number in range(3):
+        lru_shelf.store(keys(f"new{number}", 1))
+        left.append((lru_shelf.matched(chain), lru_shelf.matched(other)))
+    assert left == [(2, 0), (1, 0), (0, 0)]
+    assert lru_shelf.matched(rest) == 3
+
+
+def test_pinning_the_end_of_a_chain_keeps_all_of_it(shelf: Shelf) -> None:
+    chain = keys("c", 4)
+    shelf.store(chain)
+    held = shelf.pin(chain)
+    for number in range(10):
+        shelf.store(keys(f"x{number}", 2))
+    assert shelf.matched(chain) == 4
+    assert shelf.reserve(keys("y", 3), 1) is not None
+    assert shelf.reserve(keys("z", 3), 1) is not None
+    assert shelf.reserve(keys("w", 3), 1) is None, "4 pinned and 2 reserved of 6"
+    shelf.index.release(held)
+    assert shelf.reserve(keys("w", 3), 1) is not None
+
+
+def test_a_pin_keeps_chunks_until_it_is_released_however_long_that_takes(shelf: Shelf) -> None:
+    chain = keys("c", 3)
+    shelf.store(chain, loose=True)
+    one, two = shelf.pin(chain), shelf.pin(chain)
+    shelf.index.release(one)
+    for number in range(1000):
+        shelf.store(keys(f"x{number}", 1))
+    assert shelf.matched(chain) == 3
+    shelf.index.release(two)
+    shelf.store(keys("y", 6))
+    assert shelf.matched(chain) == 0
+
+
+def test_a_store_never_evicts_its_own_head(shelf: Shelf) -> None:
+    chain = keys("long", 9)
+    stored = []
+    for number in range(1, 10):
+        chunk = shelf.reserve(chain, number)
+        if chunk is None:
+            break
+        shelf.index.seal(chunk, 0)
+        stored.append(number)
+    assert stored == [1, 2, 3, 4, 5, 6]
+    assert shelf.matched(chain) == 6
+
+
+def test_only_sealed_chunks_are_visible(shelf: Shelf) -> None:
+    chain = keys("c", 2)
+    first = shelf.reserve(chain, 1)
+    second = shelf.reserve(chain, 2)
+    assert first is not None and second is not None
+    assert shelf.matched(chain) == 0
+    shelf.index.seal(second, 0)
+    assert shelf.matched(chain) == 0
+    assert shelf.index.sealed_shard(shelf.space, 0, chain[0]) is None
+    shelf.index.seal(first, 0)
+    assert shelf.matched(chain) == 2
+
+
+def test_a_chunk_counts_once_every_rank_has_sealed_it() -> None:
+    shelf = Shelf(6, world_size=2)
+    chain = keys("c", 1)
+    for rank in (1, 0):
+        assert shelf.matched(chain) == 0
+        chunk = shelf.reserve(chain, 1, rank)
+        assert chunk is not None
+        assert shelf.matched(chain) == 0
+        shelf.index.seal(chunk, rank)
+    assert shelf.matched(chain) == 1
+
+
+def test_a_failed_store_of_one_rank_leaves_what_the_others_have_stored() -> None:
+    shelf = Shelf(6, world_size=2)
+    chain = keys("c", 1)
+    for rank in (0, 1):
+        chunk = shelf.reserve(chain, 1, rank)
+        assert chunk is not None
+        (shelf.index.seal if rank == 0 else shelf.index.discard)(chunk, rank)
+    assert shelf.matched(chain) == 0
+    assert shelf.index.sealed_shard(shelf.space, 0, chain[0]) is not None
+    again = shelf.reserve(chain, 1, 1)
+    assert again is not None
+    shelf.index.seal(again, 1)
+    assert shelf.matched(chain) == 1
+    shelf.index.validate()
+
+
+def test_a_gap_in_the_middle_ends_the_match_and_filling_it_mends_it(shelf: Shelf) -> None:
+    chain = keys("c", 5)
+    held = [shelf.reserve(chain, number) for number in range(1, 6)]
+    for number, chunk in enumerate(held, 1):
+        assert chunk is not None
+        (shelf.index.discard if number == 3 else shelf.index.seal)(chunk, 0)
+    assert shelf.matched(chain) == 2
+    again = shelf.reserve(chain, 3)
+    assert again is not None
+    shelf.index.seal(again, 0)
+    assert shelf.matched(chain) == 5
+    shelf.index.validate()
+
+
+def test_storing_from_the_middle_of_a_prompt_whose_head_is_not_there_is_found_once_the_head_is(shelf: Shelf) -> None:
+    chain = keys("c", 4)
+    for number in (3, 4, 1, 2):
+        assert shelf.matched(chain) == 0 if number != 2 else 1
+        chunk = shelf.reserve(chain, number)
+        assert chunk is not None
+        shelf.index.seal(chunk, 0)
+    assert shelf.matched(chain) == 4
+    assert shelf.matched(chain[:3]) == 3
+
+
+def test_clear_keeps_what_is_pinned_or_being_stored_and_what_those_need(shelf: Shelf) -> None:
+    pinned, storing, idle = keys("p", 2), keys("s", 2), keys("i", 2)
+    shelf.store(pinned)
+    shelf.store(storing[:1])
+    shelf.store(idle)
+    held = shelf.pin(pinned)
+    chunk = shelf.reserve(storing, 2)
+    assert chunk is not None
+    assert clear(shelf.index) == 2
+    assert (shelf.matched(pinned), shelf.matched(storing), shelf.matched(idle)) == (2, 1, 0)
+    shelf.index.release(held)
+    shelf.index.discard(chunk, 0)
+    assert clear(shelf.index) == 3
+    assert shelf.index.space.free_bytes == shelf.index.space.capacity
+
+
+def test_a_chunk_larger_than_the_whole_space_evicts_nothing(shelf: Shelf) -> None:
+    shelf.store(keys("c", 6))
+    assert shelf.index.reserve(shelf.space, 0, keys("big", 1)[0], b"root", 1, 7 * PAGE) is None
+    assert shelf.matched(keys("c", 6)) == 6
+
+
+def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_failed_store() -> None:
+    draw = random.Random(7)
+    pages = 1000
+    index = Index(Space(0, pages * PAGE), Lru())
+    sizes = {"small": 7, "large": 13}
+    spaces = {name: index.namespace(name, 1, 0, name.encode(), 4) for name in sizes}
+    for space in spaces.values():
+        space.live = 1
+    full = split = 0
+    for number in range(4000):
+        name = draw.choice(["small", "large"])
+        chain = keys(f"{name}{number}", draw.randrange(1, 4))
+        for position, key in enumerate(chain, 1):
+            parent = chain[position - 2] if position > 1 else b"root"
+            chunk = index.reserve(spaces[name], 0, key, parent, position, sizes[name] * PAGE)
+            assert chunk is not None, f"store {number} found no room in {index}"
+            split += len(chunk.shards[0].extents) > 1
+            index.seal(chunk, 0)
+        if index.evicted:
+            full += 1
+            assert index.space.free_bytes <= 0.05 * pages * PAGE, index
+    assert full > 3000 and split > 100
+    index.validate()
+
+
+def test_a_namespace_is_found_again_only_by_what_agrees_with_it(shelf: Shelf) -> None:
+    index = shelf.index
+    one = index.namespace("model", 2, 0, b"a" * 32, 4)
+    assert index.namespace("model", 2, 0, b"a" * 32, 4) is one
+    assert index.namespace("model", 2, 1, b"b" * 32, 4) is one, "another rank may lie differently"
+    others = [
+        index.namespace("model", 2, 1, b"c" * 32, 4),
+        index.namespace("model", 1, 0, b"a" * 32, 4),
+        index.namespace("model", 2, 0, b"a" * 32, 8),
+        index.namespace("other", 2, 0, b"a" * 32, 4),
+    ]
+    assert len({id(space) for space in [one, *others]}) == 5
+
+
+def test_equal_keys_in_two_namespaces_are_two_chunks(shelf: Shelf) -> None:
+    chain = keys("c", 2)
+    other = shelf.index.namespace("m", 1, 0, b"other layout".ljust(32), 4)
+    assert other is not shelf.space
+    shelf.store(chain)
+    assert shelf.index.match(other, b"".join(chain)).matched == 0
+
+
+def test_a_namespace_without_chunks_or_engines_is_forgotten(shelf: Shelf) -> None:
+    shelf.store(keys("c", 2))
+    shelf.space.live = 0
+    shelf.index.forget_namespace(shelf.space)
+    assert shelf.index.namespaces() == [shelf.space]
+    clear(shelf.index)
+    assert shelf.index.namespaces() == []
+
+
+def test_an_index_in_which_every_store_is_new_stays_as_fast_and_small(shelf: Shelf) -> None:
+    for number in range(2000):
+        shelf.store(keys(f"x{number}", 2))
+        shelf.index.release(shelf.pin(keys(f"x{number}", 2)))
+    shelf.index.validate()
+    assert shelf.index.chunks == 6
+    queued = int(repr(shelf.policy).split()[1])
+    assert queued <= 2 * shelf.index.chunks, "the policy's queue grows with what is gone"
+
+
+def test_using_chunks_again_and_again_queues_each_once(shelf: Shelf) -> None:
+    chain = keys("c", 4)
+    shelf.store(chain)
+    shelf.store(keys("loose", 2), loose=True)
+    for _ in range(100):
+        shelf.index.release(shelf.pin(chain))
+        shelf.index.release(shelf.pin(keys("loose", 2)))
+    assert int(repr(shelf.policy).split()[1]) <= 6

@@ -1,0 +1,681 @@
+"""Depots with tiers behind memory: the real depot, index and carriers' work, run step by step; no thread, no clock.
+
+Two depots (two hosts) share a tier where it matters. Bytes are real: what a store brings is made up and remembered, and
+what a retrieve gives must be just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvdepot.protocol import wire
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers.breaker import FAILURES
+from kvdepot.tiers.worker import MOST_PARTS, Find, Load, Probe, Save
+from tests.conftest import clear
+from tests.core.desk import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
+from tests.core.host import Host, look, new_host
+
+# -- loads
+
+
+def test_what_one_host_stored_another_gets_through_the_tier_byte_for_byte(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 5)
+    assert here.find(b"one", store(chain)) is True
+    assert len(tier.objects) == 5
+    asked = there.send(b"one", look(chain))
+    assert asked not in there.answers and there.kinds() == ["Find"]
+    there.work()
+    assert asked not in there.answers and there.kinds() == ["Load"]
+    there.work()
+    assert there.answers[asked] == 5
+    assert there.find(b"one", retrieve(chain)) == [True] * 5
+    assert len(there.seen) == 5
+    there.assert_quiet()
+    assert there.depot.counters["tier_hit_chunks"] == 5
+
+
+def test_hits_that_tiers_are_awaited_for_count_in_the_window_of_their_lookup(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, lookup_s=30.0)
+    assert here.find(b"one", store(prompt("a", 5))) is True
+
+    def tick(second: int) -> None:
+        there.now = float(second)
+        there.take(there.depot.tick(there.now, 1000.0 + second))
+
+    asked = there.send(b"one", look(prompt("a", 5)))
+    for second in range(1, 21):  # windows begin meanwhile
+        tick(second)
+    there.rest()
+    assert there.answers[asked] == 5
+    for second in range(21, 77):
+        tick(second)
+    assert there.find(b"one", look(prompt("b", 1), "other")) == 0
+    minute = there.depot.status().hit_rates[0]
+    assert 0.0 <= minute.hit_rate <= minute.ceiling <= 1.0
+
+
+def test_a_lookup_that_memory_can_answer_asks_no_tier(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 5)
+    host.find(b"one", store(chain))
+    asked = host.send(b"one", look(chain))
+    assert host.answers[asked] == 5 and not host.errands
+
+
+def test_only_what_memory_misses_is_asked_for_in_one_batch(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 40)
+    here.find(b"one", store(chain, end=32))
+    there.find(b"one", store(chain, end=8))
+    asked = there.send(b"one", look(chain))
+    (find,) = there.errands
+    assert isinstance(find, Find) and len(find.names) == 32
+    there.rest()
+    assert there.answers[asked] == 32
+    loads = [errand for errand in there.done if isinstance(errand, Load)]
+    assert sum(len(load.parts) for load in loads) == 24 and max(len(load.parts) for load in loads) <= MOST_PARTS
+
+
+def test_a_hole_in_the_tier_ends_the_prefix_there(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    tier.remove([name for name in tier.objects if chain.slice(2, 3).hex() in name])
+    assert there.find(b"one", look(chain)) == 2
+    assert there.index.chunks == 2
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_a_chunk_is_a_hit_only_with_the_shards_of_all_ranks(tier: MemoryTier) -> None:
+    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
+    chain = prompt("a", 3)
+    for rank in range(2):
+        end = 3 if rank == 0 else 2
+        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank, end=end))
+    assert there.find(b"one", look(chain, world_size=2, readers=2)) == 2
+    for rank in range(2):
+        assert there.find(b"one", retrieve(chain, instance=rank + 1, world_size=2, rank=rank, end=2)) == [True] * 2
+    there.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda tier: new_host(tier, model="n"),
+        lambda tier: new_host(tier, world_size=2),
+        lambda tier: _with_layout(tier, b"g" * 32),
+    ],
+)
+def test_another_model_shape_or_layout_never_gets_it(tier: MemoryTier, other: Callable[[Any], Host]) -> None:
+    here, there = new_host(tier), other(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    model = there.index.namespaces()[0].model
+    world = there.index.namespaces()[0].world_size
+    assert there.find(b"one", look(chain, model=model, world_size=world, readers=world)) == 0
+
+
+def _with_layout(tier: MemoryTier, fingerprint: bytes) -> Host:
+    host = Host(pages=64, tiers=[("disk:///d", tier)])
+    host.take(host.depot.tick(0.0, 1000.0))
+    host.hello()
+    host.ask(b"one", wire.Register(1, layout(fingerprint), "m", 1, 0, PER_CHUNK))
+    return host
+
+
+def test_an_object_under_anothers_name_is_not_believed(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    one, two = prompt("a", 1), prompt("b", 1)
+    here.find(b"one", store(one))
+    (name,) = tier.objects
+    wrong = name.replace(bytes(one.hashes).hex(), bytes(two.hashes).hex())
+    tier.objects[wrong] = tier.objects[name]
+    assert there.find(b"one", look(two)) == 0
+    assert wrong not in tier.objects and there.depot.tiering.status(0.0)[0].counters["spoilt_chunks"] == 1
+    there.assert_quiet()
+
+
+def test_two_lookups_of_one_prompt_wait_for_one_load(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    first = there.send(b"one", look(chain, "r1"))
+    there.work()
+    second = there.send(b"one", look(chain, "r2"))
+    assert there.kinds() == ["Load"]
+    there.work()
+    assert (there.answers[first], there.answers[second]) == (3, 3)
+    for request in ("r1", "r2"):
+        there.ask(b"one", wire.EndSession(request))
+    there.assert_quiet()
+
+
+def test_what_is_loaded_is_pinned_until_its_session_ends(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, pages=8)
+    chain, others = prompt("a", 4), [prompt(f"o{i}", 4) for i in range(5)]
+    here.find(b"one", store(chain))
+    assert there.find(b"one", look(chain, "r1")) == 4
+    for other in others:
+        there.find(b"one", store(other))
+    assert there.find(b"one", retrieve(chain, request="r1")) == [True] * 4
+
+
+def test_a_load_that_finds_too_little_room_answers_a_shorter_prefix(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, pages=8)
+    full, chain = prompt("f", 5), prompt("a", 6)
+    here.find(b"one", store(chain))
+    there.find(b"one", store(full))
+    assert there.find(b"one", look(full, "keeps")) == 5
+    assert there.find(b"one", look(chain, "r1")) == 3
+    assert there.find(b"one", retrieve(chain, end=3, request="r1")) == [True] * 3
+    there.ask(b"one", wire.EndSession("keeps"))
+    there.assert_quiet()
+
+
+def test_a_load_that_evicts_the_last_chunk_of_its_namespace_can_be_found() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(("disk:///d?write=off", tier), pages=2)
+    chain = prompt("b", 1)
+    here.find(b"one", store(chain))
+    there.ask(b"one", wire.Register(2, layout(), "n", 1, 0, PER_CHUNK))
+    there.find(b"one", store(prompt("a", 1)))
+    there.find(b"one", store(prompt("c", 1), instance=2, model="n"))
+    there.ask(b"one", wire.Unregister(1))
+    assert there.find(b"one", look(chain)) == 1
+    there.index.validate()
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_the_nearest_tier_that_has_it_loads_it(tier: MemoryTier) -> None:
+    near = MemoryTier()
+    here = new_host(tier)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    near.objects.update(tier.objects)
+    there = new_host(("disk:///d", near), ("redis://far", tier))
+    there.send(b"one", look(prompt("a", 6)))  # nobody has the sixth
+    near_find, far_find = there.errands
+    there.work(far_find)
+    there.work(near_find)
+    assert {errand.tier for errand in there.errands if isinstance(errand, Load)} == {0}
+    there.rest()
+
+
+def test_a_repeated_hash_leaks_no_hold(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    one, two = prompt("a", 1), prompt("b", 1)
+    part = shards(one)
+    loose = wire.Shards(part.request, "m", 1, 0, b"", 0, part.hashes, part.block_ids)
+    host.find(b"one", wire.Store(1, 1, [loose]))
+    hashes = bytes(one.hashes) * 3 + bytes(two.hashes)
+    assert host.find(b"one", wire.Lookup("m", 1, PER_CHUNK, "r", 1, hashes, False)) == 3
+    host.ask(b"one", wire.EndSession("r"))
+    host.assert_quiet()
+
+
+def test_a_retrieve_by_a_layout_of_another_size_reads_no_neighbours() -> None:
+    host = new_host()
+    chain = prompt("a", 1)
+    host.find(b"one", store(chain))
+    host.ask(b"one", wire.Register(2, layout(block=16 * BLOCK), "m", 1, 0, PER_CHUNK))
+    host.send(b"one", retrieve(chain, instance=2))
+    for task in host.copies():
+        for piece in task.pieces:
+            room = sum(length for _, length in piece.extents)
+            assert room >= len(piece.block_ids) * task.mapped.layout.block_bytes
+    host.settle()
+
+
+# -- late, failing, lying
+
+
+def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_next(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, lookup_s=0.5)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    there.find(b"one", store(chain, end=2))
+    asked = there.send(b"one", look(chain))
+    there.work()  # it is found; the load hangs
+    assert there.depot.next_deadline() <= 0.5
+    there.pass_time(0.49)
+    assert asked not in there.answers
+    there.pass_time(0.01)
+    assert there.answers[asked] == 2
+    load = there.errands[0]
+    there.work()
+    assert isinstance(load, Load)
+    asked = there.send(b"one", look(chain, "r2"))
+    assert there.answers[asked] == 5 and not there.errands
+    there.ask(b"one", wire.EndSession("r2"))
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_at_half_time_what_the_other_tiers_have_is_loaded(tier: MemoryTier) -> None:
+    slow = MemoryTier()
+    here = new_host(tier)
+    there = new_host(("redis://slow", slow), ("disk:///d", tier), lookup_s=1.0)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(prompt("a", 6)))
+    there.work(there.errands[1])  # the first tier says nothing, and may have the sixth
+    assert there.kinds() == ["Find"]
+    there.pass_time(0.5)
+    assert there.kinds() == ["Find", "Load"]
+    there.work(there.errands[1])
+    assert there.answers[asked] == 5
+
+
+def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    chains = [prompt(f"p{i}", 2) for i in range(FAILURES + 2)]
+    faulty.inject(down=1)
+    for chain in chains[:FAILURES]:
+        assert host.find(b"one", look(chain)) == 0
+    assert host.depot.tiering.status(0.0)[0].state == "left alone"
+    asked = host.send(b"one", look(chains[FAILURES]))
+    assert host.answers[asked] == 0 and not host.errands  # nobody asks it
+    faulty.inject()
+    host.now += 1.5
+    host.take(host.depot.tick(host.now, 1001.0))
+    assert host.kinds() == ["Probe"]
+    host.work()
+    assert host.depot.tiering.status(0.0)[0].state == "up"
+    assert host.find(b"one", store(chains[0])) is True
+    assert len(tier.objects) == 2
+
+
+def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) -> None:
+    host = new_host(tier, lookup_s=0.5)
+    host.pass_time(1.0)
+    for i in range(FAILURES):
+        asked = host.send(b"one", look(prompt(f"p{i}", 2), f"r{i}"))
+        assert asked not in host.answers
+        host.pass_time(0.5)
+        assert host.answers[asked] == 0
+    asked = host.send(b"one", look(prompt("p", 2), "last"))
+    assert host.answers[asked] == 0
+    host.assert_quiet()  # the hung finds return, which nobody wants any more
+    host.take(host.depot.tick(5.0, 1005.0))
+    host.assert_quiet()
+    assert host.depot.tiering.status(0.0)[0].state == "up"
+
+
+def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    here, there = new_host(tier), new_host(faulty)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    for fault in ("corrupt", "truncate", "swell"):
+        faulty.inject(**{fault: 1.0})
+        asked = there.send(b"one", look(chain))
+        while there.errands:
+            there.work()
+            if not any(isinstance(errand, Find | Load) for errand in there.errands):
+                faulty.inject()
+        assert there.answers[asked] == 0, fault
+        assert there.index.chunks == 0
+        clear(here.index)
+        here.find(b"one", store(chain))
+    assert there.depot.tiering.status(0.0)[0].counters["spoilt_chunks"] == 9
+    there.assert_quiet()
+
+
+def test_a_promise_that_is_not_kept_is_a_miss(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    faulty.inject(promise=1)
+    assert host.find(b"one", look(prompt("a", 3))) == 0
+    assert host.index.chunks == 0
+    host.assert_quiet()
+
+
+def test_a_chunk_that_is_spoilt_on_two_ranks_is_loaded_anew_on_both() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        there.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert there.find(b"one", look(chain, "holds the second", world_size=2)) == 2
+    there.find(b"one", wire.Forget())  # the first one is not held, but the second is behind it
+    for rank in ranks:
+        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    head = prompt("a", 1)
+    assert there.find(b"one", look(head, world_size=2)) == 1
+    assert there.find(b"one", retrieve(head, instance=2, world_size=2, rank=1)) == [True]
+    for request in ("r", "holds the second"):
+        there.ask(b"one", wire.EndSession(request))
+    there.assert_quiet()
+
+
+def test_two_ranks_store_a_spoilt_chunk_anew_at_once() -> None:
+    host = new_host(world_size=2)
+    chain, ranks = prompt("a", 2), range(2)
+    for rank in ranks:
+        host.ask(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    assert host.ask(b"one", look(chain, "holds the second", world_size=2)) == 2
+    host.ask(b"one", wire.Forget())
+    head = prompt("a", 1)
+    for rank in ranks:
+        host.send(b"one", store(head, instance=rank + 1, world_size=2, rank=rank))
+    host.settle()
+    assert host.ask(b"one", look(head, world_size=2)) == 1
+    for request in ("r", "holds the second"):
+        host.ask(b"one", wire.EndSession(request))
+    host.assert_quiet()
+
+
+def test_half_time_does_not_end_a_search_that_could_still_find_its_first_chunk(tier: MemoryTier) -> None:
+    slow = MemoryTier()
+    here = new_host(slow)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    tier.objects.update({name: data for name, data in slow.objects.items() if chain.slice(2, 3).hex() in name})
+    there = new_host(("disk:///d", tier), ("redis://slow", slow), lookup_s=1.0)
+    asked = there.send(b"one", look(prompt("a", 4)))
+    there.work(there.errands[0])
+    there.pass_time(0.5)
+    assert asked not in there.answers, "half a second was left"
+    there.work(there.errands[0])
+    there.rest()
+    assert there.answers[asked] == 3
+
+
+def test_what_is_recomputed_while_its_load_hangs_is_cached(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, lookup_s=0.5)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    there.send(b"one", look(chain))
+    there.work()
+    assert there.kinds() == ["Load"]  # which hangs from now on
+    there.pass_time(0.5)
+    assert there.ask(b"one", store(chain)) is True  # the engine has computed it
+    asked = there.send(b"one", look(chain, "r2"))
+    there.pass_time(0.5)
+    assert there.answers[asked] == 3
+
+
+def test_a_load_that_hangs_in_a_tier_left_alone_does_not_keep_another_tier_from_serving(tier: MemoryTier) -> None:
+    near = MemoryTier()
+    here = new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    near.objects.update(tier.objects)
+    there = new_host(("disk:///d", near), ("redis://far", tier), lookup_s=0.5)
+    there.send(b"one", look(chain))
+    there.work(there.errands[0])
+    hung = [errand for errand in there.errands if errand.tier == 0]
+    assert any(isinstance(errand, Load) for errand in hung)
+    there.pass_time(0.5)
+    for i in range(3):
+        there.send(b"one", look(prompt(f"p{i}", 1), f"p{i}"))
+        while any(errand.tier == 1 for errand in there.errands):
+            there.work(next(errand for errand in there.errands if errand.tier == 1))
+        there.pass_time(0.5)
+    assert there.depot.tiering.status(there.now)[0].state == "left alone"
+    asked = there.send(b"one", look(chain, "r2"))
+    while any(errand.tier == 1 for errand in there.errands):
+        there.work(next(errand for errand in there.errands if errand.tier == 1))
+    there.pass_time(0.5)
+    assert there.answers[asked] == 3, "the far tier has it all"
+
+
+def test_no_chunk_is_broken_where_there_is_none(tier: MemoryTier) -> None:
+    """While `_broken` is not 0 each lookup walks its whole chain."""
+    faulty = FaultyTier(tier)
+    here, there = new_host(tier), new_host(("disk:///d?write=off", faulty))
+    chain = prompt("a", 2)
+    there.find(b"one", store(chain))
+    assert there.find(b"one", look(chain, "holds the second")) == 2
+    there.find(b"one", wire.Forget())
+    here.find(b"one", store(chain))
+    faulty.inject(corrupt=1)
+    assert there.find(b"one", look(prompt("a", 1))) == 0  # the first is loaded anew, and spoilt
+    there.ask(b"one", wire.EndSession("holds the second"))
+    assert there.index.chunks == 0
+    assert there.index._broken == 0
+
+
+def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait(tier: MemoryTier) -> None:
+    """A blip of an instant, with twelve lookups under way: the tier is left alone for 30 s, not for one."""
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    for i in range(12):
+        host.send(b"one", look(prompt(f"p{i}", 2), f"r{i}"))
+    faulty.inject(down=1)
+    host.rest()
+    faulty.inject()
+    for second in (2.0, 4.0):
+        host.now = second
+        host.take(host.depot.tick(second, 1000.0 + second))
+        host.rest()
+    assert host.depot.tiering.status(host.now)[0].state == "up"
+
+
+# -- whoever asked is gone
+
+
+def test_a_session_that_ends_while_tiers_are_asked_leaves_no_pin(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    ended = there.send(b"one", wire.EndSession("r"))
+    assert (there.answers[asked], there.answers[ended]) == (0, None)
+    there.assert_quiet()
+
+
+def test_a_lookup_anew_ends_the_one_before_it(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    first, second = there.send(b"one", look(chain)), there.send(b"one", look(chain))
+    assert there.answers[first] == 0
+    there.rest()
+    assert there.answers[second] == 3
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_the_death_of_who_asked_gives_up_what_was_held(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.work()
+    there.die(b"one")
+    assert asked not in there.answers
+    there.assert_quiet()
+    assert there.index.chunks == 3  # it came all the same
+
+
+def test_a_server_that_stops_answers_what_awaits_tiers(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    asked = host.send(b"one", look(prompt("a", 3)))
+    host.take(host.depot.stop_waiting())
+    assert host.answers[asked] == 0
+
+
+def test_a_lookup_whose_engine_leaves_meanwhile_loads_nothing_that_nobody_could_find() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.ask(b"one", wire.Unregister(1))  # the namespace goes: it has no chunks, and nobody uses it
+    there.rest()
+    assert there.answers[asked] == 0
+    there.assert_quiet()
+    assert there.index.space.free_bytes == there.index.space.capacity
+
+
+def test_a_namespace_that_is_dropped_during_a_search_takes_no_chunks(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain, other = prompt("a", 3), prompt("b", 1)
+    here.find(b"one", store(chain))
+    there.find(b"one", store(other))
+    there.ask(b"one", wire.Unregister(1))
+    there.send(b"one", look(chain))
+    there.ask(b"one", wire.Clear())  # or its last chunk is evicted
+    there.rest()
+    there.index.validate()
+
+
+# -- writing
+
+
+def test_stores_beyond_the_queue_are_dropped_and_counted(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?queue_mib=1&threads=1", tier), pages=1024)
+    chain = prompt("a", 384)
+    for first in range(0, 384, 32):
+        host.ask(b"one", wire.Store(1, 1, [shards(chain, first, first + 32, blocks=list(range(64)))]))
+    status = host.depot.tiering.status(0.0)[0]
+    assert status.queued_bytes <= 1 << 20
+    host.rest()
+    status = host.depot.tiering.status(0.0)[0]
+    dropped = status.counters["dropped_chunks"]
+    assert dropped > 0 and len(tier.objects) == 384 - dropped == status.counters["saved_chunks"]
+    assert status.queued_bytes == 0
+    host.assert_quiet()
+
+
+def test_what_a_tier_that_failed_does_not_get_is_counted_apart_from_what_found_no_room(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty, pages=1024)
+    assert host.find(b"one", look(prompt("before", 2))) == 0
+    assert (host.depot.tiering.status(0.0)[0].error, host.depot.tiering.status(0.0)[0].error_s) == ("", None)
+    faulty.inject(down=1)
+    for i in range(FAILURES + 2):
+        host.ask(b"one", wire.Store(1, 1 + i, [shards(prompt(f"p{i}", 2), 0, 2, blocks=list(range(4)))]))
+        host.rest()
+    status = host.depot.tiering.status(host.now + 7.0)[0]
+    assert status.state == "left alone" and status.error
+    assert status.error_s == pytest.approx(7.0)
+    assert status.counters["unavailable_chunks"] == 2 * (FAILURES + 2)
+    assert not status.counters.get("dropped_chunks") and not status.counters.get("refused_chunks")
+
+
+def test_a_tier_that_cannot_be_had_at_the_start_is_told_of_by_its_first_probe(
+    tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyTier(tier)
+    faulty.inject(down=1)
+    host = new_host(faulty)
+    host.rest()
+    status = host.depot.status().tiers[0]
+    assert status.state == "left alone" and status.error
+    assert f"tier {status.name} is left alone for a while: {status.error}" in caplog.text
+
+
+def test_what_was_evicted_before_its_turn_is_not_written(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?threads=1", tier), pages=4)
+    for name in "abcd":
+        host.ask(b"one", store(prompt(name, 2)))
+    host.rest()
+    counters = host.depot.tiering.status(0.0)[0].counters
+    assert counters["overtaken_chunks"] > 0
+    assert len(tier.objects) == 8 - counters["overtaken_chunks"]
+    host.assert_quiet()
+
+
+def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?write=on_evict", tier), pages=32)
+    chains = [prompt(f"p{i}", 2) for i in range(40)]
+    for chain in chains:
+        assert host.find(b"one", store(chain)) is True
+    counters = host.depot.tiering.status(0.0)[0].counters
+    assert counters.get("undemoted_chunks", 0) == 0
+    assert len(tier.objects) >= 80 - 32
+    for chain in chains:
+        assert host.find(b"one", look(chain)) == 2, "neither memory nor the tier has it"
+        assert host.find(b"one", retrieve(chain)) == [True, True]
+    host.assert_quiet()
+
+
+def test_what_is_used_while_it_is_handed_down_stays(tier: MemoryTier) -> None:
+    host = new_host(("disk:///d?write=on_evict", tier), pages=16)
+    chains = [prompt(f"p{i}", 1) for i in range(16)]
+    for chain in chains[:14]:
+        host.find(b"one", store(chain))
+    asked = host.send(b"one", store(chains[14]))
+    host.settle()
+    assert host.answers[asked] is True and host.kinds() == ["Save"]
+    host.ask(b"one", look(chains[0], "uses it"))
+    host.ask(b"one", wire.EndSession("uses it"))
+    host.rest()
+    asked = host.send(b"one", look(chains[0], "again"))
+    assert host.answers[asked] == 1
+    host.ask(b"one", wire.EndSession("again"))
+    host.assert_quiet()
+
+
+def test_what_a_far_tier_had_is_kept_in_the_nearer_one(tier: MemoryTier) -> None:
+    near = MemoryTier()
+    here = new_host(tier)
+    there = new_host(("disk:///d", near), ("redis://far", tier))
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    assert there.find(b"one", look(chain)) == 3
+    assert near.objects.keys() == tier.objects.keys()
+
+
+def test_a_tier_that_is_off_is_read_and_never_written(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(("disk:///d?write=off", tier))
+    one, two = prompt("a", 2), prompt("b", 2)
+    here.find(b"one", store(one))
+    there.find(b"one", store(two))
+    assert len(tier.objects) == 2
+    assert there.find(b"one", look(one)) == 2
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "ageing", "wtinylfu", "adaptive"])
+def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: MemoryTier, policy: str) -> None:
+    from kvdepot.eviction import POLICIES
+
+    host = new_host(("disk:///d?write=on_evict", tier), pages=16)
+    host.index._policy = POLICIES[policy]()
+    chains = [prompt(f"p{i}", 1) for i in range(16)]
+    for chain in chains[:14]:
+        host.find(b"one", store(chain))
+    host.send(b"one", store(chains[14]))
+    host.settle()
+    (save,) = host.errands
+    victim = next(chain for chain in chains if save.parts[0].key == bytes(chain.hashes))
+    host.ask(b"one", look(victim, "uses it"))
+    host.ask(b"one", wire.EndSession("uses it"))
+    host.rest()
+    assert host.answers[host.send(b"one", look(victim, "again"))] == 1
+
+
+# -- looking after tiers
+
+
+def test_quiet_tiers_are_looked_after() -> None:
+    tier = MemoryTier()
+    host = new_host(tier)
+    host.take(host.depot.tick(5.0, 1005.0))
+    assert not host.errands
+    host.take(host.depot.tick(11.0, 1011.0))
+    (probe,) = host.errands
+    assert isinstance(probe, Probe)
+    for second in range(12, 40):
+        host.take(host.depot.tick(float(second), 1000.0 + second))
+    assert host.depot.tiering.status(0.0)[0].state == "left alone"
+    assert len(host.errands) == 1
+
+
+def test_saves_carry_what_their_readers_check(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 20)
+    host.ask(b"one", store(chain))
+    saves = [errand for errand in host.errands if isinstance(errand, Save)]
+    assert [len(save.parts) for save in saves] == [16, 4]
+    assert {part.born for save in saves for part in save.parts} == {1000}

@@ -1,0 +1,85 @@
+"""What may wait, be remembered and be asked for at most, of depots with tiers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdepot.protocol import wire
+from kvdepot.testing.faulty import MemoryTier
+from tests.core.desk import prompt, shards, store
+from tests.core.host import look, new_host
+
+
+def test_finds_that_nobody_awaits_do_not_pile_up(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 2)
+    for i in range(3000):
+        host.send(b"one", look(chain, f"r{i}"))
+        host.send(b"one", wire.EndSession(f"r{i}"))
+    assert host.depot.tiering.searches == 0
+    assert len(host.errands) <= 1024 + 1
+    host.rest()
+
+
+def test_a_slow_tier_does_not_collect_finds_for_ever(tier: MemoryTier) -> None:
+    """Ten a second are answered, a hundred are asked: every one late, none a failure, for something succeeded."""
+    host = new_host(tier, lookup_s=1.0)
+    n = 0
+    for second in range(1, 40):
+        for _ in range(100):
+            n += 1
+            host.send(b"one", look(prompt("a", 2), f"r{n}"))
+        for _ in range(10):
+            host.pass_time(0.1)
+            if host.errands:
+                host.work()
+        host.take(host.depot.tick(host.now, 1000.0 + second))
+    assert len(host.errands) <= 1024 + 1, host.depot.tiering.status(host.now)[0].counters
+
+
+def test_ended_searches_are_not_kept_until_their_deadline(tier: MemoryTier) -> None:
+    host = new_host(tier, lookup_s=8.0)
+    for i in range(3000):
+        host.find(b"one", look(prompt("a", 2), f"r{i}"))
+    assert host.depot.tiering.searches == 0
+    assert len(host.depot.tiering._times) <= 1024
+
+
+def test_forgets_do_not_pile_up(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    for _ in range(3000):
+        host.send(b"one", wire.Forget("none"))
+    assert len(host.errands) <= 1024
+
+
+def test_ages_of_what_is_gone_are_not_kept_for_the_whole_ttl() -> None:
+    host = new_host(pages=8, ttl_s=7 * 86400)
+    for i in range(1000):
+        host.find(b"one", store(prompt(f"p{i}", 2)))
+    assert host.index.chunks <= 8
+    assert len(host.index._ages) <= 100
+
+
+@pytest.mark.faults
+def test_a_lookup_of_many_ranks_costs_no_more_than_a_request_may(tier: MemoryTier) -> None:
+    """Ranks are made by one Store; then chunks x ranks are looked at on the deciding thread."""
+    host = new_host(tier, pages=1024)
+    chain = prompt("a", 1)
+    ranks = 512
+    parts = [shards(chain, world_size=ranks, rank=rank) for rank in range(ranks)]
+    host.send(b"one", wire.Store(1, 1, parts))  # the namespace is known from now on, whatever becomes of the copies
+    asked = [host.send(b"one", look(prompt(f"b{i}", 1024), f"r{i}", world_size=ranks)) for i in range(17)]
+    assert [len(errand.objects) for errand in host.errands] == [1 << 16] * 16  # what all may ask for; not 17 x 524,288
+    assert [host.answers.get(one) for one in asked[16:]] == [0]
+
+
+def test_ages_take_no_more_room_than_chunks_however_many_ranks_they_have() -> None:
+    ranks = 4
+    host = new_host(world_size=ranks, ttl_s=60, pages=512)
+    for number in range(60):
+        for rank in range(ranks):
+            host.ask(b"one", store(prompt(f"p{number}", 1), instance=rank + 1, world_size=ranks, rank=rank))
+    assert host.index.chunks == 60
+    assert len(host.index._ages) == 60, "each seal would look through all of them for those that are gone"
+    host.take(host.depot.tick(61.0, 1061.0))
+    assert host.index.chunks == 0

@@ -1,0 +1,380 @@
+"""What is forgotten, pinned by name or too old, in memory and in the tiers behind it."""
+
+from __future__ import annotations
+
+from kvdepot.errors import Busy
+from kvdepot.keys import ChunkChain, salt_tag
+from kvdepot.protocol import wire
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers.worker import Find, Load
+from tests.core.desk import PER_CHUNK, Page, layout, prompt, retrieve, shards, store
+from tests.core.host import Host, look, new_host
+
+# -- forgetting
+
+
+def urgent_first(host: Host) -> None:
+    """Let all errands end in the order in which a carrier takes them."""
+    while host.errands:
+        host.work(next((errand for errand in host.errands if isinstance(errand, Find | Load)), None))
+
+
+def _salted(chain: ChunkChain, salt: str) -> wire.Store:
+    part = shards(chain)
+    return wire.Store(
+        1, 1,
+        [wire.Shards(
+            part.request, part.model, part.world_size, part.rank, part.parent, part.depth, part.hashes, part.block_ids,
+            0, salt_tag(salt),
+        )],
+    )  # fmt: skip
+
+
+def test_a_salt_is_forgotten_in_memory_and_in_the_tier_and_nothing_else(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    alice, bob, plain = prompt("alice", 3), prompt("bob", 3), prompt("c", 3)
+    host.find(b"one", _salted(alice, "alice"))
+    host.find(b"one", _salted(bob, "bob"))
+    host.find(b"one", store(plain))
+    said = host.find(b"one", wire.Forget(salt=salt_tag("alice")))
+    assert said == {"memory": 3, "disk:///d": 3}
+    assert len(tier.objects) == 6
+    assert host.find(b"one", look(alice, salt=salt_tag("alice"))) == 0
+    assert host.find(b"one", look(bob, salt=salt_tag("bob"))) == 3
+    assert host.find(b"one", look(plain)) == 3
+
+
+def test_all_is_forgotten_of_a_model_or_at_all(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    host.ask(b"one", wire.Register(7, layout(), "n", 1, 0, PER_CHUNK))
+    host.find(b"one", store(prompt("a", 2)))
+    host.find(b"one", store(prompt("a", 2), instance=7, model="n"))
+    assert host.find(b"one", wire.Forget(model="n")) == {"memory": 2, "disk:///d": 2}
+    assert len(tier.objects) == 2 and host.index.chunks == 2
+    assert host.find(b"one", wire.Forget()) == {"memory": 2, "disk:///d": 2}
+    assert not tier.objects and host.index.chunks == 0
+
+
+def test_tiers_forget_all_models_that_begin_so_and_the_answer_says_that_they_may_have_others(tier: MemoryTier) -> None:
+    host = new_host(tier, pages=400, model="team-x/m0")
+    for i in range(150):
+        host.find(b"one", store(prompt("a", 2), model=f"team-x/m{i}"))
+    host.find(b"one", store(prompt("a", 2), model="team-y/m"))
+    assert len(tier.objects) == host.index.chunks == 302
+    said = host.find(b"one", wire.Forget("team-x/"))
+    assert (said.pop("memory"), said.pop("disk:///d")) == (300, 300)
+    assert "150" in said["error"] and "'team-x/'" in said["error"]  # the tier may have others
+    assert len(tier.objects) == host.index.chunks == 2
+    assert host.find(b"one", wire.Forget("team-x/m0")) == {"memory": 0, "disk:///d": 0}
+    host.assert_quiet()
+
+
+def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name_and_never_silently_left(
+    tier: MemoryTier,
+) -> None:
+    here, there = new_host(tier, model="team-x/m"), new_host(tier, model="other")
+    here.find(b"one", store(prompt("a", 3), model="team-x/m"))
+    left = there.find(b"one", wire.Forget("team-x/"))
+    assert (left["memory"], left["disk:///d"], len(tier.objects)) == (0, 0, 3)
+    assert "whole names" in left["error"]
+    assert there.find(b"one", wire.Forget("team-x/m")) == {"memory": 0, "disk:///d": 3}
+    assert "error" in there.find(b"one", wire.Forget("team-x/m"))  # for all that anybody here can know
+    assert here.find(b"one", wire.Forget("team-x/m")) == {"memory": 3, "disk:///d": 0}
+
+
+def test_nothing_is_loaded_of_a_model_that_is_being_forgotten_by_the_beginning_of_its_name(tier: MemoryTier) -> None:
+    here, there = new_host(tier, model="team-x/m"), new_host(tier, model="team-x/m")
+    here.find(b"one", store(prompt("a", 3), model="team-x/m"))
+    asked = there.send(b"one", wire.Forget("team-x/"))
+    seen = there.send(b"one", look(prompt("a", 3), model="team-x/m"))
+    assert there.answers[seen] == 0 and asked not in there.answers
+    there.rest()
+    assert there.answers[asked]["disk:///d"] == 3 and not tier.objects
+    there.assert_quiet()
+
+
+def test_what_is_pinned_when_it_is_forgotten_is_served_to_nobody_any_more(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 3)
+    host.find(b"one", store(chain))
+    assert host.find(b"one", look(chain)) == 3
+    host.find(b"one", wire.Forget())
+    assert host.find(b"one", retrieve(chain)) == [False] * 3
+    host.ask(b"one", wire.EndSession("r"))
+    assert host.index.chunks == 0
+    assert host.find(b"one", store(chain)) is True
+    assert host.find(b"one", look(chain)) == 3
+
+
+def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    asked = there.send(b"one", look(chain))
+    there.work()
+    (load,) = there.errands
+    forgot = there.send(b"one", wire.Forget())
+    there.work(load)
+    there.rest()
+    assert there.answers[asked] == 0 and there.answers[forgot]["disk:///d"] == 3
+    assert there.index.chunks == 0 and not tier.objects
+
+
+def test_what_is_being_saved_when_it_is_forgotten_is_removed_after_that(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    chain = prompt("a", 3)
+    host.ask(b"one", store(chain))
+    asked = host.send(b"one", wire.Forget())
+    assert host.kinds() == ["Save"]
+    host.work()
+    assert tier.objects and host.kinds() == ["Forget"]
+    lookup_meanwhile = host.send(b"one", look(chain))
+    assert host.answers[lookup_meanwhile] == 0 and asked not in host.answers
+    host.rest()
+    assert host.answers[asked] == {"memory": 3, "disk:///d": 3}
+    assert not tier.objects and host.index.chunks == 0
+    host.assert_quiet()
+
+
+def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
+    faulty = FaultyTier(tier)
+    host = new_host(faulty)
+    host.find(b"one", store(prompt("a", 3)))
+    faulty.inject(down=1)
+    said = host.find(b"one", wire.Forget())
+    assert said["memory"] == 3 and "not forgotten" in said["disk:///d"]
+
+
+def test_a_tier_that_hangs_does_not_keep_the_answer_to_forget(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    asked = host.send(b"one", wire.Forget())
+    host.pass_time(26.0)
+    assert "error" in host.answers[asked]
+    host.rest()
+
+
+def test_a_store_that_ends_after_its_other_ranks_shard_was_forgotten_leaves_nothing() -> None:
+    host = new_host(MemoryTier(), world_size=2)
+    chain = prompt("a", 1)
+    host.find(b"one", store(chain, instance=1, world_size=2, rank=0))
+    asked = host.send(b"one", store(chain, instance=2, world_size=2, rank=1))
+    host.send(b"one", wire.Forget())
+    host.rest()
+    assert host.answers[asked] is False
+    host.assert_quiet()
+
+
+def test_a_lookup_that_comes_before_a_tier_has_forgotten_brings_nothing_back() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    searching = there.send(b"one", look(chain, "before"))
+    forgotten = there.send(b"one", wire.Forget())
+    asked = there.send(b"one", look(chain, "after"))
+    urgent_first(there)
+    assert there.answers[forgotten]["disk:///d"] == 3
+    assert (there.answers[searching], there.answers[asked]) == (0, 0)
+    assert there.index.chunks == 0
+    there.assert_quiet()
+
+
+def test_what_is_not_forgotten_is_found_while_something_else_is() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 3)
+    here.find(b"one", store(chain))
+    for forget in (wire.Forget("other"), wire.Forget(salt=salt_tag("other"))):
+        there.send(b"one", forget)
+    assert there.find(b"one", look(chain)) == 3
+
+
+def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() -> None:
+    tier = FaultyTier(MemoryTier())
+    for late in (0, 1):  # whether the save fails after it has happened
+        host = new_host(tier)
+        host.ask(b"one", store(prompt("a", 1)))
+        forgotten = host.send(b"one", wire.Forget())
+        tier.inject(late=late)
+        host.work()
+        tier.inject()
+        asked = host.send(b"one", look(prompt("a", 1)))
+        urgent_first(host)
+        assert host.answers[asked] == 0
+        assert host.answers[forgotten] == {"memory": 1, "disk:///d": 1}
+        assert host.find(b"one", look(prompt("a", 1))) == 0
+        host.assert_quiet()
+
+
+def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: MemoryTier) -> None:
+    """Models are collected after dooming, which drops the namespaces of which nothing is left."""
+    host = Host(pages=64, settings={"keys": "/somewhere"}, tiers=[("disk:///d", tier)])
+    host.take(host.depot.tick(0.0, 1000.0))
+    host.rest()
+    host.depot.hello(b"one", Page(), "acme")
+    register = wire.Register(1, layout(), "m", 1, 0, PER_CHUNK)
+    assert host.ask(b"one", register) is None
+    chain = prompt("a", 3)
+    assert host.find(b"one", store(chain)) is True
+    assert len(tier.objects) == 3
+    assert host.ask(b"one", wire.Unregister(1)) is None  # the engine stops; its chunks stay
+    assert host.find(b"one", wire.Forget()) == {"memory": 3, "disk:///d": 3}
+    assert not tier.objects
+
+
+def test_a_store_that_is_under_way_is_forgotten_too_or_not_counted() -> None:
+    host = new_host()
+    chain = prompt("a", 3)
+    host.send(b"one", store(chain))
+    said = host.ask(b"one", wire.Forget())  # `ask` lets the copies end
+    assert said["memory"] == 0 or host.find(b"one", look(chain)) == 0
+
+
+# -- pins by name
+
+
+def test_a_pin_by_name_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier: MemoryTier) -> None:
+    here, there = new_host(tier), new_host(tier, pages=16)
+    chain = prompt("a", 4)
+    here.find(b"one", store(chain))
+    there.hello(b"two")
+    pin = wire.Pin("system prompt", "m", 1, PER_CHUNK, bytes(chain.hashes))
+    assert there.find(b"two", pin) == 4
+    there.die(b"two")
+    for i in range(8):
+        there.find(b"one", store(prompt(f"o{i}", 4)))
+    assert there.ask(b"one", wire.Status()).pinned[0].name == "system prompt"
+    asked = there.send(b"one", look(chain, "r2"))
+    assert there.answers[asked] == 4
+    there.ask(b"one", wire.EndSession("r2"))
+    assert there.find(b"one", wire.Unpin("system prompt")) is True
+    assert there.find(b"one", wire.Unpin("system prompt")) is False
+    there.assert_quiet()
+    timed = wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes), ttl_s=10)
+    assert there.find(b"one", timed) == 4 and there.index.held
+    there.now += 10
+    there.take(there.depot.tick(there.now, 1010.0))
+    there.assert_quiet()
+
+
+def test_pins_by_name_leave_half_of_the_memory_to_the_others(tier: MemoryTier) -> None:
+    host = new_host(tier, pages=16)
+    one, two = prompt("a", 6), prompt("b", 6)
+    for chain in (one, two):
+        host.find(b"one", store(chain))
+    assert host.find(b"one", wire.Pin("1", "m", 1, PER_CHUNK, bytes(one.hashes))) == 6
+    assert isinstance(host.find(b"one", wire.Pin("2", "m", 1, PER_CHUNK, bytes(two.hashes))), Busy)
+
+
+def test_a_name_that_is_unpinned_while_its_pin_looks_behind_memory_is_not_pinned_after_that() -> None:
+    host = new_host(MemoryTier())
+    host.find(b"one", store(prompt("a", 2)))
+    pinning = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", 3).hashes)))
+    unpinning = host.send(b"one", wire.Unpin("name"))
+    assert (host.answers[pinning], host.answers[unpinning]) == (0, False)
+    host.rest()
+    assert host.depot.status().pinned == []
+    host.assert_quiet()
+
+
+def test_a_pin_that_runs_out_while_its_name_is_pinned_anew_leaves_the_new_one() -> None:
+    host = new_host(MemoryTier())
+    host.find(b"one", store(prompt("a", 2)))
+    for chunks, ttl_s in ((2, 1), (3, 0)):
+        asked = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", chunks).hashes), ttl_s=ttl_s))
+    host.now = 2.0
+    host.take(host.depot.tick(2.0, 1002.0))
+    host.rest()
+    assert host.answers[asked] == 2
+    assert host.ask(b"one", wire.Unpin("name")) is True
+    host.assert_quiet()
+
+
+def test_what_is_pinned_by_name_and_expires_can_be_cached_again() -> None:
+    host = new_host(ttl_s=60)
+    chain = prompt("a", 3)
+    host.find(b"one", store(chain))
+    assert host.find(b"one", wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
+    host.take(host.depot.tick(61.0, 1061.0))
+    assert host.find(b"one", look(chain)) == 0
+    host.find(b"one", store(chain))  # recomputed
+    assert host.find(b"one", look(chain)) == 3
+
+
+def test_what_is_pinned_by_name_and_forgotten_can_be_cached_again() -> None:
+    host = new_host()
+    chain = prompt("a", 3)
+    host.find(b"one", store(chain))
+    assert host.find(b"one", wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
+    host.find(b"one", wire.Forget())
+    host.find(b"one", store(chain))
+    assert host.find(b"one", look(chain)) == 3
+
+
+# -- ages
+
+
+def test_chunks_that_are_too_old_are_gone_unless_somebody_holds_them() -> None:
+    host = new_host(ttl_s=60)
+    old, held = prompt("a", 3), prompt("b", 3)
+    for chain in (old, held):
+        host.find(b"one", store(chain))
+    host.find(b"one", look(held, "holds"))
+    host.take(host.depot.tick(61.0, 1061.0))
+    host.index.validate()
+    assert host.find(b"one", look(old, "r")) == 0
+    assert host.find(b"one", retrieve(held, request="holds")) == [True] * 3
+    host.take(host.depot.tick(70.0, 1070.0))
+    assert host.index.chunks == 0
+
+
+def test_an_old_prefix_hides_what_was_computed_on_top_of_it_later() -> None:
+    host = new_host(ttl_s=60)
+    chain = prompt("a", 4)
+    host.find(b"one", store(chain, end=2))
+    host.take(host.depot.tick(40.0, 1040.0))
+    host.find(b"one", wire.Store(1, 1, [shards(chain, 2, 4, blocks=[0, 1, 2, 3])]))
+    host.take(host.depot.tick(61.0, 1061.0))
+    host.index.validate()
+    assert host.find(b"one", look(chain)) == 0
+    assert host.find(b"one", store(chain, end=2)) is True
+    assert host.find(b"one", look(chain)) == 4
+    host.ask(b"one", wire.EndSession("r"))
+    host.take(host.depot.tick(101.0, 1101.0))
+    host.take(host.depot.tick(125.0, 1125.0))
+    host.index.validate()
+    assert host.index.chunks == 0
+
+
+def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -> None:
+    host = new_host(ttl_s=60)
+    chain = prompt("a", 3)
+    host.find(b"one", store(chain))
+    assert host.find(b"one", look(chain, "holds")) == 3
+    host.take(host.depot.tick(61.0, 1061.0))
+    host.send(b"one", store(chain, end=2))
+    for task in host.copies():
+        host.finish(task, outcome=False)  # its blocks were needed for something else
+    assert host.find(b"one", retrieve(chain, request="holds")) == [True] * 3
+    assert host.find(b"one", look(chain, "later")) == 2, "what was computed again is new"
+    host.ask(b"one", wire.EndSession("later"))
+    host.take(host.depot.tick(122.0, 1122.0))
+    host.assert_quiet()
+    assert host.index.chunks == 0
+
+
+def test_what_expired_is_not_shown_again_by_another_ranks_shard(tier: MemoryTier) -> None:
+    """`seal` gives a doomed chunk its depth back; bisection does not look at `doomed`."""
+    here, there = new_host(tier, world_size=2), new_host(("disk:///d?write=off", tier), world_size=2, ttl_s=60)
+    chain = prompt("a", 1)
+    for rank in range(2):
+        here.find(b"one", store(chain, instance=rank + 1, world_size=2, rank=rank))
+    there.find(b"one", store(chain, instance=1, world_size=2, rank=0))
+    there.now = 59.9
+    asked = there.send(b"one", look(chain, world_size=2, readers=2))
+    there.work()
+    assert there.kinds() == ["Load"]
+    there.take(there.depot.tick(60.5, 1061.0))
+    there.now = 60.5
+    there.rest()
+    assert there.answers[asked] == 0

@@ -1,0 +1,125 @@
+"""The arena's lock proves that its server touches no memory any more: it is the last thing of a dead server to go."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvdepot.locks import is_locked
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.arena_header import HEADER_BYTES, Watch
+from tests.conftest import SHM, eventually
+
+# The owner of an arena, which then opens files by the thousand, as drivers do. The first and the last have locks.
+OWNER = """
+import os, resource, sys
+from kvdepot import locks
+from kvdepot.memory.arena import Arena
+
+name, first, last, files = *sys.argv[1:4], int(sys.argv[4])
+resource.setrlimit(resource.RLIMIT_NOFILE, (files + 200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+arena = Arena(name, 1 << 20, b"bootboot")
+assert locks.lock(os.open(first, os.O_RDWR))
+for _ in range(files):
+    os.open(first, os.O_RDONLY)
+assert locks.lock(os.open(last, os.O_RDWR))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    yield name
+    (SHM / name).unlink(missing_ok=True)
+
+
+def test_a_table_is_read_whole_however_little_the_system_reads_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads 2 GiB at once at most, which is the table of an arena of 256 GiB."""
+    reads: list[int] = []
+
+    def read_little(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(preadv(fd, [buffers[0][:5000]], offset))
+        return reads[-1]
+
+    preadv = os.preadv
+    arena = Arena(name, 4 << 20, b"bootboot")
+    try:
+        size = arena.header.table_bytes
+        arena.table()[:] = written = random.Random(1).randbytes(size)
+        monkeypatch.setattr(os, "preadv", read_little)
+        assert arena.read_table() == written
+        assert len(reads) > size // 5000 > 1
+        os.truncate(arena.path, HEADER_BYTES + 7000)
+        assert arena.read_table() == written[:7000], "where the file ends, there is no more"
+    finally:
+        arena.close()
+
+
+def test_a_killed_servers_lock_is_free_only_after_all_it_opened_later_has_ended(name: str, tmp_path: Path) -> None:
+    """What it opened later is what drivers hold: with it ends what they do for the server."""
+    files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 200, 15_000)
+    later = [tmp_path / "first", tmp_path / "last"]
+    for path in later:
+        path.touch()
+    command = [sys.executable, "-c", OWNER, name, *map(str, later), str(files)]
+    with ExitStack() as stack:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        watch = Watch(name, b"bootboot")
+        stack.callback(watch.close)
+        locks = [os.open(path, os.O_RDONLY) for path in later]
+        for fd in locks:
+            stack.callback(os.close, fd)
+        assert not watch.is_gone() and all(map(is_locked, locks))
+        process.kill()
+        while not watch.is_gone():  # no sleep: it is the first moment that counts
+            pass
+        assert not any(map(is_locked, locks)), "the arena's lock was free while files of drivers were still open"
+
+
+FORKER = """
+import os, sys, time
+from kvdepot.memory.arena import Arena
+
+arena = Arena(sys.argv[1], 1 << 20, b"bootboot")
+child = os.fork()
+if child == 0:
+    time.sleep(120)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_servers_lock_is_free_though_a_process_that_it_forked_lives_on(name: str) -> None:
+    command = [sys.executable, "-c", FORKER, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        watch = Watch(name, b"bootboot")
+        try:
+            assert not watch.is_gone()
+            process.kill()
+            process.wait()
+            os.kill(child, 0)
+            eventually(watch.is_gone)
+        finally:
+            watch.close()
+            process.kill()
+            os.kill(child, signal.SIGKILL)

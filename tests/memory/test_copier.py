@@ -1,0 +1,179 @@
+"""The copy threads alone, over an arena so fragmented that chunks lie in several pieces: every byte, and no other."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvdepot.devices.cpu import HostTensors
+from kvdepot.errors import LayoutError
+from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.arena import Arena
+from kvdepot.memory.arena_header import HEADER_BYTES
+from kvdepot.memory.copier import Call, Copy, CopyPiece, Mover
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.devices.conformance import block_orders
+
+TIMEOUT_S = 20.0
+ARENA_PAGES = 64
+TENSOR_BYTES = 1 << 20
+
+
+@dataclass
+class Bench:
+    """An arena, copy threads, and a file that stands for a worker's tensors."""
+
+    arena: Arena
+    mover: Mover
+    outcomes: queue.Queue[tuple[Any, Any]]
+    name: str
+
+    def run(self, task: Copy | Call) -> Any:
+        self.mover.submit(task)
+        token, outcome = self.outcomes.get(timeout=TIMEOUT_S)
+        assert token == task.token
+        return outcome
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    tensors = Path("/dev/shm") / f"{name}-kv"
+    tensors.touch(mode=0o600)
+    os.truncate(tensors, TENSOR_BYTES)
+    arena = Arena(name, HEADER_BYTES + ARENA_PAGES * PAGE, b"bootboot")
+    outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    mover = Mover(arena, 2, lambda token, outcome: outcomes.put((token, outcome)))
+    try:
+        yield Bench(arena, mover, outcomes, tensors.name)
+    finally:
+        mover.stop()
+        arena.close()
+        tensors.unlink()
+
+
+@st.composite
+def layouts(draw: st.DrawFn, name: str) -> Layout:
+    """Segments of any size and gap behind each other; some interleaved with the next, as cut from one block."""
+    num_blocks = 9
+    segments, offset = [], draw(st.sampled_from([0, 64, 1000]))
+    for _ in range(draw(st.integers(1, 4))):
+        size = draw(st.sampled_from([1, 64, 512, 1536, 3000, 4096, 5120]))
+        parts = draw(st.integers(1, 3))
+        gap = draw(st.sampled_from([0, 0, 1, 512]))
+        stride = size * parts + gap
+        segments += [Segment(0, offset + part * size, stride, size) for part in range(parts)]
+        offset += num_blocks * stride
+    layout = Layout([Mapping(name, TENSOR_BYTES)], draw(st.permutations(segments)), num_blocks, bytes(32))
+    layout.check()
+    return layout
+
+
+def pieces_of(space: Space, draw: Callable[[int], int]) -> None:
+    """Leave a space with free extents of one to three pages, never side by side."""
+    pages = [space.allocate(PAGE) for _ in range(space.capacity // PAGE)]
+    assert all(pages)
+    ordered = sorted(extents[0] for extents in pages if extents)
+    while ordered:
+        run = 1 + draw(3)
+        space.free(tuple(ordered[:run]))
+        del ordered[: run + 1]  # one page stays taken
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Bench, data: st.DataObject) -> None:
+    layout = data.draw(layouts(bench.name))
+    draw = random.Random(data.draw(st.integers(0, 99)))
+    space = Space(HEADER_BYTES, bench.arena.size)
+    pieces_of(space, draw.randrange)
+    count = data.draw(st.integers(1, 4).filter(lambda n: n * layout.block_bytes <= space.free_bytes))
+    skip = data.draw(st.integers(0, count - 1))
+    source = np.array(data.draw(block_orders(9, count)), np.intp)
+    target = np.array(data.draw(block_orders(9, count)), np.intp)
+    extents = space.allocate(count * layout.block_bytes)
+    assert extents is not None
+    if count * layout.block_bytes > 3 * PAGE:
+        assert len(extents) > 1
+
+    generator = np.random.default_rng(draw.randrange(1 << 30))
+    mapped = bench.run(Call("map", lambda: HostTensors.open(layout)))
+    try:
+        file = np.memmap(Path("/dev/shm") / bench.name, np.uint8, "r+")
+        file[:] = generator.integers(0, 256, len(file), np.uint8)
+        bench.arena.bytes[HEADER_BYTES:] = generator.integers(0, 256, ARENA_PAGES * PAGE, np.uint8)
+        stored, arena = file.copy(), bench.arena.bytes.copy()
+
+        assert bench.run(Copy("store", True, mapped, [CopyPiece(extents, source)])) == [0]
+        assert np.array_equal(file, stored), "a store only reads"
+        chunk = b"".join(
+            stored[s.offset + int(block) * s.stride :][: s.size].tobytes() for s in layout.segments for block in source
+        )
+        places = [spot for start, length in extents for spot in range(start, start + length)][: len(chunk)]
+        arena[places] = np.frombuffer(chunk, np.uint8)
+        assert np.array_equal(bench.arena.bytes, arena), "the chunk fills its extents in order and nothing else"
+
+        file[:] = generator.integers(0, 256, len(file), np.uint8)
+        expected = file.copy()
+        for segment in layout.segments:
+            for old, new in list(zip(source.tolist(), target.tolist(), strict=True))[skip:]:
+                at, to = segment.offset + old * segment.stride, segment.offset + new * segment.stride
+                expected[to : to + segment.size] = stored[at : at + segment.size]
+        assert bench.run(Copy("retrieve", False, mapped, [CopyPiece(extents, target, skip)])) == [0]
+        assert np.array_equal(file, expected), "the blocks that were asked for and nothing else"
+        assert np.array_equal(bench.arena.bytes, arena), "a retrieve only reads the arena"
+    finally:
+        assert bench.run(Call("unmap", mapped.close)) is None
+
+
+def small(bench: Bench) -> HostTensors:
+    mapped = bench.run(
+        Call(
+            "map", lambda: HostTensors.open(Layout([Mapping(bench.name, 4096)], [Segment(0, 0, 64, 64)], 8, bytes(32)))
+        )
+    )
+    assert isinstance(mapped, HostTensors)
+    return mapped
+
+
+@pytest.mark.parametrize(("fence", "outcome"), [(6, [0]), (7, None), (8, None), (2**64 - 1, None)])
+def test_a_store_has_failed_when_its_fence_was_raised_by_its_last_byte(bench: Bench, fence: int, outcome: Any) -> None:
+    mapped = small(bench)
+    piece = CopyPiece(((HEADER_BYTES, PAGE),), np.array([1, 2], np.intp))
+    assert bench.run(Copy("store", True, mapped, [piece], lambda: fence, 7)) == outcome
+    bench.run(Call("unmap", mapped.close))
+
+
+def test_the_fence_is_read_after_the_last_byte(bench: Bench) -> None:
+    mapped = small(bench)
+    seen = []
+    bench.arena.bytes[HEADER_BYTES:] = 0
+    file = np.memmap(Path("/dev/shm") / bench.name, np.uint8, "r+")
+    file[:] = 255
+    pieces = [CopyPiece(((HEADER_BYTES + i * PAGE, PAGE),), np.array([i], np.intp)) for i in range(3)]
+
+    def fence() -> int:
+        seen.append(int(bench.arena.bytes[HEADER_BYTES:].sum()))
+        return 0
+
+    assert bench.run(Copy("store", True, mapped, pieces, fence, 1)) == [0, 0, 0]
+    assert seen == [3 * 64 * 255]
+    bench.run(Call("unmap", mapped.close))
+
+
+def test_tensors_that_are_not_there_or_too_small_are_an_outcome(bench: Bench) -> None:
+    for mapping in (Mapping(f"{bench.name}-gone", 64), Mapping(bench.name, TENSOR_BYTES * 2), Mapping("../shadow", 64)):
+        layout = Layout([mapping], [Segment(0, 0, 64, 64)], 1, bytes(32))
+        outcome = bench.run(Call("map", lambda layout=layout: HostTensors.open(layout)))
+        assert isinstance(outcome, LayoutError) and mapping.name in str(outcome)

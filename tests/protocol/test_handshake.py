@@ -1,0 +1,383 @@
+"""Hello where anybody could answer or listen in between: only a server of this user is believed, and only a client."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvdepot.client.socket import MessageQueueClient, _others_between
+from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient, VersionMismatch
+from kvdepot.memory.shm import Card
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer, is_sealed
+from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.ports import free_port
+from tests.protocol.raw import Raw
+
+pytestmark = pytest.mark.faults
+
+LOOKUP = wire.Lookup("m", 1, 0, "r", 1, bytes(32 * 64))
+
+
+def open_urls() -> dict[str, str]:
+    return {"abstract": f"ipc://@kvdepot-test-{uuid.uuid4().hex[:12]}", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+
+
+class Impostor:
+    """A program that listens where a server should, and passes on, alters or makes up what is said."""
+
+    def __init__(self, url: str, answer: Callable[[bytes, bytes], bytes | None]) -> None:
+        """answer: from identity and frame; None says nothing."""
+        self.heard: list[bytes] = []
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        eventually(lambda: self._binds(url))
+        self._answer = answer
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _binds(self, url: str) -> bool:
+        try:
+            self._socket.bind(url)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._socket.poll(20):
+                identity, frame = self._socket.recv_multipart()
+                self.heard.append(frame)
+                reply = self._answer(identity, frame)
+                if reply is not None:
+                    self._socket.send_multipart((identity, reply))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def start_impostor() -> Iterator[Callable[..., Impostor]]:
+    started: list[Impostor] = []
+
+    def start(url: str, answer: Callable[[bytes, bytes], bytes | None]) -> Impostor:
+        started.append(Impostor(url, answer))
+        return started[-1]
+
+    yield start
+    for impostor in started:
+        impostor.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def lie(claimed: Callable[[wire.Hello], tuple[Any, bytes]]) -> Callable[[bytes, bytes], bytes | None]:
+    """Says what `claimed` makes of a hello, boot id with it, and from then on that all is there."""
+
+    def answer(_: bytes, frame: bytes) -> bytes | None:
+        number, request = wire.decode_request(frame)
+        value: Any = {wire.Lookup: 64, wire.Noop: "ok", wire.ChunkSize: 256}.get(type(request), [True])
+        boot = b"bootboot"
+        if isinstance(request, wire.Prove):
+            value = wire.Welcome(wire.VERSION, 256)
+        if isinstance(request, wire.Hello):
+            value, boot = claimed(request)
+        return wire.encode_answer(number, boot, value)
+
+    return answer
+
+
+def refused(url: str, context: zmq.Context[Any], impostor: Impostor) -> str:
+    """What a client says of that server; it must have told it nothing but its hello."""
+    client = MessageQueueClient(url, context)
+    try:
+        with pytest.raises(Unavailable) as error:
+            client.ask(LOOKUP).result(20.0)
+        assert impostor.heard and not any(client.card.secret in frame for frame in impostor.heard)
+        assert {type(wire.decode_request(frame)[1]) for frame in impostor.heard} == {wire.Hello}
+        return str(error.value)
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
+def test_who_names_the_clients_own_card_as_its_arena_is_not_believed(
+    url: str, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+) -> None:
+    for claimed in (
+        lambda hello: (wire.Proof(wire.VERSION, hello.card, bytes(16), bytes(32)), b"bootboot"),
+        lambda hello: ([hello.version, hello.card, 256, 0.0], b"bootboot"),  # as servers said it before
+        lambda hello: ("ok", b"bootboot"),
+    ):
+        impostor = start_impostor(url, lie(claimed))
+        assert "not believed" in refused(url, context, impostor)
+        impostor.close()
+
+
+@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
+def test_who_answers_what_nobody_has_asked_it_yet_is_not_believed(
+    url: str, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+) -> None:
+    """Requests wait until the server is known, and their numbers are easily guessed."""
+
+    def answer(_: bytes, frame: bytes) -> bytes:
+        assert int.from_bytes(frame[:8], "little") > 1, "a hello comes after what waits for it"
+        return wire.encode_answer((1).to_bytes(8, "little"), b"bootboot", 64)
+
+    impostor = start_impostor(url, answer)
+    client = MessageQueueClient(url, context)
+    with pytest.raises(KVDepotError):
+        client.ask(LOOKUP, deadline_s=1.0).result(20.0)
+    assert impostor.heard
+    client.close()
+
+
+@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
+def test_who_names_the_arena_of_a_real_server_but_cannot_read_it_is_not_believed(
+    url: str, context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
+) -> None:
+    real = start_depot(arena_mib=8)
+    boot = bytes.fromhex(real.status()["boot"])
+    for mac in (bytes(32), os.urandom(32), b""):
+        proof = wire.Proof(wire.VERSION, real.name, os.urandom(16), mac)
+        impostor = start_impostor(url, lie(lambda _, proof=proof: (proof, boot)))
+        assert "not believed" in refused(url, context, impostor)
+        impostor.close()
+
+
+def test_a_proof_for_one_client_is_none_for_another(
+    context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
+) -> None:
+    """Whoever can connect to a server can have it prove itself, but with nonce and card of the asker."""
+    real = start_depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8)
+    asking = Raw(real)
+    value = asking.ask(Offer(asking.card.name, asking.card.secret, True).hello)
+    proof, boot = msgspec.convert(value, wire.Proof), asking._boot
+    url = open_urls()["abstract"]
+    impostor = start_impostor(url, lie(lambda _: (proof, boot)))
+    assert "not believed" in refused(url, context, impostor)
+    asking.close()
+
+
+def test_an_arena_without_a_server_or_that_others_may_read_proves_nothing(
+    context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
+) -> None:
+    left = start_depot("--on-stop", "keep", arena_mib=8)
+    boot = bytes.fromhex(left.status()["boot"])
+    proof = wire.Proof(wire.VERSION, left.name, bytes(16), bytes(32))
+    url = open_urls()["abstract"]
+    impostor = start_impostor(url, lie(lambda _: (proof, boot)))
+    (SHM / left.name).chmod(0o640)
+    assert "other users may open" in refused(url, context, impostor)
+    (SHM / left.name).chmod(0o600)
+    assert "does not know" in refused(url, context, impostor)
+    left.stop()
+    assert "another server owns" in refused(url, context, impostor)
+
+
+class Relay:
+    """Passes frames between a client and a real server, and may alter what goes either way."""
+
+    def __init__(self, depot: Depot) -> None:
+        self._depot = depot
+        self._sockets: dict[bytes, zmq.Socket[bytes]] = {}
+        self.requests: list[bytes] = []
+        self.alter_reply: Callable[[bytes, bytes], bytes] = lambda _, reply: reply
+
+    def __call__(self, identity: bytes, frame: bytes) -> bytes | None:
+        if identity not in self._sockets:
+            self._sockets[identity] = self._depot.context.socket(zmq.DEALER)
+            self._sockets[identity].connect(self._depot.url)
+        self.requests.append(frame)
+        self._sockets[identity].send(frame)
+        return self.alter_reply(frame, self.hear(identity))
+
+    def hear(self, identity: bytes) -> bytes:
+        assert self._sockets[identity].poll(10_000)
+        return self._sockets[identity].recv()
+
+    def again(self, frame: bytes) -> Any:
+        """What the server says to a frame of the client's that comes once more."""
+        (identity,) = self._sockets
+        self._sockets[identity].send(frame)
+        return wire.decode_reply(self.hear(identity))[2]
+
+
+@pytest.fixture
+def relay(start_depot: StartDepot) -> Relay:
+    return Relay(start_depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8))
+
+
+def test_who_passes_the_hello_on_to_a_real_server_cannot_alter_what_it_answers(
+    relay: Relay, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+) -> None:
+    url = open_urls()["tcp"]
+    start_impostor(url, relay)
+    client = MessageQueueClient(url, context)
+    assert client.ask(LOOKUP).result(10.0) == 0, "passed on as it is, it is answered"
+    for lies in (
+        lambda frame, reply: wire.encode_answer(frame[:8], reply[8:16], 64) if is_sealed(frame) else reply,
+        lambda frame, reply: reply[:-1] + b"\x40" if is_sealed(frame) else reply,
+        lambda frame, reply: (
+            wire.encode_failure(frame[:8], reply[8:16], UnknownClient("hello?")) if is_sealed(frame) else reply
+        ),
+    ):
+        relay.alter_reply = lies
+        with pytest.raises(KVDepotError):
+            client.ask(LOOKUP, deadline_s=0.5).result(10.0)
+    relay.alter_reply = lambda _, reply: reply
+    assert client.ask(LOOKUP).result(10.0) == 0
+    client.close()
+
+
+def test_who_stands_in_between_can_neither_repeat_nor_alter_nor_make_up_requests(
+    relay: Relay, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+) -> None:
+    url = open_urls()["abstract"]
+    start_impostor(url, relay)
+    client = MessageQueueClient(url, context)
+    client.ask(LOOKUP).result(10.0)
+    *_, sent = relay.requests
+    assert is_sealed(sent)
+    counter = (int.from_bytes(sent[9:17], "little") + 1).to_bytes(8, "little")
+    for frame in (sent, sent[:9] + counter + sent[17:], sent[:-1] + b"\1", wire.encode_request(9, wire.Clear())):
+        assert type(relay.again(frame)) is UnknownClient
+    assert client.ask(LOOKUP).result(10.0) == 0
+    client.close()
+
+
+def test_a_server_that_every_user_can_reach_takes_no_client_whose_messages_are_not_sealed(relay: Relay) -> None:
+    raw = Raw(relay._depot)
+    raw._sealed = False
+    refused = raw.introduce(raw.card.name, raw.card.secret)
+    assert type(refused) is BadRequest and "sealed" in str(refused)
+    raw.close()
+
+
+@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
+def test_who_takes_a_dead_servers_address_over_is_not_believed_by_who_knew_that_server(
+    url: str, start_depot: StartDepot, start_impostor: Callable[..., Impostor]
+) -> None:
+    depot = start_depot(url=url, arena_mib=8)
+    client = MessageQueueClient(url, depot.context)
+    assert client.ask(LOOKUP).result(10.0) == 0
+    boot = bytes.fromhex(depot.status()["boot"])
+    depot.process.kill()
+    depot.process.wait()
+    proof = wire.Proof(wire.VERSION, depot.name, bytes(16), bytes(32))
+
+    def answer(_: bytes, frame: bytes) -> bytes:
+        if is_sealed(frame):
+            return wire.encode_answer(frame[:8], boot, 64)
+        number, request = wire.decode_request(frame)
+        return wire.encode_answer(number, boot, proof if isinstance(request, wire.Hello) else 64)
+
+    impostor = start_impostor(url, answer)
+    eventually(lambda: _is_refused(client) and impostor.heard)
+    client.close()
+    impostor.close()
+    again = start_depot(url=url, name=depot.name, arena_mib=8)
+    client = MessageQueueClient(url, again.context)
+    assert client.ask(LOOKUP).result(10.0) == 0
+    client.close()
+
+
+def _is_refused(client: MessageQueueClient) -> bool:
+    with pytest.raises(KVDepotError):
+        client.ask(LOOKUP, deadline_s=0.5).result(10.0)
+    return True
+
+
+@pytest.mark.parametrize("url", open_urls().values(), ids=open_urls())
+def test_a_client_whose_messages_are_sealed_comes_back_to_a_server_that_restarted(
+    url: str, start_depot: StartDepot
+) -> None:
+    depot = start_depot(url=url, arena_mib=8)
+    client = MessageQueueClient(url, depot.context)
+    assert client.ask(LOOKUP).result(10.0) == 0
+    depot.process.kill()
+    depot.process.wait()
+    start_depot(url=url, name=depot.name, arena_mib=8)
+    eventually(lambda: _answer(client) == 0)
+    client.close()
+
+
+def _answer(client: MessageQueueClient) -> int | None:
+    try:
+        return int(client.ask(LOOKUP, deadline_s=1.0).result(10.0))
+    except KVDepotError:
+        return None
+
+
+# -- versions that speak otherwise
+
+
+class OldHello(msgspec.Struct, tag="Hello", array_like=True, frozen=True):
+    """As it was up to version 3."""
+
+    version: int
+    card: str
+    secret: bytes
+
+
+def test_a_client_of_the_last_version_is_told_so_by_this_server(start_depot: StartDepot) -> None:
+    raw, card = Raw(start_depot(arena_mib=8)), Card()
+    refused = raw.ask_bytes(msgspec.msgpack.encode(OldHello(3, card.name, card.secret)))
+    assert type(refused) is VersionMismatch and "protocol 3" in str(refused)
+    raw.close()
+    card.close()
+
+
+def test_a_client_of_this_version_is_told_so_by_a_server_of_the_last(
+    context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
+) -> None:
+    url = open_urls()["abstract"]
+
+    def answer(_: bytes, frame: bytes) -> bytes:
+        hello = msgspec.msgpack.decode(frame[8:], type=OldHello)
+        return wire.encode_failure(frame[:8], b"bootboot", VersionMismatch(f"the client speaks {hello.version}"))
+
+    impostor = start_impostor(url, answer)
+    client = MessageQueueClient(url, context)
+    with pytest.raises(VersionMismatch, match=f"speaks {wire.VERSION}"):
+        client.ask(LOOKUP).result(10.0)
+    assert impostor.heard and not any(client.card.secret in frame for frame in impostor.heard)
+    client.close()
+
+
+# -- where messages are sealed
+
+
+def test_messages_go_unsealed_only_where_no_other_user_could_ever_listen(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    assert not _others_between(f"ipc://{own}/depot.sock")
+    for url in ("ipc://@name", "tcp://127.0.0.1:5555", "ipc:///tmp/depot.sock", f"ipc://{own}/missing/depot.sock"):
+        assert _others_between(url), url
+    own.chmod(0o770)
+    assert _others_between(f"ipc://{own}/depot.sock")
+    inner = own / "inner"
+    inner.mkdir(mode=0o700)
+    assert _others_between(f"ipc://{inner}/depot.sock"), "whoever can rename the folder can put another in its place"
+    own.chmod(0o1777)
+    assert not _others_between(f"ipc://{inner}/depot.sock"), "as in /tmp"
+    link = tmp_path / "link"
+    link.symlink_to("/tmp")
+    assert _others_between(f"ipc://{link}/depot.sock")

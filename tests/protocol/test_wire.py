@@ -1,0 +1,582 @@
+"""Whatever arrives, the server answers it or counts it, and goes on serving others. Spoken to with a bare socket."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from kvdepot import errors
+from kvdepot.keys import ROOT
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.conftest import Depot, eventually
+from tests.protocol.raw import Raw
+
+SHM = Path("/dev/shm")
+BLOCKS = 16
+BLOCK_BYTES = 64
+SIZE = BLOCKS * BLOCK_BYTES
+MIB = 1 << 20
+
+fuzz = settings(
+    deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(scope="module")
+def _servers() -> Iterator[list[Depot]]:
+    servers: list[Depot] = []
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def depot(_servers: list[Depot]) -> Depot:
+    """One server for these tests, or a new one after a test that broke it."""
+    if not _servers or _servers[-1].process.poll() is not None or "Traceback" in _servers[-1].logged():
+        _servers.append(Depot().wait_ready())
+    return _servers[-1]
+
+
+@pytest.fixture
+def raw(depot: Depot) -> Iterator[Raw]:
+    client = Raw(depot)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def known(raw: Raw) -> Raw:
+    return raw.hello()
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[str]:
+    """The name of a client's shared memory, `SIZE` bytes."""
+    name = f"kvdepot-test-kv-{uuid.uuid4().hex[:12]}"
+    (SHM / name).write_bytes(os.urandom(SIZE))
+    yield name
+    (SHM / name).unlink()
+
+
+@pytest.fixture(autouse=True)
+def _serves_others(depot: Depot) -> Iterator[None]:
+    """After every test here a client that behaves is served, and the process is the same one."""
+    yield
+    if depot.process.poll() is not None:
+        pytest.fail(f"the server ended:\n{depot.logged()}")
+    other = Raw(depot).hello()
+    assert other.ask(wire.Noop()) == "ok"
+    other.close()
+    assert "Traceback" not in depot.logged()
+
+
+def layout(memory: str, **changes: Any) -> Layout:
+    fields: dict[str, Any] = {
+        "mappings": [Mapping(memory, SIZE)],
+        "segments": [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)],
+        "num_blocks": BLOCKS,
+        "fingerprint": bytes(32),
+    }
+    return Layout(**(fields | changes))
+
+
+def ids(*blocks: int) -> bytes:
+    return struct.pack(f"<{len(blocks)}I", *blocks)
+
+
+def shards(**changes: Any) -> wire.Shards:
+    """Two chunks of two blocks, in order."""
+    fields: dict[str, Any] = {
+        "request": "r",
+        "model": "m",
+        "world_size": 1,
+        "rank": 0,
+        "parent": b"",
+        "depth": 0,
+        "hashes": bytes(64),
+        "block_ids": ids(0, 1, 2, 3),
+        "skip_blocks": 0,
+    }
+    return wire.Shards(**(fields | changes))
+
+
+def bad_messages(depot: Depot) -> int:
+    count: int = depot.status()["counters"].get("bad_messages", 0)
+    return count
+
+
+# -- bytes that are no message
+
+
+@fuzz
+@given(body=st.binary(max_size=200))
+def test_arbitrary_bytes_get_exactly_one_reply_with_their_number(raw: Raw, body: bytes) -> None:
+    value = raw.ask_bytes(body)
+    assert isinstance(value, errors.ProtocolError | errors.UnknownClient | errors.BadRequest), value
+
+
+@fuzz
+@given(
+    body=st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=12,
+    ).map(msgspec.msgpack.encode)
+)
+def test_any_msgpack_that_is_no_message_gets_a_protocol_error(raw: Raw, body: bytes) -> None:
+    assert type(raw.ask_bytes(body)) is errors.ProtocolError
+
+
+@given(frame=st.binary(max_size=100))
+def test_decoding_never_raises_and_keeps_the_number(frame: bytes) -> None:
+    number, request = wire.decode_request(frame)
+    assert number == (frame[:8] if len(frame) >= 8 else bytes(8))
+    assert isinstance(request, errors.ProtocolError | wire.Request)
+
+
+@given(frame=st.binary(max_size=100))
+def test_a_reply_decodes_or_raises_protocol_error(frame: bytes) -> None:
+    try:
+        number, boot, _ = wire.decode_reply(frame)
+    except errors.ProtocolError:
+        return
+    assert (number.to_bytes(8, "little"), boot) == (frame[:8], frame[8:16])
+
+
+def test_deeply_nested_bytes_are_no_message(known: Raw) -> None:
+    assert isinstance(known.ask_bytes(b"\x91" * 100_000), errors.ProtocolError)
+    assert isinstance(known.ask_bytes(b"\x92\xa5Hello" + b"\x91" * 100_000), errors.ProtocolError)
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_a_frame_too_short_for_a_number_is_answered_under_number_zero(known: Raw, length: int) -> None:
+    known.send(b"\x07" * length)
+    number, value = known.receive()
+    assert number == 0
+    assert isinstance(value, errors.ProtocolError)
+    assert known.heard_nothing_more()
+
+
+def test_every_truncation_of_a_message_gets_a_protocol_error(known: Raw) -> None:
+    whole = wire.encode_request(0, wire.Store(1, 1, [shards()]))[8:]
+    for length in range(len(whole)):
+        assert type(known.ask_bytes(whole[:length])) is errors.ProtocolError
+    assert type(known.ask_bytes(whole)) is errors.UnknownInstance
+
+
+def test_bytes_behind_a_message_are_a_protocol_error(known: Raw) -> None:
+    assert type(known.ask_bytes(wire.encode_request(0, wire.Noop())[8:] + b"\0")) is errors.ProtocolError
+
+
+@pytest.mark.parametrize(
+    "body", [["Nonsense"], ["noop"], [], [0], [None], ["Noop", 1, {}, [2]], {"type": "Noop"}, "Noop", ["Answer", 1]]
+)
+def test_unknown_tags_and_shapes_are_answered_and_the_connection_goes_on(known: Raw, body: Any) -> None:
+    value = known.ask_bytes(msgspec.msgpack.encode(body))
+    assert isinstance(value, errors.ProtocolError) or (body[:1] == ["Noop"] and value == "ok")
+    assert known.ask(wire.Noop()) == "ok"
+
+
+def test_bad_messages_are_counted(depot: Depot, known: Raw) -> None:
+    before = bad_messages(depot)
+    for _ in range(3):
+        known.ask_bytes(b"\xc1")
+    assert bad_messages(depot) == before + 3
+
+
+# -- frames
+
+
+@pytest.mark.parametrize("count", [2, 3, 40])
+def test_a_message_of_several_frames_gets_one_protocol_error(known: Raw, count: int) -> None:
+    frame = wire.encode_request(5, wire.Noop())
+    known.send(*[frame] * count)
+    number, value = known.receive()
+    assert number == 5
+    assert isinstance(value, errors.ProtocolError)
+    assert f"{count} frames" in str(value)
+    assert known.heard_nothing_more()
+
+
+def test_a_message_longer_than_the_limit_gets_a_protocol_error(depot: Depot, known: Raw) -> None:
+    before = bad_messages(depot)
+    value = known.ask_bytes(bytes(4 * MIB))
+    assert isinstance(value, errors.ProtocolError)
+    assert str(4 * MIB) in str(value)
+    assert bad_messages(depot) == before + 1
+    assert known.ask(wire.Noop()) == "ok"
+
+
+def test_a_message_far_longer_than_the_limit_ends_at_most_its_own_connection(depot: Depot, raw: Raw) -> None:
+    raw.hello()
+    raw.send(bytes(16 * MIB + 1))
+    other = Raw(depot).hello()
+    assert other.ask(wire.Noop()) == "ok"
+    other.close()
+
+
+def test_a_client_that_reads_nothing_does_not_stop_the_server(depot: Depot, known: Raw) -> None:
+    frame = wire.encode_request(1, wire.Status())
+    for _ in range(20_000):
+        try:
+            known._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            break
+    other = Raw(depot).hello()
+    assert other.ask(wire.Noop()) == "ok"
+    other.close()
+
+
+# -- the first message
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.Noop(), wire.ChunkSize(), wire.Status(), wire.Clear(), wire.EndSession("r"), wire.Unregister(1),
+        wire.Lookup("m", 1, 0, "r", 1, bytes(32)), wire.Store(1, 1, []), wire.Retrieve(1, []),
+    ],
+    ids=lambda request: type(request).__name__,
+)  # fmt: skip
+def test_requests_before_hello_are_refused_by_name(raw: Raw, request_: wire.Request) -> None:
+    assert type(raw.ask(request_)) is errors.UnknownClient
+    raw.hello()
+    assert type(raw.ask(request_)) is not errors.UnknownClient
+
+
+@pytest.mark.parametrize("version", [0, wire.VERSION + 1, -1, 2**63])
+def test_another_protocol_version_is_refused_and_said(raw: Raw, version: int) -> None:
+    value = raw.ask(wire.Hello(version, raw.card.name, bytes(16)))
+    assert type(value) is errors.VersionMismatch
+    assert str(version) in str(value)
+    assert type(raw.ask(wire.Noop())) is errors.UnknownClient
+
+
+def test_a_second_hello_changes_nothing(known: Raw) -> None:
+    known.hello()
+    assert known.ask(wire.Noop()) == "ok"
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "", "kvdepot-card-", "kvdepot-card-nobody", "../../etc/passwd", "kvdepot-card-../../../etc/passwd",
+        "kvdepot-card-a/b", "kvdepot-card-" + "x" * 300, "kvdepot-card-\0", "other",
+    ],
+)  # fmt: skip
+def test_a_card_that_is_none_is_refused(raw: Raw, card: str) -> None:
+    assert isinstance(raw.introduce(card, bytes(16)), errors.BadRequest)
+    assert type(raw.ask(wire.Noop())) is errors.UnknownClient
+
+
+@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE])
+def test_a_card_nobody_holds_or_too_short_is_refused(raw: Raw, size: int) -> None:
+    path = SHM / f"kvdepot-card-{secrets.token_hex(8)}"
+    path.write_bytes(bytes(size))
+    try:
+        assert isinstance(raw.introduce(path.name, bytes(16)), errors.BadRequest)
+    finally:
+        path.unlink()
+
+
+# -- registrations
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": BLOCKS + 1},
+        {"num_blocks": 0},
+        {"num_blocks": -1},
+        {"num_blocks": 2**63},
+        {"segments": []},
+        {"segments": [Segment(1, 0, BLOCK_BYTES, BLOCK_BYTES)]},
+        {"segments": [Segment(-1, 0, BLOCK_BYTES, BLOCK_BYTES)]},
+        {"segments": [Segment(0, 1, BLOCK_BYTES, BLOCK_BYTES)]},
+        {"segments": [Segment(0, -64, BLOCK_BYTES, BLOCK_BYTES)]},
+        {"segments": [Segment(0, 0, BLOCK_BYTES, 0)]},
+        {"segments": [Segment(0, 0, BLOCK_BYTES, -8)]},
+        {"segments": [Segment(0, 0, 8, BLOCK_BYTES)]},
+        {"segments": [Segment(0, 0, 0, BLOCK_BYTES)]},
+        {"segments": [Segment(0, 2**64 - 64, BLOCK_BYTES, BLOCK_BYTES)]},
+        {"segments": [Segment(0, 0, 2**63, BLOCK_BYTES)]},
+        {"segments": [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)] * 70_000},
+        {"mappings": []},
+        {"fingerprint": b""},
+        {"fingerprint": bytes(33)},
+    ],
+)
+def test_a_layout_outside_its_memory_is_refused(known: Raw, memory: str, changes: dict[str, Any]) -> None:
+    assert type(known.ask(wire.Register(1, layout(memory, **changes)))) is errors.LayoutError
+    assert type(known.ask(wire.Store(1, 1, [shards()]))) is errors.UnknownInstance
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "/etc/passwd", "../../etc/passwd", "a/b", "nobody-has-this", "a\0b", "x" * 300, "ü", "a b"],
+)
+def test_memory_by_a_name_that_is_none_is_refused(known: Raw, name: str) -> None:
+    assert type(known.ask(wire.Register(1, layout(name)))) is errors.LayoutError
+    assert known.ask(wire.Unregister(1)) is None
+
+
+@pytest.mark.parametrize("size", [0, SIZE + 1, 2**62, 2**64 - 1])
+def test_memory_of_another_size_than_said_is_refused(known: Raw, memory: str, size: int) -> None:
+    assert type(known.ask(wire.Register(1, layout(memory, mappings=[Mapping(memory, size)])))) is errors.LayoutError
+
+
+def test_memory_behind_a_link_or_that_is_no_file_is_refused(known: Raw, memory: str, tmp_path: Path) -> None:
+    link = SHM / f"kvdepot-test-link-{uuid.uuid4().hex[:12]}"
+    link.symlink_to(SHM / memory)
+    try:
+        assert type(known.ask(wire.Register(1, layout(link.name)))) is errors.LayoutError
+    finally:
+        link.unlink()
+    link.mkdir()
+    try:
+        assert type(known.ask(wire.Register(1, layout(link.name)))) is errors.LayoutError
+    finally:
+        link.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "blocks"), [(0, 0, 2), (1, 1, 2), (2, -1, 2), (1 << 17, 0, 2), (1, 0, 0), (1, 0, -1)]
+)
+def test_a_refused_registration_leaves_nothing_behind_and_can_be_unregistered(
+    known: Raw, memory: str, world_size: int, rank: int, blocks: int
+) -> None:
+    before = known.ask(wire.Status())["instances"]
+    value = known.ask(wire.Register(1, layout(memory), "m", world_size, rank, blocks))
+    assert type(value) is errors.BadRequest
+    assert known.ask(wire.Status())["instances"] == before
+    known.send(wire.encode_request(99, wire.Unregister(1)))
+    assert known.receive(timeout_s=1.0) == (99, None)
+
+
+def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
+    depot: Depot, known: Raw, memory: str
+) -> None:
+    def mapped() -> int:
+        return Path(f"/proc/{depot.process.pid}/maps").read_text().count(memory)
+
+    assert known.ask(wire.Register(1, layout(memory))) is None
+    assert mapped() == 1
+    assert type(known.ask(wire.Register(1, layout(memory), "m", 1, 5, 2))) is errors.BadRequest
+    known.send(wire.encode_request(99, wire.Unregister(1)))
+    assert known.receive(timeout_s=1.0) == (99, None)
+    eventually(lambda: mapped() == 0, timeout_s=2.0)
+
+
+def test_unregistering_what_never_was_is_fine(known: Raw) -> None:
+    assert known.ask(wire.Unregister(12345)) is None
+
+
+# -- lookups, stores and retrieves
+
+
+@pytest.mark.parametrize("hashes", [b"", bytes(31), bytes(33), bytes(95)])
+def test_hashes_of_a_wrong_length_are_refused(known: Raw, memory: str, hashes: bytes) -> None:
+    assert known.ask(wire.Register(1, layout(memory))) is None
+    assert type(known.ask(wire.Lookup("m", 1, 0, "r", 1, hashes))) is errors.BadRequest
+    assert type(known.ask(wire.Store(1, 1, [shards(hashes=hashes)]))) is errors.BadRequest
+    assert type(known.ask(wire.Retrieve(1, [shards(hashes=hashes)]))) is errors.BadRequest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_ids": ids(0, 1, 2, BLOCKS)},
+        {"block_ids": ids(0, 1, 2, 2**32 - 1)},
+        {"block_ids": ids(0, 1, 2, 2)},
+        {"block_ids": ids(0, 1, 2)},
+        {"block_ids": b""},
+        {"block_ids": ids(0, 1, 2, 3) + b"\0"},
+        {"world_size": 0},
+        {"world_size": 1 << 20},
+        {"rank": 1},
+        {"rank": -1},
+        {"parent": b"short"},
+        {"parent": ROOT, "depth": -1},
+        {"skip_blocks": 2},
+        {"skip_blocks": -1},
+        {"request": "x" * 5000},
+        {"model": "x" * 5000},
+    ],
+)
+def test_a_store_or_retrieve_that_makes_no_sense_is_refused_and_touches_nothing(
+    known: Raw, memory: str, changes: dict[str, Any]
+) -> None:
+    assert known.ask(wire.Register(1, layout(memory))) is None
+    bytes_before = (SHM / memory).read_bytes()
+    before = known.ask(wire.Status())
+    good = shards(hashes=secrets.token_bytes(64))
+    for request in (
+        wire.Store(1, 1, [shards(**changes)]),
+        wire.Store(1, 2, [good, shards(**changes)]),
+        wire.Retrieve(1, [shards(**changes)]),
+        wire.Retrieve(1, [good, shards(**changes)]),
+    ):
+        assert type(known.ask(request)) is errors.BadRequest
+    after = known.ask(wire.Status())
+    for count in ("chunks", "reserved_shards", "holds", "operations", "used_bytes"):
+        assert after[count] == before[count], count
+    assert (SHM / memory).read_bytes() == bytes_before
+
+
+def test_two_parts_of_a_retrieve_that_write_one_block_are_refused(known: Raw, memory: str) -> None:
+    assert known.ask(wire.Register(1, layout(memory))) is None
+    parts = [shards(), shards(block_ids=ids(4, 5, 6, 3))]
+    assert type(known.ask(wire.Retrieve(1, parts))) is errors.BadRequest
+
+
+def test_a_store_or_retrieve_of_nothing_is_answered(known: Raw, memory: str) -> None:
+    assert known.ask(wire.Register(1, layout(memory))) is None
+    assert known.ask(wire.Store(1, 1, [])) is True
+    assert known.ask(wire.Retrieve(1, [])) == []
+
+
+def test_one_clients_instance_is_unknown_to_another(depot: Depot, known: Raw, memory: str) -> None:
+    assert known.ask(wire.Register(1, layout(memory))) is None
+    other = Raw(depot).hello()
+    assert type(other.ask(wire.Retrieve(1, [shards()]))) is errors.UnknownInstance
+    assert other.ask(wire.Unregister(1)) is None
+    other.close()
+    assert known.ask(wire.Retrieve(1, [shards(hashes=secrets.token_bytes(64))])) == [False, False]
+
+
+def test_the_same_chunk_twice_in_one_store_is_stored_once(known: Raw, memory: str) -> None:
+    assert known.ask(wire.Register(1, layout(memory))) is None
+    key = secrets.token_bytes(32)
+    before = known.ask(wire.Status())["chunks"]
+    assert known.ask(wire.Store(1, 1, [shards(hashes=key * 2), shards(hashes=key * 2)])) is True
+    status = known.ask(wire.Status())
+    assert (status["chunks"], status["reserved_shards"]) == (before + 1, 0)
+
+
+_KEYS = [bytes([n]) * 32 for n in range(6)]
+_any_int = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 2**32, 2**64 - 1])
+_small = st.integers(0, 3)
+_hashes = st.lists(st.sampled_from(_KEYS), max_size=4).map(b"".join) | st.binary(max_size=70)
+_text = st.sampled_from(["", "a", "b", "x" * 5000])
+_shards = st.builds(
+    wire.Shards,
+    request=_text,
+    model=_text,
+    world_size=st.integers(1, 2) | _any_int,
+    rank=st.integers(0, 1) | _any_int,
+    parent=st.sampled_from([b"", ROOT, *_KEYS, b"short"]),
+    depth=_small | _any_int,
+    hashes=_hashes,
+    block_ids=st.lists(st.integers(0, BLOCKS), max_size=8, unique=True).map(lambda blocks: ids(*blocks))
+    | st.binary(max_size=20),
+    skip_blocks=_small | _any_int,
+)
+_segments = st.builds(
+    Segment,
+    mapping=_small | _any_int,
+    offset=_small | _any_int,
+    stride=st.just(BLOCK_BYTES) | _any_int,
+    size=st.integers(1, BLOCK_BYTES) | _any_int,
+)
+
+
+def _requests(memory: str) -> st.SearchStrategy[wire.Request]:
+    layouts = st.just(layout(memory)) | st.builds(
+        Layout,
+        mappings=st.lists(
+            st.builds(Mapping, st.sampled_from([memory, "", ".."]), st.just(SIZE) | _any_int), max_size=2
+        ),
+        segments=st.lists(_segments, max_size=3),
+        num_blocks=st.integers(1, BLOCKS) | _any_int,
+        fingerprint=st.binary(min_size=32, max_size=32) | st.binary(max_size=3),
+    )
+    return st.one_of(
+        st.builds(
+            wire.Lookup, _text, st.integers(1, 2) | _any_int, st.integers(0, 3) | _any_int, _text, _small, _hashes
+        ),
+        st.builds(wire.Store, _small, _any_int, st.lists(_shards, max_size=3)),
+        st.builds(wire.Retrieve, _small, st.lists(_shards, max_size=3)),
+        st.builds(wire.Register, _small, layouts, _text, _small | _any_int, _small | _any_int, _small | _any_int),
+        st.builds(wire.Unregister, _small | _any_int),
+        st.builds(wire.EndSession, _text),
+        st.builds(wire.Hello, st.sampled_from([wire.VERSION, 0]), _text, st.binary(max_size=20), st.booleans()),
+        st.builds(wire.Prove, st.binary(max_size=40)),
+        st.just(wire.Clear()),
+        st.builds(wire.Count, _text, st.just(b"")),
+    )
+
+
+# Nothing is shrunk: where an answer is missing, every step of that costs a deadline.
+@settings(fuzz, max_examples=60, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_any_sequence_of_messages_is_answered_one_by_one_and_leaves_nothing_held(
+    depot: Depot, memory: str, data: st.DataObject
+) -> None:
+    client = Raw(depot).hello()
+    try:
+        assert client.ask(wire.Register(1, layout(memory))) is None
+        sent = data.draw(st.lists(_requests(memory), max_size=12))
+        for number, request in enumerate(sent, 1000):  # all at once, so that they overlap
+            client.send(wire.encode_request(number, request))
+        answers = dict(client.receive(timeout_s=2.0) for _ in sent)
+        assert sorted(answers) == list(range(1000, 1000 + len(sent)))
+        assert not [value for value in answers.values() if isinstance(value, errors.InternalError)], (sent, answers)
+        for request in ("", "a", "b"):
+            assert client.ask(wire.EndSession(request)) is None
+        status = client.ask(wire.Status())
+        assert (status["reserved_shards"], status["holds"], status["operations"]) == (0, 0, 0)
+        for instance in range(4):
+            assert client.ask(wire.Unregister(instance)) is None
+    finally:
+        client.close()
+
+
+# -- the messages themselves
+
+
+@given(number=st.integers(0, 2**64 - 1), part=_shards)
+def test_a_request_survives_the_way_there(number: int, part: wire.Shards) -> None:
+    request = wire.Retrieve(3, [part])
+    assert wire.decode_request(wire.encode_request(number, request)) == (number.to_bytes(8, "little"), request)
+
+
+@given(value=st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.lists(st.booleans()))
+def test_an_answer_survives_the_way_back(value: Any) -> None:
+    frame = wire.encode_answer((7).to_bytes(8, "little"), b"bootboot", value)
+    assert wire.decode_reply(frame) == (7, b"bootboot", value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.BadRequest, errors.LayoutError, errors.UnknownRequest, errors.ProtocolError, errors.VersionMismatch,
+        errors.UnknownClient, errors.UnknownInstance, errors.Busy, errors.Unavailable, errors.DeadlineExceeded,
+        errors.ArenaError, errors.InternalError, errors.ConfigError, errors.KVDepotError,
+    ],
+)  # fmt: skip
+def test_an_error_survives_the_way_back_with_its_class_and_words(error: type[errors.KVDepotError]) -> None:
+    frame = wire.encode_failure(bytes(8), bytes(8), error("what was wrong: ü"))
+    value = wire.decode_reply(frame)[2]
+    assert type(value) is error
+    assert str(value) == "what was wrong: ü"
+
+
+def test_an_error_code_of_a_later_version_is_still_an_error() -> None:
+    frame = bytes(16) + msgspec.msgpack.encode(["Failure", "not_invented_yet", "words"])
+    value = wire.decode_reply(frame)[2]
+    assert type(value) is errors.KVDepotError
+    assert str(value) == "words"

@@ -1,0 +1,428 @@
+"""Bounds on everything a client can make grow: refused by name, counted, and without harm to the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.errors import Busy, KVDepotError, ProtocolError
+from kvdepot.keys import ROOT
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.ports import free_port
+from tests.protocol.raw import Raw
+
+SHM = Path("/dev/shm")
+BLOCK_BYTES = 512
+MIB = 1 << 20
+
+pytestmark = pytest.mark.faults
+
+
+class Tensors:
+    """A shared file of 64 blocks that a client can register."""
+
+    def __init__(self) -> None:
+        self.path = SHM / f"kvtest-{secrets.token_hex(6)}"
+        self.path.write_bytes(os.urandom(64 * BLOCK_BYTES))
+        self.path.chmod(0o600)
+
+    def register(self, instance: int, files: int = 1) -> wire.Register:
+        mappings = [Mapping(self.path.name, 64 * BLOCK_BYTES)] * files
+        return wire.Register(instance, Layout(mappings, [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], 64, bytes(32)))
+
+    def close(self) -> None:
+        self.path.unlink()
+
+
+@pytest.fixture
+def tensors() -> Iterator[Tensors]:
+    made = Tensors()
+    yield made
+    made.close()
+
+
+def hashes(count: int, seed: int = 0) -> bytes:
+    return b"".join(seed.to_bytes(16, "little") + i.to_bytes(16, "little") for i in range(count))
+
+
+def shards(names: bytes, model: str = "m", first_block: int = 0) -> wire.Shards:
+    ids = b"".join(i.to_bytes(4, "little") for i in range(first_block, first_block + len(names) // 32))
+    return wire.Shards("r", model, 1, 0, ROOT, 0, names, ids)
+
+
+def lookup(names: bytes, request: str = "r", model: str = "m") -> wire.Lookup:
+    return wire.Lookup(model, 1, 0, request, 1, names)
+
+
+def counters(server: Depot) -> dict[str, int]:
+    found: dict[str, int] = server.status()["counters"]
+    return found
+
+
+def start(start_depot: StartDepot, *flags: str) -> tuple[Depot, Raw]:
+    server = start_depot(*flags, arena_mib=8)
+    return server, Raw(server).hello()
+
+
+def test_chunks_that_a_clients_requests_pin_are_bounded(start_depot: StartDepot, tensors: Tensors) -> None:
+    server, raw = start(start_depot, "--max-pins", "10")
+    raw.ask(tensors.register(1))
+    names = hashes(8)
+    assert raw.ask(wire.Store(1, 1, [shards(names)])) is True
+    assert raw.ask(lookup(names, "a")) == 8
+    refused = raw.ask(lookup(names, "b"))
+    assert type(refused) is Busy
+    assert "max_pins" in str(refused)
+    assert raw.ask(lookup(names, "a")) == 8  # the same request again pins no more
+    assert raw.ask(lookup(names[:64], "b")) == 2
+    assert raw.ask(wire.EndSession("a")) is None
+    assert raw.ask(lookup(names, "c")) == 8
+    status = server.status()
+    assert status["sessions"] == 2
+    assert status["counters"]["pins_refused"] == 1
+    raw.close()
+
+
+def test_registrations_of_a_client_are_bounded_and_one_can_still_be_replaced(
+    start_depot: StartDepot, tensors: Tensors
+) -> None:
+    server, raw = start(start_depot, "--max-instances", "3")
+    for instance in range(3):
+        assert raw.ask(tensors.register(instance)) is None
+    refused = raw.ask(tensors.register(3))
+    assert type(refused) is Busy
+    assert "max_instances" in str(refused)
+    assert server.status()["instances"] == 3
+    assert raw.ask(tensors.register(2)) is None
+    eventually(lambda: raw.ask(tensors.register(2)) is None)
+    assert raw.ask(wire.Unregister(0)) is None
+    eventually(lambda: raw.ask(tensors.register(3)) is None)
+    assert server.status()["instances"] == 3
+    assert counters(server)["registrations_refused"] >= 1
+    raw.close()
+
+
+def test_namespaces_are_bounded_and_those_that_are_known_go_on(start_depot: StartDepot, tensors: Tensors) -> None:
+    server, raw = start(start_depot, "--max-namespaces", "2")
+    raw.ask(tensors.register(1))
+    for model in ("a", "b"):
+        assert raw.ask(wire.Store(1, 1, [shards(hashes(1), model)])) is True
+    for _ in range(3):
+        refused = raw.ask(wire.Store(1, 1, [shards(hashes(1), "c")]))
+        assert type(refused) is Busy
+        assert "max_namespaces" in str(refused)
+    assert raw.ask(wire.Store(1, 2, [shards(hashes(1, 7), "a")])) is True
+    assert raw.ask(lookup(hashes(1), model="c")) == 0
+    status = server.status()
+    assert sorted(space["model"] for space in status["namespaces"]) == ["a", "b"]
+    assert status["counters"]["namespaces_refused"] == 3
+    raw.close()
+
+
+def test_a_status_stays_small_however_many_models_there_are(start_depot: StartDepot, tensors: Tensors) -> None:
+    server, raw = start(start_depot)
+    raw.ask(tensors.register(1))
+    for number in range(150):
+        raw.ask(wire.Store(1, 1, [shards(hashes(1), f"{number:03}" + "x" * 4000)]))
+    status = server.status()
+    assert status["chunks"] == 150
+    assert len(status["namespaces"]) == 100
+    assert len(json.dumps(status)) < 64 << 10
+    raw.close()
+
+
+@pytest.mark.parametrize("kind", ["lookup", "store", "retrieve", "many parts"])
+def test_a_request_that_names_too_many_chunks_is_refused(start_depot: StartDepot, tensors: Tensors, kind: str) -> None:
+    server, raw = start(start_depot)
+    raw.ask(tensors.register(1))
+    most = hashes(wire.MAX_CHUNKS)
+    assert raw.ask(lookup(most)) == 0
+    request: wire.Request
+    if kind == "lookup":
+        request = lookup(most + hashes(1))
+    elif kind == "many parts":
+        request = wire.Store(1, 1, [shards(b"")] * (wire.MAX_CHUNKS + 1))
+    else:
+        part = wire.Shards("r", "m", 1, 0, ROOT, 0, most + hashes(1), b"")
+        request = wire.Store(1, 1, [part]) if kind == "store" else wire.Retrieve(1, [part])
+    refused = raw.ask(request)
+    assert type(refused) is Busy
+    assert str(wire.MAX_CHUNKS) in str(refused)
+    status = server.status()
+    assert (status["chunks"], status["sessions"], status["operations"]) == (0, 0, 0)
+    assert status["counters"]["large_requests_refused"] == 1
+    raw.close()
+
+
+@pytest.mark.parametrize("size", [5000, 3 * MIB, 10 * MIB])
+def test_a_request_id_of_megabytes_is_an_error_and_nothing_is_done(
+    start_depot: StartDepot, tensors: Tensors, size: int
+) -> None:
+    server, raw = start(start_depot)
+    raw.ask(tensors.register(1))
+    name = "x" * size
+    part = wire.Shards(name, "m", 1, 0, ROOT, 0, hashes(1), bytes(4))
+    for request in (lookup(hashes(1), name), lookup(hashes(1), model=name), wire.Store(1, 1, [part])):
+        error = raw.ask(request)
+        assert isinstance(error, KVDepotError)
+        assert isinstance(error, ProtocolError) or size < 4 * MIB
+        assert len(str(error)) <= wire.MAX_ERROR
+    status = server.status()
+    assert (status["chunks"], status["sessions"], status["operations"]) == (0, 0, 0)
+    assert raw.ask(wire.Noop()) == "ok"
+    raw.close()
+
+
+def test_an_error_that_quotes_what_was_sent_stays_short(start_depot: StartDepot) -> None:
+    _, raw = start(start_depot)
+    body = b"\x91\xdb" + (2 * MIB).to_bytes(4, "big") + b"x" * (2 * MIB)  # a message of an unknown, very long, kind
+    error = raw.ask_bytes(body)
+    assert type(error) is ProtocolError
+    assert len(str(error)) <= wire.MAX_ERROR
+    raw.close()
+
+
+def test_requests_beyond_the_rate_are_refused_and_counted_and_the_next_second_is_another(
+    start_depot: StartDepot,
+) -> None:
+    server, raw = start(start_depot, "--max-rate", "100")
+    other = Raw(server).hello()
+    numbers = range(1, 301)
+    for number in numbers:
+        raw.send(wire.encode_request(number, wire.Noop()))
+    answers = dict(raw.receive() for _ in numbers)
+    assert set(answers) == set(numbers)
+    kinds = [type(answer) for answer in answers.values()]
+    assert kinds.count(str) + kinds.count(Busy) == 300
+    assert kinds.count(Busy) > 0
+    assert other.ask(wire.Noop()) == "ok"
+    eventually(lambda: raw.ask(wire.Noop()) == "ok")
+    assert counters(server)["requests_refused"] >= kinds.count(Busy)
+    raw.close()
+    other.close()
+
+
+def test_a_status_counts_as_four_requests(start_depot: StartDepot) -> None:
+    server, raw = start(start_depot, "--max-rate", "100")
+    for number in range(1, 61):
+        raw.send(wire.encode_request(number, wire.Status()))
+    answers = [raw.receive()[1] for _ in range(60)]
+    assert sum(isinstance(answer, Busy) for answer in answers) >= 10, "two seconds have room for fifty"
+    eventually(lambda: raw.ask(wire.Noop()) == "ok")
+    assert counters(server)["requests_refused"] >= 10
+    raw.close()
+
+
+# -- descriptors
+
+_COMING_AND_GOING = """
+import sys, time, zmq
+from kvdepot.protocol import wire
+from kvdepot.client.socket import MessageQueueClient
+from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable
+served = refused = 0
+context = zmq.Context()
+clients, futures = [], []
+deadline = time.monotonic() + 10
+for _ in range(10):
+    # Ten at a time: what a hundred do at once to a server that may open 64 files, SECURITY.md tells.
+    clients += [MessageQueueClient(sys.argv[1], context) for _ in range(10)]
+    futures += [client.ask(wire.Noop(), deadline_s=3.0) for client in clients[-10:]]
+    soon = time.monotonic() + 0.1
+    while not all([future.query() for future in futures[-10:]]) and time.monotonic() < soon:
+        time.sleep(0.001)
+while not all([future.query() for future in futures]) and time.monotonic() < deadline:
+    time.sleep(0.001)
+for future in futures:
+    try:
+        served += future.result(0.0) == "ok"
+    except (Busy, Unavailable, DeadlineExceeded):
+        refused += 1
+print(served, refused, flush=True)
+sys.stdin.readline()
+for client in clients:
+    client.close()
+context.term()
+"""
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_have_left(
+    start_depot: StartDepot, scheme: str
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else ""
+    server = start_depot(arena_mib=8, url=url, files=64)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+    living = MessageQueueClient(server.url, server.context)
+    assert living.ask(wire.Noop()).result(10.0) == "ok"
+    for _ in range(3):
+        crowd = subprocess.Popen(
+            [sys.executable, "-c", _COMING_AND_GOING, server.url],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        with crowd:
+            assert crowd.stdout is not None
+            served, refused = map(int, crowd.stdout.readline().split())
+            assert served + refused == 100
+            assert server.process.poll() is None, server.logged()
+            assert served > 0, (living.ask(wire.Status()).result(10.0), server.logged())
+            assert refused > 0
+            assert living.ask(wire.Noop()).result(10.0) == "ok"
+        assert crowd.returncode == 0
+
+        def another_is_served() -> bool:
+            client = MessageQueueClient(server.url, server.context)
+            try:
+                return client.ask(wire.Noop(), deadline_s=2.0).result(2.0) == "ok"
+            except KVDepotError:
+                return False
+            finally:
+                client.close()
+
+        eventually(another_is_served, 15.0)
+        eventually(lambda: living.ask(wire.Status()).result(10.0)["clients"] == 1)
+    before, begun = cpu_s(server.process.pid), time.monotonic()
+    living.wait(lambda: False, 2.0)
+    assert (cpu_s(server.process.pid) - before) / (time.monotonic() - begun) < 0.1, "an idle server spins"
+    assert "open files are allowed" in server.logged()
+    living.close()
+
+
+def test_registrations_that_need_more_files_than_are_left_are_refused(
+    start_depot: StartDepot, tensors: Tensors
+) -> None:
+    server = start_depot(arena_mib=8, files=64)
+    raw = Raw(server).hello()
+    refused = raw.ask(tensors.register(1, files=60))
+    assert type(refused) is Busy
+    assert raw.ask(tensors.register(1, files=1)) is None
+    assert raw.ask(wire.Store(1, 1, [shards(hashes(2))])) is True
+    other = Raw(server).hello()
+    assert other.ask(lookup(hashes(2))) == 2
+    assert counters(server)["registrations_refused"] == 1
+    raw.close()
+    other.close()
+
+
+# -- those who flood, and those who do not read
+
+_FLOOD = """
+import msgspec, sys, zmq
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer
+from kvdepot.memory.arena_header import Watch
+from kvdepot.memory.shm import Card
+url, kind = sys.argv[1:]
+context = zmq.Context()
+socket = context.socket(zmq.DEALER)
+card = Card()
+socket.connect(url)
+offer = Offer(card.name, card.secret, False)
+socket.send(wire.encode_request(0, offer.hello))
+_, boot, value = wire.decode_reply(socket.recv())
+proof = msgspec.convert(value, wire.Proof)
+socket.send(wire.encode_request(0, offer.accept(proof, boot, Watch(proof.arena, boot).secret)[0]))
+assert isinstance(wire.decode_reply(socket.recv())[2], list)
+frames = {
+    "lookups": wire.encode_request(1, wire.Lookup("flood", 1, 0, "r", 1, bytes(32))),
+    "status": wire.encode_request(1, wire.Status()),
+    "garbage": bytes(8) + b"garbage",
+    "reads nothing": wire.encode_request(1, wire.Status()),
+}
+frame = frames[kind]
+print(flush=True)
+sent = 0
+while True:
+    try:
+        socket.send(frame, zmq.NOBLOCK)
+        sent += 1
+    except zmq.Again:
+        socket.poll(1000, zmq.POLLOUT if kind == "reads nothing" else zmq.POLLIN | zmq.POLLOUT)
+    while kind != "reads nothing":
+        try:
+            socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            break
+"""
+
+
+def resident_mib(server: Depot) -> float:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", ["lookups", "status", "garbage", "reads nothing"])
+def test_one_that_floods_is_refused_while_others_are_answered_and_the_servers_memory_stays(
+    start_depot: StartDepot, kind: str
+) -> None:
+    """What it costs the others' latency, the benchmark measures."""
+    # A rate that a flood is beyond on any machine: the usual one a process that hardly runs may not reach.
+    server = start_depot("--max-rate", "1000", arena_mib=8)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(HANG_S)
+    resident = resident_mib(server)
+    flood = subprocess.Popen([sys.executable, "-c", _FLOOD, server.url, kind], stdout=subprocess.PIPE, text=True)
+    try:
+        assert flood.stdout is not None
+        assert flood.stdout.readline()
+        eventually(lambda: counters(server).get("requests_refused", 0) > 0)
+        for _ in range(500):
+            assert client.ask(lookup(hashes(32), model="victim")).result(HANG_S) == 0
+            client.wait(lambda: False, 0.002)  # it is within its own rate
+        assert flood.poll() is None
+        assert resident_mib(server) - resident < 64
+    finally:
+        flood.kill()
+        flood.wait()
+        assert flood.stdout is not None
+        flood.stdout.close()
+    client.close()
+
+
+def test_a_thousand_clients_with_ten_thousand_lookups_in_flight_are_all_answered(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=8)
+    contexts = [zmq.Context() for _ in range(2)]
+    for context in contexts:
+        context.set(zmq.MAX_SOCKETS, 4096)  # a client has three
+    clients = [MessageQueueClient(server.url, contexts[i % 2]) for i in range(1000)]
+    try:
+        welcomes = [client.ask(wire.ChunkSize(), deadline_s=60.0) for client in clients]
+        for future in welcomes:
+            assert future.result(60.0) == 256
+        resident = resident_mib(server)
+        server.process.send_signal(signal.SIGSTOP)  # so that all are in flight at once
+        futures: list[Any] = [
+            client.ask(lookup(hashes(8), f"r{i}"), deadline_s=60.0) for i in range(10) for client in clients
+        ]
+        server.process.send_signal(signal.SIGCONT)
+        for future in futures:
+            assert future.result(60.0) == 0
+        assert resident_mib(server) - resident < 128
+        assert counters(server)["lookups"] == 10_000
+    finally:
+        for client in clients:
+            client.close()
+        for context in contexts:
+            context.term()

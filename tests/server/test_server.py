@@ -1,0 +1,747 @@
+"""The `kvdepot` command as its users see it: what it takes, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from kvdepot import __version__, cli
+from kvdepot.adapters import (
+    LMCacheMPSchedulerAdapter,
+    LMCacheMPWorkerAdapter,
+    LoadStoreOp,
+    MessageQueueClient,
+    RequestType,
+)
+from kvdepot.config import Config
+from kvdepot.errors import ArenaError, Busy
+from kvdepot.memory.arena_header import Watch
+from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Memory, Mover
+from kvdepot.protocol import wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.server.loop import Server
+from tests.client.engine import CHUNK, Engine, works
+from tests.conftest import Depot, StartDepot, eventually
+from tests.metronome import ran_s
+from tests.ports import free_port
+from tests.server.process import kill, run_serve
+
+SHM = Path("/dev/shm")
+MIB = 1 << 20
+
+
+def socket_path(depot: Depot) -> Path:
+    return Path(depot.url.removeprefix("ipc://"))
+
+
+def files(depot: Depot) -> list[Path]:
+    """Socket, lock and arena."""
+    path = socket_path(depot)
+    return [path, path.with_name(path.name + ".lock"), SHM / depot.name]
+
+
+# -- help and usage
+
+
+def help_text(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert cli.main([*argv, "--help"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_shows_every_setting_with_its_description_and_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    text = help_text(capsys, "serve")
+    for field in msgspec.structs.fields(Config):
+        assert "--" + field.name.replace("_", "-") in text
+        description = field.type.__metadata__[0].description
+        assert description in text
+        if field.name not in ("url", "tiers"):
+            default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default) or "empty"
+            assert f"{description} (default: {default})" in text
+    assert "--config" in text
+    assert "KVDEPOT_" in text
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys)
+    assert "serve" in text
+    assert "status" in text
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--colour", "red"], ["serve", "--chunk-size"], ["serve", "x"]])
+def test_wrong_usage_exits_2_and_says_why(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert cli.main(argv) == 2
+    assert "Usage: kvdepot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chunk_size", "many"), ("chunk_size", "0"), ("url", "nowhere"), ("policy", "mru"), ("arena_gib", "-1"),
+        ("copy_threads", "0"), ("log_level", "loud"), ("arena_name", "a/b"), ("max_clients", "x"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_a_wrong_value_is_refused_by_name_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    name: str, value: str, source: str,
+) -> None:  # fmt: skip
+    argv = ["serve"]
+    if source == "flag":
+        argv.append(f"--{name.replace('_', '-')}={value}")
+        said = "--" + name.replace("_", "-")
+    elif source == "environment":
+        monkeypatch.setenv(f"KVDEPOT_{name.upper()}", value)
+        said = f"KVDEPOT_{name.upper()}"
+    else:
+        file = tmp_path / "depot.toml"
+        file.write_text(f'{name} = "{value}"\n')
+        argv += ["--config", str(file)]
+        said = str(file)
+    assert cli.main(argv) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("kvdepot: ")
+    assert said in text
+    assert name in text or source != "file", "a flag and a variable name the setting by themselves"
+    assert "Traceback" not in text
+
+
+def test_an_unknown_field_of_the_file_is_refused_by_name_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "depot.toml"
+    file.write_text("chunk_sise = 256\n")
+    assert cli.main(["serve", "--config", str(file)]) == 2
+    assert "chunk_sise" in capsys.readouterr().err
+    assert cli.main(["serve", "--config", str(tmp_path / "missing.toml")]) == 2
+    assert "missing.toml" in capsys.readouterr().err
+
+
+def test_the_process_itself_exits_2_on_a_wrong_value() -> None:
+    ended = run_serve("--chunk-size", "0")
+    assert ended.returncode == 2
+    assert "--chunk-size" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("limit", "most", "says"), [("NOFILE", 16, "ulimit -n"), ("AS", 300 << 20, "ulimit -v")])
+def test_a_process_that_may_have_too_little_is_told_what_to_raise(limit: str, most: int, says: str) -> None:
+    lower = "import resource, os, sys; resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2); "
+    ended = subprocess.run(
+        [
+            sys.executable, "-c", lower + "os.execv(sys.executable, [sys.executable, *sys.argv[3:]])",
+            f"RLIMIT_{limit}", str(most), "-m", "kvdepot.cli", "serve", "--arena-gib", "0.1",
+        ],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("kvdepot: ") and says in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    said = subprocess.run(
+        [
+            sys.executable, "-c",
+            "import resource, sys; from kvdepot.memory.arena import Arena\n"
+            "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)\n"
+            "try:\n Arena(sys.argv[1], 64 << 20, b'bootboot')\n"
+            "except Exception as exc:\n print(type(exc).__name__, exc)",
+            name,
+        ],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert said.stdout.startswith("ArenaError an arena of 0.06 GiB cannot be mapped"), said.stderr
+    assert not (SHM / name).exists()
+
+
+def test_a_server_without_standard_input_output_and_error_keeps_those_numbers_from_its_files(tmp_path: Path) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    url = f"ipc://{tmp_path}/s"
+    Depot.names.add(name)
+    process = subprocess.Popen(
+        [
+            "/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh",
+            sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-name", name, "--arena-gib", "0.05",
+        ]
+    )  # fmt: skip
+    context: zmq.Context[Any] = zmq.Context()
+    client = MessageQueueClient(url, context)
+    try:
+        answer = client.ask(wire.ChunkSize(), deadline_s=None)
+        eventually(lambda: answer.query() or process.poll() is not None, 30.0)
+        assert process.poll() is None
+        open_files = {int(fd.name): str(fd.readlink()) for fd in Path(f"/proc/{process.pid}/fd").iterdir()}
+        assert [open_files[number] for number in range(3)] == ["/dev/null"] * 3
+        assert [number for number, path in open_files.items() if path == f"/dev/shm/{name}"]
+    finally:
+        client.close()
+        context.term()
+        process.terminate()
+        process.wait(20)
+    assert process.returncode == 0
+
+
+def test_the_log_tells_when_an_engine_is_gone_and_not_when_a_command_or_a_probe_is(start_depot: StartDepot) -> None:
+    depot = start_depot()
+    for _ in range(3):
+        depot.status()
+    scheduler = LMCacheMPSchedulerAdapter(depot.url, depot.context, "m", 1, 0, 64)
+    scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
+    eventually(lambda: scheduler.check_lookup_result("r") == 0)
+    worker = LMCacheMPWorkerAdapter(depot.url, depot.context, "m", 1, 0, 64)
+    worker.register_kv_caches({"layer": torch.zeros(8, 64, 4)})
+    scheduler.shutdown()
+    worker.shutdown()
+    asking = MessageQueueClient(depot.url, depot.context)  # one for all, or each would be a client that has to go
+    eventually(lambda: asking.ask(wire.Status()).result(10.0)["clients"] == 1)
+    asking.close()
+    depot.stop()
+    assert depot.logged().count("is gone") == 2
+
+
+def test_settings_of_file_environment_and_flags_reach_the_server(
+    start_depot: StartDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "depot.toml"
+    file.write_text('chunk_size = 64\nlog_level = "debug"\ncopy_threads = 1\n')
+    monkeypatch.setenv("KVDEPOT_COPY_THREADS", "3")
+    server = start_depot("--config", str(file), chunk_size=128, arena_mib=8)
+    assert server.status()["chunk_size_tokens"] == 128
+    eventually(lambda: "3 copy threads" in server.logged())
+
+
+# -- status
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_in_vain() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A `kvdepot status` where no server is; it waits for one while the other tests run."""
+    url = f"ipc:///tmp/kvdepot-test-{uuid.uuid4().hex[:12]}.sock"
+    command = [sys.executable, "-m", "kvdepot.cli", "status", "--url", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield url, process
+        process.kill()
+
+
+def test_status_prints_what_the_server_holds_as_json(depot: Depot, capsys: pytest.CaptureFixture[str]) -> None:
+    assert works(depot)
+    assert cli.main(["status", "--url", depot.url, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["chunk_size_tokens"] == CHUNK
+    assert printed["chunks"] >= 1
+    assert printed["used_bytes"] > 0
+    assert printed["devices"] == []  # no GPU before a worker registers from it
+    assert {"clients", "sessions", "instances", "holds", "operations", "namespaces", "counters"} <= set(printed)
+
+
+# -- one server a place
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Depot]:
+    server = Depot(arena_mib=4).wait_ready()
+    yield server
+    server.close()
+
+
+def test_a_second_server_on_the_same_socket_is_refused_and_the_first_goes_on(small: Depot) -> None:
+    other = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    ended = run_serve("--url", small.url, "--arena-name", other, "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert "another kvdepot server" in ended.stderr
+    assert small.url in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / other).exists()
+    assert all(path.exists() for path in files(small))
+    assert works(small)
+
+
+def test_a_second_server_on_the_same_arena_is_refused_and_the_first_goes_on(small: Depot, tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path}/other.sock"
+    ended = run_serve("--url", url, "--arena-name", small.name, "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert "in use by another kvdepot server" in ended.stderr
+    assert small.name in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert (SHM / small.name).stat().st_size == 4 * MIB
+    assert works(small)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ipc:///no/such/folder/depot.sock", "No such file"),
+        ("ipc:///" + "x" * 120, "107 bytes"),
+        ("tcp://[::1%no-such-interface]:7000", "cannot listen"),
+    ],
+)
+def test_an_address_nobody_can_listen_on_is_refused(url: str, said: str) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    ended = run_serve("--url", url, "--arena-name", name, "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / name).exists()
+
+
+@pytest.mark.parametrize(("gib", "said"), [("1000000", "does not fit in /dev/shm"), ("0.000001", "raise --arena-gib")])
+def test_an_arena_of_an_impossible_size_is_refused(tmp_path: Path, gib: str, said: str) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    ended = run_serve("--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", name, "--arena-gib", gib)
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / name).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_foreign_file_in_the_arenas_place_is_left_alone(tmp_path: Path) -> None:
+    path = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    path.write_bytes(b"somebody's data" * 100)
+    try:
+        ended = run_serve("--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", path.name, "--arena-gib", "0.01")
+        assert ended.returncode == 1
+        assert "no kvdepot arena" in ended.stderr
+        assert path.read_bytes() == b"somebody's data" * 100
+    finally:
+        path.unlink()
+
+
+# -- files
+
+
+def test_only_its_user_can_open_the_socket_the_lock_and_the_arena(small: Depot) -> None:
+    path, lock, arena = files(small)
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, lock, arena)] == [0o600] * 3
+
+
+def test_the_arena_is_never_larger_than_asked(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=3)
+    arena = SHM / server.name
+    engine = Engine(server, block_bytes=MIB // 16)  # a chunk of 256 KiB
+
+    def check() -> None:
+        info = arena.stat()
+        assert info.st_size == 3 * MIB
+        assert info.st_blocks * 512 <= 3 * MIB
+
+    for number in range(30):
+        engine.store([number] * CHUNK, [0, 1, 2, 3])
+        check()
+    eventually(lambda: arena.stat().st_blocks * 512 == 3 * MIB)
+    status = server.status()
+    assert status["evicted_chunks"] > 0
+    assert status["used_bytes"] <= status["capacity_bytes"] <= 3 * MIB
+    engine.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_server_with_0_and_removes_its_files(start_depot: StartDepot, number: int) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may have been started with nohup themselves
+    try:
+        server = start_depot()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    engine = Engine(server)
+    engine.store(list(range(CHUNK)), [0, 1, 2, 3])
+    assert all(path.exists() for path in files(server))
+    server.process.send_signal(number)
+    assert server.process.wait(60) == 0
+    assert not any(path.exists() for path in files(server))
+    assert "stopped" in server.logged()
+    assert "Traceback" not in server.logged()
+    engine.close()
+
+
+def test_a_server_that_is_to_outlive_its_terminal_does_so(start_depot: StartDepot) -> None:
+    """As `nohup kvdepot serve` is started: with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = start_depot(arena_mib=4)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.status()["clients"]
+    assert server.stop() == 0
+
+
+def test_an_arena_whose_name_was_taken_away_is_told_and_whose_else_is_left_alone(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=4)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(10.0)
+    path = SHM / server.name
+    path.unlink()
+    eventually(lambda: client.ask(wire.Status()).result(10.0)["unreachable"])
+    assert client.ask(wire.Noop()).result(10.0) == "ok", "who is connected goes on"
+    other = MessageQueueClient(server.url, server.context)
+    with pytest.raises(ArenaError, match=f"{path} was removed or replaced while it ran.*start the server anew"):
+        other.learn_chunk_size(10.0)
+    path.write_text("somebody else's")
+    ticks = server.logged().count("ERROR")
+    assert ticks == 1 and f"{path} was removed or replaced" in server.logged()
+    for each in (client, other):
+        each.close()
+    assert server.stop() == 0
+    assert server.logged().count("ERROR") == 1, "it is said once"
+    assert path.read_text() == "somebody else's"
+
+
+def test_a_socket_whose_name_was_taken_away_is_made_again(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=4)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(10.0)
+    for _ in range(2):
+        socket_path(server).unlink()
+        eventually(socket_path(server).exists)
+        other = MessageQueueClient(server.url, server.context)
+        assert other.learn_chunk_size(10.0) == client.ask(wire.ChunkSize()).result(10.0)
+        other.close()
+    assert "was removed: listening there again" in server.logged()
+    client.close()
+    assert server.stop() == 0
+    assert not socket_path(server).exists()
+
+
+def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=4)
+    client = MessageQueueClient(server.url, server.context)
+    client.learn_chunk_size(10.0)
+    other = socket_path(server).with_suffix(".other")
+    other.write_text("somebody else's")
+    other.rename(socket_path(server))
+    eventually(lambda: "socket" in client.ask(wire.Status()).result(10.0)["unreachable"])
+    assert "another file lies where the socket was" in server.logged()
+    client.close()
+    server.process.kill()
+
+
+def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -> None:
+    server = start_depot()
+    engine = Engine(server)
+    for number in range(50):
+        engine.worker.submit_store_request(f"r{number}", LoadStoreOp([0, 1, 2, 3], token_ids=[number] * CHUNK), None)
+    server.process.terminate()
+    done: set[str] = set()
+    names = {f"r{number}" for number in range(50)}
+    eventually(lambda: done.update(engine.worker.get_finished(names)[0] or ()) or done == names)
+    assert server.process.wait(60) == 0
+    engine.close()
+
+
+class Hanging(Mapped):
+    """Tensors behind a driver that does not come back until it is let go."""
+
+    task_bytes = 1
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.began = threading.Event()
+
+    def lane(self, is_store: bool) -> str:
+        return "a GPU's"
+
+    def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        self.hang()
+
+    def hang(self) -> None:
+        self.began.set()
+        self.let_go.wait(60)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("what", ["a copy", "mapping tensors"])
+def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says_that_it_touches_no_block(
+    tmp_path: Path, what: str
+) -> None:
+    name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=8 / 1024, drain_s=0.1, http="off"))
+    hanging = Hanging()
+    if what == "a copy":
+        server.depot.operations += 1
+        server._mover.submit(Copy(None, False, hanging, []))
+    else:
+        server._mover.submit(Call(None, hanging.hang))
+    assert hanging.began.wait(10)
+    watch = Watch(name, server.boot)
+    ending = threading.Thread(target=server.close)
+    ending.start()
+    ending.join(10)
+    try:
+        assert not ending.is_alive(), "it waits for the driver"
+        assert not watch.is_gone(), "clients would hand out blocks that the copy may yet write"
+    finally:
+        hanging.let_go.set()
+        ending.join()
+        server._mover.stop()
+        server.arena.close(remove=True)
+        watch.close()
+
+
+def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> None:
+    outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    mover = Mover(cast(Any, None), 2, lambda token, outcome: outcomes.put((token, outcome)))
+    hanging = [Hanging() for _ in range(4)]
+    for one in hanging:
+        mover.submit(Call("device", one.hang, "devices"))
+    mover.submit(Call("processor", lambda: 7))
+    assert outcomes.get(timeout=10) == ("processor", 7)
+    assert not mover.stop(0.01)
+    for one in hanging:
+        one.let_go.set()
+    assert mover.stop()
+    assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
+
+
+@pytest.mark.faults
+def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot: StartDepot) -> None:
+    first = start_depot(arena_mib=8)
+    engine = Engine(first, block_bytes=16384, blocks=24)  # 64 KiB a chunk
+    prompts = [[number] * (2 * CHUNK) for number in range(10)]
+    stored = {}
+    for number, tokens in enumerate(prompts):
+        engine.cache[:8] = torch.randint(0, 256, engine.cache[:8].shape, dtype=torch.uint8)
+        engine.store(tokens, list(range(8)))
+        stored[number] = engine.cache[:8].clone()
+    kill(first)
+    second = start_depot(url=first.url, name=first.name, arena_mib=8)
+    eventually(lambda: "with 20 chunks" in second.logged())
+    assert second.status()["chunks"] == 20
+    engine.wait_connected()
+    for number, tokens in enumerate(prompts):
+        assert engine.lookup(tokens) == 2 * CHUNK
+        assert engine.retrieve(tokens, list(range(8, 16))) == set()
+        assert torch.equal(engine.cache[8:16], stored[number])
+    assert engine.lookup([77] * CHUNK) == 0
+    engine.close()
+    assert second.stop() == 0
+    assert not any(path.exists() for path in files(first))
+
+
+@pytest.mark.faults
+def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> None:
+    first = start_depot(arena_mib=8)
+    engine = Engine(first, block_bytes=MIB // 16)  # 256 KiB a chunk
+    for number in range(24):
+        engine.store([number] * CHUNK, [0, 1, 2, 3])
+    kill(first)
+    smaller = start_depot(url=first.url, name=first.name, arena_mib=4)
+    engine.wait_connected()
+    assert (SHM / first.name).stat().st_size == 4 * MIB
+    hits = [number for number in range(24) if engine.lookup([number] * CHUNK)]
+    assert smaller.status()["chunks"] == len(hits)
+    assert 8 <= len(hits) < 16
+    for number in hits:
+        assert engine.retrieve([number] * CHUNK, [4, 5, 6, 7]) == set()
+        assert torch.equal(engine.cache[4:8], engine.cache[:4])
+    kill(smaller)
+    larger = start_depot(url=first.url, name=first.name, arena_mib=16)
+    assert (SHM / first.name).stat().st_size == 16 * MIB
+    assert larger.status()["chunks"] == len(hits)
+    engine.wait_connected()
+    engine.store([99] * CHUNK, [0, 1, 2, 3])
+    assert engine.lookup([99] * CHUNK) == CHUNK
+    engine.close()
+
+
+@pytest.mark.faults
+def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: StartDepot) -> None:
+    first = start_depot(arena_mib=8)
+    engine = Engine(first)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    kill(first)
+    for url in ("tcp://192.0.2.1:5555", "tcp://127.0.0.1:notaport"):
+        ended = run_serve("--url", url, "--arena-name", first.name, "--arena-gib", str(8 / 1024))
+        assert ended.returncode in (1, 2)
+    second = start_depot(url=first.url, name=first.name, arena_mib=8)
+    assert second.status()["chunks"] == 1
+    engine.close()
+
+
+def test_a_server_that_stops_says_so_last(start_depot: StartDepot) -> None:
+    depot = start_depot()
+    assert depot.stop() == 0
+    assert depot.logged().splitlines()[-1].endswith("stopped")  # nor do libraries complain at the end
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDepot, number: int) -> None:
+    first = start_depot("--on-stop", "keep", arena_mib=8)
+    engine, tokens = Engine(first), list(range(CHUNK))
+    engine.store(tokens, [0, 1, 2, 3])
+    first.process.send_signal(number)
+    assert first.process.wait(60) == 0
+    assert [path.exists() for path in files(first)] == [False, False, True]
+    second = start_depot(url=first.url, name=first.name, arena_mib=8)
+    assert second.status()["chunks"] == 1
+    engine.wait_connected()
+    assert engine.lookup(tokens) == CHUNK
+    assert engine.retrieve(tokens, [4, 5, 6, 7]) == set()
+    assert torch.equal(engine.cache[4:8], engine.cache[:4])
+    engine.close()
+    assert second.stop() == 0
+    assert not (SHM / first.name).exists()
+
+
+# -- clients that die
+
+_CHILD = """
+import sys, time
+import torch, zmq
+from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+
+context = zmq.Context()
+shape = (sys.argv[1], context, "dying", 1, 0, 64)
+scheduler, worker = LMCacheMPSchedulerAdapter(*shape), LMCacheMPWorkerAdapter(*shape)
+worker.register_kv_caches({"layer": torch.zeros(8, 64, 4)})
+worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=list(range(256))), None)
+while not worker.get_finished({"r"})[0]:
+    pass
+scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
+assert scheduler.wait_lookup_result("r", 10.0) == 256
+print(scheduler.mq_client.card.name, worker.mq_client.card.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.faults
+def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot: StartDepot) -> None:
+    server = start_depot()
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout is not None
+        cards = child.stdout.readline().split()
+        assert len(cards) == 2
+        assert all((SHM / card).exists() for card in cards)
+        status = server.status()
+        assert (status["sessions"], status["instances"]) == (1, 1)
+        assert status["holds"] > 0
+        child.kill()
+        child.wait(10)
+    killed = time.monotonic()
+
+    def released() -> bool:
+        status = server.status()
+        counts = status["sessions"], status["instances"], status["holds"]
+        return counts == (0, 0, 0) and not any((SHM / card).exists() for card in cards)
+
+    eventually(released, timeout_s=5.0)
+    assert ran_s(killed) < 5.0
+    assert server.status()["counters"]["clients_died"] >= 2
+    maps = Path(f"/proc/{server.process.pid}/maps")
+    eventually(lambda: "torch_" not in maps.read_text())
+    assert works(server)
+
+
+def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobody(start_depot: StartDepot) -> None:
+    server = start_depot(arena_mib=8)
+    file = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    file.write_bytes(bytes(MIB))
+    file.chmod(0o600)
+    client = MessageQueueClient(server.url, server.context)
+    layout = Layout([Mapping(file.name, MIB)], [Segment(0, 0, 4096, 4096)], 256, bytes(32))
+    try:
+        assert client.ask(wire.Register(1, layout)).result(10.0) is None
+        blocks = np.array([254, 255], "<u4").tobytes()
+        parts = [wire.Shards("r", "cut", 1, 0, b"", 0, bytes([n]) * 32, blocks) for n in (1, 2)]
+        assert client.ask(wire.Store(1, 1, parts[:1])).result(10.0) is True
+        os.truncate(file, MIB // 2)
+        assert client.ask(wire.Store(1, 2, parts[1:])).result(10.0) is False
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [False]
+        os.truncate(file, MIB)
+        assert client.ask(wire.Retrieve(1, parts[:1])).result(10.0) == [True]
+        assert works(server)
+    finally:
+        file.unlink()
+        client.close()
+
+
+# -- limits
+
+
+def connect(server: Depot) -> MessageQueueClient | None:
+    """A client that the server has welcomed; None where it is refused."""
+    client = MessageQueueClient(server.url, server.context)
+    try:
+        client.submit_request(RequestType.NOOP, []).result(10.0)
+    except Busy:
+        client.close()
+        return None
+    return client
+
+
+@pytest.mark.faults
+def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_left(start_depot: StartDepot) -> None:
+    server = start_depot("--max-clients", "2", arena_mib=4)
+    first, second = eventually(lambda: connect(server)), eventually(lambda: connect(server))
+    assert connect(server) is None
+    first.close()
+    third = eventually(lambda: connect(server), timeout_s=5.0)
+    assert second.submit_request(RequestType.NOOP, []).result(10.0) == "ok"
+    second.close()
+    third.close()
+
+
+# -- tcp
+
+
+@pytest.mark.faults
+def test_a_tcp_endpoint_on_the_loopback_works_and_is_not_shared(start_depot: StartDepot) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    server = start_depot(url=url, arena_mib=8)
+    assert works(server)
+    ended = run_serve("--url", url, "--arena-name", f"{server.name}-2", "--arena-gib", "0.01")
+    assert ended.returncode == 1
+    assert url in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (SHM / f"{server.name}-2").exists()
+    assert works(server)
+    assert server.stop() == 0
+    assert not (SHM / server.name).exists()
+
+
+# -- last, for it takes seconds
+
+
+def test_status_without_a_server_exits_1_and_names_the_address(
+    asked_in_vain: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, process = asked_in_vain
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert out == ""
+    assert "Traceback" not in err
+    assert url in err
