@@ -15,7 +15,7 @@
     |- ArenaError           arena           the shared memory cannot be had: in use, too large, not ours
     |- DeviceError          device          a GPU or its driver refuses: not there, too old, out of memory, failed
     |- TierError            tier            a tier as a whole cannot be had: not reachable, or it refuses us
-    `- InternalError        internal        a bug of ours, told to the caller instead of to nobody
+    `- InternalError        internal        internal error; see the server log
 
 A miss is a value (0 chunks, False), never an error. The code after the class name is what travels on the
 wire; codes are stable, so a client of another version maps what it does not know to `KVDepotError`.
@@ -137,7 +137,7 @@ class TierError(KVDepotError):
 
 
 class InternalError(KVDepotError):
-    """A bug of ours, told to the caller instead of to nobody."""
+    """Internal error; see the server log."""
 
     code = "internal"
 

@@ -86,7 +86,7 @@ class _Writer(logging.Handler):
                 lost, self._told = dropped - self._told, dropped
                 record = logging.LogRecord(
                     __name__, logging.WARNING, __file__, 0,
-                    "%d lines of the log are lost: whoever reads it is too slow", (lost,), None,
+                    "%d log lines lost: the reader of standard error is too slow", (lost,), None,
                 )  # fmt: skip
                 self._write(self.format(record))
 

@@ -123,14 +123,19 @@ def test_windows_longer_than_the_servers_life_are_left_out() -> None:
     reuse = [Reuse(window, 256_000, 64_000, 0.25) for window in (60.0, 600.0, 3600.0)]
     text = shown(a_status(hit_rates=rates, reuse=reuse, uptime_s=90.0))
     assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
-    assert "25.0 % in 1 min" in text and "50.0 %" in text and "an endless cache 75.0 %" in text
+    assert "25.0 % in 1 min" in text and "50.0 %" in text and "upper bound (infinite cache) 75.0 %" in text
     assert "in 1 h" in shown(a_status(hit_rates=rates, uptime_s=700.0))
 
 
 def test_what_somebody_should_look_at_is_said() -> None:
-    tier = TierStatus("redis://h", "through", "left alone", None, None, None, 0, 0, {})
+    tier = TierStatus("redis://h", "through", "circuit breaker open", None, None, None, 0, 0, {})
     text = shown(a_status(tiers=[tier], unrecorded_shards=3, counters={"corrupt_chunks": 2}))
-    for words in ("look below", "redis://h is left alone", "3 shards would not survive", "2 chunks in memory were not"):
+    for words in (
+        "look below",
+        "redis://h: circuit breaker open",
+        "3 shards would not survive",
+        "2 chunks failed their",
+    ):
         assert words in text
     assert "working, up" in shown(a_status())
 

@@ -79,7 +79,7 @@ def test_to_reset_says_where_a_tier_cannot_be_told(
         hashes = fill(client, tensors, "model@1", 1)
         assert upkeep.reset(client, "model@1") is False
         (line,) = caplog.messages
-        assert line.startswith("what was stored of model@1 may be there still: redis://127.0.0.1:1: not forgotten:")
+        assert line.startswith("chunks of model@1 may remain stored: redis://127.0.0.1:1: not forgotten:")
         assert depot.status()["chunks"] == 0 and found(client, "model@1", hashes) == 0
     finally:
         client.close()
@@ -98,6 +98,6 @@ def test_to_reset_without_a_server_says_that_something_may_be_left(
         if how == "gone before":
             depot.process.wait(20)
         assert upkeep.reset(client, "model@1") is False
-        assert "what was stored of model@1 may be there still: kvdepot:" in caplog.text
+        assert "chunks of model@1 may remain stored: kvdepot:" in caplog.text
     finally:
         client.close()

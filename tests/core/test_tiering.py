@@ -280,7 +280,7 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
     faulty.inject(down=1)
     for chain in chains[:FAILURES]:
         assert host.find(b"one", look(chain)) == 0
-    assert host.depot.tiering.status(0.0)[0].state == "left alone"
+    assert host.depot.tiering.status(0.0)[0].state == "circuit breaker open"
     asked = host.send(b"one", look(chains[FAILURES]))
     assert host.answers[asked] == 0 and not host.errands  # nobody asks it
     faulty.inject()
@@ -420,7 +420,7 @@ def test_a_load_that_hangs_in_a_tier_left_alone_does_not_keep_another_tier_from_
         while any(errand.tier == 1 for errand in there.errands):
             there.work(next(errand for errand in there.errands if errand.tier == 1))
         there.pass_time(0.5)
-    assert there.depot.tiering.status(there.now)[0].state == "left alone"
+    assert there.depot.tiering.status(there.now)[0].state == "circuit breaker open"
     asked = there.send(b"one", look(chain, "r2"))
     while any(errand.tier == 1 for errand in there.errands):
         there.work(next(errand for errand in there.errands if errand.tier == 1))
@@ -445,7 +445,7 @@ def test_no_chunk_is_broken_where_there_is_none(tier: MemoryTier) -> None:
 
 
 def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait(tier: MemoryTier) -> None:
-    """A blip of an instant, with twelve lookups under way: the tier is left alone for 30 s, not for one."""
+    """A blip of an instant, with twelve lookups under way: its circuit breaker opens for 30 s, not for one."""
     faulty = FaultyTier(tier)
     host = new_host(faulty)
     for i in range(12):
@@ -557,7 +557,7 @@ def test_what_a_tier_that_failed_does_not_get_is_counted_apart_from_what_found_n
         host.ask(b"one", wire.Store(1, 1 + i, [shards(prompt(f"p{i}", 2), 0, 2, blocks=list(range(4)))]))
         host.rest()
     status = host.depot.tiering.status(host.now + 7.0)[0]
-    assert status.state == "left alone" and status.error
+    assert status.state == "circuit breaker open" and status.error
     assert status.error_s == pytest.approx(7.0)
     assert status.counters["unavailable_chunks"] == 2 * (FAILURES + 2)
     assert not status.counters.get("dropped_chunks") and not status.counters.get("refused_chunks")
@@ -571,8 +571,8 @@ def test_a_tier_that_cannot_be_had_at_the_start_is_told_of_by_its_first_probe(
     host = new_host(faulty)
     host.rest()
     status = host.depot.status().tiers[0]
-    assert status.state == "left alone" and status.error
-    assert f"tier {status.name} is left alone for a while: {status.error}" in caplog.text
+    assert status.state == "circuit breaker open" and status.error
+    assert f"tier {status.name}: circuit breaker open, retrying with backoff: {status.error}" in caplog.text
 
 
 def test_what_was_evicted_before_its_turn_is_not_written(tier: MemoryTier) -> None:
@@ -668,7 +668,7 @@ def test_quiet_tiers_are_looked_after() -> None:
     assert isinstance(probe, Probe)
     for second in range(12, 40):
         host.take(host.depot.tick(float(second), 1000.0 + second))
-    assert host.depot.tiering.status(0.0)[0].state == "left alone"
+    assert host.depot.tiering.status(0.0)[0].state == "circuit breaker open"
     assert len(host.errands) == 1
 
 

@@ -184,7 +184,7 @@ def test_registering_and_dying_a_hundred_times_leaves_nothing_in_the_server(
     known = held(), files()
     keeper.process.call("register_again", 100)
     settled(depot, instances=1)
-    assert "in use no longer" not in depot.logged(), "the new tensors are mapped before the old are given up"
+    assert "no longer in use" not in depot.logged(), "the new tensors are mapped before the old are given up"
     eventually(lambda: leaves_no_more(*known))
     for how in ("one", "virtual", "each"):
         victim = start_engine(depot, how=how)

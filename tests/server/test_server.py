@@ -402,7 +402,7 @@ def test_an_arena_whose_name_was_taken_away_is_told_and_whose_else_is_left_alone
     eventually(lambda: client.ask(wire.Status()).result(10.0)["unreachable"])
     assert client.ask(wire.Noop()).result(10.0) == "ok", "who is connected goes on"
     other = MessageQueueClient(server.url, server.context)
-    with pytest.raises(ArenaError, match=f"{path} was removed or replaced while it ran.*start the server anew"):
+    with pytest.raises(ArenaError, match=f"{path} was removed or replaced while it ran.*restart the server"):
         other.learn_chunk_size(10.0)
     path.write_text("somebody else's")
     ticks = server.logged().count("ERROR")

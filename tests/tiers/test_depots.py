@@ -124,11 +124,11 @@ def test_a_store_that_is_down_at_the_start_is_named_with_its_error_in_log_status
 ) -> None:
     port = free_port()
     depot = start_depot("--tiers", f"redis://:hunter2@127.0.0.1:{port}/0", "--log-level", "info")
-    shown = eventually(lambda: (now := tier(depot))["state"] == "left alone" and now)
+    shown = eventually(lambda: (now := tier(depot))["state"] == "circuit breaker open" and now)
     assert "Connection refused" in shown["error"] and shown["error_s"] >= 0
-    eventually(lambda: f"tier redis://127.0.0.1:{port}/0 is left alone for a while" in depot.logged())
+    eventually(lambda: f"tier redis://127.0.0.1:{port}/0: circuit breaker open" in depot.logged())
     said = command("status", "--url", depot.url).stdout
-    assert "left alone" in said and "refused" in said
+    assert "circuit breaker open" in said and "refused" in said
     with engine(depot) as here:
         assert here.store(1, CHUNKS)
         eventually(lambda: tier(depot)["counters"].get("unavailable_chunks") == CHUNKS)
@@ -161,7 +161,7 @@ def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
             # How much later than the deadline, and what a hit in memory takes meanwhile, the benchmark measures.
             for family in range(10, 14):
                 assert toy.lookup(family, CHUNKS) == 0
-            eventually(lambda: tier(depot)["state"] == "left alone")
+            eventually(lambda: tier(depot)["state"] == "circuit breaker open")
             late = tier(depot)["counters"]["late"]
             assert 0 < late <= 4
             assert toy.hits([1], CHUNKS) == CHUNKS
@@ -180,7 +180,7 @@ def test_a_store_that_dies_is_left_alone_and_taken_back_when_it_lives_again(
         for family in range(10, 16):
             assert toy.lookup(family, CHUNKS) == 0
             assert toy.store(family, CHUNKS)
-        assert tier(depot)["state"] == "left alone"
+        assert tier(depot)["state"] == "circuit breaker open"
         assert toy.hits([10], CHUNKS) == CHUNKS
         redis_server.start()
         eventually(lambda: tier(depot)["state"] == "up", 60.0)

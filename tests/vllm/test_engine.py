@@ -146,7 +146,7 @@ def test_a_reset_of_the_connector_forgets_all_of_the_model_and_says_where_that_m
     depot.process.kill()
     depot.process.wait(10)
     assert engine.tell("reset all") is False
-    assert "may be there still" in engine.logged()
+    assert "may remain stored" in engine.logged()
     assert engine.run(tokens)["tokens"] == cold["tokens"]
     engine.stop()
 

@@ -162,7 +162,7 @@ def example_status(wall_s: float = 0.0) -> Status:
         },
         events=[
             Event(now - 84_000, "clients_died", "engine 71c0e0d1 died; what it held is free"),
-            Event(now - 40_110, "tier", "s3 is left alone"),
+            Event(now - 40_110, "tier", "s3: circuit breaker open"),
             Event(now - 40_050, "tier", "s3 is up"),
             Event(now - 18_200, "engine", "engine 17e5f6b9 came: Qwen/Qwen3-32B"),
             Event(now - 3_320, "dropped_chunks", "chunks not stored, for want of room: 12"),

@@ -116,7 +116,7 @@ def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_sav
     assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
     assert text(page, "#hit-windows [data-row=reuse]") == "Reused 61.0% 58.2% 55.1% 53.5%"
     assert text(page, "#hit-windows [data-row=hit]") == "Found in the depot 78.1% 75.2% 72.4% 69.8%"
-    assert text(page, "#hit-windows [data-row=ceiling]") == "Found, if endless 84.2% 82.9% 81.1% 83.4%"
+    assert text(page, "#hit-windows [data-row=ceiling]") == "Upper bound (infinite cache) 84.2% 82.9% 81.1% 83.4%"
     assert text(page, "#saved-tokens") == "198.7M"
     assert text(page, "#saved-prefill") == "11 h 27 min"
 
@@ -223,10 +223,12 @@ def test_names_that_look_like_markup_are_text(site: Site, open_page: OpenPage) -
 
 def test_a_tier_left_alone_is_something_to_look_at(site: Site, open_page: OpenPage) -> None:
     disk, s3 = site.status.tiers
-    site.status = msgspec.structs.replace(site.status, tiers=[disk, msgspec.structs.replace(s3, state="left alone")])
+    site.status = msgspec.structs.replace(
+        site.status, tiers=[disk, msgspec.structs.replace(s3, state="circuit breaker open")]
+    )
     page = open_page()
     assert text(page, "#state") == "Working, with something to look at"
-    assert "s3 is left alone" in text(page, "#reasons")
+    assert "s3: circuit breaker open" in text(page, "#reasons")
     assert page.get_attribute("#verdict", "data-level") == "look"
 
 

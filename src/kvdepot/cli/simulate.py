@@ -18,7 +18,7 @@ __all__ = ["simulate"]
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--policy", metavar="NAME,...", help=f"eviction policies ({', '.join(POLICIES)}) and bounds "
-    f"({', '.join(BOUNDS)}: what an endless cache and a clairvoyant one would hit); default: all",
+    f"({', '.join(BOUNDS)}: what an infinite cache and a clairvoyant one would hit); default: all",
 )  # fmt: skip
 @click.option(
     "--capacity-blocks", metavar="N,...", help="sizes of the cache in blocks of the trace; default: up to all of "

@@ -136,7 +136,7 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
 
 
 def _found(now: Status) -> list[tuple[str, Text]]:
-    """What the depot had, whether engines needed it or not, beside what an endless one would have had."""
+    """What the depot had, whether engines needed it or not, beside what an infinite one would have had."""
     counted = [rate for rate in _lived(now, now.hit_rates) if rate.chunks]
     longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
     return [
@@ -144,7 +144,7 @@ def _found(now: Status) -> list[tuple[str, Text]]:
             "" if number else "in depot",
             Text(
                 f"{share(rate.hit_rate):>7} in {_window(rate.window_s):<{longest}} of {count(rate.chunks)} chunks; "
-                f"an endless cache {share(rate.ceiling)}"
+                f"upper bound (infinite cache) {share(rate.ceiling)}"
             ),
         )
         for number, rate in enumerate(counted)
@@ -193,7 +193,7 @@ def _faults(now: Status) -> list[str]:
     """What somebody should look at: now, and since the start."""
     faults = [f"no new engine can connect: {clean(now.unreachable)}"] if now.unreachable else []
     faults += [
-        f"{clean(tier.name)} is {clean(tier.state)}" + (f": {clean(tier.error)}" if tier.error else "")
+        f"{clean(tier.name)}: {clean(tier.state)}" + (f": {clean(tier.error)}" if tier.error else "")
         for tier in now.tiers
         if tier.state != "up"
     ]
@@ -201,7 +201,7 @@ def _faults(now: Status) -> list[str]:
     if now.unrecorded_shards:
         faults.append(f"{count(now.unrecorded_shards)} shards would not survive a crash: the table of records is full")
     if corrupt := now.counters.get("corrupt_chunks", 0):
-        faults.append(f"{count(corrupt)} chunks in memory were not what had been stored: run `kvdepot check`")
+        faults.append(f"{count(corrupt)} chunks failed their checksum; suspect faulty RAM, and run `kvdepot check`")
     return faults
 
 

@@ -235,5 +235,5 @@ def reset(client: MessageQueueClient, model: str) -> bool:
     except KVDepotError as exc:
         left = [f"kvdepot: {exc}"]
     for what in left:
-        log.warning("what was stored of %s may be there still: %s", model, what)
+        log.warning("chunks of %s may remain stored: %s", model, what)
     return not left

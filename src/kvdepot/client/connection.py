@@ -327,7 +327,7 @@ class Connection:
         self.chunk_size = welcome.chunk_size
         self.lookup_s = welcome.lookup_s
         if self._met and self._registered:
-            log.info("connected to %s again: registering again", self._url)
+            log.info("reconnected to %s; registering again", self._url)
         self._met = True
         # Asked before the parked requests are: what is unanswered when these are answered never will be.
         waiting = {*self._parked, *self._recovering}
@@ -448,7 +448,7 @@ class Connection:
         try:
             number, boot, value = wire.decode_reply(frame if opened is None else opened)
         except ProtocolError:
-            log.warning("dropped %d bytes that are no reply", len(frame))
+            log.warning("dropped %d bytes that are not a reply", len(frame))
             return
         self._last_reply = self._clock()
         self.heard += 1

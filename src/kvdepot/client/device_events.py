@@ -5,7 +5,7 @@ let go or fails, once, whatever its event does, and nobody waits here who does n
 
 Events are asked again and again, all of them in each round, so that a retrieve never waits behind a later store's
 event. Whoever polls for outcomes asks too (`look`): what an engine's own thread sends needs no hand-over between
-threads. A thread of our own sees to the rest. Not taken: blocking in the driver until an event happens. That
+threads. A thread of our own sees to the rest. Rejected: blocking in the driver until an event happens. That
 waits for one event at a time, has no deadline and no end when the engine shuts down, and burns a core for every event
 that its maker did not mark as blocking.
 """
@@ -133,7 +133,7 @@ class EventQueue:
         try:
             self._prepare()
         except Exception:  # events say themselves what they cannot do
-            log.exception("the thread that asks events could not be prepared")
+            log.exception("could not set up the device-event thread")
         pause = _FIRST_PAUSE_S
         while not self._stopping:
             before = len(self._waiting)
@@ -164,5 +164,5 @@ def _end(waiting: _Waiting, answer: bool | KVDepotError) -> None:
     except KVDepotError as exc:
         waiting.fail(exc)
     except Exception as exc:  # nobody may be left waiting, and others wait behind this one
-        log.exception("what waited for an event could not go on")
+        log.exception("a request that waited for a device event failed")
         waiting.fail(KVDepotError(f"it could not go on after its event: {exc!r}"))

@@ -1,9 +1,9 @@
-"""What an endless cache would have hit: the online ceiling beside a server's own hit rate.
+"""What an infinite cache would have hit: the online upper bound beside a server's own hit rate.
 
 Called by core/depot.py on the deciding thread. The one law: it may be off by a little, it may not cost much: half a
 MiB, and a fraction of a microsecond a chunk that is looked up.
 
-An endless cache misses a chunk exactly once, so in any window its misses are the chunks that are looked up for the
+An infinite cache misses a chunk exactly once, so in any window its misses are the chunks that are looked up for the
 first time. How many those are says a HyperLogLog sketch (P. Flajolet et al., 2007) that is told of every chunk: as many
 as its count grew by. Growth is counted as it happens (HIP; E. Cohen, "All-distances sketches, revisited", 2014), which
 is far nearer for the little that is new in a minute than the difference of two estimates of everything.
@@ -13,7 +13,7 @@ year. So sketches take turns: one begins each day and counts from its second day
 day. With ten million chunks seen, the ceiling of a window of 200,000 is off by about a point.
 
 Sketches come from `datasketches` (Apache), the extra `ceiling`; without it there is no ceiling and nothing else
-changes. Not taken: `datasketch` and `hyperloglog`, pure Python, more than a microsecond a chunk.
+changes. Rejected: `datasketch` and `hyperloglog`, pure Python, more than a microsecond a chunk.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Ceiling:
             self._seen = self._sketch.get_estimate()
 
     def rates(self, hits: int = 0) -> list[tuple[float, int, float, float]]:
-        """For each window: its length (s), the chunks looked up in it, the share that hit, that of an endless cache.
+        """For each window: its length (s), the chunks looked up in it, the share that hit, that of an infinite cache.
 
         hits: chunks that hit since the start.
         A window reaches back its length and up to a twelfth more, or to the start. Empty without `datasketches`.

@@ -70,7 +70,7 @@ class Report:
         for tier in self._depot.tiering.status(now):
             if self._tiers.setdefault(tier.name, "up") != tier.state:
                 self._tiers[tier.name] = tier.state
-                self.note("tier", f"{tier.name} is {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
+                self.note("tier", f"{tier.name}: {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
 
     def status(self, tenant: str = "") -> Status:
         """What there is and what has happened. tenant: whose namespaces and engines are listed; empty: everybody's."""

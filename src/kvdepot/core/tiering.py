@@ -235,7 +235,7 @@ class Tiering:
         heapq.heappush(self._times, (when, next(self._numbers), act, whose))
 
     def tick(self, now: float) -> Errands:
-        """Once a second: look after tiers that are quiet, and those that were left alone."""
+        """Once a second: look after tiers that are quiet, and those whose circuit breaker is open."""
         errands: Errands = []
         for tier in self._tiers:
             due = now >= (tier.probe_after if tier.breaker.usable else tier.breaker.probe_at)
@@ -388,7 +388,7 @@ class Tiering:
                 near.append(arrival)
             elif self._index.sealed_shard(space, rank, key) is None:
                 tier = search.found.get((i, rank))
-                late = (space.number, key, rank) in self._arrivals  # of a tier that is left alone
+                late = (space.number, key, rank) in self._arrivals  # of a tier whose circuit breaker is open
                 if tier is None or not (late or self._index.missing(space, rank, key)):
                     return None
                 far.append((rank, tier))
@@ -687,7 +687,7 @@ class Tiering:
             tier.counters["failures"] += 1
             self._failed(tier, now, str(outcome), token.is_probe)
         elif outcome is not None and tier.breaker.succeeded(now):
-            log.info("tier %s is back", tier.config.name, extra={"tier": tier.config.name})
+            log.info("tier %s recovered", tier.config.name, extra={"tier": tier.config.name})
         return token.then(outcome, now)
 
     def _failed(self, tier: _Tier, now: float, why: str, is_probe: bool = False) -> None:
@@ -695,7 +695,12 @@ class Tiering:
         tier.error, tier.failed_at = why, now
         if not tier.breaker.failed(now, is_probe):
             return
-        log.warning("tier %s is left alone for a while: %s", tier.config.name, why, extra={"tier": tier.config.name})
+        log.warning(
+            "tier %s: circuit breaker open, retrying with backoff: %s",
+            tier.config.name,
+            why,
+            extra={"tier": tier.config.name},
+        )
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
         tier.counters["unavailable_chunks"] += len(queue)
@@ -713,7 +718,7 @@ class Tiering:
             TierStatus(
                 name=tier.config.name,
                 write=tier.config.options.write,
-                state="up" if tier.breaker.usable else "left alone",
+                state="up" if tier.breaker.usable else "circuit breaker open",
                 objects=tier.usage.objects if tier.usage is not None else None,
                 bytes=tier.usage.bytes if tier.usage is not None else None,
                 capacity_bytes=tier.usage.capacity_bytes if tier.usage is not None else None,

@@ -205,7 +205,7 @@ class Publisher:
                     self._hear(ready)
             self._publish([AllBlocksCleared()])
         except Exception:  # the top of a thread: whoever listens hears no beat any more, and the depot goes on
-            log.exception("KV events are not published any more")
+            log.exception("KV events are no longer published")
         finally:
             self._close_sockets()
 

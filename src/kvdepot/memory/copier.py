@@ -214,10 +214,10 @@ class Lane:
 def copy(arena: Memory, task: Copy) -> list[int] | None:
     """Run one task; its outcome. Blocks while the bytes move. Raises DeviceError."""
     if not (task.whole or task.mapped.whole)():
-        log.warning("a client has cut off its shared memory: not copied")
+        log.warning("a client truncated its shared memory: copy skipped")
         return None
     if task.is_store and not all(arena.ensure(*extent) for piece in task.pieces for extent in piece.extents):
-        log.warning("no memory behind the arena: %s is full", shm.SHM)
+        log.warning("cannot allocate arena memory: %s is full", shm.SHM)
         return None
     task.mapped.move(arena, task.pieces, task.is_store)
     block_bytes = task.mapped.layout.block_bytes

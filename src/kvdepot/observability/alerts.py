@@ -92,13 +92,13 @@ ALERTS = (
     Alert(
         "KVDepotMemorySmall", "info", "2h",
         "max by (job, instance) (kvdepot_hit_ratio_ceiling - kvdepot_hit_ratio) > 0.2",
-        "{{ $labels.instance }} misses {{ $value | humanizePercentage }} that a cache without end would hit.",
+        "{{ $labels.instance }} misses {{ $value | humanizePercentage }} that an infinite cache would hit.",
         "More memory or a disk tier would pay; `kvdepot simulate` tells how much from a trace of requests.",
     ),
     Alert(
         "KVDepotTierDown", "warning", "5m",
         "kvdepot_tier_up == 0",
-        "{{ $labels.instance }} leaves its tier {{ $labels.tier }} alone: it fails or does not answer.",
+        "{{ $labels.instance }}: the circuit breaker of tier {{ $labels.tier }} is open: it fails or does not answer.",
         "`kvdepot status` shows its last error. It is probed, and taken back by itself once it answers.",
     ),
     Alert(

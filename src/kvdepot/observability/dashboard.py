@@ -61,7 +61,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
               "sum(increase(kvdepot_saved_prefill_seconds_total{@}[$__range]))", "s"),
         _stat("Memory used", "A full depot is a healthy one: it evicts what is least worth keeping.",
               "kvdepot_memory_used_bytes{@} / kvdepot_memory_capacity_bytes{@}", "percentunit"),
-        _stat("Tiers left alone", "Stores behind memory that fail or do not answer.",
+        _stat("Tiers with an open circuit breaker", "Stores behind memory that fail or do not answer.",
               "count(kvdepot_tier_up{@} == 0) or vector(0)", alarm=1),
     )),
     ("What it gains", (

@@ -44,7 +44,7 @@ class Reuse(msgspec.Struct, frozen=True):
 
 class HitRate(msgspec.Struct, frozen=True):
     """Of a window: its length, chunks looked up in it, the share that was found in the depot, and the share that an
-    endless depot would have found. Found is not reused: engines may have had the same chunks in their own caches."""
+    infinite depot would have found. Found is not reused: engines may have had the same chunks in their own caches."""
 
     window_s: float
     chunks: int

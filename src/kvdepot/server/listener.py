@@ -106,7 +106,7 @@ class Door:
         left -= min(1024, max(16, left // 8))
         most = max(1, min(clients, left // (_CLIENT_FILES + 2)))
         if most < clients:
-            log.warning("%d open files are allowed: %d clients at most, not %d", limit, most, clients)
+            log.warning("the limit of %d open files allows %d clients, not %d", limit, most, clients)
         # Half of the rest is for those that connect to be told that there are too many, or to look and go.
         spare = max(0, left - (_CLIENT_FILES + 1) * most)
         self._most = most + spare // 2
@@ -124,7 +124,7 @@ class Door:
                     counters["connections_refused"] += 1
                     shut(value)
                 elif self._connections == self._most:
-                    log.warning("%d connections, as many as open files allow", self._connections)
+                    log.warning("%d connections: the limit of open files is reached", self._connections)
                     self._hide(True)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections -= 1
@@ -144,7 +144,7 @@ class Door:
                 self._listen()
             except (Unavailable, OSError) as exc:
                 if not self.lost:
-                    log.error("%s was removed, and cannot be made again: %s", self._path, exc)
+                    log.error("%s was removed and cannot be recreated: %s", self._path, exc)
                 self.lost = True
             else:
                 log.warning("%s was removed: listening there again", self._path)

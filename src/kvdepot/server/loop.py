@@ -184,7 +184,7 @@ class Server:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
             for line in restored.dropped[:_LINES]:
-                log.warning("not taken back: %s", line)
+                log.warning("record dropped during recovery: %s", line)
             log.info(
                 "took over the arena %s with %d chunks in %.3f s; %d records and %d slots made no sense",
                 arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), len(restored.damaged),
@@ -327,7 +327,7 @@ class Server:
         if self.arena.is_lost():
             raise ArenaError(
                 f"the server's arena {self.arena.path} was removed or replaced while it ran, so no client can check "
-                "whom it talks to: start the server anew"
+                "whom it talks to: restart the server"
             )
         known = self._cards.get(identity)
         if known is not None and hello.card != known.name:
@@ -435,7 +435,7 @@ class Server:
                 card.close(remove=True)
         corrupt = self.depot.counters["corrupt_chunks"]
         if corrupt > self._corrupt:
-            log.error("%d chunks in memory were not what had been stored: is this machine's memory sound?", corrupt)
+            log.error("%d chunks failed their checksum; suspect faulty RAM", corrupt)
             self._corrupt = corrupt
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # clients that died before they were met
@@ -449,14 +449,12 @@ class Server:
         if self.arena.is_lost():
             report.unreachable = "the arena's file in /dev/shm was removed or replaced"
             if not was:
-                log.error(
-                    "%s was removed or replaced: no new engine can connect; start the server anew", self.arena.path
-                )
+                log.error("%s was removed or replaced: no new engine can connect; restart the server", self.arena.path)
         elif self._door.lost:
             report.unreachable = "another file lies where the unix socket was"
             if not was:
                 log.error(
-                    "another file lies where the socket was, at %s: no new engine can connect; start the server anew",
+                    "another file has replaced the socket %s: no new engine can connect; restart the server",
                     self._config.url,
                 )
         if report.unreachable and not was:

@@ -1,8 +1,8 @@
-"""When a tier is left alone, and when it is tried again. Pure: time is an argument.
+"""A tier's circuit breaker: when it opens, and when the tier is probed. Pure: time is an argument.
 
-A tier that fails FAILURES times with no success in between is left alone, as is one that has never answered when its
-first probe fails; after a while it is asked one harmless
-question, and when it answers that, it is used again. Each question that fails doubles the while.
+It opens after FAILURES failures with no success in between, or when the first probe of a tier that has never answered
+fails. While it is open, the tier gets one harmless probe after a pause, which doubles with each probe that fails; a
+probe that succeeds closes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Breaker:
         self.trips = 0
 
     def succeeded(self, now: float) -> bool:
-        """It answered; True when it had been left alone until now."""
+        """It answered; True when the breaker had been open until now."""
         back = not self.usable
         self.usable = True
         self.failures = 0
@@ -39,12 +39,12 @@ class Breaker:
         return back
 
     def failed(self, now: float, is_probe: bool = False) -> bool:
-        """It failed, or did not answer in time; True when it is to be left alone from now on.
+        """It failed, or did not answer in time; True when the breaker opens.
 
         is_probe: it was asked whether it is there at all, and nothing else.
         """
         if not self.usable and now < self.probe_at:
-            return False  # asked before it was left alone
+            return False  # asked before the breaker opened
         self.failures += 1
         was_never_there = is_probe and self.last_success == float("-inf")
         if self.usable and self.failures < FAILURES and not was_never_there:

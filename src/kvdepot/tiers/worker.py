@@ -210,7 +210,7 @@ class Carrier:
 
     def _tell_refused(self) -> None:
         if self._refused is not None:
-            log.warning("tier %s cannot be had yet: %s", self._config.name, self._config.redact(self._refused))
+            log.warning("tier %s is unavailable: %s", self._config.name, self._config.redact(self._refused))
 
     def _open(self) -> Tier:
         with self._opening:
@@ -281,7 +281,7 @@ def _load(
     slack = codec.slack
     blobs = []
     if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
-        log.warning("no memory behind the arena: nothing is loaded")  # which is no fault of the tier
+        log.warning("cannot allocate arena memory: a load from a tier is dropped")  # which is no fault of the tier
         return [None] * len(parts)
     for i, part in enumerate(parts):
         kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
@@ -307,7 +307,7 @@ def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldes
     if not codec.is_readable(header):
         if not codec.told:
             codec.told = True
-            log.warning("%s is a miss, as are all objects like it: %s", part.name, codec.why_not(header))
+            log.warning("%s counts as a miss, as do similar objects: %s", part.name, codec.why_not(header))
         return None
     if header.coding:
         out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]

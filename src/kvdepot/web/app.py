@@ -333,7 +333,7 @@ def _answer_error(_: Request[Any, Any, State], exc: Exception) -> Response[Probl
             if status_code >= 500:
                 problem = Problem(InternalError.code, problem.message)
         case _:
-            log.error("an answer failed", exc_info=exc)
+            log.error("an HTTP handler failed", exc_info=exc)
             status_code, problem = 500, Problem(InternalError.code, "internal error; see the server log")
     headers = {"retry-after": "1"} if status_code in (429, 503) else {}
     if status_code == 413:

@@ -161,7 +161,7 @@ class Child:
                 return socket.create_server((host, port), family=family, backlog=_BACKLOG)
             except OSError as exc:
                 if not told:
-                    log.warning("no HTTP at %s until that can be had: %s", self._config.http, exc.strerror)
+                    log.warning("cannot bind HTTP to %s (%s); retrying", self._config.http, exc.strerror)
                 told = True
             self._stopping.wait(_LISTEN_S)
         return None
@@ -197,7 +197,7 @@ class Child:
                 process.stdin.flush()
             log.info("web page, metrics and API: http://%s", address)
             if not is_loopback(f"tcp://{address}"):
-                log.warning("other hosts can reach it: with the token, which nothing encrypts but a proxy in front")
+                log.warning("other hosts can reach it; the token is sent unencrypted unless a TLS proxy is in front")
             return process.wait()
         finally:
             with self._lock:

@@ -108,11 +108,11 @@ class Poll:
             except KVDepotError as exc:
                 problem = exc.code
                 if problem != before.problem:
-                    log.info("the depot does not answer the web process: %s", exc)
+                    log.info("the server does not answer the web process: %s", exc)
             except Exception:
                 problem = InternalError.code
                 if problem != before.problem:
-                    log.exception("the web process cannot make sense of the depot's answer")
+                    log.exception("the web process cannot parse the server's reply")
             self.turn = Turn(before.number + 1, answer, problem)
             self.on_turn()
             due = max(due + POLL_S, time.monotonic())

@@ -119,7 +119,9 @@ def _hit_rates(status: Status) -> Iterator[Metric]:
         labels=["window_seconds"],
     )
     ceiling = GaugeMetricFamily(
-        "kvdepot_hit_ratio_ceiling", "The share that a depot without an end would have had.", labels=["window_seconds"]
+        "kvdepot_hit_ratio_ceiling",
+        "Upper bound: the share that an infinite cache would have had.",
+        labels=["window_seconds"],
     )
     for window in status.hit_rates:
         if not window.chunks:  # nothing was looked up: a share of nothing is not 0
@@ -175,7 +177,7 @@ def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
 
 
 def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("kvdepot_tier_up", "0 while a tier that failed is left alone.", labels=["tier"])
+    up = GaugeMetricFamily("kvdepot_tier_up", "0 while a tier's circuit breaker is open.", labels=["tier"])
     gauges = {
         "objects": GaugeMetricFamily("kvdepot_tier_objects", "Objects in a tier.", labels=["tier"]),
         "bytes": GaugeMetricFamily("kvdepot_tier_bytes", "Bytes in a tier.", labels=["tier"]),

@@ -164,7 +164,7 @@ class _Listener:
         try:
             connection, _ = self._socket.accept()
         except OSError as exc:  # no files to open, most likely: it is asked again at once
-            log.warning("nobody can fetch device memory: %s", exc)
+            log.warning("cannot share device memory: %s", exc)
             time.sleep(_NO_FILES_S)
             return
         if _peer(connection) != os.geteuid():
@@ -184,7 +184,7 @@ class _Listener:
         try:
             going_on = self._answer(connection)
         except Exception:
-            log.exception("device memory could not be handed out")
+            log.exception("could not export device memory")
             going_on = False
         if going_on:
             self._deadlines[connection] = time.monotonic() + _IDLE_S

@@ -60,7 +60,7 @@ class Gpu:
             with self.driver.current(self.context):
                 self.ways.close()
         except DeviceError as exc:
-            log.error("%r could not be left in order: %s", self, exc)
+            log.error("could not release %r cleanly: %s", self, exc)
         try:
             self.driver.release(self.device)
         except DeviceError as exc:
@@ -196,7 +196,7 @@ class Gpus:
                     self._choices[uuid] = calibrate.choose(calibrate.measure(gpu))
             gpu.ways.choice = self._choices[uuid]
         except DeviceError as exc:
-            log.warning("how best to copy from and to %s could not be measured: %s", uuid, exc)
+            log.warning("could not measure the copy paths of %s: %s", uuid, exc)
         except BaseException:
             gpu.close()
             raise
@@ -221,7 +221,7 @@ class Gpus:
         self.pins.give_up(gpu.context)
         gpu.close()
         self.pins.resume()
-        log.info("%s %s is in use no longer", gpu.name, gpu.uuid)
+        log.info("%s %s is no longer in use", gpu.name, gpu.uuid)
 
     def status(self) -> list[Device]:
         """Each GPU in use. Never blocks."""

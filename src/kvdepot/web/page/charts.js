@@ -27,7 +27,7 @@ export const CHARTS = [
     lines: [
       { name: "reuse_rate", label: "Reused", colour: "--blue", filled: true },
       { name: "hit_rate", label: "Found", colour: "--orange", dash: [6, 3] },
-      { name: "ceiling", label: "Found, if endless", colour: "--grey", dash: [2, 3] },
+      { name: "ceiling", label: "Upper bound", colour: "--grey", dash: [2, 3] },
     ],
   },
   {

@@ -16,14 +16,14 @@ export function verdict(status, slow, dropped) {
 function* concerns(status, slow, dropped) {
   if (slow) yield slow;
   for (const tier of status.tiers) {
-    if (tier.state !== "up") yield `${tier.name} is ${tier.state}, and tried again from time to time: ${tier.error || "it fails"}.`;
+    if (tier.state !== "up") yield `${tier.name}: ${tier.state}, retrying with backoff: ${tier.error || "it fails"}.`;
   }
   for (const device of status.devices) {
     if (device.failure) yield `${device.name} (${device.uuid}): ${device.failure}.`;
   }
   const corrupt = status.counters.corrupt_chunks;
   if (corrupt) {
-    yield `${count(corrupt)} ${corrupt === 1 ? "chunk" : "chunks"} in memory were found damaged, and dropped, since the start.`;
+    yield `${count(corrupt)} ${corrupt === 1 ? "chunk" : "chunks"} failed the checksum since the start; suspect faulty RAM.`;
   }
   if (status.unrecorded_shards) {
     yield `${count(status.unrecorded_shards)} stored parts have no record: a restart would lose them.`;

@@ -103,7 +103,7 @@ function showGain(status) {
 function foundText(headline, found, hasFound) {
   if (!headline.asked_tokens) return "Nothing has been looked up yet.";
   const text = "loaded from the depot, beyond the engines' own caches";
-  if (found) return `${text}. Found there: ${share(found.hit_rate)} of the chunks, of about ${share(found.ceiling)} at most, were memory endless`;
+  if (found) return `${text}. Found there: ${share(found.hit_rate)} of the chunks; upper bound (infinite cache) about ${share(found.ceiling)}`;
   return hasFound ? text : `${text}. The upper bound needs the package datasketches on the server.`;
 }
 
