@@ -2,7 +2,7 @@
 
 The server's socket and threads are replaced by the story, which decides in what order copies and calls end, who dies,
 and when the server is killed and started again on its arena. The rest is real: `wire.decode_request`, `Depot`, `Index`,
-`Records`, `restore`, mapped shared memory, `mover.copy`.
+`Records`, `restore`, mapped shared memory, `copier.copy`.
 
 The oracle: a chunk's bytes are a function of its name, written into the client's blocks just before a store is sent. So
 a retrieve that answers True must bring these bytes. Names whose bytes the story itself has spoilt (two requests at
@@ -34,8 +34,8 @@ from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import InternalError, KVDepotError, LayoutError, ProtocolError
 from kvdepot.eviction import Lru
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.memory import copier as mover
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory import copier as copier
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.memory.shm import SHM
@@ -93,20 +93,20 @@ class Arena:
 
 @dataclass
 class Page:
-    """A client's card."""
+    """A client's lease."""
 
     fence: int = 0
 
 
 class Client:
-    """One life of a client: its identity comes back, its memory and card do not."""
+    """One life of a client: its identity comes back, its memory and lease do not."""
 
     _lives = itertools.count()
 
     def __init__(self, identity: bytes, symbol: str) -> None:
         self.identity = identity
         self.symbol = symbol  # what its registrations call its file, in every replay alike
-        self.card = Page()
+        self.lease = Page()
         self.ticket = 0
         self.file = f"kvdepot-fuzz-{os.getpid()}-{next(self._lives)}"
         fd = os.open(SHM / self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -166,7 +166,7 @@ class Desk:
 
     def boot(self) -> None:
         records = Records(memoryview(self.table))
-        self.index = Index(Space(START, START + PAGES * PAGE), Lru(), records)
+        self.index = Index(Allocator(START, START + PAGES * PAGE), Lru(), records)
         self.restored = restore(self.index)
         self.index.validate()
         config = Config(
@@ -212,7 +212,7 @@ class Desk:
             ids = piece.block_ids
             assert len(ids) and int(ids.min()) >= 0 and int(ids.max()) < layout.num_blocks, ids
             assert 0 <= piece.skip < len(ids)
-            assert sum(length for _, length in piece.extents) == Space.rounded(size * len(ids))
+            assert sum(length for _, length in piece.extents) == Allocator.rounded(size * len(ids))
             for start, length in piece.extents:
                 assert START <= start < start + length <= START + PAGES * PAGE and (start - START) % PAGE == 0
                 for is_store, (other, reach) in under_way:
@@ -228,7 +228,7 @@ class Desk:
         task = self.tasks.pop(position)
         outcome: Any
         if isinstance(task, Copy):
-            outcome = None if fails else mover.copy(self.arena, task)
+            outcome = None if fails else copier.copy(self.arena, task)
         else:
             try:
                 outcome = task.run()
@@ -313,7 +313,7 @@ class Desk:
 
     def give_up_stores(self, client: Client) -> None:
         """The engine raises the fence and reuses the blocks of its stores at once."""
-        client.card.fence = client.ticket
+        client.lease.fence = client.ticket
         mine = [question for question in self.asked.values() if question.client is client]
         for question in mine:
             if question.is_store:
@@ -330,7 +330,7 @@ class Desk:
             client = Client(identity, symbol)
             self.clients[place] = client
             self.files[symbol] = client.file
-        self.depot.hello(identity, self.clients[place].card)
+        self.depot.hello(identity, self.clients[place].lease)
 
     def join(self, place: int) -> None:
         """Say hello and ask for both registrations."""
@@ -354,8 +354,8 @@ class Desk:
         """kill -9, and a new server on the same arena: all that was sealed and recorded is back, and nothing else."""
         recorded = sum(
             shard.slot >= 0
-            for space in self.index.namespaces()
-            for chunk in space.chunks.values()
+            for namespace in self.index.namespaces()
+            for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
         )
         self.tasks.clear()
@@ -490,7 +490,7 @@ class Desk:
         }
         assert not any(left.values()), left
         clear(self.index)
-        assert self.index.space.free_bytes == self.index.space.capacity, "bytes belong to nobody"
+        assert self.index.allocator.free_bytes == self.index.allocator.capacity, "bytes belong to nobody"
         assert not self.index.records.used and not self.index.namespaces(), self.index.records
 
     def close(self) -> None:

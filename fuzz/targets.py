@@ -26,7 +26,7 @@ from kvdepot.core.index.recovery import restore
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
 from kvdepot.eviction import Lru
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena import Arena, smallest_arena
 from kvdepot.memory.arena_header import CHUNKS_OFFSET, MAGIC, Header
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
@@ -200,8 +200,8 @@ _PAGES = 48
 _START = PAGE + _SLOTS * SLOT_BYTES + 64
 
 
-def _space() -> Space:
-    return Space(_START, _START + _PAGES * PAGE)
+def _allocator() -> Allocator:
+    return Allocator(_START, _START + _PAGES * PAGE)
 
 
 def _check_restored(index: Index) -> None:
@@ -210,41 +210,41 @@ def _check_restored(index: Index) -> None:
     REACHED["chunks restored"] += index.chunks
     REACHED["chained chunks restored"] += sum(c.depth > 1 for s in index.namespaces() for c in s.chunks.values())
     places: list[tuple[int, int]] = []
-    for space in index.namespaces():
-        for chunk in space.chunks.values():
+    for namespace in index.namespaces():
+        for chunk in namespace.chunks.values():
             for rank, shard in chunk.shards.items():
-                assert 0 <= rank < space.world_size and rank in space.layouts, (rank, space)
-                assert sum(length for _, length in shard.extents) == Space.rounded(shard.size) > 0, shard
+                assert 0 <= rank < namespace.world_size and rank in namespace.layouts, (rank, namespace)
+                assert sum(length for _, length in shard.extents) == Allocator.rounded(shard.size) > 0, shard
                 places += shard.extents
     places.sort()
-    reached = index.space.start
+    reached = index.allocator.start
     for start, length in places:
         assert start >= reached and length > 0, f"{start}+{length} overlaps, or lies before {reached}"
-        assert (start - index.space.start) % PAGE == 0 == length % PAGE, f"{start}+{length} is no extent"
+        assert (start - index.allocator.start) % PAGE == 0 == length % PAGE, f"{start}+{length} is no extent"
         reached = start + length
-    assert reached <= index.space.end
+    assert reached <= index.allocator.end
     taken = sum(length for _, length in places)
-    assert index.space.free_bytes + taken == index.space.capacity
+    assert index.allocator.free_bytes + taken == index.allocator.capacity
 
 
 def _check_usable(index: Index) -> None:
     """The index goes on: all of the arena can be had again, and nothing is left of the old when that goes too."""
-    space = index.namespace("fuzz", 1, 0, bytes(32), 1)
-    space.live += 1
-    for number in range(index.space.capacity // PAGE + 1):
-        chunk = index.reserve(space, 0, number.to_bytes(HASH_BYTES, "big"), b"", 0, PAGE)
+    namespace = index.namespace("fuzz", 1, 0, bytes(32), 1)
+    namespace.live += 1
+    for number in range(index.allocator.capacity // PAGE + 1):
+        chunk = index.reserve(namespace, 0, number.to_bytes(HASH_BYTES, "big"), b"", 0, PAGE)
         assert chunk is not None, f"no room for page {number} although nothing is held"
         index.seal(chunk, 0)
     index.validate()
-    space.live -= 1
+    namespace.live -= 1
     clear(index)
     index.validate()
-    assert index.space.free_bytes == index.space.capacity and not index.namespaces()
+    assert index.allocator.free_bytes == index.allocator.capacity and not index.namespaces()
     assert not index.records.used, index.records
 
 
 def _restored(table: bytes) -> Index:
-    index = Index(_space(), Lru(), Records(memoryview(bytearray(table))))
+    index = Index(_allocator(), Lru(), Records(memoryview(bytearray(table))))
     restore(index)
     return index
 
@@ -337,11 +337,11 @@ class _Liar:
 def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
     """Everything about every shard that a retrieve goes by."""
     return {
-        (space.model, space.world_size, space.blocks_in_chunk, space.layouts.get(rank), rank, key): (
+        (namespace.model, namespace.world_size, namespace.blocks_in_chunk, namespace.layouts.get(rank), rank, key): (
             shard.extents, shard.size, shard.checksum, chunk.position and chunk.position,
         )
-        for space in index.namespaces()
-        for key, chunk in space.chunks.items()
+        for namespace in index.namespaces()
+        for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items()
         if shard.sealed
     }  # fmt: skip
@@ -350,20 +350,20 @@ def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
 def _stored(pick: Choices) -> tuple[Index, bytearray]:
     """An index into which a story has stored, and its table."""
     table = bytearray(_SLOTS * SLOT_BYTES)
-    index = Index(_space(), Lru(), Records(memoryview(table)))
+    index = Index(_allocator(), Lru(), Records(memoryview(table)))
     for _ in range(pick.below(40)):
         prompt, first, ranks = pick.below(4), pick.below(3), 1 + pick.below(2)
-        space = index.namespace(f"model-{ranks}" * pick.of((1, 20)), ranks, 0, bytes([ranks]) * 32, 2)
-        space.live += 1  # as for a registered engine
+        namespace = index.namespace(f"model-{ranks}" * pick.of((1, 20)), ranks, 0, bytes([ranks]) * 32, 2)
+        namespace.live += 1  # as for a registered engine
         for rank in range(ranks):
-            index.namespace(space.model, ranks, rank, bytes([ranks]) * 32, 2)
+            index.namespace(namespace.model, ranks, rank, bytes([ranks]) * 32, 2)
         parent = ROOT if first == 0 else bytes([prompt, first - 1]) * 16
         for i in range(first, first + 1 + pick.below(3)):
             key = bytes([prompt, i]) * 16
             for rank in range(ranks):
-                if not index.missing(space, rank, key):
+                if not index.missing(namespace, rank, key):
                     continue
-                chunk = index.reserve(space, rank, key, parent, i + 1, 1 + pick.below(3 * PAGE))
+                chunk = index.reserve(namespace, rank, key, parent, i + 1, 1 + pick.below(3 * PAGE))
                 if chunk is None:
                     continue
                 if pick.below(8):
@@ -442,13 +442,13 @@ def arena(data: bytes) -> None:
             summed = told[:12] + bytes(4) + told[16:]
             assert not any(told) or crc32(summed).to_bytes(4, "little") == told[12:16], "a damaged header was believed"
             index = Index(
-                Space(taken.header.chunks_start, size), Lru(), Records(taken.table(), taken.ensure_table)
+                Allocator(taken.header.chunks_start, size), Lru(), Records(taken.table(), taken.ensure_table)
             )  # fmt: skip
             restore(index, taken.read_table(), taken.whole)
             _check_restored(index)
             taken.settle()
             assert path.stat().st_size == size
-            assert index.space.end <= size
+            assert index.allocator.end <= size
         finally:
             index = None  # type: ignore[assignment]
             taken.close(remove=False)

@@ -162,7 +162,7 @@ def test_who_logs_does_not_wait_for_who_reads_and_what_is_lost_is_counted(
         log.info("heard again")
         while said[-1]["message"] != "heard again":
             said += [json.loads(line) for line in pour(mouth, 1).splitlines()]
-        lost = sum(int(line["message"].split()[0]) for line in said if "are lost" in line["message"])
+        lost = sum(int(line["message"].split()[0]) for line in said if "lines lost" in line["message"])
         numbers = [int(line["message"].split()[0]) for line in said if "xxx" in line["message"]]
         assert numbers == sorted(numbers) and len(numbers) >= 100
         assert lost and lost + len(numbers) == 1000
@@ -228,12 +228,12 @@ def test_what_a_request_gets_from_a_tier_is_told_with_its_id_and_the_tier(caplog
     host.find(b"one", store(chain, request="cmpl-7"))
     clear(host.index)
     assert host.find(b"one", lookup(chain, "cmpl-8")) == 2
-    assert about(caplog, "cmpl-8") == ["a search loads 2 shards from this tier", "found 2 of 2 chunks"]
+    assert about(caplog, "cmpl-8") == ["a tier lookup loads 2 shards from this tier", "found 2 of 2 chunks"]
     (loads,) = [record for record in caplog.records if "loads" in record.getMessage()]
     assert loads.tier == "disk:///d"  # type: ignore[attr-defined]
 
 
-def test_a_search_that_a_tier_answers_late_is_told_with_its_request_and_tier(
+def test_a_tier_lookup_that_a_tier_answers_late_is_told_with_its_request_and_tier(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     host = new_host(MemoryTier())

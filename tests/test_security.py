@@ -28,7 +28,7 @@ from kvdepot.adapters import (
 )
 from kvdepot.config import load
 from kvdepot.errors import BadRequest, ConfigError, LayoutError, Unavailable, UnknownClient
-from kvdepot.memory.shm import Card
+from kvdepot.memory.shm import Lease
 from kvdepot.protocol import curve, wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -64,42 +64,42 @@ def raw(loopback: Depot) -> Iterator[Raw]:
     client.close()
 
 
-# -- cards
+# -- leases
 
 
-def test_a_hello_with_a_living_clients_card_but_not_its_secret_is_refused(raw: Raw, loopback: Depot) -> None:
+def test_a_hello_with_a_living_clients_lease_but_not_its_secret_is_refused(raw: Raw, loopback: Depot) -> None:
     victim = MessageQueueClient(loopback.url, loopback.context)
     victim.learn_chunk_size(10.0)
     try:
-        for guess in (b"", bytes(16), secrets.token_bytes(16), victim.card.secret[:15], victim.card.secret + b"x"):
-            assert type(raw.introduce(victim.card.name, guess)) is BadRequest
+        for guess in (b"", bytes(16), secrets.token_bytes(16), victim.lease.secret[:15], victim.lease.secret + b"x"):
+            assert type(raw.introduce(victim.lease.name, guess)) is BadRequest
             assert type(raw.ask(wire.Noop())) is UnknownClient
     finally:
         victim.close()
 
 
-def test_a_card_that_no_server_has_seen_yet_needs_its_secret_too(raw: Raw) -> None:
-    refused = raw.introduce(raw.card.name, secrets.token_bytes(16))
+def test_a_lease_that_no_server_has_seen_yet_needs_its_secret_too(raw: Raw) -> None:
+    refused = raw.introduce(raw.lease.name, secrets.token_bytes(16))
     assert type(refused) is BadRequest
     assert "secret" in str(refused)
-    assert raw.card.secret.hex() not in str(refused)
-    assert str(raw.card.secret) not in str(refused)
+    assert raw.lease.secret.hex() not in str(refused)
+    assert str(raw.lease.secret) not in str(refused)
     raw.hello()
     assert raw.ask(wire.Noop()) == "ok"
 
 
-def test_a_card_without_a_secret_is_refused(raw: Raw) -> None:
-    with Path(SHM / raw.card.name).open("r+b") as page:
+def test_a_lease_without_a_secret_is_refused(raw: Raw) -> None:
+    with Path(SHM / raw.lease.name).open("r+b") as page:
         page.write(bytes(4096))
     for guess in (b"", bytes(16)):
-        assert type(raw.introduce(raw.card.name, guess)) is BadRequest
+        assert type(raw.introduce(raw.lease.name, guess)) is BadRequest
 
 
-def test_one_card_serves_one_client(raw: Raw, loopback: Depot) -> None:
+def test_one_lease_serves_one_client(raw: Raw, loopback: Depot) -> None:
     raw.hello()
     other = Raw(loopback)
     try:
-        assert type(other.introduce(raw.card.name, raw.card.secret)) is BadRequest
+        assert type(other.introduce(raw.lease.name, raw.lease.secret)) is BadRequest
         assert type(other.ask(wire.Noop())) is UnknownClient
         other.hello()
     finally:
@@ -107,23 +107,23 @@ def test_one_card_serves_one_client(raw: Raw, loopback: Depot) -> None:
     assert raw.ask(wire.Noop()) == "ok"
 
 
-def test_a_client_does_not_change_its_card(raw: Raw) -> None:
+def test_a_client_does_not_change_its_lease(raw: Raw) -> None:
     raw.hello()
-    other = Card()
+    other = Lease()
     try:
         assert type(raw.introduce(other.name, other.secret)) is BadRequest
-        assert type(raw.introduce(raw.card.name, other.secret)) is BadRequest
+        assert type(raw.introduce(raw.lease.name, other.secret)) is BadRequest
     finally:
         other.close()
-    assert raw.introduce(raw.card.name, raw.card.secret)[0] == wire.VERSION
+    assert raw.introduce(raw.lease.name, raw.lease.secret)[0] == wire.VERSION
 
 
-def test_no_repr_shows_a_cards_secret(raw: Raw) -> None:
-    hello = Offer(raw.card.name, raw.card.secret, True).hello
-    for text in (repr(hello), str(hello), repr(raw.card)):
-        assert raw.card.name in text
-        assert repr(raw.card.secret)[2:-1] not in text
-        assert raw.card.secret.hex() not in text
+def test_no_repr_shows_a_leases_secret(raw: Raw) -> None:
+    hello = Offer(raw.lease.name, raw.lease.secret, True).hello
+    for text in (repr(hello), str(hello), repr(raw.lease)):
+        assert raw.lease.name in text
+        assert repr(raw.lease.secret)[2:-1] not in text
+        assert raw.lease.secret.hex() not in text
 
 
 # -- modes and owners
@@ -139,7 +139,7 @@ def test_every_file_is_the_users_own_under_a_umask_that_forbids_nothing(tmp_path
         os.umask(old)
     try:
         client.learn_chunk_size(20.0)
-        files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.card.name]
+        files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.lease.name]
         assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
     finally:
         client.close()
@@ -264,28 +264,28 @@ def test_kvdepots_own_files_are_not_registered_as_tensors(raw: Raw, loopback: De
     neighbour = start_depot(arena_mib=4)
     for arena in (loopback.name, neighbour.name):
         assert "arena" in str(refused(raw, arena))
-    other = Card()
+    other = Lease()
     try:
-        for card in (raw.card, other):
-            assert "card" in str(refused(raw, card.name))
+        for lease in (raw.lease, other):
+            assert "lease" in str(refused(raw, lease.name))
     finally:
         other.close()
     assert raw.ask(wire.Status())["instances"] == 0
 
 
-def test_a_card_whose_place_holds_something_else_does_not_stop_the_server(loopback: Depot) -> None:
+def test_a_lease_whose_place_holds_something_else_does_not_stop_the_server(loopback: Depot) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", _IMPOSTOR, loopback.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
     with child:
         assert child.stdout is not None
-        card = SHM / child.stdout.readline().strip()
+        lease = SHM / child.stdout.readline().strip()
         child.kill()
     try:
         eventually(lambda: loopback.status()["clients"] == 1)
-        assert card.is_dir()
+        assert lease.is_dir()
     finally:
-        card.rmdir()
+        lease.rmdir()
 
 
 _IMPOSTOR = """
@@ -293,9 +293,9 @@ import os, sys, zmq
 from kvdepot.client.socket import MessageQueueClient
 client = MessageQueueClient(sys.argv[1], zmq.Context())
 client.learn_chunk_size(10.0)
-os.unlink("/dev/shm/" + client.card.name)
-os.mkdir("/dev/shm/" + client.card.name)
-print(client.card.name, flush=True)
+os.unlink("/dev/shm/" + client.lease.name)
+os.mkdir("/dev/shm/" + client.lease.name)
+print(client.lease.name, flush=True)
 sys.stdin.read()
 """
 
@@ -457,9 +457,9 @@ def test_a_client_cannot_speak_for_another_that_has_its_identity(keyed: Depot, k
     thief.setsockopt(zmq.ROUTING_ID, identity)
     thief.setsockopt(zmq.LINGER, 0)
     thief.connect(keyed.url)
-    card = alice.card
+    lease = alice.lease
     for number, request in enumerate(
-        [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), Offer(card.name, card.secret, False).hello]
+        [wire.Noop(), wire.Lookup("m", 1, 0, "r", 1, bytes(32)), Offer(lease.name, lease.secret, False).hello]
     ):
         thief.send(wire.encode_request(number, request))
         assert thief.poll(10_000)
@@ -657,7 +657,7 @@ def test_a_status_lists_a_tenants_own_models_only(engines: dict[str, Engine], ke
     seen = {}
     for name in ("alice", "carol", "dora"):
         printed = json.loads(run("status", "--json", "--url", keyed.url, "--key", keys / f"{name}.key").stdout)
-        seen[name] = {space["tenant"] for space in printed["namespaces"]}
+        seen[name] = {namespace["tenant"] for namespace in printed["namespaces"]}
     assert seen == {"alice": {"", "blue", "red"}, "carol": {"blue"}, "dora": {"red"}}
 
 
@@ -697,15 +697,15 @@ def test_nothing_prints_a_secret(
     raw.close()
     key = curve.read_client_key(keys / "carol.key")
     told = [
-        json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.card for client in clients]),
+        json.dumps(server.status()), repr(clients), repr(engine.worker), repr([client.lease for client in clients]),
         repr(clients[0]._connection), repr(key), str(key), repr(curve.read_server_keys(keys)), repr(load()),
         Path(f"/proc/{server.process.pid}/cmdline").read_text(), run("status", "--url", server.url).stdout,
         run("status", "--json", "--url", server.url).stdout,
         run("status", "--help").stdout, run("keygen", keys, "alice").stderr,
         run("keygen", keys, "eve").stdout,
     ]  # fmt: skip
-    hidden = [*secrets_in(keys), *(client.card.secret.hex() for client in clients)]
-    hidden += [repr(client.card.secret)[2:-1] for client in clients]
+    hidden = [*secrets_in(keys), *(client.lease.secret.hex() for client in clients)]
+    hidden += [repr(client.lease.secret)[2:-1] for client in clients]
     engine.close()
     assert server.stop() == 0
     told += [server.logged(), caplog.text]

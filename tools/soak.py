@@ -71,7 +71,7 @@ class Child:
     def __init__(self, script: str, *args: str) -> None:
         self.script = script
         self.mode = ""  # of an engine
-        self.cards: set[str] = set()
+        self.leases: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.notes: list[str] = []
@@ -97,8 +97,8 @@ class Child:
                 said = json.loads(line)
             except ValueError:
                 continue  # cut off by a kill
-            if "card" in said:
-                self.cards.add(said["card"])
+            if "lease" in said:
+                self.leases.add(said["lease"])
             if "note" in said:
                 self.notes.append(said["note"])
             if "counts" in said:
@@ -143,7 +143,7 @@ class Soak:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - of all servers
         self.kills: Counter[str] = Counter()
         self.dead: Counter[str] = Counter()  # counts of engines that were killed
-        self.cards: set[str] = set()
+        self.leases: set[str] = set()
         self.pids: set[int] = set()
         self.children: list[Child] = []
         self.server: subprocess.Popen[bytes] | None = None
@@ -178,7 +178,7 @@ class Soak:
     def stop_odd(self) -> None:
         if self.odd is not None:
             self.odd.kill()
-            self.cards |= self.odd.cards
+            self.leases |= self.odd.leases
             self.odd = None
 
     @property
@@ -199,13 +199,13 @@ class Soak:
     def files(self) -> dict[str, list[str]]:
         """Our shared-memory files, by kind."""
         for child in (*self.children, *([self.odd] if self.odd else ())):
-            self.cards |= child.cards
-        cards = [*sorted(self.cards), self.client.card.name]
+            self.leases |= child.leases
+        leases = [*sorted(self.leases), self.client.lease.name]
         torches = [(path.name, re.match(r"torch_(\d+)_", path.name)) for path in SHM.glob("torch_*")]
         tensors = [name for name, found in torches if found and int(found[1]) in self.pids]
         return {
             "arenas": [path.name for path in SHM.glob(f"*{self.name}*")],
-            "cards": [name for name in cards if (SHM / name).exists() or (SHM / f".{name}").exists()],
+            "leases": [name for name in leases if (SHM / name).exists() or (SHM / f".{name}").exists()],
             "tensors": tensors,
         }
 
@@ -305,7 +305,7 @@ class Soak:
     def bury(self, child: Child) -> None:
         child.kill()
         self.children.remove(child)
-        self.cards |= child.cards
+        self.leases |= child.leases
         self.dead += child.counts
         self.faults_found += child.wrong
 
@@ -396,8 +396,8 @@ class Soak:
         wrong = {name: value for name, value in expected.items() if status.get(name) != value}
         odd = [f"{name} is {status.get(name)}, not {value}" for name, value in wrong.items()]
         files = self.files()
-        if len(files["cards"]) != expected["clients"]:
-            odd.append(f"{len(files['cards'])} cards of {expected['clients']} clients: {files['cards']}")
+        if len(files["leases"]) != expected["clients"]:
+            odd.append(f"{len(files['leases'])} leases of {expected['clients']} clients: {files['leases']}")
         living = {child.pid for child in self.children}
         odd += [f"{name} of a dead engine" for name in files["tensors"] if int(name.split("_")[1]) not in living]
         if len(files["arenas"]) > 1:
@@ -407,7 +407,7 @@ class Soak:
     def compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Raise if something grew."""
         grown = []
-        for name in ("server_fds", "engine_fds", "server_threads", "engine_threads", "arenas", "cards", "tensors"):
+        for name in ("server_fds", "engine_fds", "server_threads", "engine_threads", "arenas", "leases", "tensors"):
             if after[name] > before[name]:
                 grown.append(f"{name} grew from {before[name]} to {after[name]}")
         for name, samples in self.memory.items():
@@ -451,14 +451,14 @@ class Soak:
         self.stop_odd()
         for child in self.children:
             child.kill()
-            self.cards |= child.cards
+            self.leases |= child.leases
         if self.server is not None and self.server.poll() is None:
             self.server.kill()
             self.server.wait()
         if hasattr(self, "client"):
             left = self.files()
             self.client.close()
-            for name in (*left["arenas"], *left["cards"], *left["tensors"]):
+            for name in (*left["arenas"], *left["leases"], *left["tensors"]):
                 (SHM / name).unlink(missing_ok=True)
             self.context.term()
         self.folder.cleanup()

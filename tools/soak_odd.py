@@ -2,7 +2,7 @@
 
     python soak_odd.py URL SEED
 
-Started and killed by soak.py; says on its output which cards it made, one JSON line each. None of it may do more than
+Started and killed by soak.py; says on its output which leases it made, one JSON line each. None of it may do more than
 cost the server a refusal.
 """
 
@@ -23,7 +23,7 @@ import zmq
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import Card
+from kvdepot.memory.shm import Lease
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -39,7 +39,7 @@ class Odd:
         self.socket.setsockopt(zmq.LINGER, self.random.choice((0, 50)))
         self.socket.setsockopt(zmq.SNDTIMEO, 200)
         self.socket.connect(url)
-        self.cards: list[Card] = []
+        self.leases: list[Lease] = []
         self.sent = 0
 
     def send(self, *frames: bytes) -> None:
@@ -53,10 +53,10 @@ class Odd:
         self.send(wire.encode_request(self.sent, request))
 
     def hello(self) -> None:
-        card = Card()
-        print(json.dumps({"card": card.name}), flush=True)
-        self.cards.append(card)
-        offer = Offer(card.name, card.secret, False)
+        lease = Lease()
+        print(json.dumps({"lease": lease.name}), flush=True)
+        self.leases.append(lease)
+        offer = Offer(lease.name, lease.secret, False)
         self.ask(offer.hello)
         deadline = time.monotonic() + 1.0
         while (left := deadline - time.monotonic()) > 0 and self.socket.poll(int(left * 1000) + 1):
@@ -73,8 +73,8 @@ class Odd:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
-        for card in self.cards:
-            card.close()
+        for lease in self.leases:
+            lease.close()
 
     # -- what they do
 
@@ -114,8 +114,8 @@ class Odd:
     def stranger(self) -> None:
         """Asks without a hello, or with one that must be refused."""
         self.ask(wire.Hello(99, "x"))
-        for card in ("../etc", "kvdepot-card-0", ""):
-            self.ask(wire.Hello(wire.VERSION, card))
+        for lease in ("../etc", "kvdepot-card-0", ""):
+            self.ask(wire.Hello(wire.VERSION, lease))
         for _ in range(10):
             self.ask(self.any_request())
 

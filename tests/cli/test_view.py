@@ -36,8 +36,8 @@ def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: E
     assert any("working" in line for line in lines)
     assert any(f"{said['chunks']} chunks of {CHUNK} tokens" in line for line in lines)
     row = next(line for line in lines if line.startswith(used.model) and " 2 " in line).split()
-    space = next(space for space in said["namespaces"] if space["model"] == used.model)
-    assert row[1:3] == [str(space["world_size"]), str(space["chunks"])]
+    namespace = next(namespace for namespace in said["namespaces"] if namespace["model"] == used.model)
+    assert row[1:3] == [str(namespace["world_size"]), str(namespace["chunks"])]
     assert any(re.match(r"Lookup +\d", line) for line in lines)
     assert any(line.startswith(used.model) and "scheduler" in line for line in lines)
 
@@ -201,10 +201,10 @@ def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: 
 def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_out(height: int) -> None:
     from rich.console import Console
 
-    spaces = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1, 1) for number in range(30)]
+    namespaces = [NamespaceStatus("", f"model-{number:02}", 1, 4, 1, 1, 1) for number in range(30)]
     tiers = [TierStatus(f"tier-{number:02}", "through", "up", 1, 1, None, 0, 0, {}) for number in range(3)]
     screen = Screen("ipc:///x")
-    screen.show(a_status(namespaces=spaces, tiers=tiers, evicted_chunks=0), 1.0)
+    screen.show(a_status(namespaces=namespaces, tiers=tiers, evicted_chunks=0), 1.0)
     console = Console(width=80, height=height, color_system=None, force_terminal=True)
     with console.capture() as captured:
         console.print(screen.draw(console), end="")

@@ -150,7 +150,7 @@ def test_what_cannot_go_on_after_its_event_fails_and_the_thread_goes_on(
     event.there = True
     eventually(lambda: outcomes.told)
     assert "not today" in str(outcomes.told[0][1])
-    assert "could not go on" in caplog.text
+    assert "a request that waited for a device event failed" in caplog.text
     waits.put(event, *outcomes.of("next"))
     eventually(lambda: len(outcomes.told) == 2)
     assert outcomes.told[1] == ("next", None)

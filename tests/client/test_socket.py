@@ -158,7 +158,7 @@ class Server:
         self.process.communicate()
 
 
-CARD = b"secret of a card"
+LEASE = b"secret of a lease"
 
 
 class Talk:
@@ -173,7 +173,7 @@ class Talk:
         self.between = False
         self.seal: handshake.Seal | None = None
         self.connection = Connection(
-            "ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now, CARD, lambda: self.between
+            "ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now, LEASE, lambda: self.between
         )
         self.is_deaf = False  # what reaches the server now is not answered
         self.refuses: dict[type, KVDepotError] = {}  # kinds of requests that get an error
@@ -198,7 +198,7 @@ class Talk:
             self.challenge = handshake.Challenge(request, server.boot, server.name, secret)
             value: Any = self.challenge.proof
         elif isinstance(request, wire.Prove):
-            self.seal = self.challenge.check(request, CARD)
+            self.seal = self.challenge.check(request, LEASE)
             value = wire.Welcome(wire.VERSION, 256)
         elif isinstance(request, wire.Store | wire.Retrieve):
             self.copies.append((server.boot, number))

@@ -16,7 +16,7 @@ from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import KVDepotError
 from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, derive_root
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -39,7 +39,7 @@ def prompt(name: str, chunks: int) -> ChunkChain:
 
 @dataclass
 class Page:
-    """A client's card."""
+    """A client's lease."""
 
     fence: int = 0
 
@@ -65,13 +65,13 @@ class Desk:
     map_layout: Callable[[Layout], Mapped] | None = None
 
     def __post_init__(self) -> None:
-        self.index = Index(Space(0, self.pages * PAGE), Lru(), ttl_s=self.settings.get("ttl_s", 0))
+        self.index = Index(Allocator(0, self.pages * PAGE), Lru(), ttl_s=self.settings.get("ttl_s", 0))
         self.mapped: list[Tensors] = []
         config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
         self.depot = Depot(config, self.index, self.map_layout or self.map)
         self.tasks: list[Copy | Call] = []
         self.answers: dict[tuple[bytes, bytes], Any] = {}
-        self.cards: dict[bytes, Page] = {}
+        self.leases: dict[bytes, Page] = {}
         self._numbers = itertools.count(1)
 
     def map(self, given: Layout) -> Mapped:
@@ -79,8 +79,8 @@ class Desk:
         return self.mapped[-1]
 
     def hello(self, client: bytes = b"one") -> bytes:
-        self.cards[client] = Page()
-        self.depot.hello(client, self.cards[client])
+        self.leases[client] = Page()
+        self.depot.hello(client, self.leases[client])
         return client
 
     def take(self, actions: list[Any]) -> None:
@@ -147,7 +147,7 @@ class Desk:
         self.index.validate()
         counts = (self.index.chunks, self.index.reserved, self.index.held, self.depot.operations)
         assert counts == (0, 0, 0, 0)
-        assert self.index.space.free_bytes == self.index.space.capacity
+        assert self.index.allocator.free_bytes == self.index.allocator.capacity
 
 
 def shards(

@@ -14,13 +14,13 @@ from kvdepot.core.index.index import Index
 from kvdepot.errors import KVDepotError
 from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.copier import Call, Copy
 from kvdepot.protocol import wire
 from kvdepot.tiers import Options, Tier, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
-from kvdepot.tiers.worker import MOST_PARTS, Errand, run
+from kvdepot.tiers.worker import MOST_PARTS, TierTask, run
 from tests.core.desk import PER_CHUNK, Desk, layout, lookup
 
 TRUTH: dict[tuple[bytes, int, str], bytes] = {}
@@ -33,7 +33,7 @@ def truth(key: bytes, rank: int, model: str) -> bytes:
 
 @dataclass
 class Host(Desk):
-    """A desk with tiers; errands wait in `errands` until they are run."""
+    """A desk with tiers; tier tasks wait in `tier tasks` until they are run."""
 
     tiers: list[Any] = field(default_factory=list)
     """(URL, tier) pairs, nearest first."""
@@ -42,20 +42,20 @@ class Host(Desk):
         super().__post_init__()
         self.bytes = np.zeros(self.pages * PAGE, np.uint8)
         config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
-        self.index = Index(Space(0, self.pages * PAGE), Lru(), ttl_s=config.ttl_s)
+        self.index = Index(Allocator(0, self.pages * PAGE), Lru(), ttl_s=config.ttl_s)
         self.depot = Depot(config, self.index, self.map, [parse(url) for url, _ in self.tiers])
         self.heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
-        self.errands: list[Errand] = []
+        self.tier_tasks: list[TierTask] = []
         self.now = 0.0
-        self.done: list[Errand] = []
+        self.done: list[TierTask] = []
         self.seen: list[bytes] = []  # keys that retrieves brought
 
     def ensure(self, offset: int, size: int) -> bool:
         return True
 
     def take(self, actions: list[Any]) -> None:
-        super().take([a for a in actions if not isinstance(a, Errand)])
-        self.errands += [a for a in actions if isinstance(a, Errand)]
+        super().take([a for a in actions if not isinstance(a, TierTask)])
+        self.tier_tasks += [a for a in actions if isinstance(a, TierTask)]
 
     def send(self, client: bytes, request: wire.Request) -> tuple[bytes, bytes]:
         number = next(self._numbers).to_bytes(8, "little")
@@ -77,24 +77,24 @@ class Host(Desk):
                     self.seen.append(chunk.key)
         super().finish(task, outcome)
 
-    def work(self, errand: Errand | None = None) -> Errand:
-        """Do one errand, the first unless one is given."""
-        errand = errand or self.errands[0]
-        self.errands = [other for other in self.errands if other is not errand]
-        self.done.append(errand)
+    def work(self, tier_task: TierTask | None = None) -> TierTask:
+        """Do one tier task, the first unless one is given."""
+        tier_task = tier_task or self.tier_tasks[0]
+        self.tier_tasks = [other for other in self.tier_tasks if other is not tier_task]
+        self.done.append(tier_task)
         outcome: Any
         try:
-            outcome = run(errand, self.tiers[errand.tier][1], self, self.heads, make_codec(Options()))
+            outcome = run(tier_task, self.tiers[tier_task.tier][1], self, self.heads, make_codec(Options()))
         except KVDepotError as exc:
             outcome = exc
-        self.take(self.depot.finished(errand.token, outcome, self.now))
-        return errand
+        self.take(self.depot.finished(tier_task.token, outcome, self.now))
+        return tier_task
 
     def rest(self) -> None:
         """Let everything end."""
-        while self.tasks or self.errands or self.depot.removals:
+        while self.tasks or self.tier_tasks or self.depot.removals:
             self.settle()
-            while self.errands:
+            while self.tier_tasks:
                 self.work()
 
     def pass_time(self, seconds: float) -> None:
@@ -108,13 +108,13 @@ class Host(Desk):
         return self.answers[asked]
 
     def kinds(self) -> list[str]:
-        return [type(errand).__name__ for errand in self.errands]
+        return [type(tier_task).__name__ for tier_task in self.tier_tasks]
 
     def assert_quiet(self) -> None:
         """Nothing is held, waits or is on its way."""
         self.rest()
         self.index.validate()
-        assert (self.index.held, self.index.reserved, self.depot.tiering.searches) == (0, 0, 0)
+        assert (self.index.held, self.index.reserved, self.depot.tiering.tier_lookups) == (0, 0, 0)
         assert not self.depot.tiering.busy
 
 

@@ -6,7 +6,7 @@ import hashlib
 
 from kvdepot.core.index.index import Chunk, Index
 from kvdepot.eviction import POLICIES
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 
 Path = tuple[int, ...]
 """A chunk's place in a tree of prompts; its parent's is one shorter."""
@@ -29,16 +29,16 @@ class Shelf:
 
     def __init__(self, pages: int, world_size: int = 1, policy: str = "lru") -> None:
         self.policy = POLICIES[policy]()
-        self.index = Index(Space(0, pages * PAGE), self.policy)
+        self.index = Index(Allocator(0, pages * PAGE), self.policy)
         self.world_size = world_size
         for rank in range(world_size):
-            self.space = self.index.namespace("m", world_size, rank, bytes(32), 4)
-        self.space.live = 1
+            self.namespace = self.index.namespace("m", world_size, rank, bytes(32), 4)
+        self.namespace.live = 1
 
     def reserve(self, chain: list[bytes], number: int, rank: int = 0, loose: bool = False) -> Chunk | None:
         """Reserve chunk `number`, counted from 1, of a chain."""
         parent = b"" if loose else chain[number - 2] if number > 1 else b"root"
-        return self.index.reserve(self.space, rank, chain[number - 1], parent, 0 if loose else number, PAGE)
+        return self.index.reserve(self.namespace, rank, chain[number - 1], parent, 0 if loose else number, PAGE)
 
     def store(self, chain: list[bytes], loose: bool = False) -> None:
         for number in range(1, len(chain) + 1):
@@ -48,12 +48,12 @@ class Shelf:
                 self.index.seal(chunk, rank)
 
     def matched(self, chain: list[bytes]) -> int:
-        return self.index.match(self.space, b"".join(chain)).matched
+        return self.index.match(self.namespace, b"".join(chain)).matched
 
     def pin(self, chain: list[bytes]) -> list[Chunk]:
-        found = self.index.match(self.space, b"".join(chain)).chunks
+        found = self.index.match(self.namespace, b"".join(chain)).chunks
         self.index.hold(found)
         return found
 
     def there(self, chain: list[bytes]) -> list[bool]:
-        return [key in self.space.chunks for key in chain]
+        return [key in self.namespace.chunks for key in chain]

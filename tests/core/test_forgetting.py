@@ -19,7 +19,7 @@ from kvdepot.core.index.index import Chunk, Index, Namespace
 from kvdepot.errors import Busy
 from kvdepot.eviction import POLICIES
 from kvdepot.keys import HASH_BYTES, ROOT
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.testing.faulty import MemoryTier
@@ -30,8 +30,8 @@ from tests.core.shelf import Path, Shelf, key_of, keys
 from tests.core.shelf import prompt as keys_of
 
 
-def begin(removals: Removals, *spaces: Namespace, hides: bool = True, salt: bytes | None = None) -> Removal:
-    return removals.begin(spaces, salt, hides, lambda _: [])
+def begin(removals: Removals, *namespaces: Namespace, hides: bool = True, salt: bytes | None = None) -> Removal:
+    return removals.begin(namespaces, salt, hides, lambda _: [])
 
 
 def finish(removals: Removals) -> None:
@@ -41,7 +41,7 @@ def finish(removals: Removals) -> None:
 
 def store_anew(shelf: Shelf, chain: list[bytes], number: int) -> None:
     """Chunk `number` of a chain, as the depot does it."""
-    assert shelf.index.missing(shelf.space, 0, chain[number - 1])
+    assert shelf.index.missing(shelf.namespace, 0, chain[number - 1])
     chunk = shelf.reserve(chain, number)
     assert chunk is not None
     shelf.index.seal(chunk, 0)
@@ -57,8 +57,8 @@ def test_a_chunk_that_is_stored_anew_while_all_are_cleared_stays(shelf: Shelf) -
     spoilt, other = keys("a", 1), keys("b", 3)
     shelf.store(spoilt)
     shelf.store(other)
-    shelf.index.condemn(shelf.space.chunks[spoilt[0]], 0)
-    begin(removals, shelf.space, hides=False)
+    shelf.index.condemn(shelf.namespace.chunks[spoilt[0]], 0)
+    begin(removals, shelf.namespace, hides=False)
     store_anew(shelf, spoilt, 1)
     finish(removals)
     assert (shelf.matched(spoilt), shelf.matched(other)) == (1, 0)
@@ -73,11 +73,11 @@ def test_what_is_forgotten_is_found_by_nobody_from_the_first_moment_on(shelf: Sh
     shelf.store(chain)
     shelf.store(loose, loose=True)
     pinned = shelf.pin(chain)
-    begin(removals, shelf.space)
+    begin(removals, shelf.namespace)
     assert shelf.index.chunks == 8, "nothing has gone yet"
     while removals:
         assert shelf.matched(chain) == shelf.matched(loose) == 0
-        assert not any(shelf.index.sealed_shard(shelf.space, 0, key) for key in chain + loose)
+        assert not any(shelf.index.sealed_shard(shelf.namespace, 0, key) for key in chain + loose)
         removals.step()
         shelf.index.validate()
     assert shelf.index.chunks == 5, "what is pinned goes when it is not"
@@ -88,7 +88,7 @@ def test_what_is_forgotten_is_found_by_nobody_from_the_first_moment_on(shelf: Sh
 def test_each_step_removes_at_most_so_many_and_says_in_the_end_how_many(shelf: Shelf) -> None:
     removals = Removals(shelf.index, step_chunks=3)
     shelf.store(keys("c", 10))
-    removal = begin(removals, shelf.space)
+    removal = begin(removals, shelf.namespace)
     left = []
     while removals:
         ended = removals.step()
@@ -102,7 +102,7 @@ def test_what_is_stored_after_a_removal_began_stays_also_behind_what_goes(shelf:
     removals = Removals(shelf.index, step_chunks=1)
     old, new = keys("c", 4), keys("n", 3)
     shelf.store(old)
-    removal = begin(removals, shelf.space)
+    removal = begin(removals, shelf.namespace)
     shelf.store(new)
     for number in (1, 2, 4):  # the fourth lies behind one that is to go
         store_anew(shelf, old, number)
@@ -117,14 +117,14 @@ def test_only_what_is_of_the_salt_and_the_namespaces_goes(shelf: Shelf) -> None:
     removals = Removals(shelf.index, step_chunks=1)
     other = shelf.index.namespace("other", 1, 0, bytes(32), 4)
     mine, plain = keys("mine", 2), keys("plain", 2)
-    for space in (shelf.space, other):
+    for namespace in (shelf.namespace, other):
         for salt, chain in ((b"s" * 16, mine), (b"", plain)):
             for number, key in enumerate(chain, 1):
                 parent = chain[number - 2] if number > 1 else b"root"
-                chunk = shelf.index.reserve(space, 0, key, parent, number, PAGE, salt)
+                chunk = shelf.index.reserve(namespace, 0, key, parent, number, PAGE, salt)
                 assert chunk is not None
                 shelf.index.seal(chunk, 0)
-    begin(removals, shelf.space, salt=b"s" * 16)
+    begin(removals, shelf.namespace, salt=b"s" * 16)
     for _ in range(2):
         assert (shelf.matched(mine), shelf.matched(plain)) == (0, 2)
         assert [shelf.index.match(other, b"".join(chain)).matched for chain in (mine, plain)] == [2, 2]
@@ -137,10 +137,10 @@ def test_a_chain_of_which_only_the_middle_is_to_go_is_found_up_to_there(shelf: S
     for number in range(1, 6):  # an odd client: its salts change within a prompt
         parent = chain[number - 2] if number > 1 else b"root"
         salt = b"s" * 16 if number == 3 else b""
-        chunk = shelf.index.reserve(shelf.space, 0, chain[number - 1], parent, number, PAGE, salt)
+        chunk = shelf.index.reserve(shelf.namespace, 0, chain[number - 1], parent, number, PAGE, salt)
         assert chunk is not None
         shelf.index.seal(chunk, 0)
-    begin(removals, shelf.space, salt=b"s" * 16)
+    begin(removals, shelf.namespace, salt=b"s" * 16)
     for _ in range(2):
         for end in range(1, 6):
             assert shelf.matched(chain[:end]) == min(end, 2)
@@ -153,7 +153,7 @@ def test_what_makes_room_while_it_is_being_forgotten_counts_as_forgotten(shelf: 
     shelf.store(keys("old", 64))
     told: list[Chunk] = []
     shelf.index.evicting = told.append
-    removal = begin(removals, shelf.space)
+    removal = begin(removals, shelf.namespace)
     shelf.store(keys("new", 5))
     assert (shelf.index.evicted, told, removal.removed) == (0, [], 5)
     finish(removals)
@@ -167,9 +167,9 @@ def test_a_store_of_one_rank_from_before_ends_in_nothing_where_another_is_stored
     sealed, late = shelf.reserve(chain, 1, 0), shelf.reserve(chain, 1, 1)
     assert sealed is late and late is not None
     shelf.index.seal(late, 0)
-    begin(removals, shelf.space)
+    begin(removals, shelf.namespace)
     finish(removals)
-    assert not shelf.index.missing(shelf.space, 0, chain[0]), "the other rank's store from before is under way"
+    assert not shelf.index.missing(shelf.namespace, 0, chain[0]), "the other rank's store from before is under way"
     assert shelf.index.is_hidden(late)
     shelf.index.discard(late, 1)
     for rank in (0, 1):
@@ -183,11 +183,11 @@ def test_no_more_than_sixteen_are_under_way(shelf: Shelf) -> None:
     removals = Removals(shelf.index, step_chunks=1)
     shelf.store(keys("c", 2))
     for _ in range(16):
-        begin(removals, shelf.space)
+        begin(removals, shelf.namespace)
     with pytest.raises(Busy, match="16 requests"):
-        begin(removals, shelf.space)
+        begin(removals, shelf.namespace)
     finish(removals)
-    begin(removals, shelf.space)
+    begin(removals, shelf.namespace)
     finish(removals)
     assert not shelf.index.hiding
 
@@ -200,7 +200,7 @@ def test_to_clear_takes_what_nothing_holds_when_its_turn_comes_and_hides_nothing
     chain, other = keys("c", 6), keys("o", 2)
     shelf.store(other)
     shelf.store(chain)
-    removal = begin(removals, shelf.space, hides=False)
+    removal = begin(removals, shelf.namespace, hides=False)
     removals.step()
     assert shelf.matched(chain) == 5
     pinned = shelf.pin(chain)
@@ -216,10 +216,10 @@ def test_to_clear_takes_all_of_a_chain_whose_chunks_came_in_another_order(shelf:
     removals = Removals(shelf.index, step_chunks=1)
     chain = keys("c", 5)
     shelf.store(chain)
-    chunks = shelf.space.chunks
+    chunks = shelf.namespace.chunks
     for key in chain[:4]:
         chunks[key] = chunks.pop(key)  # as a server finds them that has taken over an arena
-    removal = begin(removals, shelf.space, hides=False)
+    removal = begin(removals, shelf.namespace, hides=False)
     finish(removals)
     assert removal.removed == 5 and not shelf.index.chunks
 
@@ -262,7 +262,7 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
         desk.go_on()
         turns += 1
     assert turns == 4
-    size = (desk.index.space.capacity - desk.index.space.free_bytes) // 5
+    size = (desk.index.allocator.capacity - desk.index.allocator.free_bytes) // 5
     assert desk.answers[asked] == [2, 2 * size]
     assert desk.ask(b"one", wire.Count()) == [5, 5 * size]
     assert desk.ask(b"one", wire.Count("another model")) == [0, 0]
@@ -368,7 +368,7 @@ def test_what_waits_to_be_saved_when_it_is_forgotten_is_not_saved_though_it_is_s
     host.ask(b"one", store(prompt("b", 4)))
     assert host.kinds() == ["Save"]
     asked = host.send(b"one", wire.Forget())
-    while host.errands:
+    while host.tier_tasks:
         host.work()
     assert asked not in host.answers and host.depot.removals and not tier.objects
     host.rest()
@@ -382,7 +382,7 @@ def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> No
     host.depot.removals.step_chunks = 1
     host.ask(b"one", store(prompt("a", 14)))
     asked = host.send(b"one", wire.Forget())
-    while host.errands:
+    while host.tier_tasks:
         host.work()
     host.send(b"one", store(prompt("b", 6)))
     for task in list(host.tasks):
@@ -416,7 +416,7 @@ def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> No
     host.depot.removals.step_chunks = 1
     host.find(b"one", store(prompt("a", 6)))
     asked = host.send(b"one", wire.Forget())
-    while host.errands:
+    while host.tier_tasks:
         host.work()
     host.pass_time(26.0)
     assert "memory has not been gone through" in host.answers[asked]["error"]
@@ -448,18 +448,18 @@ class RemovalMachine(RuleBasedStateMachine):
 
     @initialize(step=st.sampled_from([1, 2, 5]), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, step: int, policy: str) -> None:
-        self.index = Index(Space(0, 4000 * PAGE), POLICIES[policy]())
+        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy]())
         self.removals = Removals(self.index, step)
         self.told: set[tuple[int, bytes]] = set()
         self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
             (chunk.namespace.number, chunk.key)
         )
-        self.spaces: list[Namespace] = []
+        self.namespaces: list[Namespace] = []
         for place, world in enumerate((1, 2)):
             for rank in range(world):
-                space = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
-            space.live = 1
-            self.spaces.append(space)
+                namespace = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
+            namespace.live = 1
+            self.namespaces.append(namespace)
         self.kept: dict[tuple[int, bytes], Kept] = {}
         self.open: list[tuple[Kept, int]] = []  # reservations that are under way
         self.pinned: list[list[Chunk]] = []
@@ -468,10 +468,10 @@ class RemovalMachine(RuleBasedStateMachine):
     # -- storing
 
     def reserve(self, place: int, path: Path, rank: int, salt: bytes) -> Kept | None:
-        space, key = self.spaces[place], key_of(path)
-        if not self.index.missing(space, rank, key):
+        namespace, key = self.namespaces[place], key_of(path)
+        if not self.index.missing(namespace, rank, key):
             return None
-        handle = self.index.reserve(space, rank, key, key_of(path[:-1]), len(path), PAGE, salt)
+        handle = self.index.reserve(namespace, rank, key, key_of(path[:-1]), len(path), PAGE, salt)
         assert handle is not None
         kept = self.kept.get((place, key))
         if kept is None or kept.handle is not handle or (kept.forgotten and not handle.doomed):
@@ -521,7 +521,7 @@ class RemovalMachine(RuleBasedStateMachine):
     @rule(place=st.integers(0, 1), path=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple),
           pin=st.booleans())  # fmt: skip
     def lookup(self, place: int, path: Path, pin: bool) -> None:
-        found = self.index.match(self.spaces[place], b"".join(keys_of(path)))
+        found = self.index.match(self.namespaces[place], b"".join(keys_of(path)))
         assert found.matched == self.prefix(place, path)
         if pin:
             self.index.hold(found.chunks)
@@ -536,7 +536,7 @@ class RemovalMachine(RuleBasedStateMachine):
     def what_is_forgotten_is_given_to_nobody(self, place: int, path: Path) -> None:
         kept = self.kept.get((place, key_of(path)))
         for rank in range(place + 1):
-            found = self.index.sealed_shard(self.spaces[place], rank, key_of(path))
+            found = self.index.sealed_shard(self.namespaces[place], rank, key_of(path))
             assert found is None or (kept is not None and not kept.forgotten)
 
     @rule()
@@ -552,7 +552,7 @@ class RemovalMachine(RuleBasedStateMachine):
     @rule(places=st.sampled_from([(0,), (1,), (0, 1)]), salt=st.sampled_from([None, *SALTS[1:]]))
     def forget(self, places: tuple[int, ...], salt: bytes | None) -> None:
         if len(self.removals) < 16:
-            begin(self.removals, *(self.spaces[place] for place in places), salt=salt)
+            begin(self.removals, *(self.namespaces[place] for place in places), salt=salt)
             for kept in self.kept.values():
                 if kept.place in places and salt in (None, kept.salt):
                     kept.forgotten = True
@@ -560,7 +560,7 @@ class RemovalMachine(RuleBasedStateMachine):
     @rule(places=st.sampled_from([(0,), (0, 1)]))
     def clear(self, places: tuple[int, ...]) -> None:
         if len(self.removals) < 16:
-            removal = begin(self.removals, *(self.spaces[place] for place in places), hides=False)
+            removal = begin(self.removals, *(self.namespaces[place] for place in places), hides=False)
             self.clearing.append((removal, {id(kept) for kept in self.kept.values() if kept.place in places}))
 
     @rule(times=st.integers(1, 4))
@@ -593,12 +593,12 @@ class RemovalMachine(RuleBasedStateMachine):
         self.forget_what_is_gone()
         for (place, key), kept in self.kept.items():
             if not kept.forgotten and kept.ranks == place + 1:
-                assert (self.spaces[place].number, key) in self.told, "it is there, and nobody was told"
+                assert (self.namespaces[place].number, key) in self.told, "it is there, and nobody was told"
         if not self.removals:
             assert not self.index.hiding
             forgotten = {id(kept.handle) for kept in self.kept.values() if kept.forgotten}
-            for space in self.spaces:
-                for chunk in space.chunks.values():
+            for namespace in self.namespaces:
+                for chunk in namespace.chunks.values():
                     sealed = any(shard.sealed for shard in chunk.shards.values())
                     assert not (sealed and id(chunk) in forgotten), "it was forgotten, and is still there"
 
@@ -610,12 +610,12 @@ class RemovalMachine(RuleBasedStateMachine):
         for held in self.pinned:
             self.index.release(held)
         finish(self.removals)
-        for space in self.spaces:
-            space.live = 0
-        begin(self.removals, *self.spaces, hides=False)
+        for namespace in self.namespaces:
+            namespace.live = 0
+        begin(self.removals, *self.namespaces, hides=False)
         finish(self.removals)
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
-        assert self.index.space.free_bytes == self.index.space.capacity and not self.index.namespaces()
+        assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces()
         assert not self.told
 
 

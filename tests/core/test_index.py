@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvdepot.core.index.index import Chunk, Index, Namespace
 from kvdepot.eviction import POLICIES, Lru
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from tests.conftest import clear
 from tests.core.shelf import Path, Shelf, key_of, keys, prompt
 
@@ -83,25 +83,25 @@ WORLDS = [1, 2, 1]
 class IndexMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, pages: int, policy: str) -> None:
-        self.index = Index(Space(0, pages * PAGE), POLICIES[policy]())
+        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy]())
         self.model = Model(pages * PAGE, WORLDS)
         self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
         self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
             (chunk.namespace.number, chunk.key)
         )
-        self.spaces: list[Namespace] = []
+        self.namespaces: list[Namespace] = []
         for place, world in enumerate(WORLDS):
             for rank in range(world):
-                space = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
-            space.live = 1  # an engine is registered
-            self.spaces.append(space)
+                namespace = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
+            namespace.live = 1  # an engine is registered
+            self.namespaces.append(namespace)
         self.open: list[tuple[Stored, int]] = []  # reservations
         self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
 
     def watch_evictions(self, before: int, need: int, stored: bool, *spared: Stored | None) -> None:
         """What has gone since `before` bytes were used was allowed to go, and had to."""
         model = self.model
-        gone = [c for (place, key), c in model.chunks.items() if key not in self.spaces[place].chunks]
+        gone = [c for (place, key), c in model.chunks.items() if key not in self.namespaces[place].chunks]
         allowed = set(map(id, model.removable(*spared)))
         assert all(id(chunk) in allowed for chunk in gone), "pinned, reserved, or needed by what is behind it"
         lost = set(map(id, gone))
@@ -133,7 +133,9 @@ class IndexMachine(RuleBasedStateMachine):
         room = model.capacity - used
         room += sum(c.size * len(c.ranks) for c in model.removable(chunk if known else None, chunk.before))
         parent_key = b"" if loose else key_of(path[:-1])
-        handle = self.index.reserve(self.spaces[place], rank, key, parent_key, 0 if loose else len(path), SIZES[place])
+        handle = self.index.reserve(
+            self.namespaces[place], rank, key, parent_key, 0 if loose else len(path), SIZES[place]
+        )
         assert (handle is not None) == (size <= room), "there is room exactly when enough can be evicted"
         self.watch_evictions(used, size, handle is not None, chunk if known else None, chunk.before)
         if handle is None:
@@ -182,7 +184,7 @@ class IndexMachine(RuleBasedStateMachine):
     def lookup(self, place: int, path: Path, pin: bool) -> None:
         keys = prompt(path)
         expected = self.model.prefix(place, keys)
-        found = self.index.match(self.spaces[place], b"".join(keys))
+        found = self.index.match(self.namespaces[place], b"".join(keys))
         assert found.matched == len(expected)
         assert {id(chunk) for chunk in found.chunks} <= {id(chunk.handle) for chunk in expected}
         if pin:
@@ -202,7 +204,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(place=PLACES, path=PATHS, rank=st.integers(0, 1))
     def ask_for_one_shard(self, place: int, path: Path, rank: int) -> None:
         chunk = self.model.chunks.get((place, key_of(path)))
-        found = self.index.sealed_shard(self.spaces[place], rank, key_of(path))
+        found = self.index.sealed_shard(self.namespaces[place], rank, key_of(path))
         if chunk is not None and chunk.ranks.get(rank):
             assert found is chunk.handle
         else:
@@ -222,18 +224,24 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         self.index.validate()
-        for place, space in enumerate(self.spaces):
-            there = {key: {rank: shard.sealed for rank, shard in c.shards.items()} for key, c in space.chunks.items()}
+        for place, namespace in enumerate(self.namespaces):
+            there = {
+                key: {rank: shard.sealed for rank, shard in c.shards.items()} for key, c in namespace.chunks.items()
+            }
             assert there == {c.key: c.ranks for c in self.model.chunks.values() if c.place == place}
-        assert self.model.used() == self.index.space.capacity - self.index.space.free_bytes <= self.model.capacity
-        taken = sorted(e for s in self.spaces for c in s.chunks.values() for h in c.shards.values() for e in h.extents)
+        assert (
+            self.model.used() == self.index.allocator.capacity - self.index.allocator.free_bytes <= self.model.capacity
+        )
+        taken = sorted(
+            e for s in self.namespaces for c in s.chunks.values() for h in c.shards.values() for e in h.extents
+        )
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(taken)), "two shards share bytes"
 
     @invariant()
     def what_was_told_is_what_can_be_found(self) -> None:
         if hasattr(self, "index"):
             whole = {place for place, c in self.model.chunks.items() if sum(c.ranks.values()) == WORLDS[place[0]]}
-            assert self.told == {(self.spaces[place].number, key) for place, key in whole}
+            assert self.told == {(self.namespaces[place].number, key) for place, key in whole}
 
     def teardown(self) -> None:
         if not hasattr(self, "index"):
@@ -243,13 +251,13 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.discard(chunk.handle, rank)
         for _, held in self.pinned:
             self.index.release(held)
-        for space in self.spaces:
-            space.live = 0
+        for namespace in self.namespaces:
+            namespace.live = 0
         clear(self.index)
         self.index.validate()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
-        assert self.index.space.free_bytes == self.model.capacity, "bytes leaked"
-        assert self.index.namespaces() == [] or not any(space.chunks for space in self.index.namespaces())
+        assert self.index.allocator.free_bytes == self.model.capacity, "bytes leaked"
+        assert self.index.namespaces() == [] or not any(namespace.chunks for namespace in self.index.namespaces())
 
 
 TestIndexMachine = IndexMachine.TestCase
@@ -381,7 +389,7 @@ def test_only_sealed_chunks_are_visible(shelf: Shelf) -> None:
     assert shelf.matched(chain) == 0
     shelf.index.seal(second, 0)
     assert shelf.matched(chain) == 0
-    assert shelf.index.sealed_shard(shelf.space, 0, chain[0]) is None
+    assert shelf.index.sealed_shard(shelf.namespace, 0, chain[0]) is None
     shelf.index.seal(first, 0)
     assert shelf.matched(chain) == 2
 
@@ -406,7 +414,7 @@ def test_a_failed_store_of_one_rank_leaves_what_the_others_have_stored() -> None
         assert chunk is not None
         (shelf.index.seal if rank == 0 else shelf.index.discard)(chunk, rank)
     assert shelf.matched(chain) == 0
-    assert shelf.index.sealed_shard(shelf.space, 0, chain[0]) is not None
+    assert shelf.index.sealed_shard(shelf.namespace, 0, chain[0]) is not None
     again = shelf.reserve(chain, 1, 1)
     assert again is not None
     shelf.index.seal(again, 1)
@@ -452,36 +460,36 @@ def test_clear_keeps_what_is_pinned_or_being_stored_and_what_those_need(shelf: S
     shelf.index.release(held)
     shelf.index.discard(chunk, 0)
     assert clear(shelf.index) == 3
-    assert shelf.index.space.free_bytes == shelf.index.space.capacity
+    assert shelf.index.allocator.free_bytes == shelf.index.allocator.capacity
 
 
 def test_a_chunk_larger_than_the_whole_space_evicts_nothing(shelf: Shelf) -> None:
     shelf.store(keys("c", 6))
-    assert shelf.index.reserve(shelf.space, 0, keys("big", 1)[0], b"root", 1, 7 * PAGE) is None
+    assert shelf.index.reserve(shelf.namespace, 0, keys("big", 1)[0], b"root", 1, 7 * PAGE) is None
     assert shelf.matched(keys("c", 6)) == 6
 
 
 def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_failed_store() -> None:
     draw = random.Random(7)
     pages = 1000
-    index = Index(Space(0, pages * PAGE), Lru())
+    index = Index(Allocator(0, pages * PAGE), Lru())
     sizes = {"small": 7, "large": 13}
-    spaces = {name: index.namespace(name, 1, 0, name.encode(), 4) for name in sizes}
-    for space in spaces.values():
-        space.live = 1
+    namespaces = {name: index.namespace(name, 1, 0, name.encode(), 4) for name in sizes}
+    for namespace in namespaces.values():
+        namespace.live = 1
     full = split = 0
     for number in range(4000):
         name = draw.choice(["small", "large"])
         chain = keys(f"{name}{number}", draw.randrange(1, 4))
         for position, key in enumerate(chain, 1):
             parent = chain[position - 2] if position > 1 else b"root"
-            chunk = index.reserve(spaces[name], 0, key, parent, position, sizes[name] * PAGE)
+            chunk = index.reserve(namespaces[name], 0, key, parent, position, sizes[name] * PAGE)
             assert chunk is not None, f"store {number} found no room in {index}"
             split += len(chunk.shards[0].extents) > 1
             index.seal(chunk, 0)
         if index.evicted:
             full += 1
-            assert index.space.free_bytes <= 0.05 * pages * PAGE, index
+            assert index.allocator.free_bytes <= 0.05 * pages * PAGE, index
     assert full > 3000 and split > 100
     index.validate()
 
@@ -497,22 +505,22 @@ def test_a_namespace_is_found_again_only_by_what_agrees_with_it(shelf: Shelf) ->
         index.namespace("model", 2, 0, b"a" * 32, 8),
         index.namespace("other", 2, 0, b"a" * 32, 4),
     ]
-    assert len({id(space) for space in [one, *others]}) == 5
+    assert len({id(namespace) for namespace in [one, *others]}) == 5
 
 
 def test_equal_keys_in_two_namespaces_are_two_chunks(shelf: Shelf) -> None:
     chain = keys("c", 2)
     other = shelf.index.namespace("m", 1, 0, b"other layout".ljust(32), 4)
-    assert other is not shelf.space
+    assert other is not shelf.namespace
     shelf.store(chain)
     assert shelf.index.match(other, b"".join(chain)).matched == 0
 
 
 def test_a_namespace_without_chunks_or_engines_is_forgotten(shelf: Shelf) -> None:
     shelf.store(keys("c", 2))
-    shelf.space.live = 0
-    shelf.index.forget_namespace(shelf.space)
-    assert shelf.index.namespaces() == [shelf.space]
+    shelf.namespace.live = 0
+    shelf.index.forget_namespace(shelf.namespace)
+    assert shelf.index.namespaces() == [shelf.namespace]
     clear(shelf.index)
     assert shelf.index.namespaces() == []
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvdepot.core.infinite_cache import WINDOWS_S, Ceiling
+from kvdepot.core.infinite_cache import WINDOWS_S, InfiniteCache
 
 DAY_S = 86400.0
 
@@ -18,7 +18,7 @@ def fresh(draw: random.Random, count: int) -> list[bytes]:
 
 def test_it_counts_what_is_looked_up_again_over_each_window() -> None:
     draw = random.Random(1)
-    ceiling = Ceiling(0.0)
+    ceiling = InfiniteCache(0.0)
     first = fresh(draw, 1000)
     ceiling.count(b"".join(first))
     assert ceiling.rates() == [(window_s, 1000, 0.0, pytest.approx(0.0, abs=0.01)) for window_s in WINDOWS_S]
@@ -28,7 +28,7 @@ def test_it_counts_what_is_looked_up_again_over_each_window() -> None:
 
 def test_a_window_forgets_its_lookups_but_the_cache_does_not() -> None:
     draw = random.Random(2)
-    ceiling = Ceiling(0.0)
+    ceiling = InfiniteCache(0.0)
     known = fresh(draw, 1000)
     ceiling.count(b"".join(known))
     for second in range(0, 701, 5):
@@ -43,7 +43,7 @@ def test_a_window_forgets_its_lookups_but_the_cache_does_not() -> None:
 
 def test_it_is_within_two_points_of_exact_counts_with_half_a_million_chunks_behind_it() -> None:
     draw = random.Random(3)
-    ceiling = Ceiling(0.0)
+    ceiling = InfiniteCache(0.0)
     for _ in range(50):
         ceiling.count(draw.randbytes(32 * 10_000))
     known = fresh(draw, 2000)
@@ -58,7 +58,7 @@ def test_it_is_within_two_points_of_exact_counts_with_half_a_million_chunks_behi
 
 
 def test_lookups_without_chunks_and_windows_without_lookups_are_nothing() -> None:
-    ceiling = Ceiling(100.0)
+    ceiling = InfiniteCache(100.0)
     ceiling.count(b"")
     ceiling.tick(101.0)
     assert ceiling.rates() == [(window_s, 0, 0.0, 0.0) for window_s in WINDOWS_S]
@@ -70,7 +70,7 @@ def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
 
     def again_after(days: float) -> float:
         """The ceiling of the minute in which all are looked up again."""
-        ceiling = Ceiling(0.0)
+        ceiling = InfiniteCache(0.0)
         now = 0.5 * DAY_S
         ceiling.tick(now)
         ceiling.count(known)
@@ -87,7 +87,7 @@ def test_a_chunk_is_remembered_for_a_day_and_forgotten_after_two() -> None:
 
 def test_without_the_library_there_is_no_ceiling_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketches", None)
-    ceiling = Ceiling(0.0)
+    ceiling = InfiniteCache(0.0)
     ceiling.count(bytes(64))
     ceiling.tick(1.0)
     assert ceiling.rates() == []

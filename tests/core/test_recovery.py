@@ -11,7 +11,7 @@ from kvdepot.core.index.index import Chunk, Index, Namespace
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, derive_root
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
 from tests.conftest import clear
 
@@ -21,7 +21,7 @@ LAYOUT = b"l" * 32
 
 def make(pages: int = 40, slots: int = 200, memory: memoryview | None = None) -> Index:
     table = memoryview(bytearray(slots * SLOT_BYTES)) if memory is None else memory
-    return Index(Space(START, START + pages * PAGE), Lru(), Records(table))
+    return Index(Allocator(START, START + pages * PAGE), Lru(), Records(table))
 
 
 def memory_of(index: Index) -> bytes:
@@ -43,18 +43,21 @@ def chain(name: str, chunks: int) -> list[bytes]:
     return [made.parent(0), *(made.parent(i + 1) for i in range(chunks))]
 
 
-def put(index: Index, space: Namespace, keys: list[bytes], rank: int = 0, size: int = PAGE, first: int = 0) -> None:
+def put(index: Index, namespace: Namespace, keys: list[bytes], rank: int = 0, size: int = PAGE, first: int = 0) -> None:
     """Store chunks `first ..` of a chain."""
     for i in range(first, len(keys) - 1):
-        if index.missing(space, rank, keys[i + 1]):
-            chunk = index.reserve(space, rank, keys[i + 1], keys[i], i + 1, size)
+        if index.missing(namespace, rank, keys[i + 1]):
+            chunk = index.reserve(namespace, rank, keys[i + 1], keys[i], i + 1, size)
             assert chunk is not None
             index.seal(chunk, rank, checksum=i + 7)
 
 
 def matched(index: Index, keys: list[bytes], model: str = "m", world_size: int = 1) -> int:
     return max(
-        (index.match(space, b"".join(keys[1:])).matched for space in index.lookup_namespaces(model, world_size, 0)),
+        (
+            index.match(namespace, b"".join(keys[1:])).matched
+            for namespace in index.lookup_namespaces(model, world_size, 0)
+        ),
         default=0,
     )
 
@@ -63,14 +66,22 @@ def facts(index: Index) -> Any:
     """What a user could tell two indices apart by."""
     return sorted(
         (
-            space.number, space.tenant, space.model, space.world_size, space.blocks_in_chunk, space.layouts,
+            namespace.number,
+            namespace.tenant,
+            namespace.model,
+            namespace.world_size,
+            namespace.blocks_in_chunk,
+            namespace.layouts,
             sorted(
                 (key, chunk.position, chunk.depth, chunk.children, rank, shard.extents, shard.size, shard.checksum)
-                for key, chunk in space.chunks.items() for rank, shard in chunk.shards.items() if shard.sealed
+                for key, chunk in namespace.chunks.items()
+                for rank, shard in chunk.shards.items()
+                if shard.sealed
             ),
         )
-        for space in index.namespaces() if any(s.sealed for c in space.chunks.values() for s in c.shards.values())
-    )  # fmt: skip
+        for namespace in index.namespaces()
+        if any(s.sealed for c in namespace.chunks.values() for s in c.shards.values())
+    )
 
 
 def test_chains_ranks_namespaces_and_loose_chunks_come_back() -> None:
@@ -88,7 +99,7 @@ def test_chains_ranks_namespaces_and_loose_chunks_come_back() -> None:
     after, restored = restarted(index)
     assert facts(after) == facts(index)
     assert (restored.shards, restored.chunks, restored.dropped, restored.damaged) == (12, 10, [], [])
-    assert after.space.free_bytes == index.space.free_bytes
+    assert after.allocator.free_bytes == index.allocator.free_bytes
     assert matched(after, long) == 6
     assert matched(after, other, "n", 2) == 2
     assert after.records.used == index.records.used
@@ -101,22 +112,22 @@ def test_chains_ranks_namespaces_and_loose_chunks_come_back() -> None:
 
 def test_what_was_reserved_is_gone_and_its_space_is_free() -> None:
     index = make()
-    space = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
     keys = chain("a", 3)
-    put(index, space, keys[:3])
-    assert index.reserve(space, 0, keys[3], keys[2], 3, 5 * PAGE) is not None
+    put(index, namespace, keys[:3])
+    assert index.reserve(namespace, 0, keys[3], keys[2], 3, 5 * PAGE) is not None
     after, _ = restarted(index)
     assert matched(after, keys) == 2
-    assert after.space.free_bytes == after.space.capacity - 2 * PAGE
+    assert after.allocator.free_bytes == after.allocator.capacity - 2 * PAGE
     assert (after.reserved, after.held) == (0, 0)
 
 
 def test_a_removed_chunk_does_not_come_back() -> None:
     index = make(pages=4)
-    space = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
     old, new = chain("a", 3), chain("b", 2)
-    put(index, space, old)
-    put(index, space, new)  # evicts the tail of the old one
+    put(index, namespace, old)
+    put(index, namespace, new)  # evicts the tail of the old one
     after, _ = restarted(index, pages=4)
     assert (matched(after, old), matched(after, new)) == (2, 2)
     assert clear(index) == 4
@@ -139,32 +150,32 @@ def test_a_layout_that_changed_meanwhile_does_not_see_the_old_chunks() -> None:
 
 def test_the_least_recently_stored_goes_first_after_a_restart() -> None:
     index = make(pages=3)
-    space = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
     names = ["a", "b", "c"]
     for name in names:
-        put(index, space, chain(name, 1))
+        put(index, namespace, chain(name, 1))
     after, _ = restarted(index, pages=3)
-    (space,) = after.namespaces()
-    put(after, space, chain("d", 1))
+    (namespace,) = after.namespaces()
+    put(after, namespace, chain("d", 1))
     assert [matched(after, chain(name, 1)) for name in [*names, "d"]] == [0, 1, 1, 1]
 
 
 def test_what_was_cut_off_is_dropped_alone_with_what_hangs_on_it_no_prefix() -> None:
     index = make(pages=8)
-    space = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
     keys = chain("a", 8)
-    put(index, space, keys)
-    places = {key: space.chunks[key].shards[0].extents[0][0] for key in keys[1:]}
+    put(index, namespace, keys)
+    places = {key: namespace.chunks[key].shards[0].extents[0][0] for key in keys[1:]}
     limit = sorted(places.values())[5]
     after, restored = restarted(index, pages=8, limit=limit)
     lost = [i for i, key in enumerate(keys[1:]) if places[key] >= limit]
     assert len(lost) == len(restored.dropped) == 3
     assert all("cut off" in line for line in restored.dropped)
     assert matched(after, keys) == min(lost)
-    (space,) = after.namespaces()
+    (namespace,) = after.namespaces()
     after.namespace("m", 1, 0, LAYOUT, 4)
     for i in lost:
-        put(after, space, keys[: i + 2], first=i)
+        put(after, namespace, keys[: i + 2], first=i)
     assert matched(after, keys) == 8, "what is stored again joins what was left"
 
 
@@ -220,15 +231,15 @@ def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
     records.write(record(serial=1, checksum=11, extents=((START + PAGE, PAGE),)))
     after = make(memory=memory)
     assert restore(after).shards == 1
-    (space,) = after.namespaces()
-    assert space.chunks[b"k" * 32].shards[0].checksum == 22
+    (namespace,) = after.namespaces()
+    assert namespace.chunks[b"k" * 32].shards[0].checksum == 22
 
 
 def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
     index = make(slots=3)
-    space = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
     keys = chain("a", 5)
-    put(index, space, keys)
+    put(index, namespace, keys)
     assert matched(index, keys) == 5
     assert index.unrecorded == 3
     index.validate()
@@ -243,33 +254,33 @@ def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
 
 def test_a_condemned_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_again() -> None:
     index = make()
-    space = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
     keys, branch = chain("a", 5), chain("a", 5)
-    put(index, space, keys)
-    chunk = space.chunks[keys[3]]
+    put(index, namespace, keys)
+    chunk = namespace.chunks[keys[3]]
     place = chunk.shards[0].extents
     index.condemn(chunk, 0)
     index.validate()
     assert matched(index, branch) == 2
-    assert index.sealed_shard(space, 0, keys[3]) is None
+    assert index.sealed_shard(namespace, 0, keys[3]) is None
     after, _ = restarted(index)
     assert matched(after, keys) == 2
     index.hold([chunk])
-    assert not index.missing(space, 0, keys[3]), "somebody still reads its bytes"
+    assert not index.missing(namespace, 0, keys[3]), "somebody still reads its bytes"
     index.release([chunk])
-    put(index, space, keys)
+    put(index, namespace, keys)
     index.validate()
     assert chunk.shards[0].extents == place
     assert matched(index, keys) == 5
     index.condemn(chunk, 0)
-    again = index.reserve(space, 0, keys[3], keys[2], 3, PAGE)
+    again = index.reserve(namespace, 0, keys[3], keys[2], 3, PAGE)
     assert again is chunk
     index.discard(chunk, 0)
     index.validate()
     assert matched(index, keys) == 2
     clear(index)
     index.validate()
-    assert index.space.free_bytes == index.space.capacity
+    assert index.allocator.free_bytes == index.allocator.capacity
 
 
 # -- anything, in any order
@@ -287,14 +298,14 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
         keys = rng.choice(chains)
         model, world = rng.choice([("m", 1), ("n", 2)])
         rank = rng.randrange(world)
-        space = index.namespace(model, world, rank, LAYOUT + bytes([rank]), 4)
-        space.live = 1  # an engine is registered
+        namespace = index.namespace(model, world, rank, LAYOUT + bytes([rank]), 4)
+        namespace.live = 1  # an engine is registered
         match rng.randrange(8):
             case 0 | 1 | 2 | 3:
                 i = rng.randrange(6)
                 size = rng.choice([PAGE, PAGE, 3 * PAGE - 100])
-                if index.missing(space, rank, keys[i + 1]):
-                    chunk = index.reserve(space, rank, keys[i + 1], rng.choice([keys[i], b""]), i + 1, size)
+                if index.missing(namespace, rank, keys[i + 1]):
+                    chunk = index.reserve(namespace, rank, keys[i + 1], rng.choice([keys[i], b""]), i + 1, size)
                     if chunk is not None:
                         reserved.append((chunk, rank))
             case 4 | 5 if reserved:
@@ -316,14 +327,16 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
     after, restored = restarted(index, pages)
     assert restored.dropped == [] and restored.damaged == []
     before = {
-        (space.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for space in index.namespaces() for key, chunk in space.chunks.items()
+        (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
+        for namespace in index.namespaces() for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items() if shard.sealed and shard.slot >= 0
     }  # fmt: skip
     found = {
-        (space.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for space in after.namespaces() for key, chunk in space.chunks.items() for rank, shard in chunk.shards.items()
-    }  # fmt: skip
+        (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
+        for namespace in after.namespaces()
+        for key, chunk in namespace.chunks.items()
+        for rank, shard in chunk.shards.items()
+    }
     assert found == before
     assert index.unrecorded or len(found) == sum(
         shard.sealed for s in index.namespaces() for c in s.chunks.values() for shard in c.shards.values()
@@ -334,8 +347,8 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     damaged, _ = restarted(index, pages, bytes(data))
     left = {
-        (space.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for space in damaged.namespaces() for key, chunk in space.chunks.items()
+        (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
+        for namespace in damaged.namespaces() for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items()
     }  # fmt: skip
     assert left.items() <= before.items()

@@ -67,8 +67,8 @@ def test_what_engines_do_is_told_byte_by_byte_and_token_by_token(depot: Depot) -
     now = eventually(lambda: (seen := told(depot)).saved.tokens == 2 * CHUNK + 100 and seen)
     assert now.stored_bytes == now.retrieved_bytes == now.used_bytes == 2 * CHUNK_BYTES
     assert now.saved.prefill_s == 0.25
-    (space,) = now.namespaces
-    assert (space.model, space.chunks, space.lookup_chunks, space.hit_chunks) == ("toy", 2, 3, 2)
+    (namespace,) = now.namespaces
+    assert (namespace.model, namespace.chunks, namespace.lookup_chunks, namespace.hit_chunks) == ("toy", 2, 3, 2)
     by_rank = {tuple(engine.ranks): engine for engine in now.engines}
     assert by_rank[0,].models == by_rank[()].models == ["toy"] and len(now.engines) == 2
     assert all(0 <= engine.idle_s <= engine.since_s <= now.uptime_s + 1 for engine in now.engines)

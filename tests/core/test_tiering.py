@@ -1,4 +1,4 @@
-"""Depots with tiers behind memory: the real depot, index and carriers' work, run step by step; no thread, no clock.
+"""Depots with tiers behind memory: the real depot, index and tier workers' work, run step by step; no thread, no clock.
 
 Two depots (two hosts) share a tier where it matters. Bytes are real: what a store brings is made up and remembered, and
 what a retrieve gives must be just that.
@@ -64,7 +64,7 @@ def test_a_lookup_that_memory_can_answer_asks_no_tier(tier: MemoryTier) -> None:
     chain = prompt("a", 5)
     host.find(b"one", store(chain))
     asked = host.send(b"one", look(chain))
-    assert host.answers[asked] == 5 and not host.errands
+    assert host.answers[asked] == 5 and not host.tier_tasks
 
 
 def test_only_what_memory_misses_is_asked_for_in_one_batch(tier: MemoryTier) -> None:
@@ -73,11 +73,11 @@ def test_only_what_memory_misses_is_asked_for_in_one_batch(tier: MemoryTier) -> 
     here.find(b"one", store(chain, end=32))
     there.find(b"one", store(chain, end=8))
     asked = there.send(b"one", look(chain))
-    (find,) = there.errands
+    (find,) = there.tier_tasks
     assert isinstance(find, Find) and len(find.names) == 32
     there.rest()
     assert there.answers[asked] == 32
-    loads = [errand for errand in there.done if isinstance(errand, Load)]
+    loads = [tier_task for tier_task in there.done if isinstance(tier_task, Load)]
     assert sum(len(load.parts) for load in loads) == 24 and max(len(load.parts) for load in loads) <= MOST_PARTS
 
 
@@ -201,10 +201,10 @@ def test_the_nearest_tier_that_has_it_loads_it(tier: MemoryTier) -> None:
     near.objects.update(tier.objects)
     there = new_host(("disk:///d", near), ("redis://far", tier))
     there.send(b"one", look(prompt("a", 6)))  # nobody has the sixth
-    near_find, far_find = there.errands
+    near_find, far_find = there.tier_tasks
     there.work(far_find)
     there.work(near_find)
-    assert {errand.tier for errand in there.errands if isinstance(errand, Load)} == {0}
+    assert {tier_task.tier for tier_task in there.tier_tasks if isinstance(tier_task, Load)} == {0}
     there.rest()
 
 
@@ -248,11 +248,11 @@ def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_
     assert asked not in there.answers
     there.pass_time(0.01)
     assert there.answers[asked] == 2
-    load = there.errands[0]
+    load = there.tier_tasks[0]
     there.work()
     assert isinstance(load, Load)
     asked = there.send(b"one", look(chain, "r2"))
-    assert there.answers[asked] == 5 and not there.errands
+    assert there.answers[asked] == 5 and not there.tier_tasks
     there.ask(b"one", wire.EndSession("r2"))
     there.ask(b"one", wire.EndSession("r"))
     there.assert_quiet()
@@ -265,11 +265,11 @@ def test_at_half_time_what_the_other_tiers_have_is_loaded(tier: MemoryTier) -> N
     chain = prompt("a", 5)
     here.find(b"one", store(chain))
     asked = there.send(b"one", look(prompt("a", 6)))
-    there.work(there.errands[1])  # the first tier says nothing, and may have the sixth
+    there.work(there.tier_tasks[1])  # the first tier says nothing, and may have the sixth
     assert there.kinds() == ["Find"]
     there.pass_time(0.5)
     assert there.kinds() == ["Find", "Load"]
-    there.work(there.errands[1])
+    there.work(there.tier_tasks[1])
     assert there.answers[asked] == 5
 
 
@@ -282,7 +282,7 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
         assert host.find(b"one", look(chain)) == 0
     assert host.depot.tiering.status(0.0)[0].state == "circuit breaker open"
     asked = host.send(b"one", look(chains[FAILURES]))
-    assert host.answers[asked] == 0 and not host.errands  # nobody asks it
+    assert host.answers[asked] == 0 and not host.tier_tasks  # nobody asks it
     faulty.inject()
     host.now += 1.5
     host.take(host.depot.tick(host.now, 1001.0))
@@ -317,9 +317,9 @@ def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> No
     for fault in ("corrupt", "truncate", "swell"):
         faulty.inject(**{fault: 1.0})
         asked = there.send(b"one", look(chain))
-        while there.errands:
+        while there.tier_tasks:
             there.work()
-            if not any(isinstance(errand, Find | Load) for errand in there.errands):
+            if not any(isinstance(tier_task, Find | Load) for tier_task in there.tier_tasks):
                 faulty.inject()
         assert there.answers[asked] == 0, fault
         assert there.index.chunks == 0
@@ -373,7 +373,7 @@ def test_two_ranks_store_a_spoilt_chunk_anew_at_once() -> None:
     host.assert_quiet()
 
 
-def test_half_time_does_not_end_a_search_that_could_still_find_its_first_chunk(tier: MemoryTier) -> None:
+def test_half_time_does_not_end_a_tier_lookup_that_could_still_find_its_first_chunk(tier: MemoryTier) -> None:
     slow = MemoryTier()
     here = new_host(slow)
     chain = prompt("a", 3)
@@ -381,10 +381,10 @@ def test_half_time_does_not_end_a_search_that_could_still_find_its_first_chunk(t
     tier.objects.update({name: data for name, data in slow.objects.items() if chain.slice(2, 3).hex() in name})
     there = new_host(("disk:///d", tier), ("redis://slow", slow), lookup_s=1.0)
     asked = there.send(b"one", look(prompt("a", 4)))
-    there.work(there.errands[0])
+    there.work(there.tier_tasks[0])
     there.pass_time(0.5)
     assert asked not in there.answers, "half a second was left"
-    there.work(there.errands[0])
+    there.work(there.tier_tasks[0])
     there.rest()
     assert there.answers[asked] == 3
 
@@ -411,19 +411,19 @@ def test_a_load_that_hangs_in_a_tier_left_alone_does_not_keep_another_tier_from_
     near.objects.update(tier.objects)
     there = new_host(("disk:///d", near), ("redis://far", tier), lookup_s=0.5)
     there.send(b"one", look(chain))
-    there.work(there.errands[0])
-    hung = [errand for errand in there.errands if errand.tier == 0]
-    assert any(isinstance(errand, Load) for errand in hung)
+    there.work(there.tier_tasks[0])
+    hung = [tier_task for tier_task in there.tier_tasks if tier_task.tier == 0]
+    assert any(isinstance(tier_task, Load) for tier_task in hung)
     there.pass_time(0.5)
     for i in range(3):
         there.send(b"one", look(prompt(f"p{i}", 1), f"p{i}"))
-        while any(errand.tier == 1 for errand in there.errands):
-            there.work(next(errand for errand in there.errands if errand.tier == 1))
+        while any(tier_task.tier == 1 for tier_task in there.tier_tasks):
+            there.work(next(tier_task for tier_task in there.tier_tasks if tier_task.tier == 1))
         there.pass_time(0.5)
     assert there.depot.tiering.status(there.now)[0].state == "circuit breaker open"
     asked = there.send(b"one", look(chain, "r2"))
-    while any(errand.tier == 1 for errand in there.errands):
-        there.work(next(errand for errand in there.errands if errand.tier == 1))
+    while any(tier_task.tier == 1 for tier_task in there.tier_tasks):
+        there.work(next(tier_task for tier_task in there.tier_tasks if tier_task.tier == 1))
     there.pass_time(0.5)
     assert there.answers[asked] == 3, "the far tier has it all"
 
@@ -514,10 +514,10 @@ def test_a_lookup_whose_engine_leaves_meanwhile_loads_nothing_that_nobody_could_
     there.rest()
     assert there.answers[asked] == 0
     there.assert_quiet()
-    assert there.index.space.free_bytes == there.index.space.capacity
+    assert there.index.allocator.free_bytes == there.index.allocator.capacity
 
 
-def test_a_namespace_that_is_dropped_during_a_search_takes_no_chunks(tier: MemoryTier) -> None:
+def test_a_namespace_that_is_dropped_during_a_tier_lookup_takes_no_chunks(tier: MemoryTier) -> None:
     here, there = new_host(tier), new_host(tier)
     chain, other = prompt("a", 3), prompt("b", 1)
     here.find(b"one", store(chain))
@@ -647,7 +647,7 @@ def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: Mem
         host.find(b"one", store(chain))
     host.send(b"one", store(chains[14]))
     host.settle()
-    (save,) = host.errands
+    (save,) = host.tier_tasks
     victim = next(chain for chain in chains if save.parts[0].key == bytes(chain.hashes))
     host.ask(b"one", look(victim, "uses it"))
     host.ask(b"one", wire.EndSession("uses it"))
@@ -662,20 +662,20 @@ def test_quiet_tiers_are_looked_after() -> None:
     tier = MemoryTier()
     host = new_host(tier)
     host.take(host.depot.tick(5.0, 1005.0))
-    assert not host.errands
+    assert not host.tier_tasks
     host.take(host.depot.tick(11.0, 1011.0))
-    (probe,) = host.errands
+    (probe,) = host.tier_tasks
     assert isinstance(probe, Probe)
     for second in range(12, 40):
         host.take(host.depot.tick(float(second), 1000.0 + second))
     assert host.depot.tiering.status(0.0)[0].state == "circuit breaker open"
-    assert len(host.errands) == 1
+    assert len(host.tier_tasks) == 1
 
 
 def test_saves_carry_what_their_readers_check(tier: MemoryTier) -> None:
     host = new_host(tier)
     chain = prompt("a", 20)
     host.ask(b"one", store(chain))
-    saves = [errand for errand in host.errands if isinstance(errand, Save)]
+    saves = [tier_task for tier_task in host.tier_tasks if isinstance(tier_task, Save)]
     assert [len(save.parts) for save in saves] == [16, 4]
     assert {part.born for save in saves for part in save.parts} == {1000}

@@ -16,8 +16,8 @@ def test_finds_that_nobody_awaits_do_not_pile_up(tier: MemoryTier) -> None:
     for i in range(3000):
         host.send(b"one", look(chain, f"r{i}"))
         host.send(b"one", wire.EndSession(f"r{i}"))
-    assert host.depot.tiering.searches == 0
-    assert len(host.errands) <= 1024 + 1
+    assert host.depot.tiering.tier_lookups == 0
+    assert len(host.tier_tasks) <= 1024 + 1
     host.rest()
 
 
@@ -31,17 +31,17 @@ def test_a_slow_tier_does_not_collect_finds_for_ever(tier: MemoryTier) -> None:
             host.send(b"one", look(prompt("a", 2), f"r{n}"))
         for _ in range(10):
             host.pass_time(0.1)
-            if host.errands:
+            if host.tier_tasks:
                 host.work()
         host.take(host.depot.tick(host.now, 1000.0 + second))
-    assert len(host.errands) <= 1024 + 1, host.depot.tiering.status(host.now)[0].counters
+    assert len(host.tier_tasks) <= 1024 + 1, host.depot.tiering.status(host.now)[0].counters
 
 
-def test_ended_searches_are_not_kept_until_their_deadline(tier: MemoryTier) -> None:
+def test_ended_tier_lookups_are_not_kept_until_their_deadline(tier: MemoryTier) -> None:
     host = new_host(tier, lookup_s=8.0)
     for i in range(3000):
         host.find(b"one", look(prompt("a", 2), f"r{i}"))
-    assert host.depot.tiering.searches == 0
+    assert host.depot.tiering.tier_lookups == 0
     assert len(host.depot.tiering._times) <= 1024
 
 
@@ -49,7 +49,7 @@ def test_forgets_do_not_pile_up(tier: MemoryTier) -> None:
     host = new_host(tier)
     for _ in range(3000):
         host.send(b"one", wire.Forget("none"))
-    assert len(host.errands) <= 1024
+    assert len(host.tier_tasks) <= 1024
 
 
 def test_ages_of_what_is_gone_are_not_kept_for_the_whole_ttl() -> None:
@@ -69,7 +69,9 @@ def test_a_lookup_of_many_ranks_costs_no_more_than_a_request_may(tier: MemoryTie
     parts = [shards(chain, world_size=ranks, rank=rank) for rank in range(ranks)]
     host.send(b"one", wire.Store(1, 1, parts))  # the namespace is known from now on, whatever becomes of the copies
     asked = [host.send(b"one", look(prompt(f"b{i}", 1024), f"r{i}", world_size=ranks)) for i in range(17)]
-    assert [len(errand.objects) for errand in host.errands] == [1 << 16] * 16  # what all may ask for; not 17 x 524,288
+    assert [len(tier_task.objects) for tier_task in host.tier_tasks] == [
+        1 << 16
+    ] * 16  # what all may ask for; not 17 x 524,288
     assert [host.answers.get(one) for one in asked[16:]] == [0]
 
 

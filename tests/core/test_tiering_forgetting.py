@@ -14,9 +14,9 @@ from tests.core.host import Host, look, new_host
 
 
 def urgent_first(host: Host) -> None:
-    """Let all errands end in the order in which a carrier takes them."""
-    while host.errands:
-        host.work(next((errand for errand in host.errands if isinstance(errand, Find | Load)), None))
+    """Let all tier tasks end in the order in which a tier worker takes them."""
+    while host.tier_tasks:
+        host.work(next((tier_task for tier_task in host.tier_tasks if isinstance(tier_task, Find | Load)), None))
 
 
 def _salted(chain: ChunkChain, salt: str) -> wire.Store:
@@ -112,7 +112,7 @@ def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(tier: MemoryTie
     here.find(b"one", store(chain))
     asked = there.send(b"one", look(chain))
     there.work()
-    (load,) = there.errands
+    (load,) = there.tier_tasks
     forgot = there.send(b"one", wire.Forget())
     there.work(load)
     there.rest()

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvdepot.devices import Devices
-from kvdepot.memory.allocator import PAGE, Extents, Space
+from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.arena import Arena
-from kvdepot.memory.copier import Copy, CopyPiece, Mapped, Mover
+from kvdepot.memory.copier import Copier, Copy, CopyPiece, Mapped
 from kvdepot.memory.copier import copy as run_copy
 from kvdepot.protocol.layout import Layout, build_layout
 from tests.devices.tensors import DTYPES, KINDS, Bytes, Model, Worker
@@ -69,15 +69,15 @@ def block_orders(nb: int, count: int) -> st.SearchStrategy[list[int]]:
     )
 
 
-def fragmented(arena: Arena, draw: random.Random) -> Space:
+def fragmented(arena: Arena, draw: random.Random) -> Allocator:
     """What is free in an arena: runs of one to three pages, never side by side."""
-    space = Space(arena.header.chunks_start, arena.size)
-    pages = sorted(extents[0] for _ in range(space.capacity // PAGE) if (extents := space.allocate(PAGE)))
+    allocator = Allocator(arena.header.chunks_start, arena.size)
+    pages = sorted(extents[0] for _ in range(allocator.capacity // PAGE) if (extents := allocator.allocate(PAGE)))
     while pages:
         run = 1 + draw.randrange(3)
-        space.free(tuple(pages[:run]))
+        allocator.free(tuple(pages[:run]))
         del pages[: run + 1]  # one page stays taken
-    return space
+    return allocator
 
 
 def chunk_bytes(layout: Layout, memory: dict[str, Bytes], ids: list[int]) -> bytes:
@@ -235,8 +235,8 @@ class DeviceConformance:
         model = data.draw(models(nb))
         seed = data.draw(st.integers(0, 99))
         with self.case(worker, devices, arena, model, seed) as case:
-            space = fragmented(arena, random.Random(seed))
-            extents = [space.allocate(count * case.layout.block_bytes) for _ in range(chunks)]
+            allocator = fragmented(arena, random.Random(seed))
+            extents = [allocator.allocate(count * case.layout.block_bytes) for _ in range(chunks)]
             there = [where for where in extents if where is not None]
             size = count * len(there)
             source, target = data.draw(block_orders(nb, size)), data.draw(block_orders(nb, size))
@@ -249,8 +249,8 @@ class DeviceConformance:
     ) -> None:
         model = Model().add("keys and values apart", 12, 8, 2, 512, "bfloat16")  # 16 KiB a run
         with self.case(worker, devices, arena, model) as case:
-            space = Space(arena.header.chunks_start, arena.size)
-            extents = space.allocate(11 * case.layout.block_bytes)
+            allocator = Allocator(arena.header.chunks_start, arena.size)
+            extents = allocator.allocate(11 * case.layout.block_bytes)
             assert extents is not None and len(extents) == 1
             order = random.Random(2).sample(range(12), 11)
             case.there_and_back([order], [list(reversed(order))], [extents], 3)
@@ -271,24 +271,24 @@ class DeviceConformance:
         model = Model().add("heads before rows", chunks * count, 4, 2, 64, "float16")
         model.add("keys and values apart", chunks * count, 4, 2, 24, "float32")
         outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        mover = Mover(arena, 2, lambda token, outcome: outcomes.put((token, outcome)))
+        copier = Copier(arena, 2, lambda token, outcome: outcomes.put((token, outcome)))
         with self.case(worker, devices, arena, model) as case, contextlib.ExitStack() as end:
-            end.callback(mover.stop)
-            space = fragmented(arena, random.Random(3))
-            extents = [space.allocate(count * case.layout.block_bytes) for _ in range(chunks)]
+            end.callback(copier.stop)
+            allocator = fragmented(arena, random.Random(3))
+            extents = [allocator.allocate(count * case.layout.block_bytes) for _ in range(chunks)]
             before = case.fill_arena()
             pieces = [
                 CopyPiece(where, np.arange(i * count, (i + 1) * count)) for i, where in enumerate(extents) if where
             ]
             assert len(pieces) == chunks
             for i, piece in enumerate(pieces):
-                mover.submit(Copy((i, 0), True, case.mapped, [piece]))
+                copier.submit(Copy((i, 0), True, case.mapped, [piece]))
             ended = 0
             while ended < chunks:
                 (i, done), outcome = outcomes.get(timeout=TIMEOUT_S)
                 assert outcome == [0], f"copy {done} of chunk {i} failed"
                 if done + 1 < 2 * rounds:  # out, back, out, ...: some go one way while others go the other
-                    mover.submit(Copy((i, done + 1), bool(done % 2), case.mapped, [pieces[i]]))
+                    copier.submit(Copy((i, done + 1), bool(done % 2), case.mapped, [pieces[i]]))
                 else:
                     ended += 1
             case.assert_tensors_are(case.truth, "what went out and came back")

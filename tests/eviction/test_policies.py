@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvdepot.core.index.index import Index, Namespace
 from kvdepot.eviction import POLICIES, Policy, Queue, Victim
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
 from kvdepot.testing import traces
@@ -34,18 +34,18 @@ class Cache:
 
     def __init__(self, name: str, chunks: int) -> None:
         self.policy = POLICIES[name]()
-        self.index = Index(Space(0, chunks * PAGE), self.policy)
-        self.space: Namespace = self.index.namespace("m", 1, 0, bytes(32), 1)
-        self.space.live = 1
+        self.index = Index(Allocator(0, chunks * PAGE), self.policy)
+        self.namespace: Namespace = self.index.namespace("m", 1, 0, bytes(32), 1)
+        self.namespace.live = 1
 
     def ask(self, *prompt: object) -> int:
         """A request: look up, store what is missing. How many chunks were there."""
         keys = [key_of(prompt[: i + 1]) for i in range(len(prompt))]
-        pin = self.index.match(self.space, b"".join(keys))
+        pin = self.index.match(self.namespace, b"".join(keys))
         self.index.hold(pin.chunks)
         stored = []
         for at in range(pin.matched, len(keys)):
-            chunk = self.index.reserve(self.space, 0, keys[at], keys[at - 1] if at else b"root", at + 1, PAGE)
+            chunk = self.index.reserve(self.namespace, 0, keys[at], keys[at - 1] if at else b"root", at + 1, PAGE)
             if chunk is None:
                 break
             stored.append(chunk)
@@ -58,7 +58,7 @@ class Cache:
     def has(self, *prompt: object) -> int:
         """How many chunks of a prompt are there. Asking this is no use."""
         keys = b"".join(key_of(prompt[: i + 1]) for i in range(len(prompt)))
-        return self.index.match(self.space, keys).matched
+        return self.index.match(self.namespace, keys).matched
 
 
 # -- what each policy keeps
@@ -165,11 +165,11 @@ def test_a_request_that_touches_a_chunk_many_times_uses_it_once(name: str) -> No
         prompt = ("p", min(int(draw.paretovariate(0.7)), 300), 1)
         for cache, retrieves in zip(caches, (0, 8), strict=True):
             cache.ask(*prompt)
-            held = cache.index.match(cache.space, b"".join(key_of(prompt[: i + 1]) for i in range(3))).chunks
+            held = cache.index.match(cache.namespace, b"".join(key_of(prompt[: i + 1]) for i in range(3))).chunks
             for _ in range(retrieves if number % 2 else 0):
                 cache.index.hold(held, use=False)
                 cache.index.release(held)
-        assert caches[0].space.chunks.keys() == caches[1].space.chunks.keys()
+        assert caches[0].namespace.chunks.keys() == caches[1].namespace.chunks.keys()
 
 
 @EVERY
@@ -263,17 +263,19 @@ def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_no
     before, after = Cache(name, 40), Cache(name, 40)
     for number in range(40):
         before.ask("before", number)
-    space = before.space
-    for serial, chunk in enumerate(space.chunks.values(), 1000):
+    namespace = before.namespace
+    for serial, chunk in enumerate(namespace.chunks.values(), 1000):
         chunk.used = serial
         chunk.queued = 0
-    for chunk in space.chunks.values():
+    for chunk in namespace.chunks.values():
         chunk.holds = 0
-    taken = sorted((*extent, None) for c in space.chunks.values() for s in c.shards.values() for extent in s.extents)
-    index = Index(Space(0, 40 * PAGE), after.policy)
-    index.space.occupy(taken)
-    index.adopt([space], 2000)
-    after.index, after.space = index, space
+    taken = sorted(
+        (*extent, None) for c in namespace.chunks.values() for s in c.shards.values() for extent in s.extents
+    )
+    index = Index(Allocator(0, 40 * PAGE), after.policy)
+    index.allocator.occupy(taken)
+    index.adopt([namespace], 2000)
+    after.index, after.namespace = index, namespace
     index.validate()
     for _ in range(3):
         for number in range(5):

@@ -442,9 +442,9 @@ class ToyEngine:
         }
 
     def files(self) -> list[str]:
-        """Names of this engine's files in /dev/shm: its cards and its tensors."""
-        cards = [adapter.mq_client.card.name for adapter in (self.scheduler, self.worker)]
-        return cards + [KVCacheHandle(tensor).view.mapping for tensor in self.caches.values()]
+        """Names of this engine's files in /dev/shm: its leases and its tensors."""
+        leases = [adapter.mq_client.lease.name for adapter in (self.scheduler, self.worker)]
+        return leases + [KVCacheHandle(tensor).view.mapping for tensor in self.caches.values()]
 
     def close(self) -> None:
         """The worker's shutdown, then the scheduler's; safe twice."""

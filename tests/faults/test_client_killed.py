@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.memory.shm import Card, CardView
+from kvdepot.memory.shm import Lease, LeaseView
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import StartDriver, Watcher, footprint
 
@@ -125,7 +125,7 @@ child = fork()
 if child == 0:
     time.sleep(120)
     os._exit(0)
-print(client.card.name, child, flush=True)
+print(client.lease.name, child, flush=True)
 sys.stdin.read()
 """
 
@@ -138,27 +138,27 @@ def test_a_killed_client_is_gone_though_a_process_that_it_forked_lives_on(
     command = [sys.executable, "-c", FORKS, depot.url, language]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
-        card, child = client.stdout.readline().split()
+        lease, child = client.stdout.readline().split()
         try:
-            assert (SHM / card).exists()
+            assert (SHM / lease).exists()
             client.kill()
             client.wait()
             os.kill(int(child), 0)
-            eventually(lambda: not (SHM / card).exists())
+            eventually(lambda: not (SHM / lease).exists())
         finally:
             client.kill()
             os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_forked_process_that_closes_its_parents_card_takes_nothing_from_the_parent() -> None:
-    card = Card()
+def test_a_forked_process_that_closes_its_parents_lease_takes_nothing_from_the_parent() -> None:
+    lease = Lease()
     child = os.fork()
     if child == 0:
-        card.raise_fence(7)
-        card.close()
+        lease.raise_fence(7)
+        lease.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    view = CardView(card.name)
+    view = LeaseView(lease.name)
     assert view.fence == 0 and not view.has_left() and view.is_alive()
     view.close(remove=False)
-    card.close()
+    lease.close()

@@ -35,10 +35,10 @@ class Desk:
 
     def there(self) -> Believed:
         return {
-            (space.model, key)
-            for space in self.index.namespaces()
-            for key, chunk in space.chunks.items()
-            if chunk.sealed == space.world_size
+            (namespace.model, key)
+            for namespace in self.index.namespaces()
+            for key, chunk in namespace.chunks.items()
+            if chunk.sealed == namespace.world_size
         }
 
     def close(self) -> None:

@@ -227,8 +227,8 @@ def test_chunks_of_one_key_and_two_models_are_two(start_desk: StartDesk, subscri
     desk, chain = start_desk().start(), keys("c", 2)
     router = subscribe(desk.endpoint)
     desk.shelf.store(chain)
-    first, desk.shelf.space = desk.shelf.space, desk.index.namespace("other", 1, 0, bytes(32), 4)
-    desk.shelf.space.live = 1
+    first, desk.shelf.namespace = desk.shelf.namespace, desk.index.namespace("other", 1, 0, bytes(32), 4)
+    desk.shelf.namespace.live = 1
     desk.shelf.store(chain)
     ready(desk, router)
     assert router.believed == {(model, key) for model in ("m", "other") for key in chain}
@@ -263,8 +263,8 @@ def test_a_subscriber_that_loses_messages_believes_in_the_end_what_is_so(
             case 0:
                 clear(desk.index)
             case 1:
-                space = desk.shelf.space
-                for chunk in list(space.chunks.values())[:2]:
+                namespace = desk.shelf.namespace
+                for chunk in list(namespace.chunks.values())[:2]:
                     desk.index.doom(chunk)
             case _:
                 desk.shelf.store(keys(f"c{dice.randrange(10**6)}", dice.randrange(1, 6)))

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from kvdepot.memory.allocator import PAGE, Extents, Space
+from kvdepot.memory.allocator import PAGE, Allocator, Extents
 
 
 def pages_of(extents: Extents, base: int = 0) -> list[int]:
@@ -39,20 +39,20 @@ class SpaceMachine(RuleBasedStateMachine):
     )
     def begin(self, base: int, pages: int, ragged: int) -> None:
         self.base = base
-        self.space = Space(base, base + pages * PAGE + ragged)
+        self.allocator = Allocator(base, base + pages * PAGE + ragged)
         self.all = set(range(pages))
         self.free = set(self.all)
-        assert self.space.capacity == pages * PAGE
+        assert self.allocator.capacity == pages * PAGE
 
     @rule(target=taken, size=st.one_of(st.integers(1, 12 * PAGE), st.integers(1, 80 * PAGE)))
     def allocate(self, size: int) -> Extents:
         need = (size + PAGE - 1) // PAGE
-        extents = self.space.allocate(size)
+        extents = self.allocator.allocate(size)
         assert (extents is not None) == (need <= len(self.free)), "it succeeds whenever so many bytes are free"
         if extents is None:
             return ()
         pages = pages_of(extents, self.base)
-        assert len(pages) == need == Space.rounded(size) // PAGE
+        assert len(pages) == need == Allocator.rounded(size) // PAGE
         assert len(set(pages)) == need and set(pages) <= self.free, "only free pages, each once"
         roomy = max(runs_of(self.free))
         if (roomy * PAGE).bit_length() > (need * PAGE).bit_length():
@@ -62,13 +62,13 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule(extents=consumes(taken))
     def give_back(self, extents: Extents) -> None:
-        self.space.free(extents)
+        self.allocator.free(extents)
         self.free |= set(pages_of(extents, self.base))
 
     @precondition(lambda self: self.free)
     @rule(target=taken)
     def take_all_that_is_left(self) -> Extents:
-        extents = self.space.allocate(len(self.free) * PAGE)
+        extents = self.allocator.allocate(len(self.free) * PAGE)
         assert extents is not None and sorted(pages_of(extents, self.base)) == sorted(self.free)
         assert len(extents) == len(runs_of(self.free)), "each free run is one extent"
         self.free.clear()
@@ -76,24 +76,24 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule()
     def take_too_much(self) -> None:
-        assert self.space.allocate((len(self.free) + 1) * PAGE) is None
+        assert self.allocator.allocate((len(self.free) + 1) * PAGE) is None
 
     @invariant()
     def free_neighbours_are_joined(self) -> None:
         if hasattr(self, "space"):
-            assert self.space.free_bytes == len(self.free) * PAGE
-            shown = re.search(r"in (\d+) extents", repr(self.space))
+            assert self.allocator.free_bytes == len(self.free) * PAGE
+            shown = re.search(r"in (\d+) extents", repr(self.allocator))
             assert shown is not None and int(shown[1]) == len(runs_of(self.free))
-            self.space.validate()
+            self.allocator.validate()
 
     def teardown(self) -> None:
         if not hasattr(self, "space"):
             return
-        self.space.validate()
+        self.allocator.validate()
         for page in sorted(self.all - self.free, key=lambda page: (page * 7) % 11):  # in pieces, out of order
-            self.space.free(((self.base + page * PAGE, PAGE),))
-        self.space.validate()
-        whole = self.space.allocate(self.space.capacity)
+            self.allocator.free(((self.base + page * PAGE, PAGE),))
+        self.allocator.validate()
+        whole = self.allocator.allocate(self.allocator.capacity)
         assert whole == ((self.base, len(self.all) * PAGE),), "all that is free again is one extent"
 
 
@@ -102,74 +102,74 @@ TestSpaceMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 def test_a_space_that_is_given_back_can_be_taken_whole_again() -> None:
-    space = Space(PAGE, 101 * PAGE)
-    pieces = [space.allocate(PAGE * (1 + i % 3)) for i in range(50)]
+    allocator = Allocator(PAGE, 101 * PAGE)
+    pieces = [allocator.allocate(PAGE * (1 + i % 3)) for i in range(50)]
     random.Random(3).shuffle(pieces)
     for extents in pieces:
         assert extents is not None
-        space.free(extents)
-    assert space.allocate(100 * PAGE) == ((PAGE, 100 * PAGE),)
+        allocator.free(extents)
+    assert allocator.allocate(100 * PAGE) == ((PAGE, 100 * PAGE),)
 
 
 def test_bytes_in_pieces_are_handed_out_in_pieces() -> None:
-    space = Space(0, 10 * PAGE)
-    single = [space.allocate(PAGE) for _ in range(10)]
+    allocator = Allocator(0, 10 * PAGE)
+    single = [allocator.allocate(PAGE) for _ in range(10)]
     for extents in single[::2]:
         assert extents is not None
-        space.free(extents)
-    taken = space.allocate(5 * PAGE)
+        allocator.free(extents)
+    taken = allocator.allocate(5 * PAGE)
     assert taken is not None and len(taken) == 5
-    assert space.free_bytes == 0
+    assert allocator.free_bytes == 0
 
 
 def test_a_large_enough_free_extent_is_taken_rather_than_pieces() -> None:
-    space = Space(0, 100 * PAGE)
-    held = [space.allocate(PAGE * n) for n in (3, 1, 3, 1, 40, 1, 3)]
+    allocator = Allocator(0, 100 * PAGE)
+    held = [allocator.allocate(PAGE * n) for n in (3, 1, 3, 1, 40, 1, 3)]
     for extents in held[::2]:
         assert extents is not None
-        space.free(extents)
-    taken = space.allocate(20 * PAGE)
+        allocator.free(extents)
+    taken = allocator.allocate(20 * PAGE)
     assert taken is not None and len(taken) == 1
 
 
 def test_chunks_of_one_size_are_never_cut() -> None:
     draw = random.Random(5)
-    space = Space(0, 100 * PAGE)
-    held = [space.allocate(7 * PAGE) for _ in range(14)]
+    allocator = Allocator(0, 100 * PAGE)
+    held = [allocator.allocate(7 * PAGE) for _ in range(14)]
     for _ in range(500):
         for extents in (held.pop(draw.randrange(len(held))) for _ in range(draw.randrange(1, 8))):
             assert extents is not None
-            space.free(extents)
-        while (extents := space.allocate(7 * PAGE)) is not None:
+            allocator.free(extents)
+        while (extents := allocator.allocate(7 * PAGE)) is not None:
             held.append(extents)
         assert len(held) == 14 and all(extents is not None and len(extents) == 1 for extents in held)
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE])
 def test_what_is_taken_is_the_size_rounded_up_to_pages(size: int) -> None:
-    space = Space(0, 8 * PAGE)
-    extents = space.allocate(size)
+    allocator = Allocator(0, 8 * PAGE)
+    extents = allocator.allocate(size)
     assert extents is not None
-    assert sum(length for _, length in extents) == Space.rounded(size) == 8 * PAGE - space.free_bytes
+    assert sum(length for _, length in extents) == Allocator.rounded(size) == 8 * PAGE - allocator.free_bytes
 
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_taking_nothing_is_a_bug_of_the_caller(size: int) -> None:
     with pytest.raises(AssertionError):
-        Space(0, PAGE).allocate(size)
+        Allocator(0, PAGE).allocate(size)
 
 
 def test_giving_back_twice_or_what_lies_outside_is_a_bug_of_the_caller() -> None:
-    space = Space(0, 8 * PAGE)
-    extents = space.allocate(PAGE)
+    allocator = Allocator(0, 8 * PAGE)
+    extents = allocator.allocate(PAGE)
     assert extents is not None
-    space.free(extents)
+    allocator.free(extents)
     for wrong in (extents, ((8 * PAGE, PAGE),), ((-PAGE, PAGE),), ((0, 0),)):
         with pytest.raises(AssertionError):
-            space.free(wrong)
-    space.validate()
+            allocator.free(wrong)
+    allocator.validate()
 
 
 def test_a_range_without_a_whole_page_is_no_space() -> None:
     with pytest.raises(AssertionError):
-        Space(1, PAGE)
+        Allocator(1, PAGE)

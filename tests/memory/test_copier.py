@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import LayoutError
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
-from kvdepot.memory.copier import Call, Copy, CopyPiece, Mover
+from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.devices.conformance import block_orders
 
@@ -35,12 +35,12 @@ class Bench:
     """An arena, copy threads, and a file that stands for a worker's tensors."""
 
     arena: Arena
-    mover: Mover
+    copier: Copier
     outcomes: queue.Queue[tuple[Any, Any]]
     name: str
 
     def run(self, task: Copy | Call) -> Any:
-        self.mover.submit(task)
+        self.copier.submit(task)
         token, outcome = self.outcomes.get(timeout=TIMEOUT_S)
         assert token == task.token
         return outcome
@@ -54,11 +54,11 @@ def bench() -> Iterator[Bench]:
     os.truncate(tensors, TENSOR_BYTES)
     arena = Arena(name, HEADER_BYTES + ARENA_PAGES * PAGE, b"bootboot")
     outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    mover = Mover(arena, 2, lambda token, outcome: outcomes.put((token, outcome)))
+    copier = Copier(arena, 2, lambda token, outcome: outcomes.put((token, outcome)))
     try:
-        yield Bench(arena, mover, outcomes, tensors.name)
+        yield Bench(arena, copier, outcomes, tensors.name)
     finally:
-        mover.stop()
+        copier.stop()
         arena.close()
         tensors.unlink()
 
@@ -80,14 +80,14 @@ def layouts(draw: st.DrawFn, name: str) -> Layout:
     return layout
 
 
-def pieces_of(space: Space, draw: Callable[[int], int]) -> None:
+def pieces_of(allocator: Allocator, draw: Callable[[int], int]) -> None:
     """Leave a space with free extents of one to three pages, never side by side."""
-    pages = [space.allocate(PAGE) for _ in range(space.capacity // PAGE)]
+    pages = [allocator.allocate(PAGE) for _ in range(allocator.capacity // PAGE)]
     assert all(pages)
     ordered = sorted(extents[0] for extents in pages if extents)
     while ordered:
         run = 1 + draw(3)
-        space.free(tuple(ordered[:run]))
+        allocator.free(tuple(ordered[:run]))
         del ordered[: run + 1]  # one page stays taken
 
 
@@ -96,13 +96,13 @@ def pieces_of(space: Space, draw: Callable[[int], int]) -> None:
 def test_a_chunk_in_several_extents_is_copied_whole_in_order_and_alone(bench: Bench, data: st.DataObject) -> None:
     layout = data.draw(layouts(bench.name))
     draw = random.Random(data.draw(st.integers(0, 99)))
-    space = Space(HEADER_BYTES, bench.arena.size)
-    pieces_of(space, draw.randrange)
-    count = data.draw(st.integers(1, 4).filter(lambda n: n * layout.block_bytes <= space.free_bytes))
+    allocator = Allocator(HEADER_BYTES, bench.arena.size)
+    pieces_of(allocator, draw.randrange)
+    count = data.draw(st.integers(1, 4).filter(lambda n: n * layout.block_bytes <= allocator.free_bytes))
     skip = data.draw(st.integers(0, count - 1))
     source = np.array(data.draw(block_orders(9, count)), np.intp)
     target = np.array(data.draw(block_orders(9, count)), np.intp)
-    extents = space.allocate(count * layout.block_bytes)
+    extents = allocator.allocate(count * layout.block_bytes)
     assert extents is not None
     if count * layout.block_bytes > 3 * PAGE:
         assert len(extents) > 1

@@ -1,4 +1,4 @@
-"""Clients' cards in shared memory: swept once their client is dead, and not before."""
+"""Clients' leases in shared memory: swept once their client is dead, and not before."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ SHM = Path("/dev/shm")
 
 @pytest.mark.faults
 @pytest.mark.parametrize("when", ["while no server ran", "before the server met it"])
-def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
+def test_the_lease_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
     server = start_depot(arena_mib=4) if when == "before the server met it" else None
     code = (
         "import os; from kvdepot.memory.shm import Card; c = Card(); print(c.name, flush=True); os.kill(os.getpid(), 9)"
     )
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert died.returncode == -signal.SIGKILL
-    card = SHM / died.stdout.strip()
+    lease = SHM / died.stdout.strip()
     server = server or start_depot(arena_mib=4)
-    eventually(lambda: not card.exists(), timeout_s=5.0)
+    eventually(lambda: not lease.exists(), timeout_s=5.0)
     assert works(server)
     assert "Traceback" not in server.logged()
 
@@ -41,37 +41,37 @@ def test_the_card_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot,
 NO_ROOM = """
 import os, resource
 from kvdepot.errors import ArenaError
-from kvdepot.memory.shm import SHM, Card
+from kvdepot.memory.shm import SHM, Lease
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 files = os.listdir("/proc/self/fd")
-card = Card.__new__(Card)
+lease = Lease.__new__(Lease)
 try:
-    card.__init__()
+    lease.__init__()
 except ArenaError:
-    print((SHM / f".{card.name}").exists(), os.listdir("/proc/self/fd") == files)
+    print((SHM / f".{lease.name}").exists(), os.listdir("/proc/self/fd") == files)
 """
 
 
-def test_a_card_that_finds_no_room_leaves_nothing_behind() -> None:
+def test_a_lease_that_finds_no_room_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False True\n"
 
 
-def test_a_card_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
+def test_a_lease_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
     name = f"kvdepot-card-{uuid.uuid4().hex[:16]}"
     path = SHM / f".{name}"
     with contextlib.ExitStack() as stack:
         stack.callback(path.unlink, missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         stack.callback(os.close, fd)
-        shm.sweep_cards()
+        shm.sweep_leases()
         assert path.exists(), "its client is about to lock it and to give it its name"
         an_hour_ago = time.time() - 3600
         os.utime(path, (an_hour_ago, an_hour_ago))
         assert locks.lock(fd)
-        shm.sweep_cards()
+        shm.sweep_leases()
         assert path.exists(), "its client lives"
         fcntl.flock(fd, fcntl.LOCK_UN)
-        shm.sweep_cards()
+        shm.sweep_leases()
         assert not path.exists(), "its client died while it made it"

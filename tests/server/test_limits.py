@@ -129,7 +129,7 @@ def test_namespaces_are_bounded_and_those_that_are_known_go_on(start_depot: Star
     assert raw.ask(wire.Store(1, 2, [shards(hashes(1, 7), "a")])) is True
     assert raw.ask(lookup(hashes(1), model="c")) == 0
     status = server.status()
-    assert sorted(space["model"] for space in status["namespaces"]) == ["a", "b"]
+    assert sorted(namespace["model"] for namespace in status["namespaces"]) == ["a", "b"]
     assert status["counters"]["namespaces_refused"] == 3
     raw.close()
 
@@ -332,13 +332,13 @@ import msgspec, sys, zmq
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import Card
+from kvdepot.memory.shm import Lease
 url, kind = sys.argv[1:]
 context = zmq.Context()
 socket = context.socket(zmq.DEALER)
-card = Card()
+lease = Lease()
 socket.connect(url)
-offer = Offer(card.name, card.secret, False)
+offer = Offer(lease.name, lease.secret, False)
 socket.send(wire.encode_request(0, offer.hello))
 _, boot, value = wire.decode_reply(socket.recv())
 proof = msgspec.convert(value, wire.Proof)

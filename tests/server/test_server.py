@@ -33,7 +33,7 @@ from kvdepot.adapters import (
 from kvdepot.config import Config
 from kvdepot.errors import ArenaError, Busy
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Memory, Mover
+from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece, Mapped, Memory
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.server.loop import Server
@@ -438,7 +438,7 @@ def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(star
     other.write_text("somebody else's")
     other.rename(socket_path(server))
     eventually(lambda: "socket" in client.ask(wire.Status()).result(10.0)["unreachable"])
-    assert "another file lies where the socket was" in server.logged()
+    assert "another file has replaced the socket" in server.logged()
     client.close()
     server.process.kill()
 
@@ -489,9 +489,9 @@ def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says
     hanging = Hanging()
     if what == "a copy":
         server.depot.operations += 1
-        server._mover.submit(Copy(None, False, hanging, []))
+        server._copier.submit(Copy(None, False, hanging, []))
     else:
-        server._mover.submit(Call(None, hanging.hang))
+        server._copier.submit(Call(None, hanging.hang))
     assert hanging.began.wait(10)
     watch = Watch(name, server.boot)
     ending = threading.Thread(target=server.close)
@@ -503,23 +503,23 @@ def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says
     finally:
         hanging.let_go.set()
         ending.join()
-        server._mover.stop()
+        server._copier.stop()
         server.arena.close(remove=True)
         watch.close()
 
 
 def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> None:
     outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    mover = Mover(cast(Any, None), 2, lambda token, outcome: outcomes.put((token, outcome)))
+    copier = Copier(cast(Any, None), 2, lambda token, outcome: outcomes.put((token, outcome)))
     hanging = [Hanging() for _ in range(4)]
     for one in hanging:
-        mover.submit(Call("device", one.hang, "devices"))
-    mover.submit(Call("processor", lambda: 7))
+        copier.submit(Call("device", one.hang, "devices"))
+    copier.submit(Call("processor", lambda: 7))
     assert outcomes.get(timeout=10) == ("processor", 7)
-    assert not mover.stop(0.01)
+    assert not copier.stop(0.01)
     for one in hanging:
         one.let_go.set()
-    assert mover.stop()
+    assert copier.stop()
     assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
 
 
@@ -630,7 +630,7 @@ while not worker.get_finished({"r"})[0]:
     pass
 scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
 assert scheduler.wait_lookup_result("r", 10.0) == 256
-print(scheduler.mq_client.card.name, worker.mq_client.card.name, flush=True)
+print(scheduler.mq_client.lease.name, worker.mq_client.lease.name, flush=True)
 sys.stdin.read()
 """
 
@@ -643,9 +643,9 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
     )
     with child:
         assert child.stdout is not None
-        cards = child.stdout.readline().split()
-        assert len(cards) == 2
-        assert all((SHM / card).exists() for card in cards)
+        leases = child.stdout.readline().split()
+        assert len(leases) == 2
+        assert all((SHM / lease).exists() for lease in leases)
         status = server.status()
         assert (status["sessions"], status["instances"]) == (1, 1)
         assert status["holds"] > 0
@@ -656,7 +656,7 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
     def released() -> bool:
         status = server.status()
         counts = status["sessions"], status["instances"], status["holds"]
-        return counts == (0, 0, 0) and not any((SHM / card).exists() for card in cards)
+        return counts == (0, 0, 0) and not any((SHM / lease).exists() for lease in leases)
 
     eventually(released, timeout_s=5.0)
     assert ran_s(killed) < 5.0

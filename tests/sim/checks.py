@@ -14,8 +14,8 @@ from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Link, World
 from kvdepot.tiers.worker import Load, Part
 from tests.sim.content import Memory, chunk_image
-from tests.sim.shared import ArenaFile, CardView, SimMapped
-from tests.sim.tiers import WALL, Carrier, Forgot
+from tests.sim.shared import ArenaFile, LeaseView, SimMapped
+from tests.sim.tiers import WALL, Forgot, TierWorker
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -33,14 +33,14 @@ class Checks:
     bytes: Any
     index: Index
     depot: Depot
-    carriers: list[Carrier]
+    tier_workers: list[TierWorker]
     mappings: list[SimMapped]
     alive: bool
     met: set[str]
     condemned: dict[bytes, float]
     asked: Counter[tuple[bytes, bytes]]
     answered: Counter[tuple[bytes, bytes]]
-    _cards: dict[bytes, CardView]
+    _leases: dict[bytes, LeaseView]
     _links: dict[bytes, Link]
     _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
     _removing: list[Forgot]
@@ -54,12 +54,12 @@ class Checks:
         if not self.alive:
             return
         index = self.index
-        space = index.space
+        allocator = index.allocator
         if not self.depot.removals:
             for forgot in self._removing:
                 forgot.through = True
             self._removing.clear()
-        assert index.held >= 0 and index.reserved >= 0 and 0 <= space.free_bytes <= space.capacity
+        assert index.held >= 0 and index.reserved >= 0 and 0 <= allocator.free_bytes <= allocator.capacity
         self.host.check_pins(self)
         for since, _, _ in self._lookups.values():  # the first has waited longest
             late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
@@ -72,15 +72,15 @@ class Checks:
     def validate(self) -> None:
         self._since_validated = 0
         self.index.validate()
-        assert (self.index.space.capacity - self.index.space.free_bytes) % PAGE == 0
+        assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
         arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._arrivals.values())
         replaced = tiering._arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
         assert replaced == self.index._detached_bytes or (replaced > 0) == (self.index._detached_bytes > 0)
-        assert tiering._demoting_bytes >= 0 and tiering.searches >= 0
+        assert tiering._demoting_bytes >= 0 and tiering.tier_lookups >= 0
         if self.host.forgettings.all:
-            for space in self.index.namespaces():
-                for chunk in space.chunks.values():
+            for namespace in self.index.namespaces():
+                for chunk in namespace.chunks.values():
                     for rank, shard in chunk.shards.items():
                         if shard.sealed:
                             self.host.forgettings.check_chunk(chunk, rank)
@@ -99,8 +99,8 @@ class Checks:
     def check_sealed(self) -> int:
         """Every sealed shard contains what its key says; how many there are."""
         found = 0
-        for space in self.index.namespaces():
-            for chunk in space.chunks.values():
+        for namespace in self.index.namespaces():
+            for chunk in namespace.chunks.values():
                 for rank, shard in chunk.shards.items():
                     if shard.sealed and not shard.spoilt:
                         self.check_bytes(chunk, rank, "kept")
@@ -110,10 +110,10 @@ class Checks:
     def _prefix(self, request: wire.Lookup) -> list[bytes]:
         """What memory has of what a lookup asks for, up to the first chunk that it has not."""
         keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
-        spaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
+        namespaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
 
         def is_there(key: bytes) -> bool:
-            chunks = [space.chunks.get(key) for space in spaces]
+            chunks = [namespace.chunks.get(key) for namespace in namespaces]
             return bool(chunks) and all(
                 c is not None and c.sealed == request.world_size and not c.doomed and self._may_be_given(c)
                 for c in chunks
@@ -129,10 +129,10 @@ class Checks:
         """For each key of a retrieve the chunks that it may mean: model, salt, and since when they are in memory."""
         return [
             [
-                (space.model, chunk.salt, self.host.forgettings.since(chunk))
-                for space in self.index.namespaces()
-                if space.model == part.model
-                and (chunk := space.chunks.get(part.hashes[i : i + 32])) is not None
+                (namespace.model, chunk.salt, self.host.forgettings.since(chunk))
+                for namespace in self.index.namespaces()
+                if namespace.model == part.model
+                and (chunk := namespace.chunks.get(part.hashes[i : i + 32])) is not None
                 and part.rank in chunk.shards
                 and chunk.shards[part.rank].sealed
             ]
@@ -153,8 +153,8 @@ class Checks:
         if not isinstance(value, int):
             return
         for i in range(value):
-            for space in self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk):
-                chunk = space.chunks[request.hashes[32 * i : 32 * (i + 1)]]
+            for namespace in self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk):
+                chunk = namespace.chunks[request.hashes[32 * i : 32 * (i + 1)]]
                 assert self._may_be_given(chunk), f"a lookup found {chunk.key.hex()[:8]}, which was forgotten"
         counters = self.world.counters
         late = self.world.now - since >= self.host.config.lookup_s
@@ -168,18 +168,18 @@ class Checks:
             f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
         )
 
-    def check_reserved(self, errand: Load) -> None:
+    def check_reserved(self, tier_task: Load) -> None:
         """A load writes only where room is reserved for it, or was until somebody else was to fill its chunk."""
-        arrivals = errand.token.then.args[1]
-        for part, arrival in zip(errand.parts, arrivals, strict=True):
+        arrivals = tier_task.token.then.args[1]
+        for part, arrival in zip(tier_task.parts, arrivals, strict=True):
             if arrival.replaced:
                 assert arrival.shard.extents == part.extents
                 self.world.counters["load_replaced"] += 1
                 continue
             chunks = [
-                space.chunks[part.key]
-                for space in self.index.namespaces()
-                if space.facts.get(part.facts.rank) == part.facts and part.key in space.chunks
+                namespace.chunks[part.key]
+                for namespace in self.index.namespaces()
+                if namespace.facts.get(part.facts.rank) == part.facts and part.key in namespace.chunks
             ]
             shards = [chunk.shards.get(part.facts.rank) for chunk in chunks]
             assert any(shard is not None and not shard.sealed and shard.extents == part.extents for shard in shards), (
@@ -203,9 +203,9 @@ class Checks:
     def _check_ages(self) -> None:
         """What is too old and not in use is gone."""
         ttl_s, wall = self.host.config.ttl_s, int(WALL + self.world.now)
-        for space in self.index.namespaces() if ttl_s else ():
-            for chunk in space.chunks.values():
-                fresh = chunk.born + ttl_s > wall or chunk.sealed < space.world_size or chunk.doomed
+        for namespace in self.index.namespaces() if ttl_s else ():
+            for chunk in namespace.chunks.values():
+                fresh = chunk.born + ttl_s > wall or chunk.sealed < namespace.world_size or chunk.doomed
                 assert fresh or not self.index.is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
 
     def _check_blocks(self, running: Any, task: Copy, piece: CopyPiece, memory: Memory, chunk: Chunk) -> None:
@@ -255,16 +255,16 @@ class Checks:
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert getattr(status, what) == 0, f"all clients left, and there are {getattr(status, what)} {what}"
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
-        left = self.met.intersection(self.host.cards)
-        assert not self._cards and not left, f"cards of the dead stay: {sorted(left)}"
+        left = self.met.intersection(self.host.leases)
+        assert not self._leases and not left, f"cards of the dead stay: {sorted(left)}"
         assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
         tiering = self.depot.tiering
-        assert not tiering.searches and not tiering._arrivals and not tiering._forgettings, tiering
+        assert not tiering.tier_lookups and not tiering._arrivals and not tiering._forgettings, tiering
         assert not tiering._arriving_bytes
         assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:
             assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
         self.validate()
         self.check_sealed()
-        for carrier in self.carriers:
-            self.host.forgettings.check_store(carrier.store)
+        for tier_worker in self.tier_workers:
+            self.host.forgettings.check_store(tier_worker.store)

@@ -17,7 +17,7 @@ from kvdepot.errors import LayoutError, Unavailable
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Link, Network, Process, World
-from kvdepot.tiers.worker import Errand
+from kvdepot.tiers.worker import TierTask
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
 from tests.sim.server import Server
 from tests.sim.shared import ArenaFile
@@ -30,8 +30,8 @@ LOST_S = DEADLINE_S + 15.0
 """The same where an answer was lost with a connection: a client that recovers may wait for it until its deadline."""
 
 
-class Card:
-    """A client's card: a page with a fence, and a lock that goes with its owner."""
+class Lease:
+    """A client's lease: a page with a fence, and a lock that goes with its owner."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,10 +40,10 @@ class Card:
         self.locked = True
 
 
-class ClientCard:
-    """The client's side of its card, as shm.Card."""
+class ClientLease:
+    """The client's side of its lease, as shm.Lease."""
 
-    def __init__(self, host: Host, page: Card) -> None:
+    def __init__(self, host: Host, page: Lease) -> None:
         self._host = host
         self.page = page
         self.name = page.name
@@ -55,7 +55,7 @@ class ClientCard:
 
     def close(self) -> None:
         self.page.locked = False
-        self._host.cards.pop(self.name, None)
+        self._host.leases.pop(self.name, None)
 
 
 class Watch:
@@ -96,9 +96,9 @@ class Client(MessageQueueClient):
         self.name = name
         self.server_url = "sim://"
         self.process = process
-        page = Card(f"card-{name}")
-        host.cards[page.name] = page
-        self.card = ClientCard(host, page)  # type: ignore[assignment]
+        page = Lease(f"card-{name}")
+        host.leases[page.name] = page
+        self.lease = ClientLease(host, page)  # type: ignore[assignment]
         self.chains = contract.Chains()
         self._closed = False
         self._inbox: list[bytes | bool] = []  # frames, and that the connection was made (True) or broke
@@ -224,9 +224,9 @@ class Client(MessageQueueClient):
 
     def gone(self) -> None:
         """The kernel's part when its process ends, and the end of a close."""
-        self.card.page.locked = False
+        self.lease.page.locked = False
         if self._closed:
-            self.card.close()
+            self.lease.close()
         self.link.close()
         if self in self.host.clients:
             self.host.clients.remove(self)
@@ -254,7 +254,7 @@ class Host:
     table_slots: int
     validate_every: int = 8
     files: dict[str, ArenaFile] = field(default_factory=dict)
-    cards: dict[str, Card] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
     memories: dict[str, Memory] = field(default_factory=dict)
     truth: dict[tuple[bytes, bytes], tuple[Model, tuple[bytes, ...]]] = field(default_factory=dict)
     """(layout fingerprint, key) -> whose chunk it is, and the seeds of its blocks."""
@@ -273,8 +273,8 @@ class Host:
     copies_slow: bool = False
     at_copy: Callable[[str], None] | None = None
     """To happen once, in the middle of the next copy; told whose it is."""
-    at_errand: tuple[type[Errand], Callable[[], None]] | None = None
-    """To happen once, in the middle of a tier's next errand of that kind."""
+    at_tier_task: tuple[type[TierTask], Callable[[], None]] | None = None
+    """To happen once, in the middle of a tier's next tier task of that kind."""
     network_slow: bool = False
 
     def __post_init__(self) -> None:
@@ -301,10 +301,10 @@ class Host:
                 store.configure()
         self.server = Server(self, file)
 
-    def strike(self, kind: type[Errand]) -> None:
-        """A tier's thread is in the middle of an errand."""
-        if self.at_errand is not None and self.at_errand[0] is kind:
-            act, self.at_errand = self.at_errand[1], None
+    def strike(self, kind: type[TierTask]) -> None:
+        """A tier's thread is in the middle of an tier task."""
+        if self.at_tier_task is not None and self.at_tier_task[0] is kind:
+            act, self.at_tier_task = self.at_tier_task[1], None
             self.world.after(0, act)
 
     def check_pins(self, server: Server) -> None:
@@ -314,13 +314,13 @@ class Host:
                 assert ("", name) in server.depot.sessions._kept, f"{name} was pinned, and nobody knows of it"
         for pinned in (*self.pins, *self.named.values()):
             if pinned.boot == server.boot and self.world.now < pinned.ends:
-                spaces = [
-                    space
-                    for space in server.index.namespaces()
-                    if space.model == pinned.model.name and space.world_size == pinned.model.world_size
+                namespaces = [
+                    namespace
+                    for namespace in server.index.namespaces()
+                    if namespace.model == pinned.model.name and namespace.world_size == pinned.model.world_size
                 ]
                 for key in pinned.keys:
-                    chunks = [space.chunks[key] for space in spaces if key in space.chunks]
+                    chunks = [namespace.chunks[key] for namespace in namespaces if key in namespace.chunks]
                     assert server.condemned.get(key, 0.0) >= pinned.asked or any(
                         c.sealed == pinned.model.world_size for c in chunks
                     ), f"chunk {key.hex()[:8]} of {pinned.model.name} was pinned, and is gone"

@@ -120,13 +120,13 @@ class Run(Host):
         self.server.count()
 
     def _tiers_idle(self) -> bool:
-        return self.server is not None and not self.server.has_errands()
+        return self.server is not None and not self.server.has_tier_tasks()
 
     def _idle(self) -> bool:
         server = self.server
         if server is None or not server.serving or server.depot.operations:
             return False
-        if server.depot.tiering.searches or server.depot.tiering._forgettings or server.depot.removals:
+        if server.depot.tiering.tier_lookups or server.depot.tiering._forgettings or server.depot.removals:
             return False  # whose askers have stopped waiting, perhaps
         return all(engine.serving for engine in self._living()) and not any(client.pending() for client in self.clients)
 
@@ -148,9 +148,9 @@ class Run(Host):
             fault = self.world.random.choice(self._faults)
             if fault in AT_COPIES and self.world.chance(0.5):
                 self.at_copy = lambda name: None if self._over else fault(self, name)
-            elif fault in AT_ERRANDS and self.stores and self.world.chance(0.5):
+            elif fault in AT_TIER_TASKS and self.stores and self.world.chance(0.5):
                 kind = self.world.random.choice([Find, Load, Load, Save])
-                self.at_errand = kind, lambda: None if self._over else fault(self)
+                self.at_tier_task = kind, lambda: None if self._over else fault(self)
             else:
                 fault(self)
         for engine in list(self.engines):
@@ -391,7 +391,7 @@ TIER_FAULTS: list[Callable[..., None]] = [
 AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}
 """Faults that are drawn to copies: half of them strike in the middle of one."""
 
-AT_ERRANDS = {Run.kill_server, Run.freeze_server, Run.forget, Run.hang_tier}
+AT_TIER_TASKS = {Run.kill_server, Run.freeze_server, Run.forget, Run.hang_tier}
 """Those that are drawn to what is asked of tiers."""
 
 EXPECTED = frozenset(

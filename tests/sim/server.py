@@ -1,4 +1,4 @@
-"""The simulated server process: the real depot, index and mover around a made-up socket, arena file and copy threads.
+"""The simulated server process: the real depot, index and copier around a made-up socket, arena file and copy threads.
 
 Does what server/loop.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and
 shut down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two
@@ -18,17 +18,17 @@ from kvdepot.core.depot import Action, Depot, Reply
 from kvdepot.core.index.recovery import restore
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError, UnknownClient, VersionMismatch
 from kvdepot.eviction import POLICIES
-from kvdepot.memory.allocator import Space
-from kvdepot.memory.copier import Call, Copy, CopyPiece, Mapped, Mover, checksum, copy
+from kvdepot.memory.allocator import Allocator
+from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece, Mapped, checksum, copy
 from kvdepot.memory.records import Records, ShardRecord
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import SECRET_BYTES, Challenge, Seal, is_sealed
 from kvdepot.protocol.layout import Layout
 from kvdepot.testing.simulation import Link
-from kvdepot.tiers.worker import Erase, Errand, Load, Save
+from kvdepot.tiers.worker import Erase, Load, Save, TierTask
 from tests.sim.checks import LATE_S, Checks
-from tests.sim.shared import ArenaFile, CardView, SealedIndex, ShardName, SimMapped
-from tests.sim.tiers import WALL, Carrier, Forgot, Store
+from tests.sim.shared import ArenaFile, LeaseView, SealedIndex, ShardName, SimMapped
+from tests.sim.tiers import WALL, Forgot, Store, TierWorker
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -62,7 +62,7 @@ class Server(Checks):
         self.draining = False
         self.closing = False  # its loop has ended; threads may still be at work
         self.serving = False
-        self.doing: Any = None  # the request or errand that is being decided
+        self.doing: Any = None  # the request or tier task that is being decided
         self.bytes = file.bytes
         file.owner = self  # the lock first, then the header: a client may look in between
         self.world.after(0.001 * self.world.random.random(), self._begin)
@@ -78,23 +78,23 @@ class Server(Checks):
         self.file.boot = self.boot
         self.file.secret = self.world.random.randbytes(SECRET_BYTES)
         records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
-        space = Space(self.file.start, len(self.bytes))
-        index = SealedIndex(space, POLICIES[config.policy](), records, config.ttl_s)
+        allocator = Allocator(self.file.start, len(self.bytes))
+        index = SealedIndex(allocator, POLICIES[config.policy](), records, config.ttl_s)
         index.server = self
         self.index = index
         self._take_over()
-        self.carriers = [self._carrier(store) for store in self.host.stores]
-        tiers = [carrier.store.config for carrier in self.carriers]
+        self.tier_workers = [self._tier_worker(store) for store in self.host.stores]
+        tiers = [tier_worker.store.config for tier_worker in self.tier_workers]
         self.depot = Depot(config, index, self._map, tiers, step_chunks=(1, 3, 256)[self.world.seed % 3])
-        self._mover = Mover(self, 0, self._report)  # no threads: this class takes the tasks out
+        self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
-        self._cards: dict[bytes, CardView] = {}
+        self._leases: dict[bytes, LeaseView] = {}
         self._challenges: dict[bytes, Challenge] = {}
         self._seals: dict[bytes, Seal] = {}
-        self.met: set[str] = set()  # cards that have said hello
-        for name in [name for name, card in self.host.cards.items() if not card.locked]:
-            del self.host.cards[name]  # as shm.sweep_cards
+        self.met: set[str] = set()  # leases that have said hello
+        for name in [name for name, lease in self.host.leases.items() if not lease.locked]:
+            del self.host.leases[name]  # as shm.sweep_cards
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.mappings: list[SimMapped] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
@@ -106,7 +106,7 @@ class Server(Checks):
         self._removing: list[Forgot] = []  # of those: what memory has not been gone through for
         self._late_keys: set[bytes] = set()  # of what arrived from tiers after its lookup was answered
         self._well_since = 0.0
-        self._reports = 0  # of errands that have ended, on their way
+        self._reports = 0  # of tier tasks that have ended, on their way
         self._armed = float("inf")  # when `_expire` comes
         self._stepping = False  # `_step` comes
         self.asked: Counter[tuple[bytes, bytes]] = Counter()
@@ -115,13 +115,15 @@ class Server(Checks):
         self._since_validated = 0
         self.serving = True
         self.host.network.listen(self)
-        self.world.note(f"{self!r} serves {' '.join(carrier.store.config.options.write for carrier in self.carriers)}")
+        self.world.note(
+            f"{self!r} serves {' '.join(tier_worker.store.config.options.write for tier_worker in self.tier_workers)}"
+        )
         self._act(self.depot.tick(self.world.now, WALL + self.world.now))
         self.world.after(TICK_S, self._event, self._tick)
 
-    def _carrier(self, store: Store) -> Carrier:
+    def _tier_worker(self, store: Store) -> TierWorker:
         ages = [age for age in (store.config.options.ttl_s, self.host.config.ttl_s) if age]
-        return Carrier(self, store, min(ages, default=0))
+        return TierWorker(self, store, min(ages, default=0))
 
     def _take_over(self) -> None:
         """What the last server had sealed is there again; what it was writing is not."""
@@ -149,15 +151,15 @@ class Server(Checks):
     def shards(self) -> dict[ShardName, int]:
         """What a restart must find: recorded shards, and how deep in its chain each is known to be."""
         found: dict[ShardName, int] = {}
-        for space in self.index.namespaces():
+        for namespace in self.index.namespaces():
             whole: set[bytes] = set()
-            for chunk in sorted(space.chunks.values(), key=lambda chunk: chunk.depth):
+            for chunk in sorted(namespace.chunks.values(), key=lambda chunk: chunk.depth):
                 recorded = {rank: shard for rank, shard in chunk.shards.items() if shard.sealed and shard.slot >= 0}
                 chained = chunk.depth == 1 or (chunk.depth > 1 and chunk.parent.key in whole)
-                if chained and len(recorded) == space.world_size:
+                if chained and len(recorded) == namespace.world_size:
                     whole.add(chunk.key)
                 for rank in recorded:
-                    name = space.model, space.layouts[rank], chunk.key, rank
+                    name = namespace.model, namespace.layouts[rank], chunk.key, rank
                     found[name] = chunk.depth if chunk.key in whole else 0
         return found
 
@@ -196,10 +198,10 @@ class Server(Checks):
                 if isinstance(running.task, Copy):
                     kind = "store" if running.task.is_store else "retrieve"
                     self.world.counters[f"server_killed_during_{kind}"] += 1
-            for carrier in self.carriers:
-                for errand in carrier.running:
-                    self.world.counters[f"server_killed_during_tier_{type(errand.errand).__name__.lower()}"] += 1
-                carrier.stop()
+            for tier_worker in self.tier_workers:
+                for tier_task in tier_worker.running:
+                    self.world.counters[f"server_killed_during_tier_{type(tier_task.tier_task).__name__.lower()}"] += 1
+                tier_worker.stop()
             self.file.left = self.shards()
             self._tear_record()
         self._end(all_arrives=False)
@@ -227,7 +229,7 @@ class Server(Checks):
         self._event(self._drain)
 
     def _drain(self) -> None:
-        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.searches)
+        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.tier_lookups)
         self._act(self.depot.stop_waiting())
         assert not self._lookups, "a server that ends has not answered every lookup"
         self._maybe_leave()
@@ -242,19 +244,19 @@ class Server(Checks):
             return
         self.closing = True
         self.world.counters["server_left_with_copies" if self.depot.operations else "server_drained"] += 1
-        for carrier in self.carriers:
-            carrier.stop()
+        for tier_worker in self.tier_workers:
+            tier_worker.stop()
         self.world.after(TIER_STOP_S, self._event, self._go)
         self._maybe_go()
 
     def _maybe_go(self) -> None:
-        if not any(carrier.running for carrier in self.carriers):
+        if not any(tier_worker.running for tier_worker in self.tier_workers):
             self._go()
 
     def _go(self) -> None:
         if not self.alive:
             return
-        self.world.counters["server_left_hung_tier"] += any(carrier.running for carrier in self.carriers)
+        self.world.counters["server_left_hung_tier"] += any(tier_worker.running for tier_worker in self.tier_workers)
         if self.host.config.on_stop == "keep":
             self.world.counters["arena_kept"] += 1
             self.file.left = self.shards()
@@ -352,12 +354,14 @@ class Server(Checks):
         elif isinstance(request, wire.Forget) and self.depot.knows(identity):
             forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             self._removing.append(forgot)
-            for space in self.index.namespaces():
-                for chunk in space.chunks.values():
-                    if forgot.covers(space.model, chunk.salt):
+            for namespace in self.index.namespaces():
+                for chunk in namespace.chunks.values():
+                    if forgot.covers(namespace.model, chunk.salt):
                         self.condemned[chunk.key] = self.world.now
-            for errand in {type(running.errand) for carrier in self.carriers for running in carrier.running}:
-                self.world.counters[f"forgotten_during_tier_{errand.__name__.lower()}"] += 1
+            for tier_task in {
+                type(running.tier_task) for tier_worker in self.tier_workers for running in tier_worker.running
+            }:
+                self.world.counters[f"forgotten_during_tier_{tier_task.__name__.lower()}"] += 1
         self.doing = request
         if self.depot.removals:
             self.world.counters[f"{type(request).__name__.lower()}_while_removing"] += 1
@@ -380,21 +384,21 @@ class Server(Checks):
         if challenge is None:
             self.world.counters["proved_to_a_successor"] += 1
             raise UnknownClient("say hello first")
-        card = self.host.cards.get(challenge.card)
-        if card is None:
-            raise LayoutError(f"no card {challenge.card}")
-        if not card.locked:
-            raise BadRequest(f"nobody holds the lock of card {challenge.card}")
-        seal = challenge.check(prove, card.secret)
+        lease = self.host.leases.get(challenge.lease)
+        if lease is None:
+            raise LayoutError(f"no lease {challenge.lease}")
+        if not lease.locked:
+            raise BadRequest(f"nobody holds the lock of lease {challenge.lease}")
+        seal = challenge.check(prove, lease.secret)
         if not self.depot.knows(identity):
-            view = CardView(card)
+            view = LeaseView(lease)
             self.depot.hello(identity, view)
-            self._cards[identity] = view
-            self.met.add(card.name)
+            self._leases[identity] = view
+            self.met.add(lease.name)
         self._seals.pop(identity, None)
         if seal is not None:
             self._seals[identity] = seal
-        lookup_s = self.host.config.lookup_s if self.carriers else 0.0
+        lookup_s = self.host.config.lookup_s if self.tier_workers else 0.0
         return wire.Welcome(wire.VERSION, self.host.config.chunk_size, lookup_s)
 
     def _act(self, actions: list[Action]) -> None:
@@ -402,9 +406,9 @@ class Server(Checks):
             if isinstance(action, Reply):
                 self._send(action.client, action.number, action.value)
             elif isinstance(action, Copy | Call):
-                self._mover.submit(action)
+                self._copier.submit(action)
             else:
-                self.carriers[action.tier].submit(action)
+                self.tier_workers[action.tier].submit(action)
         self._start_threads()
         due = self.depot.tiering.next_deadline()
         if due < self._armed:
@@ -468,8 +472,8 @@ class Server(Checks):
         if not self.draining:
             self._act(self.depot.tick(world.now, WALL + world.now))
             self._check_ages()
-        for identity, card in list(self._cards.items()):
-            if not card.is_alive():
+        for identity, lease in list(self._leases.items()):
+            if not lease.is_alive():
                 world.note(f"{self!r} finds {self._links[identity].name} dead")
                 world.counters["clients_found_dead"] += 1
                 self._act(self.depot.died(identity))
@@ -477,9 +481,9 @@ class Server(Checks):
                     del self._lookups[asked]
                 for asked in [asked for asked in self._retrieves if asked[0] == identity]:
                     del self._retrieves[asked]
-                del self._cards[identity]
-                card.close()
-                self.host.cards.pop(card.card.name, None)
+                del self._leases[identity]
+                lease.close()
+                self.host.leases.pop(lease.lease.name, None)
         if self.alive:
             # Hours in which nothing happens cost no ticks: the next comes shortly before the next event.
             world.after(max(TICK_S, world.next_event() - world.now - TICK_S), self._event, self._tick)
@@ -505,7 +509,7 @@ class Server(Checks):
         return mapped
 
     def _start_threads(self) -> None:
-        lane = self._mover.lanes[""]
+        lane = self._copier.lanes[""]
         while self._idle and (lane.loads or lane.stores):
             task = lane.take()
             assert task is not None
@@ -588,37 +592,37 @@ class Server(Checks):
 
     # -- tiers
 
-    def has_errands(self) -> bool:
-        return self._reports > 0 or any(any(carrier.unfinished()) for carrier in self.carriers)
+    def has_tier_tasks(self) -> bool:
+        return self._reports > 0 or any(any(tier_worker.unfinished()) for tier_worker in self.tier_workers)
 
-    def errand_ended(self, errand: Errand, outcome: Any) -> None:
+    def tier_task_ended(self, tier_task: TierTask, outcome: Any) -> None:
         """On a tier's thread."""
         if self.closing:
             self._maybe_go()
         else:
             self._reports += 1
-            self.world.after(0.00001, self._event, self._collect, errand, outcome)
+            self.world.after(0.00001, self._event, self._collect, tier_task, outcome)
 
-    def _collect(self, errand: Errand, outcome: Any) -> None:
+    def _collect(self, tier_task: TierTask, outcome: Any) -> None:
         self._reports -= 1
         if self.closing:
             return
         counters = self.world.counters
-        tier = errand.token.tier
+        tier = tier_task.token.tier
         usable = tier.breaker.usable
-        if isinstance(errand, Load):
-            arrivals = errand.token.then.args[1]
-            counters["load_for_several"] += any(len(set(map(id, each.searches))) > 1 for each in arrivals)
-            late = [each for each in arrivals if all(search.ended for search in each.searches)]
-        counters["spoilt_erased"] += isinstance(errand, Erase) and errand.spoilt and outcome is True
-        self.doing = errand
-        self._act(self.depot.finished(errand.token, outcome, self.world.now))
-        if isinstance(errand, Load):
+        if isinstance(tier_task, Load):
+            arrivals = tier_task.token.then.args[1]
+            counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
+            late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
+        counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and outcome is True
+        self.doing = tier_task
+        self._act(self.depot.finished(tier_task.token, outcome, self.world.now))
+        if isinstance(tier_task, Load):
             keys = {each.chunk.key for each in late if not each.chunk.gone}
             counters["late_load_sealed"] += bool(keys)
             self._late_keys |= keys
-        elif isinstance(errand, Save):
-            for chunk, _, demotion in errand.token.then.args[2]:
+        elif isinstance(tier_task, Save):
+            for chunk, _, demotion in tier_task.token.then.args[2]:
                 if demotion is not None and not demotion.saves:
                     counters["demoted" if chunk.gone else "demotion_overtaken"] += 1
         counters["tier_tripped"] += usable and not tier.breaker.usable
@@ -629,8 +633,8 @@ class Server(Checks):
         """Flip a bit of a sealed shard whose checksum is looked at."""
         shards = [
             shard
-            for space in self.index.namespaces()
-            for chunk in space.chunks.values()
+            for namespace in self.index.namespaces()
+            for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
             if shard.sealed and shard.checksum and self.depot._sums(chunk.key)
         ]

@@ -1,4 +1,4 @@
-"""What a simulated server has in shared memory: the arena's file, engines' tensors and cards; and its index."""
+"""What a simulated server has in shared memory: the arena's file, engines' tensors and leases; and its index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvdepot.tiers.worker import Load
 from tests.sim.content import Memory
 
 if TYPE_CHECKING:
-    from tests.sim.host import Card
+    from tests.sim.host import Lease
     from tests.sim.server import Server
 
 ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
@@ -57,27 +57,27 @@ class SimMapped(HostTensors):
         super().close()
 
 
-class CardView:
-    """The server's side of a card."""
+class LeaseView:
+    """The server's side of a lease."""
 
-    def __init__(self, card: Card) -> None:
-        self.card = card
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
         self._closed = False
 
     @property
     def fence(self) -> int:
-        return 2**64 - 1 if self._closed else self.card.fence
+        return 2**64 - 1 if self._closed else self.lease.fence
 
     @property
     def name(self) -> str:
-        return self.card.name
+        return self.lease.name
 
     @property
     def secret(self) -> bytes:
-        return self.card.secret
+        return self.lease.secret
 
     def is_alive(self) -> bool:
-        return self.card.locked
+        return self.lease.locked
 
     def close(self) -> None:
         self._closed = True

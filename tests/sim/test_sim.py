@@ -22,7 +22,7 @@ from kvdepot.core.tiering import Tiering
 from kvdepot.memory import records
 from kvdepot.memory.copier import Copy
 from kvdepot.memory.records import Records
-from kvdepot.tiers import worker as carrier
+from kvdepot.tiers import worker as tier_worker
 from kvdepot.tiers.format import Header
 from tests.sim.run import Broken, simulate
 
@@ -113,9 +113,9 @@ def forgets_to_answer_failed_stores(patch: Patch) -> None:
 def releases_pins_early(patch: Patch) -> None:
     pin = Sessions._pin
 
-    def unpinned(self: Any, asking: Any, pins: Any, matched: int) -> int:
-        value = pin(self, asking, pins, matched)
-        self.end(asking.owner, asking.lookup.request)
+    def unpinned(self: Any, pending: Any, pins: Any, matched: int) -> int:
+        value = pin(self, pending, pins, matched)
+        self.end(pending.owner, pending.lookup.request)
         return value
 
     patch.setattr(Sessions, "_pin", unpinned)
@@ -252,13 +252,13 @@ def copies_one_block_too_few(patch: Patch) -> None:
 
 @breaks(172)
 def seals_loads_that_are_spoilt(patch: Patch) -> None:
-    check = carrier._check
+    check = tier_worker._check
 
     def credulous(part: Any, blob: Any, *rest: Any) -> Any:
         found = check(part, blob, *rest)
         return Header.unpack(blob.buffers[0]) if found is False else found
 
-    patch.setattr(carrier, "_check", credulous)
+    patch.setattr(tier_worker, "_check", credulous)
 
 
 @breaks(279)
@@ -273,38 +273,38 @@ def believes_headers_of_others(patch: Patch) -> None:
 def answers_lookups_again_at_their_deadline(patch: Patch) -> None:
     overdue = Tiering._overdue
 
-    def again(self: Any, search: Any, now: float) -> Any:
-        return [*overdue(self, search, now), *search.done()]
+    def again(self: Any, tier_lookup: Any, now: float) -> Any:
+        return [*overdue(self, tier_lookup, now), *tier_lookup.done()]
 
     patch.setattr(Tiering, "_overdue", again)
 
 
 @breaks(0)
 def waits_for_tiers_without_a_deadline(patch: Patch) -> None:
-    patch.setattr(Tiering, "_overdue", lambda self, search, now: [])
+    patch.setattr(Tiering, "_overdue", lambda self, tier_lookup, now: [])
 
 
 @breaks(16)
-def lets_searches_hold_nothing(patch: Patch) -> None:
-    search = Tiering.search
+def lets_tier_lookups_hold_nothing(patch: Patch) -> None:
+    tier_lookup = Tiering.look_up
 
     def careless(self: Any, *args: Any) -> Any:
-        found = search(self, *args)
+        found = tier_lookup(self, *args)
         if found is not None and not found[0].ended:
             self._index.release(list(found[0].held.values()))
             found[0].held.clear()
         return found
 
-    patch.setattr(Tiering, "search", careless)
+    patch.setattr(Tiering, "look_up", careless)
 
 
 @breaks(2)
-def keeps_what_searches_held(patch: Patch) -> None:
+def keeps_what_tier_lookups_held(patch: Patch) -> None:
     end = Tiering.end
 
-    def grasping(self: Any, search: Any) -> Any:
-        search.held.clear()
-        return end(self, search)
+    def grasping(self: Any, tier_lookup: Any) -> Any:
+        tier_lookup.held.clear()
+        return end(self, tier_lookup)
 
     patch.setattr(Tiering, "end", grasping)
 
@@ -313,16 +313,16 @@ def keeps_what_searches_held(patch: Patch) -> None:
 def gives_room_back_at_the_deadline(patch: Patch) -> None:
     overdue = Tiering._overdue
 
-    def hasty(self: Any, search: Any, now: float) -> Any:
-        if not search.ended:
+    def hasty(self: Any, tier_lookup: Any, now: float) -> Any:
+        if not tier_lookup.ended:
             for name, arrival in list(self._arrivals.items()):
-                if arrival.searches == [search] and search.held.pop(arrival.chunk.key, None) is not None:
+                if arrival.tier_lookups == [tier_lookup] and tier_lookup.held.pop(arrival.chunk.key, None) is not None:
                     self._index.release([arrival.chunk])
                     shard = arrival.chunk.shards[arrival.rank]
                     self._arriving_bytes -= shard.size
                     self._index.discard(arrival.chunk, arrival.rank)
                     del self._arrivals[name]
-        return overdue(self, search, now)
+        return overdue(self, tier_lookup, now)
 
     patch.setattr(Tiering, "_overdue", hasty)
 
@@ -341,7 +341,7 @@ def takes_in_what_was_forgotten_on_its_way(patch: Patch) -> None:
 
 @breaks(1551)
 def loads_what_is_being_forgotten(patch: Patch) -> None:
-    patch.setattr(Tiering, "_is_being_forgotten", lambda self, space, salt: False)
+    patch.setattr(Tiering, "_is_being_forgotten", lambda self, namespace, salt: False)
 
 
 @breaks(59)
@@ -350,9 +350,9 @@ def forgets_in_the_nearest_tier_alone(patch: Patch) -> None:
 
     def lazy(self: Any, *args: Any) -> Any:
         tiers, self._tiers = self._tiers, self._tiers[:1]
-        errands = forget(self, *args)
+        tier_tasks = forget(self, *args)
         self._tiers = tiers
-        return errands
+        return tier_tasks
 
     patch.setattr(Tiering, "forget", lazy)
 
@@ -362,11 +362,11 @@ def saves_what_nobody_holds(patch: Patch) -> None:
     dispatch, saved = Tiering._dispatch, Tiering._saved
 
     def loose(self: Any, tier: Any) -> Any:
-        errands = dispatch(self, tier)
-        for errand in errands:
-            if isinstance(errand, carrier.Save):
-                self._index.release([chunk for chunk, _, _ in errand.token.then.args[2]])
-        return errands
+        tier_tasks = dispatch(self, tier)
+        for tier_task in tier_tasks:
+            if isinstance(tier_task, tier_worker.Save):
+                self._index.release([chunk for chunk, _, _ in tier_task.token.then.args[2]])
+        return tier_tasks
 
     def end(self: Any, tier: Any, number: int, batch: Any, outcome: Any, now: float) -> Any:
         batch = [item for item in batch if not item[0].gone]
@@ -383,9 +383,9 @@ def counts_what_leaves_memory_for_ever(patch: Patch) -> None:
 
     def miscounted(self: Any, demotion: Any) -> Any:
         before = self._demoting_bytes
-        errands = part_demoted(self, demotion)
+        tier_tasks = part_demoted(self, demotion)
         self._demoting_bytes = before
-        return errands
+        return tier_tasks
 
     patch.setattr(Tiering, "_part_demoted", miscounted)
 

@@ -1,8 +1,9 @@
 """Stores behind memory, and a server's threads for them, on the simulation's clock.
 
-A `Store` outlives servers, as a disk or a shared store does: real objects behind real faults. A `Carrier` does what
-carrier.Carrier does: it has the same number of threads, takes errands in the same order, and does them with the same
-code, each in steps of drawn length, between which anything may happen. `Forgettings` knows what must not come back.
+A `Store` outlives servers, as a disk or a shared store does: real objects behind real faults. A `TierWorker` does what
+tiers.worker.TierWorker does: it has the same number of threads, takes tier tasks in the same order, and does them with
+the same code, each in steps of drawn length, between which anything may happen. `Forgettings` knows what must not come
+back.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
 from kvdepot.tiers import Blob, TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
-from kvdepot.tiers.worker import MOST_PARTS, Erase, Errand, Find, Load, Part, Probe, Save, run
+from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Part, Probe, Save, TierTask, run
 from tests.sim.content import CHUNK_TOKENS, Memory, chunk_image
 
 if TYPE_CHECKING:
@@ -119,16 +120,16 @@ class Store:
 
 @dataclass(eq=False)
 class _Running:
-    """An errand that a thread is at."""
+    """An tier task that a thread is at."""
 
-    errand: Errand
+    tier_task: TierTask
     thread: int
     begun: bool = False  # some of a load's bytes lie in the arena
     ended: bool = False
     outcome: Any = None
 
 
-class Carrier:
+class TierWorker:
     """One server's threads for one store."""
 
     def __init__(self, server: Server, store: Store, ttl_s: int) -> None:
@@ -139,15 +140,15 @@ class Carrier:
         self._ttl_s = ttl_s
         # One more than asked for, which takes no saves.
         self._idle = list(range(store.config.options.threads + 1))
-        self._urgent: deque[Errand] = deque()
-        self._later: deque[Errand] = deque()
+        self._urgent: deque[TierTask] = deque()
+        self._later: deque[TierTask] = deque()
         self._stopping = False
         self.running: list[_Running] = []
         self._heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._codec = make_codec(store.config.options)
 
-    def submit(self, errand: Errand) -> None:
-        (self._urgent if isinstance(errand, Find | Load) else self._later).append(errand)
+    def submit(self, tier_task: TierTask) -> None:
+        (self._urgent if isinstance(tier_task, Find | Load) else self._later).append(tier_task)
         self._start()
 
     def stop(self) -> None:
@@ -155,29 +156,29 @@ class Carrier:
         self._stopping = True
         self._server.host.forgettings.excuse(self.unfinished())
 
-    def unfinished(self) -> Iterator[Errand]:
+    def unfinished(self) -> Iterator[TierTask]:
         """What waits, and what is under way."""
         yield from self._urgent
         yield from self._later
         for running in self.running:
-            yield running.errand
+            yield running.tier_task
 
     def _start(self) -> None:
         while self._idle and not self._stopping:
             if self._urgent:
-                errand, thread = self._urgent.popleft(), self._world.random.choice(self._idle)
+                tier_task, thread = self._urgent.popleft(), self._world.random.choice(self._idle)
             elif self._later and (threads := [i for i in self._idle if i]):
-                errand, thread = self._later.popleft(), threads[0]
+                tier_task, thread = self._later.popleft(), threads[0]
             else:
                 return
             self._idle.remove(thread)
-            running = _Running(errand, thread)
+            running = _Running(tier_task, thread)
             self.running.append(running)
             self._next(running)
 
     def _next(self, running: _Running) -> None:
         spread = self._world.spread
-        dawdles = self.store.slow or self._world.chance(0.1 if isinstance(running.errand, Load) else 0.02)
+        dawdles = self.store.slow or self._world.chance(0.1 if isinstance(running.tier_task, Load) else 0.02)
         takes_s = spread(0.02, 3.0) if dawdles else spread(0.0001, 0.01)
         self._world.after(takes_s, self._server._event, self._advance, running)
 
@@ -187,37 +188,37 @@ class Carrier:
             self._world.counters["errand_hung"] += 1
             self.store.waiting.append(lambda: self._server._event(self._advance, running))
             return
-        errand = running.errand
-        self._server.host.strike(type(errand))
+        tier_task = running.tier_task
+        self._server.host.strike(type(tier_task))
         if running.ended:
             self._finish(running)
             return
-        if isinstance(errand, Load):
-            self._server.check_reserved(errand)
-        elif isinstance(errand, Save) and not running.ended:
-            self._server.check_saved(errand.parts)
-        if isinstance(errand, Load) and not running.begun and self._world.chance(0.5):
+        if isinstance(tier_task, Load):
+            self._server.check_reserved(tier_task)
+        elif isinstance(tier_task, Save) and not running.ended:
+            self._server.check_saved(tier_task.parts)
+        if isinstance(tier_task, Load) and not running.begun and self._world.chance(0.5):
             running.begun = True
-            self._load_some(errand)
+            self._load_some(tier_task)
         else:
             running.ended = True
-            running.outcome = self._run(errand)
+            running.outcome = self._run(tier_task)
         self._next(running)
 
     def _finish(self, running: _Running) -> None:
         self.running.remove(running)
         self._idle.append(running.thread)
         self._idle.sort()
-        self._world.note(f"{self.store.config.name} {_short(running.errand)}: {_short_outcome(running.outcome)}")
-        if isinstance(running.outcome, KVDepotError) and isinstance(running.errand, Erase):
-            self._server.host.forgettings.excuse([running.errand])
-        self._server.errand_ended(running.errand, running.outcome)
+        self._world.note(f"{self.store.config.name} {_short(running.tier_task)}: {_short_outcome(running.outcome)}")
+        if isinstance(running.outcome, KVDepotError) and isinstance(running.tier_task, Erase):
+            self._server.host.forgettings.excuse([running.tier_task])
+        self._server.tier_task_ended(running.tier_task, running.outcome)
         self._start()
 
-    def _run(self, errand: Errand) -> Any:
+    def _run(self, tier_task: TierTask) -> Any:
         oldest = WALL + self._world.now - self._ttl_s if self._ttl_s else 0.0
         try:
-            return run(errand, self.store.tier, self._server, self._heads, self._codec, oldest)
+            return run(tier_task, self.store.tier, self._server, self._heads, self._codec, oldest)
         except KVDepotError as exc:
             return exc
 
@@ -298,23 +299,23 @@ class Forgettings:
         self._objects[part.name] = shard, part.facts.model, part.salt
         self._excused.discard(part.name)
 
-    def excuse(self, errands: Iterator[Errand] | list[Errand]) -> None:
+    def excuse(self, tier_tasks: Iterator[TierTask] | list[TierTask]) -> None:
         """These may or may not have happened."""
-        for errand in errands:
-            if isinstance(errand, Save):
-                self._excused.update(part.name for part in errand.parts)
-            elif isinstance(errand, Erase):
-                self._excused.update(errand.names)
+        for tier_task in tier_tasks:
+            if isinstance(tier_task, Save):
+                self._excused.update(part.name for part in tier_task.parts)
+            elif isinstance(tier_task, Erase):
+                self._excused.update(tier_task.names)
 
     def check_chunk(self, chunk: Chunk, rank: int) -> None:
         """A sealed shard in memory may be there."""
         if not self.all:
             return
-        space = chunk.namespace
-        shard = space.layouts[rank], chunk.key, rank
+        namespace = chunk.namespace
+        shard = namespace.layouts[rank], chunk.key, rank
         arrived, stored = self._arrived[shard], self._stored[shard]
         for forgot in self.all:
-            if forgot.when > stored and forgot.covers(space.model, chunk.salt):
+            if forgot.when > stored and forgot.covers(namespace.model, chunk.salt):
                 gone = forgot.through and not forgot.void
                 assert forgot.when < arrived or not gone, f"{chunk.key.hex()[:8]} was forgotten, and is still in memory"
                 assert not forgot.clean or _name(chunk, rank) in self._excused, (
@@ -331,9 +332,15 @@ class Forgettings:
 
 
 def _name(chunk: Chunk, rank: int) -> str:
-    space = chunk.namespace
+    namespace = chunk.namespace
     facts = Facts(
-        space.tenant, space.model, space.world_size, rank, space.blocks_in_chunk, CHUNK_TOKENS, space.layouts[rank]
+        namespace.tenant,
+        namespace.model,
+        namespace.world_size,
+        rank,
+        namespace.blocks_in_chunk,
+        CHUNK_TOKENS,
+        namespace.layouts[rank],
     )
     return facts.name(chunk.salt or NO_SALT, chunk.key)
 
@@ -344,15 +351,15 @@ def new_stores(world: World) -> list[Store]:
     return [Store(world, number) for number in range(count)]
 
 
-def _short(errand: Errand) -> str:
-    match errand:
+def _short(tier_task: TierTask) -> str:
+    match tier_task:
         case Find() | Erase():
-            return f"{type(errand).__name__} {len(errand.names)}"
+            return f"{type(tier_task).__name__} {len(tier_task.names)}"
         case Load() | Save():
-            return f"{type(errand).__name__} {' '.join(part.key.hex()[:4] for part in errand.parts)}"
+            return f"{type(tier_task).__name__} {' '.join(part.key.hex()[:4] for part in tier_task.parts)}"
         case Probe():
             return "Probe"
-    return f"Forget {errand.salt[:4]} {' '.join(space[:4] for space in errand.spaces)}"
+    return f"Forget {tier_task.salt[:4]} {' '.join(namespace[:4] for namespace in tier_task.namespaces)}"
 
 
 def _short_outcome(outcome: Any) -> str:

@@ -356,7 +356,7 @@ def test_damage_to_what_was_written_never_changes_kv_unnoticed(data: st.DataObje
         changed = msgspec.structs.replace(header, stored=stored)
         target = Guarded(size)
         if codec.decode(changed, [memoryview(body)], target.pieces) and (target.bytes != kv).any():
-            # What no one encrypted, the checksum vouches for (carrier.py compares it).
+            # What no one encrypted, the checksum vouches for (worker.py compares it).
             assert codec is ZSTD and checksum(target.bytes, [(0, size)], size) != header.checksum
         target.assert_untouched_outside()
 
@@ -514,7 +514,7 @@ def test_what_nobody_asked_for_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# -- behind the carrier
+# -- behind the tier worker
 
 
 class Area:

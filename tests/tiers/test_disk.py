@@ -848,8 +848,8 @@ def test_with_a_hundred_thousand_objects_it_is_open_before_they_are_counted(root
     count = 100_000
     for number in range(count):
         name = name_of(number)
-        salt, space, rest = name.split("/")
-        path = root / salt[:2] / salt / space / rest[:2]
+        salt, allocator, rest = name.split("/")
+        path = root / salt[:2] / salt / allocator / rest[:2]
         if number < 10_000:  # enough to meet each of 256
             path.mkdir(parents=True, exist_ok=True)
         (path / rest).write_bytes(number.to_bytes(8, "little"))

@@ -164,7 +164,7 @@ def test_where_memory_has_to_be_registered_other_memory_is_staged(pool: Master, 
 def test_the_first_read_has_memory_of_just_the_objects_size_and_succeeds(
     pool: Master, tier: Tier, spare: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What carrier.py offers has room for more than there is, as an object may be longer where it is encrypted."""
+    """What worker.py offers has room for more than there is, as an object may be longer where it is encrypted."""
     assert write(tier, 1) and write(tier, 2)
     fresh = join(pool)
     try:

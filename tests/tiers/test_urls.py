@@ -22,7 +22,7 @@ from kvdepot.tiers import convert, parse
 from kvdepot.tiers.codec import Codec
 from kvdepot.tiers.disk import DiskOptions
 from kvdepot.tiers.urls import redact, shown
-from kvdepot.tiers.worker import Carrier, Probe
+from kvdepot.tiers.worker import Probe, TierWorker
 
 MARK = "Qx7v"
 """Each piece of a generated password holds it, so that none can be told unseen."""
@@ -199,10 +199,10 @@ def test_a_server_that_quotes_the_password_is_not_quoted(
         f"redis://127.0.0.1:{echo.port}/0?password_file={tmp_path}/password",
     ):
         outcomes: SimpleQueue[object] = SimpleQueue()
-        carrier = Carrier(parse(url), arena, lambda _, outcome, to=outcomes: to.put(outcome), Codec())
-        carrier.submit(Probe(None, 0))
+        tier_worker = TierWorker(parse(url), arena, lambda _, outcome, to=outcomes: to.put(outcome), Codec())
+        tier_worker.submit(Probe(None, 0))
         outcome = outcomes.get(timeout=20)
-        carrier.stop(5.0)
+        tier_worker.stop(5.0)
         assert isinstance(outcome, TierError) and "unknown command" in str(outcome)
         said += [*traceback.format_exception(outcome), caplog.text]
     echo.close()

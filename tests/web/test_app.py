@@ -64,7 +64,7 @@ def test_what_http_says_is_what_the_depot_says(start_web: StartWeb, tmp_path: Pa
         for name in ("stored_chunks", "lookups"):
             assert said["counters"].get(name, 0) == direct["counters"].get(name, 0)
         assert web.get("/v1/namespaces").value == said["namespaces"]
-        assert [space["model"] for space in said["namespaces"]] == [engine.model]
+        assert [namespace["model"] for namespace in said["namespaces"]] == [engine.model]
         assert said["namespaces"][0]["chunks"] == 2
         assert [tier["name"] for tier in web.get("/v1/tiers").value] == [f"disk://{tmp_path}/kv"]
         assert isinstance(web.get("/v1/engines").value, list)

@@ -251,7 +251,7 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     with upkeep.connect(web.depot.url) as client:
         upkeep.pin(client, "system", upkeep.make_prompt(client, tokens, b"", engine.model, ""))
     seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["pinned"] and said)
-    assert [space["tenant"] for space in seen["namespaces"]] == ["blue"]
+    assert [namespace["tenant"] for namespace in seen["namespaces"]] == ["blue"]
     assert [each["tenant"] for each in seen["engines"]] == ["blue"]
     assert seen["pinned_count"] == 1
     for path in ("/v1/warm", "/v1/pin"):

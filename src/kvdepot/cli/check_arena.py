@@ -19,7 +19,7 @@ from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.errors import ArenaError, LayoutError
 from kvdepot.eviction import Lru
 from kvdepot.memory import shm
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena_header import HEADER_BYTES, Header
 from kvdepot.memory.copier import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
@@ -106,7 +106,7 @@ def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], N
         report.problems.append(f"{len(restored.damaged)} slots of the table hold no whole record")
     report.namespaces = len(index.namespaces())
     report.chunks, report.shards = restored.chunks, restored.shards
-    report.used_bytes = index.space.capacity - index.space.free_bytes
+    report.used_bytes = index.allocator.capacity - index.allocator.free_bytes
     _check_bytes(fd, whole, index, data, report, told)
     index.validate()
 
@@ -117,7 +117,7 @@ def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Res
     memory = memoryview(bytearray(data))
     if fix:
         memory = memoryview(mmap.mmap(fd, header.chunks_start))[HEADER_BYTES:][: header.table_bytes]
-    index = Index(Space(header.chunks_start, header.size), Lru(), Records(memory))
+    index = Index(Allocator(header.chunks_start, header.size), Lru(), Records(memory))
     return index, restore(index, data, whole), data
 
 
@@ -126,8 +126,8 @@ def _check_bytes(
 ) -> None:
     area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
     looked_at = 0
-    for space in index.namespaces():
-        for chunk in list(space.chunks.values()):
+    for namespace in index.namespaces():
+        for chunk in list(namespace.chunks.values()):
             if looked_at % _TOLD_CHUNKS == 0:
                 told(looked_at, report.chunks)
             looked_at += 1

@@ -253,12 +253,15 @@ def _engines(now: Status) -> Listing:
 def _models(now: Status) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
         (
-            f"{space.tenant}: {space.model}" if space.tenant else space.model, str(space.world_size),
-            count(space.chunks), size(space.bytes),
-            share(space.hit_chunks / space.lookup_chunks) if space.lookup_chunks else "-", str(space.engines),
+            f"{namespace.tenant}: {namespace.model}" if namespace.tenant else namespace.model,
+            str(namespace.world_size),
+            count(namespace.chunks),
+            size(namespace.bytes),
+            share(namespace.hit_chunks / namespace.lookup_chunks) if namespace.lookup_chunks else "-",
+            str(namespace.engines),
         )
-        for space in now.namespaces
-    ]  # fmt: skip
+        for namespace in now.namespaces
+    ]
     return Listing(("models", ">ranks", ">chunks", ">bytes", ">found", ">engines"), rows)
 
 

@@ -113,14 +113,16 @@ def _shape_named(client: MessageQueueClient, model: str) -> tuple[str, int, int]
     Where the server lists some of its namespaces only, a name in full means the shape that is listed: the largest.
     """
     told = client.ask(wire.Status()).result(_ANSWER_S)
-    spaces = told["namespaces"]
-    unlisted = told.get("namespace_count", len(spaces)) - len(spaces)
-    known = [space for space in spaces if space["model"] == model]
+    namespaces = told["namespaces"]
+    unlisted = told.get("namespace_count", len(namespaces)) - len(namespaces)
+    known = [namespace for namespace in namespaces if namespace["model"] == model]
     is_whole = bool(known)
-    known = known or [space for space in spaces if space["model"].startswith(model[:MOST_NAME])]
-    shapes = {(space["model"], space["world_size"], space["blocks_in_chunk"]) for space in known}
+    known = known or [namespace for namespace in namespaces if namespace["model"].startswith(model[:MOST_NAME])]
+    shapes = {(namespace["model"], namespace["world_size"], namespace["blocks_in_chunk"]) for namespace in known}
     if len(shapes) != 1:
-        names = ", ".join(sorted({space["model"] for space in spaces})) or "none: no engine has registered yet"
+        names = (
+            ", ".join(sorted({namespace["model"] for namespace in namespaces})) or "none: no engine has registered yet"
+        )
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
         raise ConfigError(f"model {model!r} names {len(shapes)} of the server's models ({names}{more})")
     (shape,) = shapes

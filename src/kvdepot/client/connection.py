@@ -105,14 +105,14 @@ class Connection:
     def __init__(
         self,
         url: str,
-        card: str,
+        lease: str,
         send: Callable[[bytes], bool],
         watch: Callable[[str, bytes], Watch],
         clock: Callable[[], float],
         secret: bytes = b"",
         others_between: Callable[[], bool] = bool,
     ) -> None:
-        """card, secret: how it introduces itself (memory/shm.py).
+        """lease, secret: how it introduces itself (memory/shm.py).
 
         send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError.
         others_between: asked at each hello: whether another user could stand between here and the server."""
@@ -122,10 +122,10 @@ class Connection:
         self.heard = 0  # replies, and connections made: while it stays the same, asking again is of no use
         self.welcomed = False
         self._url = url
-        self._card = card
+        self._lease = lease
         self._secret = secret
         self._others_between = others_between
-        self._offer = Offer(card, secret, False)  # our last hello
+        self._offer = Offer(lease, secret, False)  # our last hello
         self._proved: _Server | None = None  # has proved itself, and has not welcomed us yet
         self._seals: list[Seal] = []  # of what we send, and of what we take: one before the first is still taken
         self._answered = b""  # the boot that the last answer in recovery came from
@@ -243,7 +243,7 @@ class Connection:
 
     def _greet(self) -> bool:
         """Whether somebody has taken our hello."""
-        self._offer = Offer(self._card, self._secret, self._others_between())
+        self._offer = Offer(self._lease, self._secret, self._others_between())
         return self._ask_own(self._offer.hello, self._on_proof, _HELLO_S)
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:

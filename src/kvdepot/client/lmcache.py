@@ -614,7 +614,7 @@ class LMCacheMPWorkerAdapter:
         if not self.mq_client.wait(lambda: all(t.done() for t in transfers), timeout_s):
             given_up = [t for t in transfers if not t.done()]
             self.counters["stores_given_up"] += len(given_up)
-            self.mq_client.card.raise_fence(self._last_ticket)
+            self.mq_client.lease.raise_fence(self._last_ticket)
             for transfer in given_up:
                 if transfer.future is None:
                     transfer.fail(KVDepotError("its blocks were taken away before its event happened"))

@@ -27,7 +27,7 @@ from kvdepot.client.device_events import EventQueue
 from kvdepot.config import default_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import Card
+from kvdepot.memory.shm import Lease
 from kvdepot.protocol import wire
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.curve import Key, read_client_key
@@ -167,7 +167,7 @@ class MessageQueueClient:
         _check_owner(server_url)
         key = key or default_key()
         keys = key if isinstance(key, Key) else read_client_key(key) if key else None
-        self.card = Card()
+        self.lease = Lease()
         self.chains = contract.Chains()
         self._lock = threading.RLock()
         self._closed = False
@@ -186,7 +186,7 @@ class MessageQueueClient:
             self._monitor = Monitor(self._socket, _MADE | zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as exc:
             self._socket.close()
-            self.card.close()
+            self.lease.close()
             raise Unavailable(f"ZeroMQ has no socket left: {exc.strerror}") from exc
         self._fds = [cast(int, each.getsockopt(zmq.FD)) for each in (self._socket, self._monitor.socket)]
         self._has_events = select.poll()
@@ -196,11 +196,11 @@ class MessageQueueClient:
             self._socket.connect(server_url)
         except zmq.ZMQError as exc:
             self._close_sockets()
-            self.card.close()
+            self.lease.close()
             raise Unavailable(f"{server_url!r} is no address of a server: {exc.strerror}") from exc
         between = partial(_others_between, server_url) if keys is None else bool  # CURVE proves each message itself
         self._connection = Connection(
-            server_url, self.card.name, self._send, Watch, time.monotonic, self.card.secret, between
+            server_url, self.lease.name, self._send, Watch, time.monotonic, self.lease.secret, between
         )
 
     def __repr__(self) -> str:
@@ -364,7 +364,7 @@ class MessageQueueClient:
             self._closed = True
             self._connection.close()
             self._close_sockets()
-            self.card.close()
+            self.lease.close()
 
     def _close_sockets(self) -> None:
         self._monitor.close()

@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from kvdepot.core.index.index import Chunk, Namespace
-from kvdepot.core.tiering import Search
+from kvdepot.core.tiering import TierLookup
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
-from kvdepot.tiers.worker import Errand
+from kvdepot.tiers.worker import TierTask
 
-__all__ = ["Action", "Asking", "Card", "Client", "Instance", "NoCard", "Reply", "Session"]
+__all__ = ["Action", "Client", "Instance", "Lease", "NoLease", "PendingLookup", "Reply", "Session"]
 
 
-class Card(Protocol):
-    """What the depot needs of a client's card (shm.CardView)."""
+class Lease(Protocol):
+    """What the depot needs of a client's lease (shm.LeaseView)."""
 
     @property
     def fence(self) -> int: ...
 
 
-class NoCard:
+class NoLease:
     """Of a client that is the depot itself."""
 
     fence = 0
@@ -41,7 +41,7 @@ class Reply:
     value: Any
 
 
-Action: TypeAlias = Reply | Copy | Call | Errand
+Action: TypeAlias = Reply | Copy | Call | TierTask
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class Session:
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
+class PendingLookup:
     """A lookup that looks behind memory."""
 
     asker: Client
@@ -68,7 +68,7 @@ class Asking:
     lookup: wire.Lookup
     first: int  # chunks that memory had
     ends: float = float("inf")  # of a pin by name: when
-    search: Search | None = None
+    tier_lookup: TierLookup | None = None
     given_up: bool = False  # nobody wants the pins any more
 
     @property
@@ -95,7 +95,7 @@ class Client:
     """One connection that has said hello."""
 
     identity: bytes
-    card: Card
+    lease: Lease
     tenant: str = ""
     came: float = 0.0
     heard: float = 0.0  # when it last asked for something
@@ -103,7 +103,7 @@ class Client:
     is_engine: bool = False  # has registered tensors or looked a prompt up; commands, probes and pages have not
     pins: int = 0  # chunks that the sessions matched
     sessions: dict[str, Session] = field(default_factory=dict)
-    asking: dict[str, Asking] = field(default_factory=dict)  # lookups that await tiers, by request
+    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that await tiers, by request
     instances: dict[int, Instance] = field(default_factory=dict)
     closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: no more, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # requests to answer when these are unmapped

@@ -18,15 +18,15 @@ import numpy as np
 
 from kvdepot.config import Config
 from kvdepot.core.admission import check_names, check_salt, check_shards, check_targets, chunks_named, tenant_salt
-from kvdepot.core.clients import Action, Asking, Card, Client, Instance, Reply
+from kvdepot.core.clients import Action, Client, Instance, Lease, PendingLookup, Reply
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.index import Chunk, Index, Namespace
-from kvdepot.core.infinite_cache import Ceiling
+from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import Report
 from kvdepot.core.reuse import Windows
 from kvdepot.core.sessions import Sessions
-from kvdepot.core.tiering import MOST_FORGETTINGS, Errands, Forgetting, Tiering, Token
+from kvdepot.core.tiering import MOST_FORGETTINGS, Forgetting, Tiering, TierTasks, Token
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
 from kvdepot.memory.copier import Copy, CopyPiece, Mapped
@@ -97,7 +97,7 @@ class Depot:
         self.removals = Removals(index, step_chunks)
         self.counters = Counters()
         self.tiering = Tiering(tiers, index, config.chunk_size, config.lookup_s)
-        self.ceiling = Ceiling(0.0)
+        self.ceiling = InfiniteCache(0.0)
         self.reuse = Windows(0.0)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
         self.registrations = Registrations(config, index, self.counters, map_layout)
@@ -127,14 +127,14 @@ class Depot:
 
     # -- events
 
-    def hello(self, identity: bytes, card: Card, tenant: str = "") -> None:
+    def hello(self, identity: bytes, lease: Lease, tenant: str = "") -> None:
         """A client introduced itself; it reaches only this tenant's chunks. Raises Busy when there are too many."""
         if identity in self._clients:
             return
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the most that max_clients or open files allow")
-        self._clients[identity] = Client(identity, card, tenant, self.now, self.now)
+        self._clients[identity] = Client(identity, lease, tenant, self.now, self.now)
 
     def knows(self, identity: bytes) -> bool:
         return identity in self._clients
@@ -162,7 +162,7 @@ class Depot:
         value: Any = None
         match request:
             case wire.Lookup():
-                return self.sessions.lookup(Asking(client, number, client, request, 0), self.now)
+                return self.sessions.lookup(PendingLookup(client, number, client, request, 0), self.now)
             case wire.Store():
                 return self._store(client, number, request)
             case wire.Retrieve():
@@ -199,7 +199,7 @@ class Depot:
         return [Reply(client.identity, number, value)]
 
     def finished(self, token: Any, outcome: Any, now: float = 0.0) -> list[Action]:
-        """A task or an errand has ended; `outcome` as in mover.Mover and carrier.Carrier."""
+        """A task or an tier task has ended; `outcome` as in copier.Copier and tier worker.TierWorker."""
         self.now = now
         if isinstance(token, Token):
             return [*self.tiering.finished(token, outcome, now), *self.tiering.make_room()]
@@ -266,12 +266,12 @@ class Depot:
         return None
 
     def _forget(self, client: Client, number: bytes, request: wire.Forget) -> list[Action]:
-        spaces, salt = self._named(client, request)
+        namespaces, salt = self._named(client, request)
         if self.tiering.forgettings >= MOST_FORGETTINGS:
             raise Busy(f"{self.tiering.forgettings} models or salts are being forgotten: wait until they are")
         what = f"{request.model[:_SHOWN] or 'every model'}{', one salt' if salt else ''}"
 
-        def removed(chunks: int) -> Errands:
+        def removed(chunks: int) -> TierTasks:
             self.counters["forgotten_chunks"] += chunks
             self.report.note("forget", f"{what}: {chunks} chunks")
             return self.tiering.forgotten_here(forgetting, chunks, self.now)
@@ -281,8 +281,8 @@ class Depot:
 
         # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
         tenant = client.tenant if self._config.keys or request.model else None
-        forgetting = Forgetting(tenant, request.model, {space.model for space in spaces}, salt, done)
-        self.removals.begin(spaces, salt, hides=True, done=removed)
+        forgetting = Forgetting(tenant, request.model, {namespace.model for namespace in namespaces}, salt, done)
+        self.removals.begin(namespaces, salt, hides=True, done=removed)
         self.sessions.forget()
         return [*self.tiering.forget(forgetting, self.now), *self._remove_some()]
 
@@ -291,8 +291,8 @@ class Depot:
         check_names("", request.model)
         check_salt(request.salt)
         salt = tenant_salt(client.tenant, request.salt) if request.salt else None
-        tenants = [space for space in self.index.namespaces() if space.tenant == client.tenant]
-        return [space for space in tenants if space.model.startswith(request.model)], salt
+        tenants = [namespace for namespace in self.index.namespaces() if namespace.tenant == client.tenant]
+        return [namespace for namespace in tenants if namespace.model.startswith(request.model)], salt
 
     def _count_chunks(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
         def counted(chunks: int) -> list[Action]:
@@ -302,17 +302,17 @@ class Depot:
         return self._remove_some()
 
     def _clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
-        spaces = [
-            space
-            for space in self.index.namespaces()
-            if space.tenant == client.tenant and request.model in ("", space.model)
+        namespaces = [
+            namespace
+            for namespace in self.index.namespaces()
+            if namespace.tenant == client.tenant and request.model in ("", namespace.model)
         ]
 
         def removed(chunks: int) -> list[Action]:
             self.counters["cleared_chunks"] += chunks
             return [] if client.dead else [Reply(client.identity, number, None)]
 
-        self.removals.begin(spaces, None, hides=False, done=removed)
+        self.removals.begin(namespaces, None, hides=False, done=removed)
         return self._remove_some()
 
     def _remove_some(self) -> list[Action]:
@@ -331,7 +331,7 @@ class Depot:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            space = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
+            namespace = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
             size = instance.layout.block_bytes * blocks
             parent = part.parent
             salt = tenant_salt(client.tenant, part.salt)
@@ -339,13 +339,13 @@ class Depot:
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                 chunk: Chunk | None
-                is_missing = self.index.missing(space, part.rank, key)
-                if is_missing or self.tiering.replace(space, part.rank, key):
+                is_missing = self.index.missing(namespace, part.rank, key)
+                if is_missing or self.tiering.replace(namespace, part.rank, key):
                     position = part.depth + i + 1 if parent else 0
                     if is_missing:
-                        chunk = self.index.reserve(space, part.rank, key, parent, position, size, salt)
+                        chunk = self.index.reserve(namespace, part.rank, key, parent, position, size, salt)
                     else:
-                        chunk = space.chunks[key]
+                        chunk = namespace.chunks[key]
                     if chunk is None:
                         # Without this chunk those behind it are useless: drop them too.
                         self.counters["dropped_chunks"] += count - i
@@ -358,13 +358,13 @@ class Depot:
                     pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], 0, self._sums(key)))
                 else:
                     self.counters["known_chunks"] += 1
-                    self.index.renew(space, part.rank, key, self.wall)
+                    self.index.renew(namespace, part.rank, key, self.wall)
                 parent = key if part.parent else b""
         operation.results = [complete]
         if not pieces:
             _tell("stored %d of %d new chunks", 0, operation)
             return [Reply(client.identity, number, complete)]
-        return self._start(operation, pieces, client.card, request.ticket)
+        return self._start(operation, pieces, client.lease, request.ticket)
 
     def _retrieve(self, client: Client, number: bytes, request: wire.Retrieve) -> list[Action]:
         instance = self._admit(client, request.instance)
@@ -377,11 +377,11 @@ class Depot:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            space = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
+            namespace = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
             size = instance.layout.block_bytes * blocks
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-                chunk = self.index.sealed_shard(space, part.rank, key)
+                chunk = self.index.sealed_shard(namespace, part.rank, key)
                 operation.results.append(False)
                 if chunk is None or chunk.shards[part.rank].size != size:
                     self.counters["retrieve_misses"] += 1
@@ -411,7 +411,7 @@ class Depot:
             )
         return instance
 
-    def _start(self, operation: _Operation, pieces: list[CopyPiece], card: Card | None, ticket: int) -> list[Action]:
+    def _start(self, operation: _Operation, pieces: list[CopyPiece], lease: Lease | None, ticket: int) -> list[Action]:
         client, instance = operation.client, operation.instance
         assert instance.mapped is not None and len(pieces) == len(operation.chunks)
         client.queued += 1
@@ -424,7 +424,7 @@ class Depot:
         whole = cache(instance.mapped.whole)
         for first in range(0, len(pieces), step):
             part = _Part(operation, first, min(first + step, len(pieces)))
-            fence = None if card is None else partial(getattr, card, "fence")
+            fence = None if lease is None else partial(getattr, lease, "fence")
             tasks.append(
                 Copy(part, operation.is_store, instance.mapped, pieces[first : part.end], fence, ticket, whole)
             )

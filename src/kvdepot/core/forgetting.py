@@ -32,7 +32,7 @@ class Removal:
     """One that is under way."""
 
     number: int
-    spaces: dict[Namespace, None]  # in the order they were named in, so that two runs remove in one order
+    namespaces: dict[Namespace, None]  # in the order they were named in, so that two runs remove in one order
     salt: bytes | None  # None: any
     hides: bool  # also what is held, which goes when it is not; else that stays, and what it needs
     counts: bool  # nothing goes: `removed` is what would
@@ -42,7 +42,7 @@ class Removal:
     counted_bytes: int = 0  # where it only counts
 
     def means(self, chunk: Chunk) -> bool:
-        return chunk.generation < self.number and chunk.namespace in self.spaces and self.salt in (None, chunk.salt)
+        return chunk.generation < self.number and chunk.namespace in self.namespaces and self.salt in (None, chunk.salt)
 
 
 class Removals:
@@ -61,7 +61,7 @@ class Removals:
 
     def begin(
         self,
-        spaces: Iterable[Namespace],
+        namespaces: Iterable[Namespace],
         salt: bytes | None,
         hides: bool,
         done: Callable[[int], list[Any]],
@@ -74,9 +74,9 @@ class Removals:
         if len(self._under_way) >= _MOST:
             raise Busy(f"{len(self._under_way)} requests to forget or clear are under way: wait until they are through")
         self._index.generation += 1
-        removal = Removal(self._index.generation, dict.fromkeys(spaces), salt, hides, counts, done)
-        for space in removal.spaces:
-            removal.left += space.chunks.values()
+        removal = Removal(self._index.generation, dict.fromkeys(namespaces), salt, hides, counts, done)
+        for namespace in removal.namespaces:
+            removal.left += namespace.chunks.values()
         self._under_way.append(removal)
         if hides:
             self._index.hiding.append(removal)
@@ -97,8 +97,8 @@ class Removals:
             through.append(self._under_way.pop(0))
             if removal.hides:
                 self._index.hiding.remove(removal)
-            for space in () if removal.counts else removal.spaces:
-                self._index.forget_namespace(space)
+            for namespace in () if removal.counts else removal.namespaces:
+                self._index.forget_namespace(namespace)
         return through
 
     def _look_at(self, chunk: Chunk, removal: Removal) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["WINDOWS_S", "Ceiling"]
+__all__ = ["WINDOWS_S", "InfiniteCache"]
 
 WINDOWS_S = (60.0, 600.0, 3600.0, 86400.0)
 _DAY_S = 86400.0
@@ -40,7 +40,7 @@ _BATCH = 1024
 """Chunks that are told to the sketches together."""
 
 
-class Ceiling:
+class InfiniteCache:
     """Counts chunks of lookups, and which of them are looked up for the first time."""
 
     def __init__(self, now: float) -> None:

@@ -121,9 +121,9 @@ class Registrations:
         return [self.unmap(client, instance)]
 
     def _leave_namespaces(self, instance: Instance) -> None:
-        for space in instance.namespaces.values():
-            space.live -= 1
-            self._index.forget_namespace(space)
+        for namespace in instance.namespaces.values():
+            namespace.live -= 1
+            self._index.forget_namespace(namespace)
         instance.namespaces.clear()
 
     def unmap(self, client: Client, instance: Instance) -> Call:
@@ -133,7 +133,7 @@ class Registrations:
         return Call(Remapping(client, instance), mapped.close, _lane(instance))
 
     def mapped(self, token: Remapping, outcome: Any) -> list[Action]:
-        """Mapping or unmapping has ended; `outcome` as in mover.Mover."""
+        """Mapping or unmapping has ended; `outcome` as in copier.Copier."""
         client, instance = token.client, token.instance
         if token.register is None:
             return self._closed(client, instance)

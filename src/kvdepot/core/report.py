@@ -78,7 +78,7 @@ class Report:
         clients = depot.clients
         now = depot.now
         engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
-        spaces = [space for space in index.namespaces() if tenant in ("", space.tenant)]
+        namespaces = [namespace for namespace in index.namespaces() if tenant in ("", namespace.tenant)]
         pinned_count, pinned_bytes = depot.sessions.kept_in_all(tenant)
         return Status(
             version=__version__,
@@ -89,8 +89,8 @@ class Report:
             http=self.http,
             unreachable=self.unreachable,
             chunk_size_tokens=depot.chunk_size,
-            capacity_bytes=index.space.capacity,
-            used_bytes=index.space.capacity - index.space.free_bytes,
+            capacity_bytes=index.allocator.capacity,
+            used_bytes=index.allocator.capacity - index.allocator.free_bytes,
             chunks=index.chunks,
             reserved_shards=index.reserved,
             holds=index.held,
@@ -102,7 +102,7 @@ class Report:
             clients=len(clients),
             sessions=sum(len(client.sessions) for client in clients),
             instances=sum(len(client.instances) for client in clients),
-            namespace_count=len(spaces),
+            namespace_count=len(namespaces),
             engine_count=len(engines),
             pinned_count=pinned_count,
             pinned_bytes=pinned_bytes,
@@ -113,7 +113,7 @@ class Report:
             reuse=depot.reuse.rates(depot.asked_tokens, depot.reused_tokens),
             hit_rates=[HitRate(*rate) for rate in depot.ceiling.rates(depot.counters["hit_chunks"])],
             latencies=self.latencies.figures(),
-            namespaces=_namespaces(spaces),
+            namespaces=_namespaces(namespaces),
             engines=_engines(engines, now),
             pinned=depot.sessions.kept(tenant, now),
             tiers=depot.tiering.status(now),
@@ -123,20 +123,20 @@ class Report:
         )
 
 
-def _namespaces(spaces: Iterable[Namespace]) -> list[NamespaceStatus]:
+def _namespaces(namespaces: Iterable[Namespace]) -> list[NamespaceStatus]:
     return [
         NamespaceStatus(
-            tenant=space.tenant,
-            model=space.model[:MOST_NAME],
-            world_size=space.world_size,
-            blocks_in_chunk=space.blocks_in_chunk,
-            chunks=len(space.chunks),
-            bytes=space.bytes,
-            engines=space.live,
-            lookup_chunks=space.lookup_chunks,
-            hit_chunks=space.hit_chunks,
+            tenant=namespace.tenant,
+            model=namespace.model[:MOST_NAME],
+            world_size=namespace.world_size,
+            blocks_in_chunk=namespace.blocks_in_chunk,
+            chunks=len(namespace.chunks),
+            bytes=namespace.bytes,
+            engines=namespace.live,
+            lookup_chunks=namespace.lookup_chunks,
+            hit_chunks=namespace.hit_chunks,
         )
-        for space in heapq.nlargest(_NAMESPACES, spaces, key=lambda space: space.bytes)
+        for namespace in heapq.nlargest(_NAMESPACES, namespaces, key=lambda namespace: namespace.bytes)
     ]
 
 

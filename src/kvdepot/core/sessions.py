@@ -13,9 +13,9 @@ from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.admission import check_hashes, check_names, check_salt, tenant_salt
-from kvdepot.core.clients import Action, Asking, Client, NoCard, Reply, Session
+from kvdepot.core.clients import Action, Client, NoLease, PendingLookup, Reply, Session
 from kvdepot.core.index.index import Index, Namespace, Pin
-from kvdepot.core.infinite_cache import Ceiling
+from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.tiering import Tiering
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
@@ -37,7 +37,9 @@ _MOST_LISTED = 100
 class Sessions:
     """All pins of one depot."""
 
-    def __init__(self, config: Config, index: Index, tiering: Tiering, counters: Counters, ceiling: Ceiling) -> None:
+    def __init__(
+        self, config: Config, index: Index, tiering: Tiering, counters: Counters, ceiling: InfiniteCache
+    ) -> None:
         self._config = config
         self._index = index
         self._tiering = tiering
@@ -51,9 +53,9 @@ class Sessions:
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
 
-    def lookup(self, asking: Asking, now: float) -> list[Action]:
+    def lookup(self, pending: PendingLookup, now: float) -> list[Action]:
         """Answer from memory, or once tiers have had their say on what memory misses."""
-        client, request = asking.owner, asking.lookup
+        client, request = pending.owner, pending.lookup
         check_hashes(request.hashes)
         check_names(request.request, request.model)
         check_salt(request.salt)
@@ -61,89 +63,91 @@ class Sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the most that max_sessions allows")
         actions = self.give_up(client, request.request)  # a lookup anew: whoever asked before has stopped listening
-        spaces, pins, asking.first = self._match(client, request)
-        if not asking.by_hand:
-            asking.asker.model, asking.asker.is_engine = request.model, True
+        namespaces, pins, pending.first = self._match(client, request)
+        if not pending.by_hand:
+            pending.asker.model, pending.asker.is_engine = request.model, True
             self._counters["lookups"] += 1
             self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
-            for space in spaces:
-                space.lookup_chunks += len(request.hashes) // HASH_BYTES
-        if self._tiering and len(spaces) == 1 and asking.first < len(request.hashes) // HASH_BYTES:
+            for namespace in namespaces:
+                namespace.lookup_chunks += len(request.hashes) // HASH_BYTES
+        if self._tiering and len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
             salt = tenant_salt(client.tenant, request.salt)
-            found = self._tiering.search(
-                spaces[0], request.hashes, asking.first, request.chained, salt, pins[0].chunks, now,
-                partial(self._searched, asking), request.request,
+            found = self._tiering.look_up(
+                namespaces[0], request.hashes, pending.first, request.chained, salt, pins[0].chunks, now,
+                partial(self._tiers_answered, pending), request.request,
             )  # fmt: skip
             if found is not None:
-                search, errands = found
-                if not search.ended:
-                    asking.search = search
-                    client.asking[request.request] = asking
-                return [*actions, *errands]
-        return [*actions, self._reply(asking, spaces, pins, asking.first)]
+                tier_lookup, tier_tasks = found
+                if not tier_lookup.ended:
+                    pending.tier_lookup = tier_lookup
+                    client.pending[request.request] = pending
+                return [*actions, *tier_tasks]
+        return [*actions, self._reply(pending, namespaces, pins, pending.first)]
 
     def _match(self, client: Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
         """Where to look, what is there of the prefix, and how many chunks of it are everywhere."""
         hashes = request.hashes
-        spaces = self._index.lookup_namespaces(
+        namespaces = self._index.lookup_namespaces(
             request.model, request.world_size, request.blocks_in_chunk, client.tenant
         )
-        pins = [self._index.match(space, hashes) for space in spaces]
+        pins = [self._index.match(namespace, hashes) for namespace in namespaces]
         matched = min((pin.matched for pin in pins), default=0)
         if any(pin.matched != matched for pin in pins):
             # Engines of one name and two layouts: only what both have is sure to be there for the asker.
-            pins = [self._index.match(space, hashes[: matched * HASH_BYTES]) for space in spaces]
-        return spaces, pins, matched
+            pins = [self._index.match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
+        return namespaces, pins, matched
 
-    def _searched(self, asking: Asking) -> list[Action]:
+    def _tiers_answered(self, pending: PendingLookup) -> list[Action]:
         """The tiers have had their say, or their time."""
-        owner, request = asking.owner, asking.lookup.request
-        if owner.asking.get(request) is asking:
-            del owner.asking[request]
-        if asking.given_up or asking.asker.dead:
-            return [] if asking.asker.dead else [Reply(asking.asker.identity, asking.number, 0)]
-        spaces, pins, matched = self._match(owner, asking.lookup)
-        if not asking.by_hand:
-            self._counters["tier_hit_chunks"] += max(0, matched - asking.first)
-        return [self._reply(asking, spaces, pins, matched)]
+        owner, request = pending.owner, pending.lookup.request
+        if owner.pending.get(request) is pending:
+            del owner.pending[request]
+        if pending.given_up or pending.asker.dead:
+            return [] if pending.asker.dead else [Reply(pending.asker.identity, pending.number, 0)]
+        namespaces, pins, matched = self._match(owner, pending.lookup)
+        if not pending.by_hand:
+            self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
+        return [self._reply(pending, namespaces, pins, matched)]
 
-    def _reply(self, asking: Asking, spaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
+    def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
         value: Any
-        if not asking.by_hand:
-            self._ceiling.count(asking.lookup.hashes)  # with its hits, or a window would have the one without the other
+        if not pending.by_hand:
+            self._ceiling.count(
+                pending.lookup.hashes
+            )  # with its hits, or a window would have the one without the other
         try:
-            value = self._pin(asking, pins, matched)
-            if not asking.by_hand:
+            value = self._pin(pending, pins, matched)
+            if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
-                for space in spaces:
-                    space.hit_chunks += matched
+                for namespace in namespaces:
+                    namespace.hit_chunks += matched
         except KVDepotError as exc:
             self._counters["errors"] += 1
-            log.debug("Lookup failed: %s", exc, extra=_about(asking))
+            log.debug("Lookup failed: %s", exc, extra=_about(pending))
             value = exc
         else:
             if log.isEnabledFor(logging.DEBUG):
-                chunks = len(asking.lookup.hashes) // HASH_BYTES
-                log.debug("found %d of %d chunks", matched, chunks, extra=_about(asking))
-        return Reply(asking.asker.identity, asking.number, value)
+                chunks = len(pending.lookup.hashes) // HASH_BYTES
+                log.debug("found %d of %d chunks", matched, chunks, extra=_about(pending))
+        return Reply(pending.asker.identity, pending.number, value)
 
     def give_up(self, client: Client, request: str) -> list[Action]:
         """End a lookup that awaits tiers: nobody wants its pins any more."""
-        asking = client.asking.get(request)
-        if asking is None or asking.search is None:
+        pending = client.pending.get(request)
+        if pending is None or pending.tier_lookup is None:
             return []
-        asking.given_up = True
-        return self._tiering.end(asking.search)
+        pending.given_up = True
+        return self._tiering.end(pending.tier_lookup)
 
-    def _pin(self, asking: Asking, pins: list[Pin], matched: int) -> int:
+    def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
         """Pin what was matched, and say how much it is. Raises Busy where that is too much."""
-        client, request = asking.owner, asking.lookup
+        client, request = pending.owner, pending.lookup
         old = client.sessions.get(request.request)
         if client.pins - (old.matched if old is not None else 0) + matched > self._config.max_pins:
             self._counters["pins_refused"] += 1
             raise Busy(f"{client.pins} chunks are pinned, and {matched} more than max_pins allows")
-        if client is not asking.asker:
-            self._keep(asking, pins)
+        if client is not pending.asker:
+            self._keep(pending, pins)
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
         self._index.hold(chunks, use=old is None)  # before the old pin goes, or what both hold could be evicted
         if old is not None:
@@ -180,31 +184,31 @@ class Sessions:
 
     def leave(self, client: Client) -> list[Action]:
         """A client is gone."""
-        actions = [action for request in list(client.asking) for action in self.give_up(client, request)]
+        actions = [action for request in list(client.pending) for action in self.give_up(client, request)]
         for request in list(client.sessions):
             self.end(client, request)
         return actions
 
     def stop(self, clients: list[Client]) -> list[Action]:
         """Answer every lookup that awaits tiers with what memory has."""
-        waiting = [asking for client in (*clients, *self._keepers.values()) for asking in client.asking.values()]
-        return [action for each in waiting if each.search for action in self._tiering.end(each.search)]
+        waiting = [pending for client in (*clients, *self._keepers.values()) for pending in client.pending.values()]
+        return [action for each in waiting if each.tier_lookup for action in self._tiering.end(each.tier_lookup)]
 
     # -- by name
 
     def pin(self, client: Client, number: bytes, request: wire.Pin, now: float) -> list[Action]:
         """A lookup whose session is the depot's own."""
-        keeper = self._keepers.setdefault(client.tenant, Client(b"", NoCard(), client.tenant))
+        keeper = self._keepers.setdefault(client.tenant, Client(b"", NoLease(), client.tenant))
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, _NEVER, request.hashes, True,
             request.salt,
         )  # fmt: skip
         ends = now + request.ttl_s if request.ttl_s else float("inf")
-        return self.lookup(Asking(client, number, keeper, lookup, 0, ends), now)
+        return self.lookup(PendingLookup(client, number, keeper, lookup, 0, ends), now)
 
-    def _keep(self, asking: Asking, pins: list[Pin]) -> None:
+    def _keep(self, pending: PendingLookup, pins: list[Pin]) -> None:
         """Note a pin by name. Raises Busy where all of them would take too much of the arena."""
-        name = asking.owner.tenant, asking.lookup.request
+        name = pending.owner.tenant, pending.lookup.request
         size = 0
         for pin in pins:
             for chunk in pin.chunks:
@@ -212,12 +216,12 @@ class Sessions:
                     size += chunk.bytes
                     chunk = chunk.parent
         others = sum(kept for key, (kept, _) in self._kept.items() if key != name)
-        if others + size > self._index.space.capacity // _KEPT_SHARE:
+        if others + size > self._index.allocator.capacity // _KEPT_SHARE:
             self._counters["pins_refused"] += 1
             raise Busy(f"{others + size} bytes would be pinned by name, more than half of the arena")
         self._kept.pop(name, None)
         if size:
-            self._kept[name] = size, asking.ends
+            self._kept[name] = size, pending.ends
 
     def unpin(self, client: Client, number: bytes, name: str) -> list[Action]:
         """End a pin by name, and one of that name that still awaits tiers; whether there was one."""
@@ -258,6 +262,6 @@ class Sessions:
         ]
 
 
-def _about(asking: Asking) -> dict[str, str]:
+def _about(pending: PendingLookup) -> dict[str, str]:
     """Fields of a line of the log."""
-    return {"client": asking.asker.called, "request": asking.lookup.request}
+    return {"client": pending.asker.called, "request": pending.lookup.request}

@@ -1,8 +1,8 @@
 """What is asked of the tiers behind memory, loaded from them and written to them. No I/O, thread or clock here.
 
-Called by core/depot.py on the deciding thread. Errands go to the tiers' carriers, and their outcomes come back. The one
-law: a tier can make a lookup late, up to its deadline, and a hit shorter; nothing else. Whatever a tier does or fails
-to do, what is in memory is served as if there were none.
+Called by core/depot.py on the deciding thread. Tier tasks go to the tiers' tier workers, and their outcomes come back.
+The one law: a tier can make a lookup late, up to its deadline, and a hit shorter; nothing else. Whatever a tier does or
+fails to do, what is in memory is served as if there were none.
 
 A `Search` is one lookup's look behind memory: all tiers are asked at once for all that memory misses; what makes the
 prefix longer is loaded into reservations that the search holds; when all has arrived, or at the deadline, the lookup is
@@ -29,13 +29,13 @@ from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.format import Facts, Header, model_prefix, tenant_prefix
 from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Forget, Load, Part, Probe, Save
 
-__all__ = ["Errands", "Forgetting", "Search", "Tiering", "Token"]
+__all__ = ["Forgetting", "TierLookup", "TierTasks", "Tiering", "Token"]
 
 log = logging.getLogger(__name__)
 
-_ERRAND_BYTES = 8 << 20
+_TASK_BYTES = 8 << 20
 """A load or save is about this long, so that several threads share what one lookup needs."""
-_MOST_SEARCHES = 1024
+_MOST_TIER_LOOKUPS = 1024
 _MOST_WANTED = 1 << 16
 """Shards that one search asks tiers for; the prefix ends there."""
 _MOST_WANTED_IN_ALL = 1 << 20
@@ -55,16 +55,16 @@ _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered by then counts as failed."""
 
-Errands: TypeAlias = list[Any]
-"""Errands, and whatever the callbacks of ended searches return."""
+TierTasks: TypeAlias = list[Any]
+"""Tier tasks, and whatever the callbacks of ended searches return."""
 Done: TypeAlias = Callable[[], list[Any]]
 
 
 @dataclass(slots=True, eq=False)
-class Search:
+class TierLookup:
     """One lookup's look behind memory, for chunks `[first, end)` of `hashes`."""
 
-    space: Namespace
+    namespace: Namespace
     hashes: bytes
     first: int
     end: int
@@ -96,7 +96,7 @@ class _Arrival:
     chunk: Chunk
     rank: int
     tier: int
-    searches: list[Search]
+    tier_lookups: list[TierLookup]
     shard: Shard
     replaced: bool = False  # somebody else fills the chunk
 
@@ -120,8 +120,8 @@ class _Tier:
     breaker: Breaker = field(default_factory=Breaker)
     queue: deque[tuple[Chunk, int, _Demotion | None]] = field(default_factory=deque)  # to be saved
     queued_bytes: int = 0
-    finding: int = 0  # errands
-    saving: set[int] = field(default_factory=set)  # errands, by number
+    finding: int = 0  # tier tasks
+    saving: set[int] = field(default_factory=set)  # tier tasks, by number
     forgets: list[tuple[set[int], Forgetting]] = field(default_factory=list)  # and the saves that must end before
     probing: float | None = None  # since when
     probe_after: float = 0.0
@@ -137,10 +137,10 @@ class _Tier:
 
 @dataclass(slots=True, eq=False)
 class Token:
-    """What an errand's outcome is for: `then(outcome, now)`."""
+    """What an tier task's outcome is for: `then(outcome, now)`."""
 
     tier: _Tier
-    then: Callable[[Any, float], Errands]
+    then: Callable[[Any, float], TierTasks]
     is_probe: bool = False
 
 
@@ -161,8 +161,8 @@ class Forgetting:
     said: dict[str, Any] = field(default_factory=dict)
     ended: bool = False  # it has been answered
 
-    def covers(self, space: Namespace, salt: bytes) -> bool:
-        is_named = self.tenant in (None, space.tenant) and space.model.startswith(self.model)
+    def covers(self, namespace: Namespace, salt: bytes) -> bool:
+        is_named = self.tenant in (None, namespace.tenant) and namespace.model.startswith(self.model)
         return is_named and self.salt in (None, salt)
 
     def is_whole_name(self) -> bool:
@@ -183,11 +183,11 @@ class Forgetting:
             f"{self.model[:_SHOWN]!r}, and may have others; name those in full, or forget all"
         )
 
-    def errand(self, tier: _Tier, then: Callable[[Any, float], Errands]) -> Forget:
-        spaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
+    def tier_task(self, tier: _Tier, then: Callable[[Any, float], TierTasks]) -> Forget:
+        namespaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
         if self.model:
-            spaces = {model_prefix(self.tenant or "", name) for name in (self.model, *self.known)}
-        return Forget(Token(tier, then), tier.number, "" if self.salt is None else self.salt.hex(), sorted(spaces))
+            namespaces = {model_prefix(self.tenant or "", name) for name in (self.model, *self.known)}
+        return Forget(Token(tier, then), tier.number, "" if self.salt is None else self.salt.hex(), sorted(namespaces))
 
 
 class Tiering:
@@ -201,17 +201,17 @@ class Tiering:
         self._arrivals: dict[tuple[int, bytes, int], _Arrival] = {}  # by namespace, key, rank
         self._arriving_bytes = 0
         self._demoting_bytes = 0
-        self._low_bytes = index.space.capacity >> 3  # so much is kept free where chunks are saved as they leave
-        self._times: list[tuple[float, int, Callable[[float], Errands], Search | Forgetting]] = []
+        self._low_bytes = index.allocator.capacity >> 3  # so much is kept free where chunks are saved as they leave
+        self._times: list[tuple[float, int, Callable[[float], TierTasks], TierLookup | Forgetting]] = []
         self._numbers = itertools.count()
         self._forgettings: set[Forgetting] = set()
-        self.searches = 0
+        self.tier_lookups = 0
         self._wanted = 0  # shards that all searches asked for
         if any(tier.config.options.write == "on_evict" for tier in self._tiers):
             index.evicting = self._leaves
 
     def __repr__(self) -> str:
-        return f"<Tiering {len(self._tiers)} tiers, {self.searches} searches, {len(self._arrivals)} shards arriving>"
+        return f"<Tiering {len(self._tiers)} tiers, {self.tier_lookups} lookups, {len(self._arrivals)} shards arriving>"
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
@@ -222,32 +222,32 @@ class Tiering:
         """When `expire` must be called next."""
         return self._times[0][0] if self._times else float("inf")
 
-    def expire(self, now: float) -> Errands:
+    def expire(self, now: float) -> TierTasks:
         """Do what is due."""
-        errands: Errands = []
+        tier_tasks: TierTasks = []
         while self._times and self._times[0][0] <= now:
-            errands += heapq.heappop(self._times)[2](now)
-        return errands
+            tier_tasks += heapq.heappop(self._times)[2](now)
+        return tier_tasks
 
-    def _at(self, when: float, act: Callable[[float], Errands], whose: Search | Forgetting) -> None:
+    def _at(self, when: float, act: Callable[[float], TierTasks], whose: TierLookup | Forgetting) -> None:
         while self._times and self._times[0][3].ended:
             heapq.heappop(self._times)
         heapq.heappush(self._times, (when, next(self._numbers), act, whose))
 
-    def tick(self, now: float) -> Errands:
+    def tick(self, now: float) -> TierTasks:
         """Once a second: look after tiers that are quiet, and those whose circuit breaker is open."""
-        errands: Errands = []
+        tier_tasks: TierTasks = []
         for tier in self._tiers:
             due = now >= (tier.probe_after if tier.breaker.usable else tier.breaker.probe_at)
             if due and tier.probing is None:
                 tier.probing, tier.probe_after = now, now + _PROBE_EVERY_S
-                errands.append(Probe(Token(tier, partial(self._probed, tier), is_probe=True), tier.number))
+                tier_tasks.append(Probe(Token(tier, partial(self._probed, tier), is_probe=True), tier.number))
             elif tier.probing is not None and now - tier.probing > _PROBE_S:
                 tier.probing = now
                 self._failed(tier, now, "does not answer", is_probe=True)
-        return errands
+        return tier_tasks
 
-    def _probed(self, tier: _Tier, outcome: Any, now: float) -> Errands:
+    def _probed(self, tier: _Tier, outcome: Any, now: float) -> TierTasks:
         tier.probing = None
         if isinstance(outcome, Usage):
             tier.usage = outcome
@@ -255,9 +255,9 @@ class Tiering:
 
     # -- lookups
 
-    def search(
+    def look_up(
         self,
-        space: Namespace,
+        namespace: Namespace,
         hashes: bytes,
         first: int,
         chained: bool,
@@ -266,145 +266,158 @@ class Tiering:
         now: float,
         done: Done,
         request: str = "",
-    ) -> tuple[Search, Errands] | None:
+    ) -> tuple[TierLookup, TierTasks] | None:
         """Look behind memory for what it misses of `hashes` from chunk `first` on; None where there is no use.
 
         held: chunks of the prefix that memory has; kept, with what is loaded, until `done` has been called, once: by
-        `finished` or `expire` or `end`. What that returns goes where the errands go. request: what the log calls it.
+        `finished` or `expire` or `end`. What that returns goes where the tier tasks go. request: what the log calls it.
         """
         usable = [tier for tier in self._tiers if tier.breaker.usable]
-        if not usable or len(space.sizes) < space.world_size or self._is_being_forgotten(space, salt):
+        if not usable or len(namespace.sizes) < namespace.world_size or self._is_being_forgotten(namespace, salt):
             return None
         asked = [tier for tier in usable if tier.finding < _MOST_FINDS]
-        end = min(len(hashes) // HASH_BYTES, first + _MOST_WANTED // space.world_size)
-        room = self._wanted + (end - first) * space.world_size <= _MOST_WANTED_IN_ALL
+        end = min(len(hashes) // HASH_BYTES, first + _MOST_WANTED // namespace.world_size)
+        room = self._wanted + (end - first) * namespace.world_size <= _MOST_WANTED_IN_ALL
         for tier in usable:
             tier.counters["searches_refused"] += not room or tier not in asked
-        if self.searches >= _MOST_SEARCHES or not room or not asked:
+        if self.tier_lookups >= _MOST_TIER_LOOKUPS or not room or not asked:
             return None
-        search = Search(space, hashes, first, end, chained, salt, now, done, {chunk.key: chunk for chunk in held})
-        search.request = request
-        search.wanted = [
+        tier_lookup = TierLookup(
+            namespace, hashes, first, end, chained, salt, now, done, {chunk.key: chunk for chunk in held}
+        )
+        tier_lookup.request = request
+        tier_lookup.wanted = [
             (i, rank)
             for i in range(first, end)
-            for rank in range(space.world_size)
-            if not self._is_near(search, i, rank)
+            for rank in range(namespace.world_size)
+            if not self._is_near(tier_lookup, i, rank)
         ]
-        self._index.hold(list(search.held.values()), use=False)
-        self.searches += 1
-        self._wanted += len(search.wanted)
-        search.owing = {tier.number for tier in asked} if search.wanted else set()
-        self._at(now + self._lookup_s / 2, partial(self._half_time, search), search)
-        self._at(now + self._lookup_s, partial(self._overdue, search), search)
-        if not search.wanted:
-            return search, self._load(search)
-        facts = [self._facts(space, rank) for rank in range(space.world_size)]
-        objects = [(facts[rank], search.key(i)) for i, rank in search.wanted]
+        self._index.hold(list(tier_lookup.held.values()), use=False)
+        self.tier_lookups += 1
+        self._wanted += len(tier_lookup.wanted)
+        tier_lookup.owing = {tier.number for tier in asked} if tier_lookup.wanted else set()
+        self._at(now + self._lookup_s / 2, partial(self._half_time, tier_lookup), tier_lookup)
+        self._at(now + self._lookup_s, partial(self._overdue, tier_lookup), tier_lookup)
+        if not tier_lookup.wanted:
+            return tier_lookup, self._load(tier_lookup)
+        facts = [self._facts(namespace, rank) for rank in range(namespace.world_size)]
+        objects = [(facts[rank], tier_lookup.key(i)) for i, rank in tier_lookup.wanted]
         for tier in asked:
             tier.finding += 1
-        return search, [
-            Find(Token(tier, partial(self._found, search, tier)), tier.number, objects, salt, search.is_awaited)
+        return tier_lookup, [
+            Find(
+                Token(tier, partial(self._found, tier_lookup, tier)), tier.number, objects, salt, tier_lookup.is_awaited
+            )
             for tier in asked
         ]
 
-    def _is_near(self, search: Search, chunk: int, rank: int) -> bool:
+    def _is_near(self, tier_lookup: TierLookup, chunk: int, rank: int) -> bool:
         """Whether a shard is in memory, or on its way there."""
-        key = search.key(chunk)
+        key = tier_lookup.key(chunk)
         return (
-            self._arrival(search.space, rank, key) is not None
-            or self._index.sealed_shard(search.space, rank, key) is not None
+            self._arrival(tier_lookup.namespace, rank, key) is not None
+            or self._index.sealed_shard(tier_lookup.namespace, rank, key) is not None
         )
 
-    def _arrival(self, space: Namespace, rank: int, key: bytes) -> _Arrival | None:
+    def _arrival(self, namespace: Namespace, rank: int, key: bytes) -> _Arrival | None:
         """A shard's way into memory, if it is worth waiting for."""
-        arrival = self._arrivals.get((space.number, key, rank))
+        arrival = self._arrivals.get((namespace.number, key, rank))
         return arrival if arrival is not None and self._tiers[arrival.tier].breaker.usable else None
 
-    def _is_being_forgotten(self, space: Namespace, salt: bytes) -> bool:
-        return any(forgetting.covers(space, salt) for forgetting in self._forgettings)
+    def _is_being_forgotten(self, namespace: Namespace, salt: bytes) -> bool:
+        return any(forgetting.covers(namespace, salt) for forgetting in self._forgettings)
 
-    def _facts(self, space: Namespace, rank: int) -> Facts:
-        known = space.facts.get(rank)
+    def _facts(self, namespace: Namespace, rank: int) -> Facts:
+        known = namespace.facts.get(rank)
         if known is None:
-            known = space.facts[rank] = Facts(
-                space.tenant, space.model, space.world_size, rank, space.blocks_in_chunk, self._chunk_tokens,
-                space.layouts[rank],
-            )  # fmt: skip
+            known = namespace.facts[rank] = Facts(
+                namespace.tenant,
+                namespace.model,
+                namespace.world_size,
+                rank,
+                namespace.blocks_in_chunk,
+                self._chunk_tokens,
+                namespace.layouts[rank],
+            )
         return known
 
-    def _found(self, search: Search, tier: _Tier, outcome: Any, now: float) -> Errands:
+    def _found(self, tier_lookup: TierLookup, tier: _Tier, outcome: Any, now: float) -> TierTasks:
         tier.finding -= 1
-        search.owing.discard(tier.number)
+        tier_lookup.owing.discard(tier.number)
         if isinstance(outcome, KVDepotError):
-            log.debug("a search cannot learn what this tier has: %s", outcome, extra=_about(tier, search))
-        if search.ended or search.loading:
+            log.debug("a tier lookup cannot learn what this tier has: %s", outcome, extra=_about(tier, tier_lookup))
+        if tier_lookup.ended or tier_lookup.loading:
             return []
         if isinstance(outcome, list):
-            for place, there in zip(search.wanted, outcome, strict=True):
+            for place, there in zip(tier_lookup.wanted, outcome, strict=True):
                 if there:  # the nearest that has it
-                    search.found[place] = min(tier.number, search.found.get(place, tier.number))
-        if not search.owing or len(search.found) == len(search.wanted):
-            return self._load(search)
+                    tier_lookup.found[place] = min(tier.number, tier_lookup.found.get(place, tier.number))
+        if not tier_lookup.owing or len(tier_lookup.found) == len(tier_lookup.wanted):
+            return self._load(tier_lookup)
         return []
 
-    def _half_time(self, search: Search, now: float) -> Errands:
+    def _half_time(self, tier_lookup: TierLookup, now: float) -> TierTasks:
         """Some tiers have not said what they have: load what the others have, while there is time."""
-        if search.ended or search.loading:
+        if tier_lookup.ended or tier_lookup.loading:
             return []
         begins = all(
-            (search.first, rank) in search.found or self._is_near(search, search.first, rank)
-            for rank in range(search.space.world_size)
+            (tier_lookup.first, rank) in tier_lookup.found or self._is_near(tier_lookup, tier_lookup.first, rank)
+            for rank in range(tier_lookup.namespace.world_size)
         )
-        return self._load(search) if begins else []
+        return self._load(tier_lookup) if begins else []
 
-    def _load(self, search: Search) -> Errands:
-        search.loading = True
+    def _load(self, tier_lookup: TierLookup) -> TierTasks:
+        tier_lookup.loading = True
         by_tier: dict[int, list[tuple[_Arrival, Part]]] = {}
-        for i in range(search.first, search.end):
-            chunk = self._reserve(search, i, by_tier) if not search.space.gone else None
+        for i in range(tier_lookup.first, tier_lookup.end):
+            chunk = self._reserve(tier_lookup, i, by_tier) if not tier_lookup.namespace.gone else None
             if chunk is None:
                 break
-            if chunk.key not in search.held:
+            if chunk.key not in tier_lookup.held:
                 self._index.hold([chunk], use=False)
-                search.held[chunk.key] = chunk
-        errands: Errands = []
+                tier_lookup.held[chunk.key] = chunk
+        tier_tasks: TierTasks = []
         for number, arriving in by_tier.items():
             tier = self._tiers[number]
-            log.debug("a search loads %d shards from this tier", len(arriving), extra=_about(tier, search))
+            log.debug("a tier lookup loads %d shards from this tier", len(arriving), extra=_about(tier, tier_lookup))
             for some in _batches(arriving, lambda item: item[1].size):
                 arrivals = [arrival for arrival, _ in some]
                 token = Token(tier, partial(self._arrived, tier, arrivals))
-                errands.append(Load(token, number, [part for _, part in some]))
-        return errands if search.waiting.total() else [*errands, *self.end(search)]
+                tier_tasks.append(Load(token, number, [part for _, part in some]))
+        return tier_tasks if tier_lookup.waiting.total() else [*tier_tasks, *self.end(tier_lookup)]
 
-    def _reserve(self, search: Search, i: int, by_tier: dict[int, list[tuple[_Arrival, Part]]]) -> Chunk | None:
+    def _reserve(
+        self, tier_lookup: TierLookup, i: int, by_tier: dict[int, list[tuple[_Arrival, Part]]]
+    ) -> Chunk | None:
         """Chunk `i`, whole or with all its shards on their way; None where the prefix ends."""
-        space, key = search.space, search.key(i)
+        namespace, key = tier_lookup.namespace, tier_lookup.key(i)
         near: list[_Arrival] = []
         far: list[tuple[int, int]] = []  # rank, tier
-        for rank in range(space.world_size):
-            arrival = self._arrival(space, rank, key)
+        for rank in range(namespace.world_size):
+            arrival = self._arrival(namespace, rank, key)
             if arrival is not None:
                 near.append(arrival)
-            elif self._index.sealed_shard(space, rank, key) is None:
-                tier = search.found.get((i, rank))
-                late = (space.number, key, rank) in self._arrivals  # of a tier whose circuit breaker is open
-                if tier is None or not (late or self._index.missing(space, rank, key)):
+            elif self._index.sealed_shard(namespace, rank, key) is None:
+                tier = tier_lookup.found.get((i, rank))
+                late = (namespace.number, key, rank) in self._arrivals  # of a tier whose circuit breaker is open
+                if tier is None or not (late or self._index.missing(namespace, rank, key)):
                     return None
                 far.append((rank, tier))
-        if self._arriving_bytes + sum(space.sizes[rank] for rank, _ in far) > self._index.space.capacity // 2:
+        if self._arriving_bytes + sum(namespace.sizes[rank] for rank, _ in far) > self._index.allocator.capacity // 2:
             return None
-        chunk: Chunk | None = space.chunks.get(key)
-        if far and self._is_being_forgotten(space, search.salt if chunk is None else chunk.salt):
+        chunk: Chunk | None = namespace.chunks.get(key)
+        if far and self._is_being_forgotten(namespace, tier_lookup.salt if chunk is None else chunk.salt):
             return None  # a tier may have said that it has it before it was told to forget it
         fresh: list[_Arrival] = []
         for rank, tier in far:
-            parent = b"" if not search.chained else search.key(i - 1) if i else ROOT
-            position = i + 1 if search.chained else 0
-            if (space.number, key, rank) in self._arrivals:
-                chunk = space.chunks[key] if self.replace(space, rank, key) else None
+            parent = b"" if not tier_lookup.chained else tier_lookup.key(i - 1) if i else ROOT
+            position = i + 1 if tier_lookup.chained else 0
+            if (namespace.number, key, rank) in self._arrivals:
+                chunk = namespace.chunks[key] if self.replace(namespace, rank, key) else None
             else:
-                chunk = self._index.reserve(space, rank, key, parent, position, space.sizes[rank], search.salt)
+                chunk = self._index.reserve(
+                    namespace, rank, key, parent, position, namespace.sizes[rank], tier_lookup.salt
+                )
             if chunk is None:  # no room: those of its other ranks are no use
                 for arrival in fresh:
                     self._index.discard(arrival.chunk, arrival.rank)
@@ -412,54 +425,56 @@ class Tiering:
             fresh.append(_Arrival(chunk, rank, tier, [], chunk.shards[rank]))
         for arrival in fresh:
             chunk, rank = arrival.chunk, arrival.rank
-            self._arrivals[space.number, key, rank] = arrival
+            self._arrivals[namespace.number, key, rank] = arrival
             shard = chunk.shards[rank]
             self._arriving_bytes += shard.size
-            part = Part(self._facts(space, rank), chunk.salt, key, shard.extents, shard.size)
+            part = Part(self._facts(namespace, rank), chunk.salt, key, shard.extents, shard.size)
             by_tier.setdefault(arrival.tier, []).append((arrival, part))
         for arrival in (*near, *fresh):
-            arrival.searches.append(search)
-            search.waiting[arrival.tier] += 1
-        return space.chunks[key]
+            arrival.tier_lookups.append(tier_lookup)
+            tier_lookup.waiting[arrival.tier] += 1
+        return namespace.chunks[key]
 
-    def replace(self, space: Namespace, rank: int, key: bytes) -> bool:
+    def replace(self, namespace: Namespace, rank: int, key: bytes) -> bool:
         """Reserve a shard anew that is on its way: whoever asks fills it now.
 
         A load that is late or hangs must not keep out what is computed meanwhile, nor what another tier has. False
         where none is on its way, or there is no room beside it.
         """
-        arrival = self._arrivals.get((space.number, key, rank))
+        arrival = self._arrivals.get((namespace.number, key, rank))
         if arrival is None or self._index.replace(arrival.chunk, rank) is None:
             return False
-        del self._arrivals[space.number, key, rank]
+        del self._arrivals[namespace.number, key, rank]
         arrival.replaced = True
         self._let_go(arrival)  # it goes, should whoever fills it fail
         return True
 
     def _let_go(self, arrival: _Arrival) -> None:
         """Searches do not hold it any more."""
-        for search in arrival.searches:
-            if search.held.pop(arrival.chunk.key, None) is not None:
+        for tier_lookup in arrival.tier_lookups:
+            if tier_lookup.held.pop(arrival.chunk.key, None) is not None:
                 self._index.release([arrival.chunk])
 
-    def _arrived(self, tier: _Tier, arrivals: list[_Arrival], outcome: Any, now: float) -> Errands:
-        errands: Errands = []
+    def _arrived(self, tier: _Tier, arrivals: list[_Arrival], outcome: Any, now: float) -> TierTasks:
+        tier_tasks: TierTasks = []
         spoilt: list[str] = []
         sealed: list[tuple[Chunk, int]] = []
         outcomes = outcome if isinstance(outcome, list) else [None] * len(arrivals)
         if isinstance(outcome, KVDepotError):
-            for search in {id(search): search for arrival in arrivals for search in arrival.searches}.values():
-                log.debug("what a search found could not be loaded: %s", outcome, extra=_about(tier, search))
+            for tier_lookup in {
+                id(tier_lookup): tier_lookup for arrival in arrivals for tier_lookup in arrival.tier_lookups
+            }.values():
+                log.debug("what a tier lookup found could not be loaded: %s", outcome, extra=_about(tier, tier_lookup))
         for arrival, header in zip(arrivals, outcomes, strict=True):
             chunk, rank = arrival.chunk, arrival.rank
-            space: Namespace = chunk.namespace
+            namespace: Namespace = chunk.namespace
             self._arriving_bytes -= arrival.shard.size
             if header is False:
-                spoilt.append(self._facts(space, rank).name(chunk.salt, chunk.key))
+                spoilt.append(self._facts(namespace, rank).name(chunk.salt, chunk.key))
             if arrival.replaced:
                 self._index.give_back(arrival.shard)
                 continue
-            del self._arrivals[space.number, chunk.key, rank]
+            del self._arrivals[namespace.number, chunk.key, rank]
             if isinstance(header, Header) and not self._index.is_hidden(chunk):
                 chunk.shards[rank].tiers |= tier.bit
                 self._index.seal(chunk, rank, header.checksum, header.born)
@@ -471,48 +486,52 @@ class Tiering:
         tier.counters["missed_chunks"] += sum(header is None for header in outcomes)
         tier.counters["spoilt_chunks"] += len(spoilt)
         if spoilt:
-            errands.append(Erase(Token(tier, _ignore), tier.number, spoilt, spoilt=True))
+            tier_tasks.append(Erase(Token(tier, _ignore), tier.number, spoilt, spoilt=True))
         for arrival in arrivals:
-            for search in arrival.searches:
-                search.waiting[tier.number] -= 1
-                if not search.ended and not search.waiting.total():
-                    errands += self.end(search)
+            for tier_lookup in arrival.tier_lookups:
+                tier_lookup.waiting[tier.number] -= 1
+                if not tier_lookup.ended and not tier_lookup.waiting.total():
+                    tier_tasks += self.end(tier_lookup)
         # What was far away is kept nearer, too.
         nearer = [other for other in self._tiers[: tier.number] if other.config.options.write == "through"]
-        return [*errands, *self._save(nearer, sealed)]
+        return [*tier_tasks, *self._save(nearer, sealed)]
 
-    def _overdue(self, search: Search, now: float) -> Errands:
-        if search.ended:
+    def _overdue(self, tier_lookup: TierLookup, now: float) -> TierTasks:
+        if tier_lookup.ended:
             return []
-        for number in search.owing | {number for number, count in search.waiting.items() if count}:
+        for number in tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}:
             tier = self._tiers[number]
             tier.counters["late"] += 1
-            log.debug("a search is answered without what this tier may have: too late", extra=_about(tier, search))
-            if tier.breaker.last_success < search.begun:
+            log.debug("a tier lookup is answered without this tier: too late", extra=_about(tier, tier_lookup))
+            if tier.breaker.last_success < tier_lookup.begun:
                 self._failed(tier, now, "does not answer")
-        return self.end(search)
+        return self.end(tier_lookup)
 
-    def end(self, search: Search) -> Errands:
+    def end(self, tier_lookup: TierLookup) -> TierTasks:
         """Answer with what is in memory by now."""
-        assert not search.ended
-        search.ended = True
-        self.searches -= 1
-        self._wanted -= len(search.wanted)
-        errands = search.done()
-        self._index.release(list(search.held.values()))
-        search.held.clear()
-        search.wanted, search.found, search.hashes = [], {}, b""  # it may be remembered until its deadline
-        return errands
+        assert not tier_lookup.ended
+        tier_lookup.ended = True
+        self.tier_lookups -= 1
+        self._wanted -= len(tier_lookup.wanted)
+        tier_tasks = tier_lookup.done()
+        self._index.release(list(tier_lookup.held.values()))
+        tier_lookup.held.clear()
+        tier_lookup.wanted, tier_lookup.found, tier_lookup.hashes = (
+            [],
+            {},
+            b"",
+        )  # it may be remembered until its deadline
+        return tier_tasks
 
     # -- writing
 
-    def stored(self, shards: Iterable[tuple[Chunk, int]]) -> Errands:
+    def stored(self, shards: Iterable[tuple[Chunk, int]]) -> TierTasks:
         """These were just sealed."""
         through = [tier for tier in self._tiers if tier.config.options.write == "through"]
         return self._save(through, shards)
 
-    def _save(self, tiers: list[_Tier], shards: Iterable[tuple[Chunk, int]]) -> Errands:
-        errands: Errands = []
+    def _save(self, tiers: list[_Tier], shards: Iterable[tuple[Chunk, int]]) -> TierTasks:
+        tier_tasks: TierTasks = []
         shards = list(shards)
         for tier in tiers if shards else ():
             room = tier.config.options.queue_mib << 20
@@ -527,16 +546,16 @@ class Tiering:
                 else:
                     tier.queue.append((chunk, rank, None))
                     tier.queued_bytes += shard.size
-            errands += self._dispatch(tier)
-        return errands
+            tier_tasks += self._dispatch(tier)
+        return tier_tasks
 
-    def _dispatch(self, tier: _Tier) -> Errands:
-        errands: Errands = []
+    def _dispatch(self, tier: _Tier) -> TierTasks:
+        tier_tasks: TierTasks = []
         while tier.queue and len(tier.saving) < tier.config.options.threads:
             batch: list[tuple[Chunk, int, _Demotion | None]] = []
             parts: list[Part] = []
             taken = 0
-            while tier.queue and len(parts) < MOST_PARTS and taken < _ERRAND_BYTES:
+            while tier.queue and len(parts) < MOST_PARTS and taken < _TASK_BYTES:
                 chunk, rank, demotion = tier.queue.popleft()
                 shard = chunk.shards.get(rank)
                 tier.queued_bytes -= chunk.namespace.sizes.get(rank, 0) if shard is None else shard.size
@@ -556,12 +575,12 @@ class Tiering:
                 self._index.hold([chunk for chunk, _, _ in batch], use=False)
                 number = next(self._numbers)
                 tier.saving.add(number)
-                errands.append(Save(Token(tier, partial(self._saved, tier, number, batch)), tier.number, parts))
-        return errands
+                tier_tasks.append(Save(Token(tier, partial(self._saved, tier, number, batch)), tier.number, parts))
+        return tier_tasks
 
     def _saved(
         self, tier: _Tier, number: int, batch: list[tuple[Chunk, int, _Demotion | None]], outcome: Any, now: float
-    ) -> Errands:
+    ) -> TierTasks:
         tier.saving.discard(number)
         outcomes = outcome if isinstance(outcome, list) else [False] * len(batch)
         unsaved = "unavailable_chunks" if isinstance(outcome, KVDepotError) else "refused_chunks"
@@ -575,11 +594,11 @@ class Tiering:
 
     # -- on the way out of memory
 
-    def make_room(self) -> Errands:
+    def make_room(self) -> TierTasks:
         """Where tiers get what memory evicts: save the next victims before their room is needed."""
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.breaker.usable]
-        errands: Errands = []
-        while tiers and self._index.space.free_bytes + self._demoting_bytes < self._low_bytes:
+        tier_tasks: TierTasks = []
+        while tiers and self._index.allocator.free_bytes + self._demoting_bytes < self._low_bytes:
             chunk = self._index.victim()
             if chunk is None:
                 break
@@ -596,8 +615,8 @@ class Tiering:
                     tier.queued_bytes += shard.size
                     demotion.saves += 1
             for tier in missing:
-                errands += self._dispatch(tier)
-        return errands
+                tier_tasks += self._dispatch(tier)
+        return tier_tasks
 
     def _part_demoted(self, demotion: _Demotion | None) -> None:
         if demotion is None:
@@ -607,7 +626,7 @@ class Tiering:
             chunk = demotion.chunk
             self._demoting_bytes -= demotion.bytes
             self._index.release([chunk])
-            short = self._index.space.free_bytes < self._low_bytes
+            short = self._index.allocator.free_bytes < self._low_bytes
             if short and chunk.used == demotion.used and self._index.is_evictable(chunk):
                 self._index.evict(chunk)
 
@@ -624,7 +643,7 @@ class Tiering:
         """How many are under way."""
         return len(self._forgettings)
 
-    def forget(self, forgetting: Forgetting, now: float) -> Errands:
+    def forget(self, forgetting: Forgetting, now: float) -> TierTasks:
         """Remove what is in the tiers; its `done` is told once what they and memory said: how many, or an error.
 
         What is on its way into memory is dropped when it arrives; a tier is told once what it was saving is saved.
@@ -636,36 +655,36 @@ class Tiering:
         self._at(now + _FORGET_S, partial(self._answer_forget, forgetting), forgetting)
         for tier in self._tiers:
             tier.forgets.append((set(tier.saving), forgetting))
-        return [errand for tier in self._tiers for errand in self._forget_after(tier, -1)]
+        return [tier_task for tier in self._tiers for tier_task in self._forget_after(tier, -1)]
 
-    def _forget_after(self, tier: _Tier, number: int) -> Errands:
+    def _forget_after(self, tier: _Tier, number: int) -> TierTasks:
         """A save has ended: tell the tier to forget what had to wait for it."""
-        errands: Errands = []
+        tier_tasks: TierTasks = []
         for saves, forgetting in tier.forgets:
             saves.discard(number)
             if not saves:
-                errands.append(forgetting.errand(tier, partial(self._forgotten, forgetting, tier)))
+                tier_tasks.append(forgetting.tier_task(tier, partial(self._forgotten, forgetting, tier)))
         tier.forgets = [item for item in tier.forgets if item[0]]
-        return errands
+        return tier_tasks
 
-    def _forgotten(self, forgetting: Forgetting, tier: _Tier, outcome: Any, now: float) -> Errands:
+    def _forgotten(self, forgetting: Forgetting, tier: _Tier, outcome: Any, now: float) -> TierTasks:
         failed = isinstance(outcome, KVDepotError)
         forgetting.said[tier.config.name] = f"not forgotten: {outcome}" if failed else outcome
         return self._no_longer_owes(forgetting, tier.number, now)
 
-    def forgotten_here(self, forgetting: Forgetting, chunks: int, now: float) -> Errands:
+    def forgotten_here(self, forgetting: Forgetting, chunks: int, now: float) -> TierTasks:
         """Memory has been gone through."""
         forgetting.said["memory"] = chunks
         return self._no_longer_owes(forgetting, _MEMORY, now)
 
-    def _no_longer_owes(self, forgetting: Forgetting, number: int, now: float) -> Errands:
+    def _no_longer_owes(self, forgetting: Forgetting, number: int, now: float) -> TierTasks:
         forgetting.owing.discard(number)
         if forgetting.owing:
             return []
         self._forgettings.discard(forgetting)
         return self._answer_forget(forgetting, now)
 
-    def _answer_forget(self, forgetting: Forgetting, now: float) -> Errands:
+    def _answer_forget(self, forgetting: Forgetting, now: float) -> TierTasks:
         """Say how it went; where somebody has not answered, it goes on being forgotten."""
         if forgetting.ended:
             return []
@@ -674,14 +693,14 @@ class Tiering:
             forgetting.said["error"] = trouble
         return forgetting.done(dict(forgetting.said))
 
-    def stop(self) -> Errands:
+    def stop(self) -> TierTasks:
         """Answer what waits to be forgotten."""
-        return [errand for each in list(self._forgettings) for errand in self._answer_forget(each, 0.0)]
+        return [tier_task for each in list(self._forgettings) for tier_task in self._answer_forget(each, 0.0)]
 
     # -- outcomes
 
-    def finished(self, token: Token, outcome: Any, now: float) -> Errands:
-        """An errand has ended."""
+    def finished(self, token: Token, outcome: Any, now: float) -> TierTasks:
+        """An tier task has ended."""
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
@@ -747,17 +766,17 @@ def _batches(items: list[Any], size: Callable[[Any], int]) -> Iterable[list[Any]
     for item in items:
         batch.append(item)
         taken += size(item)
-        if len(batch) == MOST_PARTS or taken >= _ERRAND_BYTES:
+        if len(batch) == MOST_PARTS or taken >= _TASK_BYTES:
             yield batch
             batch, taken = [], 0
     if batch:
         yield batch
 
 
-def _about(tier: _Tier, search: Search) -> dict[str, str]:
+def _about(tier: _Tier, tier_lookup: TierLookup) -> dict[str, str]:
     """Fields of a line of the log."""
-    return {"tier": tier.config.name, "request": search.request}
+    return {"tier": tier.config.name, "request": tier_lookup.request}
 
 
-def _ignore(outcome: Any, now: float) -> Errands:
+def _ignore(outcome: Any, now: float) -> TierTasks:
     return []

@@ -117,8 +117,8 @@ class Feed:
                 self.changed(chunk, True)
 
     def _all(self) -> Iterator[Chunk]:
-        for space in self._index.namespaces():
-            yield from list(space.chunks.values())
+        for namespace in self._index.namespaces():
+            yield from list(namespace.chunks.values())
 
     # -- the reader's
 
@@ -160,34 +160,34 @@ class Belief:
                 self.count = 0
                 events = [AllBlocksCleared()]
                 continue
-            is_there, space, key, parent = change
-            keys = self.there.get(space)
+            is_there, namespace, key, parent = change
+            keys = self.there.get(namespace)
             if is_there == (keys is not None and key in keys):
                 continue
             if is_there:
-                self.there.setdefault(space, {})[key] = parent
+                self.there.setdefault(namespace, {})[key] = parent
                 self.count += 1
-                _add_stored(events, space, key, parent, chunk_tokens)
+                _add_stored(events, namespace, key, parent, chunk_tokens)
             else:
                 assert keys is not None
                 del keys[key]
                 self.count -= 1
                 removed = True
                 if not keys:
-                    del self.there[space]
-                _add_removed(events, space, key)
+                    del self.there[namespace]
+                _add_removed(events, namespace, key)
         # What was removed last, of all there was: one word for it, however it was told.
         return [AllBlocksCleared()] if removed and not self.count else events
 
     def listing(self, chunk_tokens: int) -> Iterator[list[Event]]:
         """All of it as of now, a message's events at a time; `messages` of them."""
-        known = [(space, key, parent) for space, keys in self.there.items() for key, parent in keys.items()]
+        known = [(namespace, key, parent) for namespace, keys in self.there.items() for key, parent in keys.items()]
 
         def batches() -> Iterator[list[Event]]:
             for first in range(0, max(1, len(known)), BATCH):
                 events: list[Event] = [] if first else [AllBlocksCleared()]
-                for space, key, parent in known[first : first + BATCH]:
-                    _add_stored(events, space, key, parent, chunk_tokens)
+                for namespace, key, parent in known[first : first + BATCH]:
+                    _add_stored(events, namespace, key, parent, chunk_tokens)
                 yield events
 
         return batches()
@@ -198,23 +198,23 @@ class Belief:
         return max(1, -(-self.count // BATCH))
 
 
-def _add_stored(events: list[Event], space: Namespace, key: bytes, parent: bytes | None, chunk_tokens: int) -> None:
+def _add_stored(events: list[Event], namespace: Namespace, key: bytes, parent: bytes | None, chunk_tokens: int) -> None:
     last = events[-1] if events else None
-    owner = _owner(space)
+    owner = _owner(namespace)
     if isinstance(last, BlockStored) and last.ownership == owner and parent == last.block_hashes[-1]:
         last.block_hashes.append(key)
     else:
         events.append(BlockStored([key], parent, [], chunk_tokens, None, MEDIUM, None, "LOCAL", owner))
 
 
-def _add_removed(events: list[Event], space: Namespace, key: bytes) -> None:
+def _add_removed(events: list[Event], namespace: Namespace, key: bytes) -> None:
     last = events[-1] if events else None
-    owner = _owner(space)
+    owner = _owner(namespace)
     if isinstance(last, BlockRemoved) and last.ownership == owner:
         last.block_hashes.append(key)
     else:
         events.append(BlockRemoved([key], MEDIUM, "LOCAL", owner))
 
 
-def _owner(space: Namespace) -> str:
-    return f"{space.tenant}/{space.model}" if space.tenant else space.model
+def _owner(namespace: Namespace) -> str:
+    return f"{namespace.tenant}/{namespace.model}" if namespace.tenant else namespace.model

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["PAGE", "Extents", "Space"]
+__all__ = ["PAGE", "Allocator", "Extents"]
 
 PAGE = 4096
 
@@ -18,7 +18,7 @@ Extents = tuple[tuple[int, int], ...]
 """`((offset, bytes), ...)` in the order in which a chunk's bytes fill them."""
 
 
-class Space:
+class Allocator:
     """Free extents of `[start, end)`."""
 
     __slots__ = ("_by_class", "_ends", "_starts", "capacity", "end", "free_bytes", "start")
@@ -35,7 +35,7 @@ class Space:
         self._insert(self.start, self.capacity)
 
     def __repr__(self) -> str:
-        return f"<Space {self.free_bytes} of {self.capacity} bytes free in {len(self._starts)} extents>"
+        return f"<Allocator {self.free_bytes} of {self.capacity} bytes free in {len(self._starts)} extents>"
 
     @staticmethod
     def rounded(size: int) -> int:

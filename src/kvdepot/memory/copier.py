@@ -32,7 +32,7 @@ from kvdepot.memory import shm
 from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Call", "Copy", "CopyPiece", "Mapped", "Memory", "Mover", "checksum", "copy", "views"]
+__all__ = ["Call", "Copier", "Copy", "CopyPiece", "Mapped", "Memory", "checksum", "copy", "views"]
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Call:
     """Whose threads it may keep."""
 
 
-class Mover:
+class Copier:
     """Copy threads. Outcomes are handed to `report(token, outcome)` on a copy thread.
 
     The outcome of a Copy is told there; that of a Call is its value, or the KVDepotError it raised.

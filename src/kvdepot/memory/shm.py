@@ -1,16 +1,16 @@
 """Files in /dev/shm.
 
-Used by the server (arena, mapping clients' tensors) and the client (its card). Who owns a file locks it as long as it
-lives (locks.py). A child that a process forks gets neither descriptor nor mapping: a card is held open by its mapping
+Used by the server (arena, mapping clients' tensors) and the client (its lease). Who owns a file locks it as long as it
+lives (locks.py). A child that a process forks gets neither descriptor nor mapping: a lease is held open by its mapping
 alone, which no fork inherits (MADV_DONTFORK), and a server's descriptors are closed in what Python forks.
 
-A **card** is a client's page of shared memory:
+A **lease** is a client's page of shared memory:
 
     offset 0, uint64     fence: stores whose ticket is <= this number must not become visible
-    offset 8, 16 bytes   secret: whoever says hello with this card must prove to know it (protocol/handshake.py)
+    offset 8, 16 bytes   secret: whoever says hello with this lease must prove to know it (protocol/handshake.py)
     offset 24, uint8     left: 1 once the client has closed its connection; of who was killed or crashed it stays 0
 
-The names of cards can be seen by every user of the host, the page only by its own; so the secret proves, over a TCP
+The names of leases can be seen by every user of the host, the page only by its own; so the secret proves, over a TCP
 port that any user can reach, that a client is of this user.
 
 A client raises its fence before it lets the engine reuse blocks that a store may still be reading. The server reads
@@ -35,17 +35,17 @@ from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutErr
 __all__ = [
     "ARENA_MAGIC",
     "SHM",
-    "Card",
-    "CardView",
+    "Lease",
+    "LeaseView",
     "is_being_made",
     "map_shared",
     "populate",
-    "sweep_cards",
+    "sweep_leases",
 ]
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
-_CARD = "kvdepot-card-"
+_LEASE = "kvdepot-card-"
 ARENA_MAGIC = b"kvdepot\0"
 """How every arena begins (memory/arena.py)."""
 _SECRET = slice(8, 24)
@@ -96,11 +96,11 @@ def _failed(what: str, exc: OSError) -> KVDepotError:
 def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
     """Map `size` bytes of an engine's file, readable and writable; the mapping and the file, the caller's to close.
 
-    Raises LayoutError when it is smaller, or no file for KV tensors: a copy into an arena or a card would write
+    Raises LayoutError when it is smaller, or no file for KV tensors: a copy into an arena or a lease would write
     what kvdepot itself relies on. Raises Busy where the system is short of descriptors or address space.
     """
-    if _CARD in name:
-        raise LayoutError(f"shared memory {name} is a client's card, not KV tensors")
+    if _LEASE in name:
+        raise LayoutError(f"shared memory {name} is a client's lease, not KV tensors")
     fd = open_shared(name)
     try:
         actual = os.fstat(fd).st_size
@@ -136,7 +136,7 @@ def do_not_fork(address: int, size: int) -> None:
     _libc.madvise(address, size, _MADV_DONTFORK)
 
 
-class Card:
+class Lease:
     """The client's side: makes the page, holds its lock, raises the fence. Close removes it.
 
     In a process that the client's forks it is nobody's: it does nothing there.
@@ -146,7 +146,7 @@ class Card:
         """Raises ArenaError, with nothing left behind."""
         self._owner = os.getpid()
         self._address = 0
-        self.name = f"{_CARD}{os.urandom(8).hex()}"
+        self.name = f"{_LEASE}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
         hidden = path.with_name(f".{self.name}")  # see `is_being_made`: locked before anyone can take it for stale
@@ -162,7 +162,7 @@ class Card:
             self._unmap()
             if fd >= 0:
                 hidden.unlink(missing_ok=True)
-            raise ArenaError(f"{SHM} cannot hold this client's card: {exc}") from exc
+            raise ArenaError(f"{SHM} cannot hold this client's lease: {exc}") from exc
         finally:
             if fd >= 0:
                 os.close(fd)  # the mapping keeps the file open, and its lock
@@ -205,21 +205,21 @@ class Card:
             self._unmap()
 
 
-class CardView:
-    """The server's side of a client's card."""
+class LeaseView:
+    """The server's side of a client's lease."""
 
     def __init__(self, name: str) -> None:
-        if not name.startswith(_CARD):
-            raise BadRequest(f"{name[:64]!r} is not the name of a client's card")
+        if not name.startswith(_LEASE):
+            raise BadRequest(f"{name[:64]!r} is not the name of a client's lease")
         self.name = name
         self._fd = open_shared(name)
         try:
             if os.fstat(self._fd).st_size < mmap.PAGESIZE:
-                raise BadRequest(f"card {name} is shorter than a page")
+                raise BadRequest(f"lease {name} is shorter than a page")
             self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
         except OSError as exc:
             os.close(self._fd)
-            raise _failed(f"card {name} cannot be mapped", exc) from exc
+            raise _failed(f"lease {name} cannot be mapped", exc) from exc
         except BadRequest:
             os.close(self._fd)
             raise
@@ -235,7 +235,7 @@ class CardView:
 
     @property
     def fence(self) -> int:
-        """Stores with a ticket up to this are void; all of them once the card is closed, for its client is dead."""
+        """Stores with a ticket up to this are void; all of them once the lease is closed, for its client is dead."""
         try:
             return self._fence[0]
         except ValueError:
@@ -276,10 +276,10 @@ def is_being_made(path: Path) -> bool:
     return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
 
 
-def sweep_cards() -> int:
-    """Remove cards of clients that died while no server watched; how many. Cards of the living stay."""
+def sweep_leases() -> int:
+    """Remove leases of clients that died while no server watched; how many. Lease of the living stay."""
     removed = 0
-    for path in SHM.glob(f"*{_CARD}*"):
+    for path in SHM.glob(f"*{_LEASE}*"):
         try:
             if is_being_made(path):
                 continue  # about to be locked, which even a look whether it is may thwart

@@ -81,7 +81,8 @@ ALERTS = (
         "rate(kvdepot_dropped_chunks_total[15m])"
         " / (rate(kvdepot_dropped_chunks_total[15m]) + rate(kvdepot_stored_chunks_total[15m])) > 0.05",
         "{{ $labels.instance }} drops {{ $value | humanizePercentage }} of what it is asked to store.",
-        "Too much of its memory is held by copies, searches and pins: raise arena_gib, or unpin what is not needed.",
+        "Too much of its memory is held by copies, tier lookups and pins: raise arena_gib, or unpin what is not "
+        "needed.",
     ),
     Alert(
         "KVDepotRefusing", "warning", "15m",

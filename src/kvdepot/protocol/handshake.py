@@ -7,20 +7,20 @@ connect to one. A server that is believed tells an engine what is in its cache, 
 anything; a client that is believed can read and write what is cached. TCP names no user, and ZeroMQ does not pass on
 what the kernel knows of a unix socket's peer. What tells users apart on every transport is the file system: a file of
 mode 0600 in /dev/shm is read by its owner alone (and by root, who can do everything anyway). So each end has a secret
-in such a file, the server in its arena (new each time it starts), the client in its card, and proves that it can read:
+in such a file, the server in its arena (new each time it starts), the client in its lease, and proves that it can read:
 
     client                                     server
-    Hello(version, card, nonce, sealed)   ->
+    Hello(version, lease, nonce, sealed)   ->
                                           <-   Proof(version, arena, nonce, mac)       mac: by the arena's secret
     opens the arena's file itself: a plain file of its own user that nobody else may
     open, whose header has the boot id that answered, and whose lock is held
     Prove(mac)                            ->                                           mac: by both secrets
-                                               opens the card: of its own user, lock held
+                                               opens the lease: of its own user, lock held
                                           <-   Welcome
 
 Both macs are keyed BLAKE3 over all of `_Terms`: the fresh nonces of both ends (no proof can be replayed), the boot id,
 both names, and whether messages are sealed. No secret is ever sent. Before its second message the client has told
-nobody anything but the name of its card, which every user can list.
+nobody anything but the name of its lease, which every user can list.
 
 That alone would not stop a program in between that passes the hello on to a real server and then makes up answers, or
 one that takes the address over when the server ends, to which ZeroMQ reconnects by itself. So where others could stand
@@ -69,7 +69,7 @@ class _Terms(msgspec.Struct, array_like=True, frozen=True):
     version: int
     boot: bytes
     arena: str
-    card: str
+    lease: str
     client_nonce: bytes
     server_nonce: bytes
     sealed: bool
@@ -82,16 +82,16 @@ def _mac(secret: bytes, purpose: bytes, terms: _Terms) -> bytes:
     return blake3(purpose + b"\0" + _encode(terms), key=secret).digest()
 
 
-def _session_key(arena_secret: bytes, card_secret: bytes, terms: _Terms) -> bytes:
-    return blake3(b"session\0" + _encode([card_secret, terms]), key=arena_secret).digest()
+def _session_key(arena_secret: bytes, lease_secret: bytes, terms: _Terms) -> bytes:
+    return blake3(b"session\0" + _encode([lease_secret, terms]), key=arena_secret).digest()
 
 
 class Offer:
     """The client's side of one hello."""
 
-    def __init__(self, card: str, card_secret: bytes, is_sealed: bool) -> None:
-        self.hello = wire.Hello(wire.VERSION, card, os.urandom(_NONCE_BYTES), is_sealed)
-        self._card_secret = card_secret
+    def __init__(self, lease: str, lease_secret: bytes, is_sealed: bool) -> None:
+        self.hello = wire.Hello(wire.VERSION, lease, os.urandom(_NONCE_BYTES), is_sealed)
+        self._lease_secret = lease_secret
 
     def accept(self, proof: wire.Proof, boot: bytes, arena_secret: bytes) -> tuple[wire.Prove, Seal | None]:
         """Our own proof, and what seals from now on. Raises Unavailable where the server's proof is none.
@@ -99,12 +99,12 @@ class Offer:
         boot: what the reply said, and the arena's header says. arena_secret: from the arena's file.
         """
         hello = self.hello
-        terms = _Terms(hello.version, boot, proof.arena, hello.card, hello.nonce, proof.nonce, hello.sealed)
+        terms = _Terms(hello.version, boot, proof.arena, hello.lease, hello.nonce, proof.nonce, hello.sealed)
         if len(arena_secret) != SECRET_BYTES or not any(arena_secret):
             raise Unavailable("its arena has no secret")
         if not compare_digest(proof.mac, _mac(arena_secret, b"server", terms)):
             raise Unavailable("it does not know what is in that arena")
-        key = _session_key(arena_secret, self._card_secret, terms)
+        key = _session_key(arena_secret, self._lease_secret, terms)
         return wire.Prove(_mac(key, b"client", terms)), Seal(key, is_server=False) if hello.sealed else None
 
 
@@ -112,17 +112,17 @@ class Challenge:
     """The server's side of one hello, from Hello to Prove."""
 
     def __init__(self, hello: wire.Hello, boot: bytes, arena: str, arena_secret: bytes) -> None:
-        self.card = hello.card
+        self.lease = hello.lease
         self._secret = arena_secret
         nonce = os.urandom(_NONCE_BYTES)
-        self._terms = terms = _Terms(hello.version, boot, arena, hello.card, hello.nonce, nonce, hello.sealed)
+        self._terms = terms = _Terms(hello.version, boot, arena, hello.lease, hello.nonce, nonce, hello.sealed)
         self.proof = wire.Proof(wire.VERSION, arena, nonce, _mac(arena_secret, b"server", terms))
 
-    def check(self, prove: wire.Prove, card_secret: bytes) -> Seal | None:
+    def check(self, prove: wire.Prove, lease_secret: bytes) -> Seal | None:
         """What seals from now on, if anything. Raises BadRequest where the client cannot read both files."""
-        key = _session_key(self._secret, card_secret, self._terms)
-        if not any(card_secret) or not compare_digest(prove.mac, _mac(key, b"client", self._terms)):
-            raise BadRequest(f"this client has not proved that it knows the secret of card {self.card[:64]}")
+        key = _session_key(self._secret, lease_secret, self._terms)
+        if not any(lease_secret) or not compare_digest(prove.mac, _mac(key, b"client", self._terms)):
+            raise BadRequest(f"this client has not proved that it knows the secret of lease {self.lease[:64]}")
         return Seal(key, is_server=True) if self._terms.sealed else None
 
 

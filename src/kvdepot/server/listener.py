@@ -24,7 +24,7 @@ from kvdepot.protocol.endpoints import listen
 from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.monitor import Monitor, shut
 
-__all__ = ["Door"]
+__all__ = ["Listener"]
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ RECEIVED, SENT = 32, 1024
 ASIDE = ".full"
 """What a unix socket's name ends in while there is no room for more connections."""
 _CLIENT_FILES = 2
-"""Descriptors of a client besides its connection: its card, open and mapped."""
+"""Descriptors of a client besides its connection: its lease, open and mapped."""
 _WATCHED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -42,7 +42,7 @@ _WATCHED = (
 )
 
 
-class Door:
+class Listener:
     """One endpoint, bound to a ROUTER socket."""
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], config: Config) -> None:

@@ -40,16 +40,16 @@ from kvdepot.eviction import POLICIES
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import Publisher, replay_endpoint
 from kvdepot.memory import shm
-from kvdepot.memory.allocator import Space
+from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.arena import Arena, smallest_arena
-from kvdepot.memory.copier import Call, Copy, Mover
+from kvdepot.memory.copier import Call, Copier, Copy
 from kvdepot.memory.records import Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import Claim
 from kvdepot.protocol.handshake import Challenge, Seal, is_open_to_all, is_sealed
-from kvdepot.server.listener import Door
+from kvdepot.server.listener import Listener
 from kvdepot.tiers.codec import make_codec
-from kvdepot.tiers.worker import Carrier
+from kvdepot.tiers.worker import TierWorker
 from kvdepot.web.child import Child
 
 __all__ = ["STOP_SIGNALS", "Server"]
@@ -63,7 +63,7 @@ _LINES = 20
 """Dropped records that are logged one by one."""
 _PAUSE_S = 0.005
 """How long to leave those alone who send more than they may, unless somebody else has something to say."""
-_MOVER_STOP_S = 2.0
+_COPIER_STOP_S = 2.0
 """For what copy threads are at besides copies, which have `drain_s`: a driver may hang while tensors are mapped."""
 _TIER_STOP_S = 2.0
 """For tiers' threads to end what they are at."""
@@ -102,22 +102,22 @@ class Server:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._door = Door(self._context, self._socket, config)
+            self._listener = Listener(self._context, self._socket, config)
         except BaseException:
             self._context.destroy(linger=0)
             self.arena.close(remove=not self.arena.taken_over)
             self._claims.close()
             raise
         self._heard = cast(int, self._socket.getsockopt(zmq.FD))
-        self._cards: dict[bytes, shm.CardView] = {}
+        self._leases: dict[bytes, shm.LeaseView] = {}
         self._users: dict[bytes, str] = {}  # with keys: who said hello, as ZeroMQ proved it
         self._challenges: dict[bytes, Challenge] = {}  # of clients that have said hello and not proved themselves yet
         self._seals: dict[bytes, Seal] = {}  # of clients whose messages are sealed
-        self._must_seal = self._door.keys is None and is_open_to_all(config.url)
+        self._must_seal = self._listener.keys is None and is_open_to_all(config.url)
         self._rates = Rates(config.max_rate)
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._carriers: list[Carrier] = []
+        self._tier_workers: list[TierWorker] = []
         self._devices = Devices(self.arena, config.gpu_staging_mib << 20)
         self._feed: Feed | None = None
         self._publisher: Publisher | None = None
@@ -128,14 +128,14 @@ class Server:
             self._web = self._make_web()
             self._open_kv_events()
         except BaseException:
-            self._door.close()
+            self._listener.close()
             self._socket.close()
-            self._stop_carriers(0.0)
+            self._stop_tier_workers(0.0)
             self._context.destroy(linger=0)
             self.arena.close(remove=not self.arena.taken_over)
             self._claims.close()
             raise
-        self._mover = Mover(self.arena, config.copy_threads, self._report)
+        self._copier = Copier(self.arena, config.copy_threads, self._report)
 
     def _make_web(self) -> Child | None:
         """What keeps the web process, where there is to be one. Raises ConfigError."""
@@ -144,7 +144,7 @@ class Server:
             return None
         # What listens on all addresses is found at this host's own.
         url = endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-        keys = self._door.keys
+        keys = self._listener.keys
         return Child(self._config, url, keys.admit(_WEB) if keys is not None else None)
 
     def _open_tiers(self) -> None:
@@ -155,7 +155,7 @@ class Server:
             config = msgspec.structs.replace(
                 config, options=msgspec.structs.replace(options, ttl_s=min(ages, default=0))
             )
-            self._carriers.append(Carrier(config, self.arena, self._report, make_codec(options)))
+            self._tier_workers.append(TierWorker(config, self.arena, self._report, make_codec(options)))
             log.info("tier %s: write %s", config.name, options.write, extra={"tier": config.name})
 
     def _open_kv_events(self) -> None:
@@ -164,22 +164,22 @@ class Server:
         if config.kv_events:
             self._feed = Feed(self.depot.index, self.depot.counters)
             self._publisher = Publisher(
-                self._feed, config.kv_events, config.chunk_size, self._context, self._door.guard
+                self._feed, config.kv_events, config.chunk_size, self._context, self._listener.guard
             )
 
-    def _stop_carriers(self, timeout_s: float) -> bool:
+    def _stop_tier_workers(self, timeout_s: float) -> bool:
         """End the tiers' threads; False where one hangs, and may yet write into the arena."""
         deadline = time.monotonic() + timeout_s
-        for carrier in self._carriers:
-            carrier.stop(max(0.1, deadline - time.monotonic()))
-        return not any(carrier.is_busy() for carrier in self._carriers)
+        for tier_worker in self._tier_workers:
+            tier_worker.stop(max(0.1, deadline - time.monotonic()))
+        return not any(tier_worker.is_busy() for tier_worker in self._tier_workers)
 
     def _restore(self) -> Index:
         """An index of the chunks that are in the arena already, if another server left them."""
         arena = self.arena
         records = Records(arena.table(), arena.ensure_table)
-        space = Space(arena.header.chunks_start, arena.size)
-        index = Index(space, POLICIES[self._config.policy](), records, self._config.ttl_s)
+        allocator = Allocator(arena.header.chunks_start, arena.size)
+        index = Index(allocator, POLICIES[self._config.policy](), records, self._config.ttl_s)
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
@@ -198,15 +198,15 @@ class Server:
         """Serve until a signal or `stop`. Blocks; then drains, answers what waits and removes its files."""
         # Not zmq.Poller: it builds its lists anew for every message.
         waited_for: list[tuple[Any, int]] = [
-            (part, zmq.POLLIN) for part in (self._socket, self._wake, *self._door.sockets)
+            (part, zmq.POLLIN) for part in (self._socket, self._wake, *self._listener.sockets)
         ]
         gc.freeze()
-        self.depot.max_clients, self.depot.registrations.max_files = self._door.share_out(self._config.max_clients)
+        self.depot.max_clients, self.depot.registrations.max_files = self._listener.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
             "serving at %s: chunks of %d tokens, arena %s of %.2f GiB, %d copy threads",
             self._config.url, self._config.chunk_size, self.arena.path, self.arena.size / 2**30,
-            self._mover.threads,
+            self._copier.threads,
         )  # fmt: skip
         self._act(self.depot.tick(time.monotonic(), time.time()))
         if self._feed is not None and self._publisher is not None:
@@ -225,7 +225,7 @@ class Server:
                     elif ready is self._wake:
                         self._collect()
                     else:
-                        self._door.turn(ready, self.depot.counters)
+                        self._listener.turn(ready, self.depot.counters)
                 now = time.monotonic()
                 if now >= self.depot.next_deadline():
                     self._act(self.depot.expire(now))
@@ -287,7 +287,7 @@ class Server:
 
     def _take(self) -> tuple[list[bytes], str]:
         """The next message, and the name of the client that sent it (empty without keys). Raises zmq.Again."""
-        if self._door.keys is None:
+        if self._listener.keys is None:
             return self._socket.recv_multipart(zmq.NOBLOCK), ""
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
@@ -329,9 +329,9 @@ class Server:
                 f"the server's arena {self.arena.path} was removed or replaced while it ran, so no client can check "
                 "whom it talks to: restart the server"
             )
-        known = self._cards.get(identity)
-        if known is not None and hello.card != known.name:
-            raise BadRequest("this client has introduced itself with another card")
+        known = self._leases.get(identity)
+        if known is not None and hello.lease != known.name:
+            raise BadRequest("this client has introduced itself with another lease")
         if self._must_seal and not hello.sealed:
             raise BadRequest("messages must be sealed where every user of this host can connect")
         challenge = Challenge(hello, self.boot, self.arena.name, self.arena.secret)
@@ -345,37 +345,37 @@ class Server:
         challenge = self._challenges.pop(identity, None)
         if challenge is None:
             raise UnknownClient("say hello first: this server has not been asked to prove itself")
-        known = self._cards.get(identity)
+        known = self._leases.get(identity)
         if known is None:
-            self._cards[identity], seal = self._meet(identity, user, challenge, prove)
+            self._leases[identity], seal = self._meet(identity, user, challenge, prove)
         else:
             seal = challenge.check(prove, known.secret)
         self._seals.pop(identity, None)
         if seal is not None:
             self._seals[identity] = seal
-        lookup_s = self._config.lookup_s if self._carriers else 0.0
+        lookup_s = self._config.lookup_s if self._tier_workers else 0.0
         return wire.Welcome(wire.VERSION, self._config.chunk_size, lookup_s)
 
     def _meet(
         self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove
-    ) -> tuple[shm.CardView, Seal | None]:
-        """Take a new client in: its card, once it has proved that the card is its own; and what seals its messages."""
-        if any(card.name == challenge.card for card in self._cards.values()):
-            raise BadRequest(f"card {challenge.card} belongs to another client")
-        card = shm.CardView(challenge.card)
+    ) -> tuple[shm.LeaseView, Seal | None]:
+        """Take a new client in: its lease, once it has proved that it owns it; and what seals its messages."""
+        if any(lease.name == challenge.lease for lease in self._leases.values()):
+            raise BadRequest(f"lease {challenge.lease} belongs to another client")
+        lease = shm.LeaseView(challenge.lease)
         try:
-            if not card.is_alive():
-                raise BadRequest(f"nobody holds the lock of card {challenge.card[:64]!r}")
-            seal = challenge.check(prove, card.secret)
-            keys = self._door.keys
-            self.depot.hello(identity, card, keys.tenant(user) if keys is not None else "")
+            if not lease.is_alive():
+                raise BadRequest(f"nobody holds the lock of lease {challenge.lease[:64]!r}")
+            seal = challenge.check(prove, lease.secret)
+            keys = self._listener.keys
+            self.depot.hello(identity, lease, keys.tenant(user) if keys is not None else "")
         except KVDepotError:
             self.depot.counters["hellos_refused"] += 1
-            card.close(remove=False)
+            lease.close(remove=False)
             raise
         if user:
             self._users[identity] = user
-        return card, seal
+        return lease, seal
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -383,9 +383,9 @@ class Server:
                 case Reply():
                     self._send(action.client, action.number, action.value)
                 case Copy() | Call():
-                    self._mover.submit(action)
+                    self._copier.submit(action)
                 case _:
-                    self._carriers[action.tier].submit(action)
+                    self._tier_workers[action.tier].submit(action)
 
     def _send(self, identity: bytes, number: bytes, value: Any) -> None:
         failed = isinstance(value, KVDepotError)
@@ -420,26 +420,26 @@ class Server:
         if self._web is not None:
             self.depot.report.http = self._web.address
         self._rates.tick()
-        self._door.tick()
+        self._listener.tick()
         self._look_for_files()
-        for identity, card in list(self._cards.items()):
-            if not card.is_alive():
+        for identity, lease in list(self._leases.items()):
+            if not lease.is_alive():
                 level = logging.INFO if self.depot.is_engine(identity) else logging.DEBUG  # a probe each few seconds
                 log.log(level, "client %s is gone", identity.hex()[:8], extra={"client": identity.hex()[:8]})
-                self._act(self.depot.died(identity, card.has_left()))
+                self._act(self.depot.died(identity, lease.has_left()))
                 self.depot.report.latencies.gone(identity)
-                del self._cards[identity]
+                del self._leases[identity]
                 self._users.pop(identity, None)
                 self._seals.pop(identity, None)
                 self._challenges.pop(identity, None)
-                card.close(remove=True)
+                lease.close(remove=True)
         corrupt = self.depot.counters["corrupt_chunks"]
         if corrupt > self._corrupt:
             log.error("%d chunks failed their checksum; suspect faulty RAM", corrupt)
             self._corrupt = corrupt
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # clients that died before they were met
-            self._mover.submit(Call(None, shm.sweep_cards))
+            self._copier.submit(Call(None, shm.sweep_leases))
         gc.collect(1)
 
     def _look_for_files(self) -> None:
@@ -450,7 +450,7 @@ class Server:
             report.unreachable = "the arena's file in /dev/shm was removed or replaced"
             if not was:
                 log.error("%s was removed or replaced: no new engine can connect; restart the server", self.arena.path)
-        elif self._door.lost:
+        elif self._listener.lost:
             report.unreachable = "another file lies where the unix socket was"
             if not was:
                 log.error(
@@ -480,17 +480,17 @@ class Server:
         """Give everything back: threads, sockets, files. Called by `run`. Sets `hangs` where a thread did not end."""
         if self._web is not None:
             self._web.close()
-        idle = not self.depot.operations and self._mover.stop(_MOVER_STOP_S)
+        idle = not self.depot.operations and self._copier.stop(_COPIER_STOP_S)
         if idle:
             self._devices.close()  # the arena is registered with their drivers: it must still be there
-        idle = self._stop_carriers(_TIER_STOP_S) and idle
+        idle = self._stop_tier_workers(_TIER_STOP_S) and idle
         if self._publisher is not None:
             self._publisher.close()
-        self._door.close()
+        self._listener.close()
         self._socket.close()
         self._context.term()
-        for card in self._cards.values():
-            card.close(remove=False)
+        for lease in self._leases.values():
+            lease.close(remove=False)
         if idle:
             self.arena.close(remove=self._config.on_stop == "remove")
         elif self._config.on_stop == "remove":

@@ -7,7 +7,7 @@ index, space and policy code of the server, so what is measured here is what a s
 pinned; the rest is reserved, evicting through the policy, and sealed in order; then the pins go. A block that finds no
 room is dropped with all behind it. Requests do not overlap, and what is decoded is not stored.
 
-A block is a page of a `Space` without memory under it, so the capacity is exactly as many blocks.
+A block is a page of a `Allocator` without memory under it, so the capacity is exactly as many blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from blake3 import blake3
 from kvdepot.core.index.index import Chunk, Index
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.simulate.bounds import BOUNDS
 from kvdepot.simulate.traces import Request, Trace, load
@@ -70,21 +70,21 @@ def replay(requests: Iterable[Request] | Trace, policy: str, capacity_blocks: in
     if policy in BOUNDS:
         hits = BOUNDS[policy](trace, capacity_blocks)
     elif policy in POLICIES:
-        hits = _hits(trace, Index(Space(0, capacity_blocks * PAGE), POLICIES[policy]()))
+        hits = _hits(trace, Index(Allocator(0, capacity_blocks * PAGE), POLICIES[policy]()))
     else:
         raise ConfigError(f"no policy is called {policy!r}; there are {', '.join((*POLICIES, *BOUNDS))}")
     return Result(policy, capacity_blocks, len(trace), len(trace.blocks), hits)
 
 
 def _hits(trace: Trace, index: Index) -> int:
-    space = index.namespace("trace", 1, 0, b"", 1)
+    namespace = index.namespace("trace", 1, 0, b"", 1)
     # Keys as evenly spread as those of real chunks, for policies may sample by them.
     noise = blake3(b"kvdepot simulate").digest(length=HASH_BYTES * max(trace.unique, 1))
     keys = np.frombuffer(noise, np.uint64).reshape(-1, HASH_BYTES // 8)
     hits = 0
     for blocks in trace:
         hashes = keys[blocks].tobytes()
-        pin = index.match(space, hashes)
+        pin = index.match(namespace, hashes)
         index.hold(pin.chunks)
         hits += pin.matched
         position = pin.matched
@@ -94,7 +94,7 @@ def _hits(trace: Trace, index: Index) -> int:
         for at in range(start, len(hashes), HASH_BYTES):
             key = hashes[at : at + HASH_BYTES]
             position += 1
-            chunk = index.reserve(space, 0, key, parent, position, PAGE)
+            chunk = index.reserve(namespace, 0, key, parent, position, PAGE)
             if chunk is None:
                 break
             reserved.append(chunk)

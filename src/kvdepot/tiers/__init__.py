@@ -1,7 +1,7 @@
 """What lies behind memory: the one contract of every tier, and how a tier is written in the settings.
 
 A tier keeps objects: bytes under a name. It knows nothing of chunks, engines or the arena; what a name and its bytes
-mean is format.py's, what is asked of which tier is core/tiering.py's, and carrier.py calls the methods, each on one of
+mean is format.py's, what is asked of which tier is core/tiering.py's, and worker.py calls the methods, each on one of
 the tier's own threads, never on the deciding one. So they may block; a deadline, a breaker and the bounded queue are
 the callers' business. Anyone's tier must pass the suite in kvdepot.testing.tiers.
 

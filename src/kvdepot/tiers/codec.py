@@ -1,6 +1,6 @@
 """What happens to a shard's bytes between arena and tier: lossless compression, then encryption; or nothing at all.
 
-Called by carrier.py on a tier's threads; one codec serves them all at once. All work that grows with the bytes is done
+Called by worker.py on a tier's threads; one codec serves them all at once. All work that grows with the bytes is done
 without the GIL. The one law: bytes from a tier may be anyone's. Nothing is written but `out`, and no memory is taken
 beyond the object's own size and a few blocks, whatever they say.
 
@@ -75,7 +75,7 @@ class Codec:
         self._compress = compress
         self._key = key
         self.told = False
-        """Whether the log has been told of an object that is not readable. The carrier's."""
+        """Whether the log has been told of an object that is not readable. The tier worker's."""
         self._coding = 0  # of all we encrypt, and the only one that we decrypt
         if compress and _zstandard() is None:
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")

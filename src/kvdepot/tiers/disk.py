@@ -2,7 +2,7 @@
 
     disk:///var/cache/kv?capacity_gib=100
 
-Called by carrier.py on its threads. The one law: a directory that is gone is not made anew on another file system,
+Called by worker.py on its threads. The one law: a directory that is gone is not made anew on another file system,
 where a disk that is not mounted would be.
 """
 

@@ -11,7 +11,7 @@ removed under a reader included. What directories take is not counted; what anot
 counted. After a start nothing is written before all is counted, and what is too much is gone.
 
 Nothing is synced: this is a cache. A killed process loses nothing that it has renamed; a machine that loses power may
-leave files that are empty, short or wrong, which their header and sum tell (carrier.py).
+leave files that are empty, short or wrong, which their header and sum tell (worker.py).
 
 Locks, in this order: `_evicting` from the choice of a victim until its file is gone, `_naming(name)` while a name's
 file comes or goes, `_lock` for the ledger and all that stands beside it; no system call under the last.

@@ -1,4 +1,4 @@
-"""What a tier's objects are: their names, and the header before their bytes. Pure; used by carrier.py and tiering.py.
+"""What a tier's objects are: their names, and the header before their bytes. Pure; used by worker.py and tiering.py.
 
 The one law: bytes are believed only when the header says all that their asker means by the name, and their sum fits.
 An object is a header of HEADER_BYTES and then one shard's KV, as it lies in the arena or as codec.py made it:
@@ -8,7 +8,7 @@ An object is a header of HEADER_BYTES and then one shard's KV, as it lies in the
            12, uint32     CRC-32 of the header with zeros here
            16, uint64     bytes of KV
            24, uint64     bytes behind the header
-           32, uint64     XXH3 of the KV (mover.checksum)
+           32, uint64     XXH3 of the KV (copier.checksum)
            40, uint64     when the chunk was computed, seconds since 1970
            48, uint32     how the bytes are coded (0: as they are; the bits are codec.py's)
            52, uint32     bytes of the facts' text

@@ -26,7 +26,7 @@ from kvdepot.tiers import Blob, Tier, TierConfig
 from kvdepot.tiers.codec import SLACK, Codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 
-__all__ = ["MOST_PARTS", "Carrier", "Erase", "Errand", "Find", "Forget", "Load", "Part", "Probe", "Save", "run"]
+__all__ = ["MOST_PARTS", "Erase", "Find", "Forget", "Load", "Part", "Probe", "Save", "TierTask", "TierWorker", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Erase:
 
 @dataclass(slots=True)
 class Forget:
-    """Remove all of a salt and of these spaces, by the beginnings of their names. Outcome: how many.
+    """Remove all of a salt and of these namespaces, by the beginnings of their names. Outcome: how many.
 
     Where a tier must walk all its objects to forget (Redis), it does so once a space.
     """
@@ -109,7 +109,7 @@ class Forget:
     token: Any
     tier: int
     salt: str
-    spaces: list[str]
+    namespaces: list[str]
 
 
 @dataclass(slots=True)
@@ -120,11 +120,11 @@ class Probe:
     tier: int
 
 
-Errand: TypeAlias = Find | Load | Save | Erase | Forget | Probe
+TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe
 """Every outcome may be a KVDepotError instead: nothing is known of any object then."""
 
 
-class Carrier:
+class TierWorker:
     """One tier's threads. Outcomes are handed to `report(token, outcome)` on one of them."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Carrier:
         codec: Codec,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Opens the tier, in the background if that takes long; one that cannot be had is tried again with each errand.
+        """Opens the tier, in the background if that takes long; one that fails to open is tried again with each task.
 
         Raises ConfigError.
         """
@@ -147,8 +147,8 @@ class Carrier:
         self._codec = codec
         self._wall = wall
         self._ready = threading.Condition()
-        self._urgent: deque[Errand] = deque()
-        self._later: deque[Errand] = deque()
+        self._urgent: deque[TierTask] = deque()
+        self._later: deque[TierTask] = deque()
         self._stopping = False
         # One more than asked for: of the last, saves keep off, so that no load waits behind them all.
         count = config.options.threads + 1
@@ -175,10 +175,10 @@ class Carrier:
     def __repr__(self) -> str:
         return f"<Carrier {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
 
-    def submit(self, errand: Errand) -> None:
-        """Queue an errand; the deciding thread bounds how many there are."""
+    def submit(self, tier_task: TierTask) -> None:
+        """Queue an tier task; the deciding thread bounds how many there are."""
         with self._ready:
-            (self._urgent if isinstance(errand, Find | Load) else self._later).append(errand)
+            (self._urgent if isinstance(tier_task, Find | Load) else self._later).append(tier_task)
             self._ready.notify_all()  # one of them takes no saves: it must not be the only one that wakes
 
     def stop(self, timeout_s: float) -> None:
@@ -220,7 +220,7 @@ class Carrier:
                 self._tier = tier
             return self._tier
 
-    def _next(self, saves: bool) -> Errand | None:
+    def _next(self, saves: bool) -> TierTask | None:
         with self._ready:
             while not self._stopping:
                 if self._urgent:
@@ -231,10 +231,10 @@ class Carrier:
             return None
 
     def _run(self, heads: Any, saves: bool) -> None:
-        while (errand := self._next(saves)) is not None:
+        while (tier_task := self._next(saves)) is not None:
             outcome: Any
             try:
-                outcome = run(errand, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
+                outcome = run(tier_task, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
             except KVDepotError as exc:
                 outcome = type(exc)(self._config.redact(exc))
             except Exception as exc:  # noqa: BLE001 - the top of a thread: it logs and answers
@@ -242,29 +242,29 @@ class Carrier:
                 calls = traceback.extract_tb(exc.__traceback__)
                 where = " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
                 said = f"{type(exc).__name__}: {self._config.redact(exc)} ({where})"
-                log.error("tier %s: %s failed: %s", self._config.name, type(errand).__name__, said)
-                outcome = InternalError(f"{type(errand).__name__}: {type(exc).__name__}")
-            self._report(errand.token, outcome)
+                log.error("tier %s: %s failed: %s", self._config.name, type(tier_task).__name__, said)
+                outcome = InternalError(f"{type(tier_task).__name__}: {type(exc).__name__}")
+            self._report(tier_task.token, outcome)
 
     def _oldest(self) -> float:
         ttl_s = self._config.options.ttl_s
         return self._wall() - ttl_s if ttl_s else 0.0
 
 
-def run(errand: Errand, tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float = 0.0) -> Any:
-    """Do one errand; its outcome. Blocks. heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely."""
-    match errand:
+def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float = 0.0) -> Any:
+    """Do one tier task; its outcome. Blocks. heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely."""
+    match tier_task:
         case Find():
-            return _whole(errand.objects, tier.find(errand.names)) if errand.is_wanted() else None
+            return _whole(tier_task.objects, tier.find(tier_task.names)) if tier_task.is_wanted() else None
         case Load():
-            return _load(errand.parts, tier, arena, heads, codec, oldest)
+            return _load(tier_task.parts, tier, arena, heads, codec, oldest)
         case Save():
-            return _save(errand.parts, tier, arena, heads, codec)
+            return _save(tier_task.parts, tier, arena, heads, codec)
         case Erase():
-            tier.remove(errand.names, errand.spoilt)
+            tier.remove(tier_task.names, tier_task.spoilt)
             return True
         case Forget():
-            return sum(tier.forget(errand.salt, space) for space in errand.spaces)
+            return sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces)
         case Probe():
             return tier.usage()
 

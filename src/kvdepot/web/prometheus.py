@@ -163,10 +163,10 @@ def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
     # Layouts of one model and shape are namespaces of their own, and one here: summed before any is left out, or a
     # layout that comes and goes among the largest would make counters fall.
     sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys((*gauges, *counters), 0))
-    for space in namespaces:
-        values = sums[space.tenant, space.model, str(space.world_size), str(space.blocks_in_chunk)]
+    for namespace in namespaces:
+        values = sums[namespace.tenant, namespace.model, str(namespace.world_size), str(namespace.blocks_in_chunk)]
         for name in values:
-            values[name] += getattr(space, name)
+            values[name] += getattr(namespace, name)
     for names, values in sorted(sums.items(), key=lambda each: -each[1]["bytes"])[:_NAMESPACES]:
         for name, gauge in gauges.items():
             gauge.add_metric(list(names), values[name])

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdepot.eviction import Policy, Victim
-from kvdepot.memory.allocator import Extents, Space
+from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -124,9 +124,9 @@ class Pin(msgspec.Struct, gc=False):
 class Index:
     """All chunks of the depot, in `space`."""
 
-    def __init__(self, space: Space, policy: Policy, records: Records | None = None, ttl_s: int = 0) -> None:
+    def __init__(self, allocator: Allocator, policy: Policy, records: Records | None = None, ttl_s: int = 0) -> None:
         """records: what a restart will know; without it, nothing survives. ttl_s: see `expire`; 0 = never."""
-        self.space = space
+        self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.unrecorded = 0  # shards sealed since the start that found no room there
         self._policy = policy
@@ -152,7 +152,7 @@ class Index:
         self._aged = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.space}>"
+        return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.allocator}>"
 
     # -- namespaces
 
@@ -170,60 +170,67 @@ class Index:
 
         size: bytes of this rank's shards; 0: not known. A fingerprint is a client's word, a size is what is copied.
         """
-        spaces = self._namespaces.setdefault((tenant, model, world_size), [])
-        for space in reversed(spaces):
-            same = space.blocks_in_chunk == blocks_in_chunk and space.layouts.get(rank, fingerprint) == fingerprint
-            if same and (not size or space.sizes.get(rank, size) == size):
+        namespaces = self._namespaces.setdefault((tenant, model, world_size), [])
+        for namespace in reversed(namespaces):
+            same = (
+                namespace.blocks_in_chunk == blocks_in_chunk and namespace.layouts.get(rank, fingerprint) == fingerprint
+            )
+            if same and (not size or namespace.sizes.get(rank, size) == size):
                 break
         else:
-            space = Namespace(next(self._numbers), tenant, model, world_size, blocks_in_chunk)
-            spaces.append(space)
-        if rank not in space.layouts:
-            space.layouts[rank] = fingerprint
+            namespace = Namespace(next(self._numbers), tenant, model, world_size, blocks_in_chunk)
+            namespaces.append(namespace)
+        if rank not in namespace.layouts:
+            namespace.layouts[rank] = fingerprint
         if size:
-            space.sizes[rank] = size
-        return space
+            namespace.sizes[rank] = size
+        return namespace
 
-    def _record_namespace(self, space: Namespace) -> None:
+    def _record_namespace(self, namespace: Namespace) -> None:
         """Record it as it is now. The new record stands before the old one goes, and without room the old one stays."""
         slot = self.records.write(
             NamespaceRecord(
-                space.number, space.tenant, space.model, space.world_size, space.blocks_in_chunk, space.layouts
+                namespace.number,
+                namespace.tenant,
+                namespace.model,
+                namespace.world_size,
+                namespace.blocks_in_chunk,
+                namespace.layouts,
             )
         )
         if slot >= 0:
-            self.records.erase(space.slot)
-            space.slot, space.recorded = slot, len(space.layouts)
+            self.records.erase(namespace.slot)
+            namespace.slot, namespace.recorded = slot, len(namespace.layouts)
 
     def lookup_namespaces(self, model: str, world_size: int, blocks_in_chunk: int, tenant: str = "") -> list[Namespace]:
         """Where a lookup that names no layout must look: those of registered engines, else the newest."""
-        spaces = [
-            space
-            for space in self._namespaces.get((tenant, model, world_size), ())
-            if not blocks_in_chunk or space.blocks_in_chunk == blocks_in_chunk
+        namespaces = [
+            namespace
+            for namespace in self._namespaces.get((tenant, model, world_size), ())
+            if not blocks_in_chunk or namespace.blocks_in_chunk == blocks_in_chunk
         ]
-        return [space for space in spaces if space.live] or spaces[-1:]
+        return [namespace for namespace in namespaces if namespace.live] or namespaces[-1:]
 
-    def forget_namespace(self, space: Namespace) -> None:
+    def forget_namespace(self, namespace: Namespace) -> None:
         """Drop a namespace that has no chunks and no registered instance."""
-        if not space.chunks and not space.live:
-            spaces = self._namespaces.get((space.tenant, space.model, space.world_size), [])
-            if space in spaces:
-                spaces.remove(space)
-                space.gone = True
-                if not spaces:
-                    del self._namespaces[space.tenant, space.model, space.world_size]
-                self.records.erase(space.slot)
-                space.slot, space.recorded = -1, 0
+        if not namespace.chunks and not namespace.live:
+            namespaces = self._namespaces.get((namespace.tenant, namespace.model, namespace.world_size), [])
+            if namespace in namespaces:
+                namespaces.remove(namespace)
+                namespace.gone = True
+                if not namespaces:
+                    del self._namespaces[namespace.tenant, namespace.model, namespace.world_size]
+                self.records.erase(namespace.slot)
+                namespace.slot, namespace.recorded = -1, 0
 
     def namespaces(self) -> list[Namespace]:
-        return [space for spaces in self._namespaces.values() for space in spaces]
+        return [namespace for namespaces in self._namespaces.values() for namespace in namespaces]
 
     # -- lookup and pins
 
-    def match(self, space: Namespace, hashes: bytes) -> Pin:
+    def match(self, namespace: Namespace, hashes: bytes) -> Pin:
         """The longest cached prefix of `hashes` (32 bytes a chunk). Nothing is held yet."""
-        chunks = space.chunks
+        chunks = namespace.chunks
         low, high = 0, len(hashes) // HASH_BYTES
         total = high
         deepest: Chunk | None = None
@@ -235,12 +242,12 @@ class Index:
             else:
                 high = probe - 1
             probe = (low + high + 1) // 2
-        if deepest is not None and (self._broken or any(space in removal.spaces for removal in self.hiding)):
+        if deepest is not None and (self._broken or any(namespace in removal.namespaces for removal in self.hiding)):
             low, deepest = self._unbroken(deepest)
         loose: list[Chunk] = []
         while low < total:
             chunk = chunks.get(hashes[low * HASH_BYTES : (low + 1) * HASH_BYTES])
-            if chunk is None or chunk.sealed < space.world_size or self.is_hidden(chunk):
+            if chunk is None or chunk.sealed < namespace.world_size or self.is_hidden(chunk):
                 break
             low += 1
             if not loose and chunk.position == low and (low == 1 or chunk.parent is deepest is not None):
@@ -297,9 +304,9 @@ class Index:
         else:
             self._policy.add(chunk)
 
-    def sealed_shard(self, space: Namespace, rank: int, key: bytes) -> Chunk | None:
+    def sealed_shard(self, namespace: Namespace, rank: int, key: bytes) -> Chunk | None:
         """The chunk under `key` if this rank's shard of it is sealed, and nothing that is to be removed."""
-        chunk = space.chunks.get(key)
+        chunk = namespace.chunks.get(key)
         if chunk is None or self.removal_of(chunk) is not None:
             return None
         shard = chunk.shards.get(rank)
@@ -307,38 +314,38 @@ class Index:
 
     # -- storing
 
-    def missing(self, space: Namespace, rank: int, key: bytes) -> bool:
+    def missing(self, namespace: Namespace, rank: int, key: bytes) -> bool:
         """Whether this rank's shard can be reserved: it is not there, or spoilt and nobody holds its bytes.
 
         What a removal under way hides goes now, if it can.
         """
-        chunk = space.chunks.get(key)
+        chunk = namespace.chunks.get(key)
         if chunk is not None and self.hiding:
-            space.live += 1  # it may have been the last, and is wanted again
+            namespace.live += 1  # it may have been the last, and is wanted again
             self.forestall(chunk)
-            space.live -= 1
-            chunk = space.chunks.get(key)
+            namespace.live -= 1
+            chunk = namespace.chunks.get(key)
         if chunk is None or (shard := chunk.shards.get(rank)) is None:
             return True
         # Of a chunk that is to be removed, no reservation from before may end in one that is stored anew.
         return shard.spoilt and (not chunk.holds if chunk.doomed else _only_reserved(chunk))
 
     def reserve(
-        self, space: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
+        self, namespace: Namespace, rank: int, key: bytes, parent: bytes, position: int, size: int, salt: bytes = b""
     ) -> Chunk | None:
         """Reserve this rank's shard of a chunk: `size` bytes, evicting what is needed. The chunk is held.
 
         parent, position: hash of the chunk before it (empty = unknown) and its number, counted from 1.
         None when space cannot be made. The shard must not exist yet.
         """
-        chunk = space.chunks.get(key)
+        chunk = namespace.chunks.get(key)
         if chunk is None:
-            before = space.chunks.get(parent) if position > 1 else None
+            before = namespace.chunks.get(parent) if position > 1 else None
             known = bool(parent) and (position == 1 or (before is not None and before.position == position - 1))
             chunk = Chunk(
                 key=key,
                 salt=salt,
-                namespace=space,
+                namespace=namespace,
                 parent=before if known else None,
                 position=position if known else 0,
                 generation=self.generation,
@@ -360,29 +367,29 @@ class Index:
         chunk.holds += 1  # neither it nor its ancestors may make room for it
         if before is not None:
             before.holds += 1
-        space.live += 1  # nor may it go with the last of its chunks
+        namespace.live += 1  # nor may it go with the last of its chunks
         extents = self._make_room(size)
-        space.live -= 1
+        namespace.live -= 1
         if before is not None:
             before.holds -= 1
         if extents is None:
             chunk.holds -= 1
             self._requeue(before)
             self._requeue(chunk)
-            self.forget_namespace(space)
+            self.forget_namespace(namespace)
             return None
         self.held += 1
         self.reserved += 1
         if not chunk.shards:  # a new chunk: it was in no dict until now
-            space.chunks[key] = chunk
+            namespace.chunks[key] = chunk
             self.chunks += 1
             if before is not None:
                 before.children += 1
             self._policy.insert(chunk)
         chunk.shards[rank] = Shard(extents, size)
-        bytes_taken = self.space.rounded(size)
+        bytes_taken = self.allocator.rounded(size)
         chunk.bytes += bytes_taken
-        space.bytes += bytes_taken
+        namespace.bytes += bytes_taken
         return chunk
 
     def replace(self, chunk: Chunk, rank: int) -> Shard | None:
@@ -401,24 +408,24 @@ class Index:
         chunk.shards[rank] = Shard(extents, old.size)
         chunk.doomed = False
         chunk.generation = self.generation
-        self._detached_bytes += self.space.rounded(old.size)
+        self._detached_bytes += self.allocator.rounded(old.size)
         return old
 
     def give_back(self, shard: Shard) -> None:
         """Nothing writes any more to a shard that was replaced."""
-        self._detached_bytes -= self.space.rounded(shard.size)
-        self.space.free(shard.extents)
+        self._detached_bytes -= self.allocator.rounded(shard.size)
+        self.allocator.free(shard.extents)
 
     def _requeue(self, chunk: Chunk | None) -> None:
         if chunk is not None and chunk.shards and _evictable(chunk):
             self._policy.add(chunk)
 
-    def renew(self, space: Namespace, rank: int, key: bytes, born: int) -> None:
+    def renew(self, namespace: Namespace, rank: int, key: bytes, born: int) -> None:
         """A chunk that is there was computed again: were it too old, it is new.
 
         Its bytes stay where they are: who pinned what is behind it holds only that, and may still read them.
         """
-        chunk = self.sealed_shard(space, rank, key)
+        chunk = self.sealed_shard(namespace, rank, key)
         if chunk is not None and chunk.doomed:
             chunk.doomed = False
             chunk.born = born
@@ -428,11 +435,11 @@ class Index:
                 self.watch(chunk, True)
 
     def _make_room(self, size: int) -> Extents | None:
-        space = self.space
-        if space.rounded(size) > space.capacity:
+        allocator = self.allocator
+        if allocator.rounded(size) > allocator.capacity:
             return None
         while True:
-            extents = space.allocate(size)
+            extents = allocator.allocate(size)
             if extents is not None:
                 return extents
             victim = self.victim()
@@ -521,15 +528,15 @@ class Index:
         if not self.records.capacity:
             self.unrecorded += 1
             return
-        space: Namespace = chunk.namespace
-        if space.recorded < len(space.layouts):
-            self._record_namespace(space)
-        if space.recorded == len(space.layouts):
+        namespace: Namespace = chunk.namespace
+        if namespace.recorded < len(namespace.layouts):
+            self._record_namespace(namespace)
+        if namespace.recorded == len(namespace.layouts):
             before: Chunk | None = chunk.parent
             parent = b"" if before is None else before.key
             shard.slot = self.records.write(
                 ShardRecord(
-                    space.number, rank, chunk.key, parent, chunk.position, shard.extents, shard.size, self._serial,
+                    namespace.number, rank, chunk.key, parent, chunk.position, shard.extents, shard.size, self._serial,
                     shard.checksum, chunk.salt, chunk.born,
                 )
             )  # fmt: skip
@@ -592,18 +599,18 @@ class Index:
 
     # -- after a restart
 
-    def adopt(self, spaces: list[Namespace], serial: int) -> None:
+    def adopt(self, namespaces: list[Namespace], serial: int) -> None:
         """Take in namespaces with their chunks, sealed, linked and dated, that recovery.py read from the records.
 
         The index must be empty and their extents taken. serial: the last that was given to a shard.
         """
         assert not self._namespaces
-        self._numbers = itertools.count(max((space.number for space in spaces), default=0) + 1)
+        self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
         self._serial = self._uses = serial
         found: list[Chunk] = []
-        for space in spaces:
-            self._namespaces.setdefault((space.tenant, space.model, space.world_size), []).append(space)
-            found += space.chunks.values()
+        for namespace in namespaces:
+            self._namespaces.setdefault((namespace.tenant, namespace.model, namespace.world_size), []).append(namespace)
+            found += namespace.chunks.values()
         self.chunks = len(found)
         found.sort(key=lambda chunk: chunk.used)  # as they were stored; the policy dates them by its own clock
         for chunk in found:
@@ -653,8 +660,8 @@ class Index:
 
     def _free(self, chunk: Chunk, shard: Shard) -> None:
         self.records.erase(shard.slot)  # before anything else can be written there
-        self.space.free(shard.extents)
-        size = self.space.rounded(shard.size)
+        self.allocator.free(shard.extents)
+        size = self.allocator.rounded(shard.size)
         chunk.bytes -= size
         chunk.namespace.bytes -= size
 
@@ -664,8 +671,8 @@ class Index:
         Children of a reservation that failed stay behind: their parent object never gets a depth, so
         they are loose from then on.
         """
-        space: Namespace = chunk.namespace
-        del space.chunks[chunk.key]
+        namespace: Namespace = chunk.namespace
+        del namespace.chunks[chunk.key]
         self.chunks -= 1
         chunk.gone = True
         chunk.depth = 0
@@ -686,27 +693,27 @@ class Index:
                     doomed = before
                 else:
                     self._policy.add(before)
-        self.forget_namespace(space)
+        self.forget_namespace(namespace)
         return doomed
 
     def validate(self) -> None:
         """Raise AssertionError unless every count and link agrees; O(n), for tests and `kvdepot check`."""
-        self.space.validate()
+        self.allocator.validate()
         used = chunks = reserved = held = 0
         children: dict[int, int] = {}
-        for space in self.namespaces():
+        for namespace in self.namespaces():
             total = 0
-            for key, chunk in space.chunks.items():
-                assert key == chunk.key and chunk.namespace is space and not chunk.gone and chunk.shards
+            for key, chunk in namespace.chunks.items():
+                assert key == chunk.key and chunk.namespace is namespace and not chunk.gone and chunk.shards
                 assert chunk.sealed == sum(shard.sealed for shard in chunk.shards.values())
                 assert chunk.bytes == sum(n for s in chunk.shards.values() for _, n in s.extents)
                 open_shards = len(chunk.shards) - chunk.sealed - sum(s.spoilt for s in chunk.shards.values())
                 assert not any(s.sealed and s.spoilt for s in chunk.shards.values())
                 assert all(s.sealed for s in chunk.shards.values() if s.slot >= 0), "only what is sealed is recorded"
-                assert space.slot >= 0 or not any(s.slot >= 0 for s in chunk.shards.values())
+                assert namespace.slot >= 0 or not any(s.slot >= 0 for s in chunk.shards.values())
                 assert chunk.holds >= open_shards
                 if chunk.depth:
-                    assert chunk.sealed == space.world_size and chunk.depth == chunk.position
+                    assert chunk.sealed == namespace.world_size and chunk.depth == chunk.position
                     broken = chunk.parent is not None and (chunk.parent.broken or not chunk.parent.depth)
                     assert chunk.depth == 1 or (
                         chunk.parent is not None
@@ -720,13 +727,16 @@ class Index:
                 total += chunk.bytes
                 reserved += open_shards
                 held += chunk.holds
-            assert total == space.bytes
+            assert total == namespace.bytes
             used += total
-            chunks += len(space.chunks)
-        for space in self.namespaces():
-            for chunk in space.chunks.values():
+            chunks += len(namespace.chunks)
+        for namespace in self.namespaces():
+            for chunk in namespace.chunks.values():
                 assert chunk.children == children.get(id(chunk), 0)
-        assert used + self._detached_bytes == self.space.capacity - self.space.free_bytes, (used, self.space)
+        assert used + self._detached_bytes == self.allocator.capacity - self.allocator.free_bytes, (
+            used,
+            self.allocator,
+        )
         assert (chunks, reserved, held) == (self.chunks, self.reserved, self.held)
 
 

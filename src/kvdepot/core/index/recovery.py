@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvdepot.core.index.index import Chunk, Index, Namespace, Shard
-from kvdepot.memory.allocator import PAGE, Space
+from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import NamespaceRecord, ShardRecord
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.tiers.format import SALT_BYTES
@@ -42,23 +42,23 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
     contents = index.records.read(data)
     restored = Restored(damaged=contents.damaged)
     shards: list[tuple[int, ShardRecord]] = []
-    spaces: dict[int, Namespace] = {}
+    namespaces: dict[int, Namespace] = {}
     for slot, record in contents.records:
         if isinstance(record, ShardRecord):
             shards.append((slot, record))
         else:
-            _add_namespace(index, spaces, slot, record, restored)
-    shards = _plausible(index, shards, spaces, index.space.end if limit is None else limit, restored)
+            _add_namespace(index, namespaces, slot, record, restored)
+    shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
     shards.sort(key=_serial)  # as they were stored: neighbours in a chain are neighbours in memory, too
     for slot, record in shards:
-        _add_shard(spaces[record.namespace], slot, record)
-    for space in spaces.values():
-        _link(space)
-    for space in spaces.values():
-        if not space.chunks:
-            index.records.erase(space.slot)
+        _add_shard(namespaces[record.namespace], slot, record)
+    for namespace in namespaces.values():
+        _link(namespace)
+    for namespace in namespaces.values():
+        if not namespace.chunks:
+            index.records.erase(namespace.slot)
     serial = shards[-1][1].serial if shards else 0
-    index.adopt(sorted((s for s in spaces.values() if s.chunks), key=lambda space: space.number), serial)
+    index.adopt(sorted((s for s in namespaces.values() if s.chunks), key=lambda namespace: namespace.number), serial)
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
@@ -69,38 +69,38 @@ def _serial(item: tuple[int, ShardRecord]) -> int:
 
 
 def _add_namespace(
-    index: Index, spaces: dict[int, Namespace], slot: int, record: NamespaceRecord, restored: Restored
+    index: Index, namespaces: dict[int, Namespace], slot: int, record: NamespaceRecord, restored: Restored
 ) -> None:
     if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1 or not 0 <= record.number < _MOST:
         restored.dropped.append(f"namespace {record.number}: a number is out of its range")
         index.records.erase(slot)
         return
-    known = spaces.get(record.number)
+    known = namespaces.get(record.number)
     if known is not None:  # the server died between writing it anew and erasing the old record
         index.records.erase(slot if len(record.layouts) <= len(known.layouts) else known.slot)
         if len(record.layouts) <= len(known.layouts):
             return
-    space = Namespace(record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk)
-    space.layouts = dict(record.layouts)
-    space.slot, space.recorded = slot, len(space.layouts)
-    spaces[record.number] = space
+    namespace = Namespace(record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk)
+    namespace.layouts = dict(record.layouts)
+    namespace.slot, namespace.recorded = slot, len(namespace.layouts)
+    namespaces[record.number] = namespace
 
 
 def _plausible(
     index: Index,
     shards: list[tuple[int, ShardRecord]],
-    spaces: dict[int, Namespace],
+    namespaces: dict[int, Namespace],
     limit: int,
     restored: Restored,
 ) -> list[tuple[int, ShardRecord]]:
     """The records that can be believed, their places taken; the others are erased."""
-    start, end = index.space.start, min(index.space.end, limit)
+    start, end = index.allocator.start, min(index.allocator.end, limit)
     wrong: dict[int, str] = {}  # slot -> why
     first: dict[tuple[int, int, bytes], tuple[int, ShardRecord]] = {}
     places: list[tuple[int, int, int]] = []  # offset, bytes, slot
     for item in shards:
         slot, record = item
-        why = _fault(record, spaces.get(record.namespace), start, end)
+        why = _fault(record, namespaces.get(record.namespace), start, end)
         if why:
             wrong[slot] = why
             continue
@@ -126,7 +126,7 @@ def _plausible(
                 index.records.erase(slot)
         shards = [item for item in shards if item[0] not in wrong]
         places = [place for place in places if place[2] not in wrong]
-    index.space.occupy(places)
+    index.allocator.occupy(places)
     return shards
 
 
@@ -152,18 +152,18 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
         if offset + length > end:
             return "its bytes were cut off"
         total += length
-    if total != Space.rounded(record.size):
+    if total != Allocator.rounded(record.size):
         return "its place has not its size"
     return ""
 
 
-def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
+def _add_shard(namespace: Namespace, slot: int, record: ShardRecord) -> None:
     shard = Shard(record.extents, record.size, True, False, record.checksum, slot=slot)
-    taken = Space.rounded(record.size)
-    chunk = space.chunks.get(record.key)
+    taken = Allocator.rounded(record.size)
+    chunk = namespace.chunks.get(record.key)
     if chunk is None:
-        space.chunks[record.key] = Chunk(
-            key=record.key, salt=record.salt, born=record.born, namespace=space, used=record.serial,
+        namespace.chunks[record.key] = Chunk(
+            key=record.key, salt=record.salt, born=record.born, namespace=namespace, used=record.serial,
             shards={record.rank: shard}, sealed=1, position=record.position, parent=record.parent, bytes=taken,
         )  # fmt: skip
     else:
@@ -172,13 +172,13 @@ def _add_shard(space: Namespace, slot: int, record: ShardRecord) -> None:
         chunk.shards[record.rank] = shard
         chunk.sealed += 1
         chunk.bytes += taken
-    space.sizes.setdefault(record.rank, record.size)
-    space.bytes += taken
+    namespace.sizes.setdefault(record.rank, record.size)
+    namespace.bytes += taken
 
 
-def _link(space: Namespace) -> None:
+def _link(namespace: Namespace) -> None:
     """Make each parent's key the parent, if it is there, and chain what is whole together with all before it."""
-    chunks = space.chunks
+    chunks = namespace.chunks
     for chunk in chunks.values():
         before = chunks.get(chunk.parent) if chunk.position > 1 else None
         if before is not None and before.position == chunk.position - 1:
