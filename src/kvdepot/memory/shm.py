@@ -170,7 +170,7 @@ class Lease:
         self._left = ctypes.c_uint8.from_address(self._address + _LEFT)
 
     def __repr__(self) -> str:
-        return f"<Card {self.name}>"
+        return f"<Lease {self.name}>"
 
     @staticmethod
     def _map(fd: int) -> int:
@@ -226,7 +226,7 @@ class LeaseView:
         self._fence = memoryview(self._page).cast("Q")
 
     def __repr__(self) -> str:
-        return f"<CardView {self.name}>"
+        return f"<LeaseView {self.name}>"
 
     @property
     def secret(self) -> bytes:

@@ -173,7 +173,7 @@ class TierWorker:
             thread.start()
 
     def __repr__(self) -> str:
-        return f"<Carrier {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
+        return f"<TierWorker {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
 
     def submit(self, tier_task: TierTask) -> None:
         """Queue an tier task; the deciding thread bounds how many there are."""
