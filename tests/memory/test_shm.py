@@ -26,7 +26,10 @@ SHM = Path("/dev/shm")
 @pytest.mark.parametrize("when", ["while no server ran", "before the server met it"])
 def test_the_lease_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot, when: str) -> None:
     server = start_depot(arena_mib=4) if when == "before the server met it" else None
-    code = "import os; from kvdepot.memory.shm import Lease; c = Lease(); print(c.name, flush=True); os.kill(os.getpid(), 9)"
+    code = (
+        "import os; from kvdepot.memory.shm import Lease\n"
+        "lease = Lease(); print(lease.name, flush=True); os.kill(os.getpid(), 9)"
+    )
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert died.returncode == -signal.SIGKILL
     lease = SHM / died.stdout.strip()

@@ -4,8 +4,8 @@ Called by core/depot.py on the deciding thread. Tier tasks go to the tiers' tier
 The one law: a tier can make a lookup late, up to its deadline, and a hit shorter; nothing else. Whatever a tier does or
 fails to do, what is in memory is served as if there were none.
 
-A `TierLookup` is one lookup's look behind memory: all tiers are asked at once for all that memory misses; what makes the
-prefix longer is loaded into reservations that the search holds; when all has arrived, or at the deadline, the lookup is
+A `TierLookup` is one lookup's look behind memory: all tiers are asked at once for all that memory misses; what makes
+the prefix longer is loaded into reservations that it holds; when all has arrived, or at the deadline, the lookup is
 answered from memory. What arrives later is sealed all the same, for whoever asks next.
 """
 
