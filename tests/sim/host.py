@@ -302,7 +302,7 @@ class Host:
         self.server = Server(self, file)
 
     def strike(self, kind: type[TierTask]) -> None:
-        """A tier's thread is in the middle of an tier task."""
+        """A tier's thread is in the middle of a tier task."""
         if self.at_tier_task is not None and self.at_tier_task[0] is kind:
             act, self.at_tier_task = self.at_tier_task[1], None
             self.world.after(0, act)

@@ -120,7 +120,7 @@ class Store:
 
 @dataclass(eq=False)
 class _Running:
-    """An tier task that a thread is at."""
+    """A tier task that a thread is at."""
 
     tier_task: TierTask
     thread: int

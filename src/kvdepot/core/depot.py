@@ -199,7 +199,7 @@ class Depot:
         return [Reply(client.identity, number, value)]
 
     def finished(self, token: Any, outcome: Any, now: float = 0.0) -> list[Action]:
-        """A task or an tier task has ended; `outcome` as in copier.Copier and tier worker.TierWorker."""
+        """A task or a tier task has ended; `outcome` as in copier.Copier and worker.TierWorker."""
         self.now = now
         if isinstance(token, Token):
             return [*self.tiering.finished(token, outcome, now), *self.tiering.make_room()]

@@ -1,6 +1,6 @@
 """What is asked of the tiers behind memory, loaded from them and written to them. No I/O, thread or clock here.
 
-Called by core/depot.py on the deciding thread. Tier tasks go to the tiers' tier workers, and their outcomes come back.
+Called by core/depot.py on the deciding thread. Tier tasks go to the tier workers, and their outcomes come back.
 The one law: a tier can make a lookup late, up to its deadline, and a hit shorter; nothing else. Whatever a tier does or
 fails to do, what is in memory is served as if there were none.
 
@@ -137,7 +137,7 @@ class _Tier:
 
 @dataclass(slots=True, eq=False)
 class Token:
-    """What an tier task's outcome is for: `then(outcome, now)`."""
+    """What a tier task's outcome is for: `then(outcome, now)`."""
 
     tier: _Tier
     then: Callable[[Any, float], TierTasks]
@@ -700,7 +700,7 @@ class Tiering:
     # -- outcomes
 
     def finished(self, token: Token, outcome: Any, now: float) -> TierTasks:
-        """An tier task has ended."""
+        """A tier task has ended."""
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1

@@ -176,7 +176,7 @@ class TierWorker:
         return f"<TierWorker {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
 
     def submit(self, tier_task: TierTask) -> None:
-        """Queue an tier task; the deciding thread bounds how many there are."""
+        """Queue a tier task; the deciding thread bounds how many there are."""
         with self._ready:
             (self._urgent if isinstance(tier_task, Find | Load) else self._later).append(tier_task)
             self._ready.notify_all()  # one of them takes no saves: it must not be the only one that wakes
