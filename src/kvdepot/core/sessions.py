@@ -112,9 +112,8 @@ class Sessions:
     def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
         value: Any
         if not pending.by_hand:
-            self._ceiling.count(
-                pending.lookup.hashes
-            )  # with its hits, or a window would have the one without the other
+            # With its hits, or a window would have the one without the other.
+            self._ceiling.count(pending.lookup.hashes)
         try:
             value = self._pin(pending, pins, matched)
             if not pending.by_hand:

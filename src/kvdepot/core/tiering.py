@@ -56,7 +56,7 @@ _PROBE_S = 5.0
 """A tier that has not answered by then counts as failed."""
 
 TierTasks: TypeAlias = list[Any]
-"""Tier tasks, and whatever the callbacks of ended searches return."""
+"""Tier tasks, and whatever the callbacks of ended tier lookups return."""
 Done: TypeAlias = Callable[[], list[Any]]
 
 
@@ -516,11 +516,8 @@ class Tiering:
         tier_tasks = tier_lookup.done()
         self._index.release(list(tier_lookup.held.values()))
         tier_lookup.held.clear()
-        tier_lookup.wanted, tier_lookup.found, tier_lookup.hashes = (
-            [],
-            {},
-            b"",
-        )  # it may be remembered until its deadline
+        # It may be remembered until its deadline.
+        tier_lookup.wanted, tier_lookup.found, tier_lookup.hashes = [], {}, b""
         return tier_tasks
 
     # -- writing

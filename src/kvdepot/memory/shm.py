@@ -277,7 +277,7 @@ def is_being_made(path: Path) -> bool:
 
 
 def sweep_leases() -> int:
-    """Remove leases of clients that died while no server watched; how many. Lease of the living stay."""
+    """Remove leases of clients that died while no server watched; how many. Leases of the living stay."""
     removed = 0
     for path in SHM.glob(f"*{_LEASE}*"):
         try:
