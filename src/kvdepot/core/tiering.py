@@ -37,7 +37,7 @@ _TASK_BYTES = 8 << 20
 """A load or save is about this long, so that several threads share what one lookup needs."""
 _MOST_TIER_LOOKUPS = 1024
 _MOST_WANTED = 1 << 16
-"""Shards that one search asks tiers for; the prefix ends there."""
+"""Shards that one tier lookup asks tiers for; the prefix ends there."""
 _MOST_WANTED_IN_ALL = 1 << 20
 _MOST_FINDS = 64
 """Finds under way in one tier; above that it is not asked."""
@@ -206,7 +206,7 @@ class Tiering:
         self._numbers = itertools.count()
         self._forgettings: set[Forgetting] = set()
         self.tier_lookups = 0
-        self._wanted = 0  # shards that all searches asked for
+        self._wanted = 0  # shards that all tier lookups asked for
         if any(tier.config.options.write == "on_evict" for tier in self._tiers):
             index.evicting = self._leaves
 
