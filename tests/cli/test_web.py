@@ -45,7 +45,7 @@ def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_want
     first = start_depot("--http", at, arena_mib=8)
     eventually(lambda: run("open", "--url", first.url, KVDEPOT_HTTP=at).returncode == 0, 30.0)
     second = start_depot("--http", at, arena_mib=8)
-    eventually(lambda: "no HTTP at" in second.logged())
+    eventually(lambda: "cannot bind HTTP to" in second.logged())
     done = run("open", "--url", second.url, KVDEPOT_HTTP=at)
     assert (done.returncode, done.stdout) == (1, "") and "address is in use" in done.stderr
     assert (first.status()["http"], second.status()["http"]) == (at, "")

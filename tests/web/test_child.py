@@ -163,11 +163,11 @@ def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         depot = start_depot("--http", address)
-        eventually(lambda: "no HTTP at" in depot.logged())
+        eventually(lambda: "cannot bind HTTP to" in depot.logged())
         assert works(depot)
     web = Web(depot)
     assert web.port == int(address.rpartition(":")[2])
-    assert depot.logged().count("no HTTP at") == 1
+    assert depot.logged().count("cannot bind HTTP to") == 1
 
 
 class Bare(Depot):

@@ -112,11 +112,11 @@ def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_sav
 ) -> None:
     page = open_page()
     assert text(page, "#hit-rate") == "55.1%"
-    assert "Found there: 72.4% of the chunks, of about 81.1% at most" in text(page, "#hit-ceiling")
+    assert "Found there: 72.4% of the chunks; upper bound (infinite cache) about 81.1%" in text(page, "#hit-ceiling")
     assert page.get_attribute("#hit-bar", "aria-valuenow") == "55.1"
     assert text(page, "#hit-windows [data-row=reuse]") == "Reused 61.0% 58.2% 55.1% 53.5%"
     assert text(page, "#hit-windows [data-row=hit]") == "Found in the depot 78.1% 75.2% 72.4% 69.8%"
-    assert text(page, "#hit-windows [data-row=ceiling]") == "Upper bound (infinite cache) 84.2% 82.9% 81.1% 83.4%"
+    assert text(page, "#hit-windows [data-row=ceiling]") == "Upper bound 84.2% 82.9% 81.1% 83.4%"
     assert text(page, "#saved-tokens") == "198.7M"
     assert text(page, "#saved-prefill") == "11 h 27 min"
 
