@@ -128,6 +128,8 @@ class Run(Host):
             return False
         if server.depot.tiering.tier_lookups or server.depot.tiering._forgettings or server.depot.removals:
             return False  # whose askers have stopped waiting, perhaps
+        if any(server.is_busy_for(client.link) for client in self.clients):
+            return False  # a client that has found its server again registers anew, without being asked
         return all(engine.serving for engine in self._living()) and not any(client.pending() for client in self.clients)
 
     def _engines_gone(self) -> bool:
