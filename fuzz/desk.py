@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fuzz.choices import Choices, Script
 
 from kvdepot.config import Config
-from kvdepot.core.depot import Action, Depot, Reply
+from kvdepot.core.clients import Reply
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
@@ -41,6 +41,7 @@ from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.testing.harness import Harness
 
 __all__ = ["REACHED", "depot", "depot_seeds"]
 
@@ -91,13 +92,6 @@ class Arena:
         return True
 
 
-@dataclass
-class Page:
-    """A client's lease."""
-
-    fence: int = 0
-
-
 class Client:
     """One life of a client: its identity comes back, its memory and lease do not."""
 
@@ -106,7 +100,6 @@ class Client:
     def __init__(self, identity: bytes, symbol: str) -> None:
         self.identity = identity
         self.symbol = symbol  # what its registrations call its file, in every replay alike
-        self.lease = Page()
         self.ticket = 0
         self.file = f"kvdepot-fuzz-{os.getpid()}-{next(self._lives)}"
         fd = os.open(SHM / self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -146,7 +139,9 @@ def content(name: Name, index: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(digest * (VARIANTS[instance].block_bytes // 64), np.uint8)
 
 
-class Desk:
+class Desk(Harness):
+    """A story: who asks for what, in what order tasks end, who dies, and when the server is killed."""
+
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
         self.arena = Arena(np.zeros(START + PAGES * PAGE, np.uint8))
@@ -158,21 +153,20 @@ class Desk:
         self.files: dict[str, str] = {}  # what registrations call a file -> its name
         self.old: list[Client] = []
         self.opened: list[Mapped] = []
-        self.numbers = itertools.count(1)
+        self.numbers = itertools.count(1 << 32)  # not those of the harness's own hellos
         self.asked: dict[tuple[bytes, bytes], Question] = {}
-        self.tasks: list[Copy | Call] = []
         self.stored: list[tuple[int, wire.Shards]] = []
-        self.boot()
+        self.begin()
 
-    def boot(self) -> None:
-        records = Records(memoryview(self.table))
-        self.index = Index(Allocator(START, START + PAGES * PAGE), Lru(), records)
-        self.restored = restore(self.index)
-        self.index.validate()
+    def begin(self) -> None:
+        """A server's start."""
+        index = Index(Allocator(START, START + PAGES * PAGE), Lru(), Records(memoryview(self.table)))
+        self.restored = restore(index)
+        index.validate()
         config = Config(
             url="ipc:///nowhere", chunk_size=1, max_clients=CLIENTS, max_queued=4, max_sessions=3, verify=self.verify
         )
-        self.depot = Depot(config, self.index, self.map, step_chunks=1)
+        super().__init__(config, index, self.map, step_chunks=1)
         self.corrupt = 0
 
     def map(self, layout: Layout) -> Mapped:
@@ -188,17 +182,18 @@ class Desk:
 
     # -- the depot's side
 
-    def take(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Reply):
-                question = self.asked.pop((action.client, action.number), None)
-                assert question is not None, f"{action} answers nothing: asked by the dead, or answered twice"
-                assert not isinstance(action.value, InternalError), action.value
-                self.judge(question, action.value)
-            else:
-                if isinstance(action, Copy):
-                    self.check_copy(action)
-                self.tasks.append(action)
+    def replied(self, reply: Reply, frame: bytes) -> None:
+        question = self.asked.pop((reply.client, reply.number), None)
+        if question is None:
+            super().replied(reply, frame)  # to a hello
+            return
+        assert not isinstance(reply.value, InternalError), reply.value
+        self.judge(question, reply.value)
+
+    def submitted(self, task: Copy | Call) -> None:
+        if isinstance(task, Copy):
+            self.check_copy(task)
+        super().submitted(task)
 
     def check_copy(self, task: Copy) -> None:
         """Nothing outside registered blocks and the arena, nothing that another copy is at."""
@@ -223,7 +218,7 @@ class Desk:
     def copies(self) -> list[Copy]:
         return [task for task in self.tasks if isinstance(task, Copy)]
 
-    def finish(self, position: int, fails: bool = False) -> None:
+    def end_task(self, position: int, fails: bool = False) -> None:
         """A task ends."""
         task = self.tasks.pop(position)
         outcome: Any
@@ -235,7 +230,7 @@ class Desk:
             except KVDepotError as exc:
                 outcome = exc
             assert all(copy.mapped.rows for copy in self.copies()), "tensors were unmapped during a copy"
-        self.take(self.depot.finished(task.token, outcome))
+        self.finished(task.token, outcome)
         REACHED["corruptions found"] += self.depot.counters["corrupt_chunks"] - self.corrupt
         self.corrupt = self.depot.counters["corrupt_chunks"]
 
@@ -260,13 +255,14 @@ class Desk:
 
     # -- the clients' side
 
-    def send(self, place: int, frame: bytes) -> None:
-        """A frame from the client at this place arrives, as in server.Server."""
+    def say(self, place: int, frame: bytes) -> None:
+        """A frame from the client at this place arrives."""
         client = self.clients.get(place)
         identity = bytes([place]) if client is None else client.identity
         number, request = wire.decode_request(frame)
         if isinstance(request, ProtocolError | wire.Hello | wire.Prove):
-            return  # the server's to answer
+            self.deliver(identity, frame)  # answered with an error, or by a proof that nobody looks at
+            return
         question = Question(client, request)
         if client is not None:
             if isinstance(request, wire.Register):
@@ -275,7 +271,7 @@ class Desk:
             elif isinstance(request, wire.Store | wire.Retrieve) and request.instance in VARIANTS:
                 self.prepare(client, question, request)
         self.asked[identity, number] = question
-        self.take(self.depot.handle(identity, number, request))
+        self.deliver(identity, frame)
 
     def prepare(self, client: Client, question: Question, request: wire.Store | wire.Retrieve) -> None:
         """Fill the blocks, and note which requests are in each other's way."""
@@ -313,7 +309,7 @@ class Desk:
 
     def give_up_stores(self, client: Client) -> None:
         """The engine raises the fence and reuses the blocks of its stores at once."""
-        client.lease.fence = client.ticket
+        self.leases[client.identity].fence = client.ticket
         mine = [question for question in self.asked.values() if question.client is client]
         for question in mine:
             if question.is_store:
@@ -323,32 +319,33 @@ class Desk:
                         other.checked &= other.is_store or block not in other.blocks
                 question.blocks = set()
 
-    def hello(self, place: int) -> None:
+    def introduce(self, place: int) -> None:
+        """A client says hello, for the first time or again."""
         identity = bytes([place])
         if place not in self.clients:
             symbol = f"kv-{place}"
             client = Client(identity, symbol)
             self.clients[place] = client
             self.files[symbol] = client.file
-        self.depot.hello(identity, self.clients[place].lease)
+        self.hello(identity)
 
     def join(self, place: int) -> None:
         """Say hello and ask for both registrations."""
-        self.hello(place)
+        self.introduce(place)
         for instance, variant in VARIANTS.items():
             register = wire.Register(instance, variant.layout(self.clients[place].symbol))
-            self.send(place, wire.encode_request(next(self.numbers), register))
+            self.say(place, wire.encode_request(next(self.numbers), register))
             if self.tasks and self.choices.below(8):
-                self.finish(len(self.tasks) - 1)
+                self.end_task(len(self.tasks) - 1)
 
-    def die(self, place: int) -> None:
+    def kill(self, place: int) -> None:
         client = self.clients.pop(place, None)
         if client is None:
             return
         client.memory[:] = 0xCC
         self.old.append(client)
         self.asked = {asked: question for asked, question in self.asked.items() if question.client is not client}
-        self.take(self.depot.died(client.identity))
+        self.die(client.identity)
 
     def restart(self) -> None:
         """kill -9, and a new server on the same arena: all that was sealed and recorded is back, and nothing else."""
@@ -358,9 +355,8 @@ class Desk:
             for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
         )
-        self.tasks.clear()
         self.asked.clear()
-        self.boot()
+        self.begin()
         REACHED["shards back after a restart"] += recorded
         assert self.restored.shards == recorded and not self.restored.dropped and not self.restored.damaged
         for place in list(self.clients):
@@ -444,17 +440,17 @@ class Desk:
         if client is None and what < 12:
             self.join(place)
         elif what < 18 and client is not None:
-            self.send(place, wire.encode_request(number, self.request(client)))
+            self.say(place, wire.encode_request(number, self.request(client)))
         elif what == 18 and client is not None:
             frame = bytearray(wire.encode_request(number, self.request(client)))
             for _ in range(1 + pick.below(3)):
                 frame[8 + pick.below(len(frame) - 8)] = pick.below(256)
-            self.send(place, bytes(frame))
+            self.say(place, bytes(frame))
         elif what == 19:
-            self.send(place, number.to_bytes(8, "little") + pick.text(FRAME))
+            self.say(place, number.to_bytes(8, "little") + pick.text(FRAME))
         elif what < 42:
             if self.tasks:
-                self.finish(pick.below(len(self.tasks)), fails=pick.below(6) == 0)
+                self.end_task(pick.below(len(self.tasks)), fails=pick.below(6) == 0)
         elif what < 44 and client is not None:
             self.give_up_stores(client)
         elif what == 44:
@@ -463,26 +459,26 @@ class Desk:
             if self.verify == "always":
                 self.arena.bytes[START + pick.below(PAGES) * PAGE + pick.below(64)] ^= 1 << pick.below(8)
         elif what == 46:
-            self.die(place)
+            self.kill(place)
         else:
-            self.hello(place)
+            self.introduce(place)
         if self.depot.removals and number % 2:
-            self.take(self.depot.expire(self.depot.now))
+            self.expire()
         if number % 4 == 0:  # it looks at everything: most of a story's time
             self.index.validate()
 
     def end(self) -> None:
         """Everything that is under way ends; then everything has its answer, and nothing is held but by sessions."""
         while self.tasks:
-            self.finish(0)
+            self.end_task(0)
         while self.depot.removals:
-            self.take(self.depot.expire(self.depot.now))
+            self.expire()
         self.index.validate()
         assert not self.asked, f"never answered: {[question.request for question in self.asked.values()]}"
         for place in list(self.clients):
-            self.die(place)
+            self.kill(place)
         while self.tasks:
-            self.finish(0)
+            self.end_task(0)
         self.index.validate()
         status = self.depot.status()
         left = {

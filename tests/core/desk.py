@@ -1,16 +1,14 @@
-"""A depot without a server: messages and outcomes in, replies and copies out; no socket, no thread, no byte moved."""
+"""A core without a server, and requests for it: no socket, no thread, no byte moved."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvdepot.config import Config
-from kvdepot.core.depot import Depot, Reply
 from kvdepot.core.index.index import Index
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import KVDepotError
@@ -20,6 +18,8 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.testing.harness import Harness
+from kvdepot.tiers import TierConfig
 from tests.conftest import clear
 
 BLOCKS = 64
@@ -38,13 +38,6 @@ def prompt(name: str, chunks: int) -> ChunkChain:
 
 
 @dataclass
-class Page:
-    """A client's lease."""
-
-    fence: int = 0
-
-
-@dataclass
 class Tensors(HostTensors):
     """Mapped tensors of a client without any memory behind them, which know when they are unmapped."""
 
@@ -56,49 +49,28 @@ class Tensors(HostTensors):
         super().close()
 
 
-@dataclass
-class Desk:
-    """A depot, what it asked for that has not ended yet, and what it answered."""
+class Desk(Harness):
+    """A core whose tasks wait until the test lets them end; no byte is moved."""
 
-    pages: int = 64
-    settings: dict[str, Any] = field(default_factory=dict)
-    map_layout: Callable[[Layout], Mapped] | None = None
-
-    def __post_init__(self) -> None:
-        self.index = Index(Allocator(0, self.pages * PAGE), Lru(), ttl_s=self.settings.get("ttl_s", 0))
+    def __init__(
+        self,
+        pages: int = 64,
+        settings: dict[str, Any] | None = None,
+        map_layout: Callable[[Layout], Mapped] | None = None,
+        tiers: Sequence[TierConfig] = (),
+    ) -> None:
+        config = Config(url="ipc:///nowhere", chunk_size=1, **(settings or {}))
+        index = Index(Allocator(0, pages * PAGE), Lru(), ttl_s=config.ttl_s)
         self.mapped: list[Tensors] = []
-        config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
-        self.depot = Depot(config, self.index, self.map_layout or self.map)
-        self.tasks: list[Copy | Call] = []
-        self.answers: dict[tuple[bytes, bytes], Any] = {}
-        self.leases: dict[bytes, Page] = {}
-        self._numbers = itertools.count(1)
+        super().__init__(config, index, map_layout or self.map, tiers, tenant=lambda user: user)
 
     def map(self, given: Layout) -> Mapped:
         self.mapped.append(Tensors(given))
         return self.mapped[-1]
 
-    def hello(self, client: bytes = b"one") -> bytes:
-        self.leases[client] = Page()
-        self.depot.hello(client, self.leases[client])
-        return client
-
-    def take(self, actions: list[Any]) -> None:
-        for action in actions:
-            if isinstance(action, Reply):
-                asked = (action.client, action.number)
-                assert asked not in self.answers, f"{asked} was answered twice"
-                assert self.depot.knows(action.client), f"{asked} was answered to the dead"
-                self.answers[asked] = action.value
-                continue
-            if isinstance(action, Copy):
-                assert not getattr(action.mapped, "closed", False), "a copy for tensors that are unmapped"
-            self.tasks.append(action)
-
-    def send(self, client: bytes, request: wire.Request) -> tuple[bytes, bytes]:
-        number = next(self._numbers).to_bytes(8, "little")
-        self.take(self.depot.handle(client, number, request))
-        return client, number
+    def submitted(self, task: Copy | Call) -> None:
+        assert not isinstance(task, Copy) or not getattr(task.mapped, "closed", False), "a copy of unmapped tensors"
+        super().submitted(task)
 
     def finish(self, task: Copy | Call, outcome: bool | None = None) -> None:
         """Let a task end; a copy as its fence says unless told otherwise."""
@@ -114,18 +86,14 @@ class Desk:
         else:
             arrived = task.fence is None or task.fence() < task.ticket
             result = [0] * len(task.pieces) if (arrived if outcome is None else outcome) else None
-        self.take(self.depot.finished(task.token, result))
+        self.finished(task.token, result)
 
     def settle(self) -> None:
         while self.tasks or self.depot.removals:
             if self.tasks:
                 self.finish(self.tasks[0])
             else:
-                self.go_on()
-
-    def go_on(self) -> None:
-        """A turn of the server's loop in which nothing has arrived."""
-        self.take(self.depot.expire(self.depot.now))
+                self.expire()
 
     def ask(self, client: bytes, request: wire.Request) -> Any:
         """Send, let everything end, and give the answer."""
@@ -135,9 +103,6 @@ class Desk:
 
     def register(self, client: bytes, instance: int = 1, **options: Any) -> None:
         assert self.ask(client, wire.Register(instance, layout(**options))) is None
-
-    def die(self, client: bytes) -> None:
-        self.take(self.depot.died(client))
 
     def copies(self) -> list[Copy]:
         return [task for task in self.tasks if isinstance(task, Copy)]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from kvdepot.config import Config
-from kvdepot.core.depot import Depot
-from kvdepot.core.index.index import Index
 from kvdepot.errors import KVDepotError
-from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain
-from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.copier import Call, Copy
 from kvdepot.protocol import wire
 from kvdepot.tiers import Options, Tier, parse
@@ -31,36 +27,25 @@ def truth(key: bytes, rank: int, model: str) -> bytes:
     return TRUTH.setdefault((key, rank, model), random.Random(key + bytes([rank]) + model.encode()).randbytes(PAGE))
 
 
-@dataclass
 class Host(Desk):
-    """A desk with tiers; tier tasks wait in `tier tasks` until they are run."""
+    """A desk with tiers; what it wants of them waits in `tier_tasks` until it is run."""
 
-    tiers: list[Any] = field(default_factory=list)
-    """(URL, tier) pairs, nearest first."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.bytes = np.zeros(self.pages * PAGE, np.uint8)
-        config = Config(url="ipc:///nowhere", chunk_size=1, **self.settings)
-        self.index = Index(Allocator(0, self.pages * PAGE), Lru(), ttl_s=config.ttl_s)
-        self.depot = Depot(config, self.index, self.map, [parse(url) for url, _ in self.tiers])
+    def __init__(
+        self,
+        pages: int = 64,
+        settings: dict[str, Any] | None = None,
+        tiers: Sequence[tuple[str, Tier]] = (),
+    ) -> None:
+        """tiers: (URL, tier) pairs, nearest first."""
+        super().__init__(pages, settings, tiers=[parse(url) for url, _ in tiers])
+        self.tiers = tiers
+        self.bytes = np.zeros(pages * PAGE, np.uint8)
         self.heads = np.zeros((MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
-        self.tier_tasks: list[TierTask] = []
-        self.now = 0.0
         self.done: list[TierTask] = []
         self.seen: list[bytes] = []  # keys that retrieves brought
 
     def ensure(self, offset: int, size: int) -> bool:
         return True
-
-    def take(self, actions: list[Any]) -> None:
-        super().take([a for a in actions if not isinstance(a, TierTask)])
-        self.tier_tasks += [a for a in actions if isinstance(a, TierTask)]
-
-    def send(self, client: bytes, request: wire.Request) -> tuple[bytes, bytes]:
-        number = next(self._numbers).to_bytes(8, "little")
-        self.take(self.depot.handle(client, number, request, self.now))
-        return client, number
 
     def finish(self, task: Copy | Call, outcome: bool | None = None) -> None:
         if isinstance(task, Copy):
@@ -87,7 +72,7 @@ class Host(Desk):
             outcome = run(tier_task, self.tiers[tier_task.tier][1], self, self.heads, make_codec(Options()))
         except KVDepotError as exc:
             outcome = exc
-        self.take(self.depot.finished(tier_task.token, outcome, self.now))
+        self.finished(tier_task.token, outcome)
         return tier_task
 
     def rest(self) -> None:
@@ -99,7 +84,7 @@ class Host(Desk):
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.take(self.depot.expire(self.now))
+        self.expire()
 
     def find(self, client: bytes, request: wire.Request) -> Any:
         """Send, let everything end, tiers too, and give the answer."""
@@ -123,7 +108,7 @@ def new_host(
 ) -> Host:
     pairs = [tier if isinstance(tier, tuple) else ("disk:///d", tier) for tier in tiers]
     host = Host(pages=pages, settings=more, tiers=pairs)
-    host.take(host.depot.tick(0.0, 1000.0))
+    host.tick(0.0, 1000.0)
     host.rest()
     host.hello()
     for rank in range(world_size):

@@ -244,7 +244,7 @@ def test_forgetting_is_answered_when_it_is_through_and_lookups_are_answered_mean
         assert desk.depot.next_deadline() == 0.0, "the loop must not wait for anybody"
         found = desk.send(b"one", lookup(chain))
         assert desk.answers[found] == 0
-        desk.go_on()
+        desk.expire()
         turns += 1
     assert turns == 4 and desk.answers[asked] == {"memory": 5}
     assert desk.depot.next_deadline() > 0.0
@@ -259,7 +259,7 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
     turns = 0
     while asked not in desk.answers:
         assert desk.depot.next_deadline() == 0.0
-        desk.go_on()
+        desk.expire()
         turns += 1
     assert turns == 4
     size = (desk.index.allocator.capacity - desk.index.allocator.free_bytes) // 5
@@ -281,7 +281,7 @@ def test_what_is_being_forgotten_already_is_not_counted(desk: Desk) -> None:
 def test_clearing_is_answered_when_it_is_through(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 3)))
     asked = desk.send(b"one", wire.Clear())
-    desk.go_on()
+    desk.expire()
     assert asked not in desk.answers
     desk.settle()
     assert desk.answers[asked] is None and desk.index.chunks == 0
@@ -330,7 +330,7 @@ def test_who_dies_while_it_forgets_is_not_answered_and_all_of_it_goes(desk: Desk
 def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 5)))
     asked = [desk.send(b"one", request) for request in (wire.Clear(), wire.Forget())]
-    desk.take(desk.depot.stop_waiting())
+    desk.act(desk.depot.stop_waiting())
     assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, {"memory": 4}]
 
 

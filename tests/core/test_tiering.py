@@ -45,7 +45,7 @@ def test_hits_that_tiers_are_awaited_for_count_in_the_window_of_their_lookup(tie
 
     def tick(second: int) -> None:
         there.now = float(second)
-        there.take(there.depot.tick(there.now, 1000.0 + second))
+        there.tick(there.now, 1000.0 + second)
 
     asked = there.send(b"one", look(prompt("a", 5)))
     for second in range(1, 21):  # windows begin meanwhile
@@ -123,7 +123,7 @@ def test_another_model_shape_or_layout_never_gets_it(tier: MemoryTier, other: Ca
 
 def _with_layout(tier: MemoryTier, fingerprint: bytes) -> Host:
     host = Host(pages=64, tiers=[("disk:///d", tier)])
-    host.take(host.depot.tick(0.0, 1000.0))
+    host.tick(0.0, 1000.0)
     host.hello()
     host.ask(b"one", wire.Register(1, layout(fingerprint), "m", 1, 0, PER_CHUNK))
     return host
@@ -285,7 +285,7 @@ def test_a_tier_that_fails_is_left_alone_and_taken_back(tier: MemoryTier) -> Non
     assert host.answers[asked] == 0 and not host.tier_tasks  # nobody asks it
     faulty.inject()
     host.now += 1.5
-    host.take(host.depot.tick(host.now, 1001.0))
+    host.tick(host.now, 1001.0)
     assert host.kinds() == ["Probe"]
     host.work()
     assert host.depot.tiering.status(0.0)[0].state == "up"
@@ -304,7 +304,7 @@ def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) ->
     asked = host.send(b"one", look(prompt("p", 2), "last"))
     assert host.answers[asked] == 0
     host.assert_quiet()  # the hung finds return, which nobody wants any more
-    host.take(host.depot.tick(5.0, 1005.0))
+    host.tick(5.0, 1005.0)
     host.assert_quiet()
     assert host.depot.tiering.status(0.0)[0].state == "up"
 
@@ -455,7 +455,7 @@ def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait
     faulty.inject()
     for second in (2.0, 4.0):
         host.now = second
-        host.take(host.depot.tick(second, 1000.0 + second))
+        host.tick(second, 1000.0 + second)
         host.rest()
     assert host.depot.tiering.status(host.now)[0].state == "up"
 
@@ -500,7 +500,7 @@ def test_the_death_of_who_asked_gives_up_what_was_held(tier: MemoryTier) -> None
 def test_a_server_that_stops_answers_what_awaits_tiers(tier: MemoryTier) -> None:
     host = new_host(tier)
     asked = host.send(b"one", look(prompt("a", 3)))
-    host.take(host.depot.stop_waiting())
+    host.act(host.depot.stop_waiting())
     assert host.answers[asked] == 0
 
 
@@ -661,13 +661,13 @@ def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: Mem
 def test_quiet_tiers_are_looked_after() -> None:
     tier = MemoryTier()
     host = new_host(tier)
-    host.take(host.depot.tick(5.0, 1005.0))
+    host.tick(5.0, 1005.0)
     assert not host.tier_tasks
-    host.take(host.depot.tick(11.0, 1011.0))
+    host.tick(11.0, 1011.0)
     (probe,) = host.tier_tasks
     assert isinstance(probe, Probe)
     for second in range(12, 40):
-        host.take(host.depot.tick(float(second), 1000.0 + second))
+        host.tick(float(second), 1000.0 + second)
     assert host.depot.tiering.status(0.0)[0].state == "circuit breaker open"
     assert len(host.tier_tasks) == 1
 

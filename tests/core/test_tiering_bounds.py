@@ -33,7 +33,7 @@ def test_a_slow_tier_does_not_collect_finds_for_ever(tier: MemoryTier) -> None:
             host.pass_time(0.1)
             if host.tier_tasks:
                 host.work()
-        host.take(host.depot.tick(host.now, 1000.0 + second))
+        host.tick(host.now, 1000.0 + second)
     assert len(host.tier_tasks) <= 1024 + 1, host.depot.tiering.status(host.now)[0].counters
 
 
@@ -83,5 +83,5 @@ def test_ages_take_no_more_room_than_chunks_however_many_ranks_they_have() -> No
             host.ask(b"one", store(prompt(f"p{number}", 1), instance=rank + 1, world_size=ranks, rank=rank))
     assert host.index.chunks == 60
     assert len(host.index._ages) == 60, "each seal would look through all of them for those that are gone"
-    host.take(host.depot.tick(61.0, 1061.0))
+    host.tick(61.0, 1061.0)
     assert host.index.chunks == 0

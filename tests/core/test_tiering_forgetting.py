@@ -7,7 +7,7 @@ from kvdepot.keys import ChunkChain, salt_tag
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.worker import Find, Load
-from tests.core.desk import PER_CHUNK, Page, layout, prompt, retrieve, shards, store
+from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, shards, store
 from tests.core.host import Host, look, new_host
 
 # -- forgetting
@@ -209,9 +209,9 @@ def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() ->
 def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: MemoryTier) -> None:
     """Models are collected after dooming, which drops the namespaces of which nothing is left."""
     host = Host(pages=64, settings={"keys": "/somewhere"}, tiers=[("disk:///d", tier)])
-    host.take(host.depot.tick(0.0, 1000.0))
+    host.tick(0.0, 1000.0)
     host.rest()
-    host.depot.hello(b"one", Page(), "acme")
+    host.hello(b"one", "acme")
     register = wire.Register(1, layout(), "m", 1, 0, PER_CHUNK)
     assert host.ask(b"one", register) is None
     chain = prompt("a", 3)
@@ -253,7 +253,7 @@ def test_a_pin_by_name_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier:
     timed = wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes), ttl_s=10)
     assert there.find(b"one", timed) == 4 and there.index.held
     there.now += 10
-    there.take(there.depot.tick(there.now, 1010.0))
+    there.tick(there.now, 1010.0)
     there.assert_quiet()
 
 
@@ -283,7 +283,7 @@ def test_a_pin_that_runs_out_while_its_name_is_pinned_anew_leaves_the_new_one() 
     for chunks, ttl_s in ((2, 1), (3, 0)):
         asked = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", chunks).hashes), ttl_s=ttl_s))
     host.now = 2.0
-    host.take(host.depot.tick(2.0, 1002.0))
+    host.tick(2.0, 1002.0)
     host.rest()
     assert host.answers[asked] == 2
     assert host.ask(b"one", wire.Unpin("name")) is True
@@ -295,7 +295,7 @@ def test_what_is_pinned_by_name_and_expires_can_be_cached_again() -> None:
     chain = prompt("a", 3)
     host.find(b"one", store(chain))
     assert host.find(b"one", wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
-    host.take(host.depot.tick(61.0, 1061.0))
+    host.tick(61.0, 1061.0)
     assert host.find(b"one", look(chain)) == 0
     host.find(b"one", store(chain))  # recomputed
     assert host.find(b"one", look(chain)) == 3
@@ -320,11 +320,11 @@ def test_chunks_that_are_too_old_are_gone_unless_somebody_holds_them() -> None:
     for chain in (old, held):
         host.find(b"one", store(chain))
     host.find(b"one", look(held, "holds"))
-    host.take(host.depot.tick(61.0, 1061.0))
+    host.tick(61.0, 1061.0)
     host.index.validate()
     assert host.find(b"one", look(old, "r")) == 0
     assert host.find(b"one", retrieve(held, request="holds")) == [True] * 3
-    host.take(host.depot.tick(70.0, 1070.0))
+    host.tick(70.0, 1070.0)
     assert host.index.chunks == 0
 
 
@@ -332,16 +332,16 @@ def test_an_old_prefix_hides_what_was_computed_on_top_of_it_later() -> None:
     host = new_host(ttl_s=60)
     chain = prompt("a", 4)
     host.find(b"one", store(chain, end=2))
-    host.take(host.depot.tick(40.0, 1040.0))
+    host.tick(40.0, 1040.0)
     host.find(b"one", wire.Store(1, 1, [shards(chain, 2, 4, blocks=[0, 1, 2, 3])]))
-    host.take(host.depot.tick(61.0, 1061.0))
+    host.tick(61.0, 1061.0)
     host.index.validate()
     assert host.find(b"one", look(chain)) == 0
     assert host.find(b"one", store(chain, end=2)) is True
     assert host.find(b"one", look(chain)) == 4
     host.ask(b"one", wire.EndSession("r"))
-    host.take(host.depot.tick(101.0, 1101.0))
-    host.take(host.depot.tick(125.0, 1125.0))
+    host.tick(101.0, 1101.0)
+    host.tick(125.0, 1125.0)
     host.index.validate()
     assert host.index.chunks == 0
 
@@ -351,14 +351,14 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
     chain = prompt("a", 3)
     host.find(b"one", store(chain))
     assert host.find(b"one", look(chain, "holds")) == 3
-    host.take(host.depot.tick(61.0, 1061.0))
+    host.tick(61.0, 1061.0)
     host.send(b"one", store(chain, end=2))
     for task in host.copies():
         host.finish(task, outcome=False)  # its blocks were needed for something else
     assert host.find(b"one", retrieve(chain, request="holds")) == [True] * 3
     assert host.find(b"one", look(chain, "later")) == 2, "what was computed again is new"
     host.ask(b"one", wire.EndSession("later"))
-    host.take(host.depot.tick(122.0, 1122.0))
+    host.tick(122.0, 1122.0)
     host.assert_quiet()
     assert host.index.chunks == 0
 
@@ -374,7 +374,7 @@ def test_what_expired_is_not_shown_again_by_another_ranks_shard(tier: MemoryTier
     asked = there.send(b"one", look(chain, world_size=2, readers=2))
     there.work()
     assert there.kinds() == ["Load"]
-    there.take(there.depot.tick(60.5, 1061.0))
+    there.tick(60.5, 1061.0)
     there.now = 60.5
     there.rest()
     assert there.answers[asked] == 0

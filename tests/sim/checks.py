@@ -14,7 +14,7 @@ from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Link, World
 from kvdepot.tiers.worker import Load, Part
 from tests.sim.content import Memory, chunk_image
-from tests.sim.shared import ArenaFile, LeaseView, SimMapped
+from tests.sim.shared import ArenaFile, SimMapped
 from tests.sim.tiers import WALL, Forgot, TierWorker
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ class Checks:
     alive: bool
     met: set[str]
     condemned: dict[bytes, float]
-    asked: Counter[tuple[bytes, bytes]]
-    answered: Counter[tuple[bytes, bytes]]
-    _leases: dict[bytes, LeaseView]
+    unanswered: Counter[tuple[bytes, bytes]]
     _links: dict[bytes, Link]
     _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
     _removing: list[Forgot]
@@ -232,12 +230,10 @@ class Checks:
     def check_idle(self) -> None:
         """All requests have ended, and the clients are still there: everything was answered, and nothing is pinned."""
         living = {client.link.identity for client in self.host.clients if client.process.alive}
-        for asked, count in self.asked.items():
-            identity = asked[0]
-            if identity in living and self.depot.knows(identity):
-                number = int.from_bytes(asked[1], "little")
-                name = self._links[identity].name
-                assert self.answered[asked] == count, f"request {number} of {name} was not answered"
+        for (identity, asked), count in self.unanswered.items():
+            if identity in living and self.depot.client(identity) is not None:
+                number, name = int.from_bytes(asked, "little"), self._links[identity].name
+                assert not count, f"request {number} of {name} was not answered"
         sessions = [
             f"{self._links[identity].name} {request}"
             for identity, client in self.depot._clients.items()
@@ -256,7 +252,7 @@ class Checks:
             assert getattr(status, what) == 0, f"all clients left, and there are {getattr(status, what)} {what}"
         assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
         left = self.met.intersection(self.host.leases)
-        assert not self._leases and not left, f"cards of the dead stay: {sorted(left)}"
+        assert not left, f"cards of the dead stay: {sorted(left)}"
         assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
         tiering = self.depot.tiering
         assert not tiering.tier_lookups and not tiering._arrivals and not tiering._forgettings, tiering

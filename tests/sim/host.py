@@ -96,8 +96,7 @@ class Client(MessageQueueClient):
         self.name = name
         self.server_url = "sim://"
         self.process = process
-        page = Lease(f"card-{name}")
-        host.leases[page.name] = page
+        page = host.new_lease(f"card-{name}")
         self.lease = ClientLease(host, page)  # type: ignore[assignment]
         self.chains = contract.Chains()
         self._closed = False
@@ -288,6 +287,11 @@ class Host:
         """How long half a piece takes."""
         spread = self.world.spread
         return spread(0.005, 1.0) if slow or self.copies_slow else spread(0.00002, 0.005)
+
+    def new_lease(self, name: str) -> Lease:
+        """A client's page, which it holds from now on."""
+        lease = self.leases[name] = Lease(name)
+        return lease
 
     def start_server(self) -> None:
         if self.server is not None:

@@ -14,6 +14,7 @@ from kvdepot.tiers.worker import Find, Load, Save
 from tests.sim.content import MODELS, Model
 from tests.sim.engine import MODES, Engine
 from tests.sim.host import ARENA, Host, new_config
+from tests.sim.odd import LOUD_RATE, OddClients
 from tests.sim.tiers import new_stores
 
 STEPS = 150
@@ -44,11 +45,13 @@ class Run(Host):
             verify=random.choice(["off", "sampled", "always"]),
             lookup_s=random.choice([0.02, 0.1, 1.0]),
             ttl_s=random.choice([0, 0, 0, 0, 0, 2, 60]),
+            max_rate=LOUD_RATE if seed % 16 == 5 else 20_000,
         )
         slots = random.choice([3, 24, 256, 256, 256])
         pages = random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96])
         super().__init__(world, config, arena_bytes=_PAGE * pages, table_slots=slots, stores=new_stores(world))
         self.engines: list[Engine] = []
+        self._odd = OddClients(self)
         self._steps = steps
         self.steps_taken = 0
         self._lives = 0
@@ -97,6 +100,7 @@ class Run(Host):
         self._over = True
         world.note("everyone leaves")
         self._heal()
+        self._odd.leave()
         for engine in self.engines:
             engine.leaving, engine.pause_s = True, 0.0
             if engine.serving:

@@ -1,29 +1,30 @@
-"""The simulated server process: the real depot, index and copier around a made-up socket, arena file and copy threads.
+"""The simulated server process: the real core and copier between a made-up socket, arena file and threads.
 
-Does what server/loop.py does, one message or outcome an event, and checks as it goes. It can be killed, stopped and
-shut down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in two
-halves.
+The shipped harness drives the core, one message or outcome an event; this checks as it goes. It can be killed, stopped
+and shut down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in
+two halves.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.core.depot import Action, Depot, Reply
+from kvdepot.core.clients import Action, Reply
 from kvdepot.core.index.recovery import restore
-from kvdepot.errors import BadRequest, KVDepotError, LayoutError, UnknownClient, VersionMismatch
+from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece, Mapped, checksum, copy
 from kvdepot.memory.records import Records, ShardRecord
 from kvdepot.protocol import wire
-from kvdepot.protocol.handshake import SECRET_BYTES, Challenge, Seal, is_sealed
+from kvdepot.protocol.handshake import _SEAL_BYTES as SEAL_BYTES
+from kvdepot.protocol.handshake import SECRET_BYTES, is_sealed
 from kvdepot.protocol.layout import Layout
+from kvdepot.testing.harness import Harness
 from kvdepot.testing.simulation import Link
 from kvdepot.tiers.worker import Erase, Load, Save, TierTask
 from tests.sim.checks import LATE_S, Checks
@@ -49,7 +50,7 @@ class _Running:
     sums: list[int] = field(default_factory=list)
 
 
-class Server(Checks):
+class Server(Checks, Harness):
     """One run of a server, from its start to its end."""
 
     def __init__(self, host: Host, file: ArenaFile) -> None:
@@ -85,13 +86,15 @@ class Server(Checks):
         self._take_over()
         self.tier_workers = [self._tier_worker(store) for store in self.host.stores]
         tiers = [tier_worker.store.config for tier_worker in self.tier_workers]
-        self.depot = Depot(config, index, self._map, tiers, step_chunks=(1, 3, 256)[self.world.seed % 3])
+        Harness.__init__(
+            self, config, index, self._map, tiers, boot=self.boot, arena=self.file,
+            open_lease=lambda name: LeaseView(self.host, name), tenant=lambda user: user,
+            step_chunks=(1, 3, 256)[self.world.seed % 3],
+        )  # fmt: skip
+        self.now = self.world.now
         self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
-        self._leases: dict[bytes, LeaseView] = {}
-        self._challenges: dict[bytes, Challenge] = {}
-        self._seals: dict[bytes, Seal] = {}
         self.met: set[str] = set()  # leases that have said hello
         for name in [name for name, lease in self.host.leases.items() if not lease.locked]:
             del self.host.leases[name]  # as shm.sweep_cards
@@ -109,8 +112,6 @@ class Server(Checks):
         self._reports = 0  # of tier tasks that have ended, on their way
         self._armed = float("inf")  # when `_expire` comes
         self._stepping = False  # `_step` comes
-        self.asked: Counter[tuple[bytes, bytes]] = Counter()
-        self.answered: Counter[tuple[bytes, bytes]] = Counter()
         self._links: dict[bytes, Link] = {}
         self._since_validated = 0
         self.serving = True
@@ -118,7 +119,7 @@ class Server(Checks):
         self.world.note(
             f"{self!r} serves {' '.join(tier_worker.store.config.options.write for tier_worker in self.tier_workers)}"
         )
-        self._act(self.depot.tick(self.world.now, WALL + self.world.now))
+        self.tick(self.now, WALL + self.now)
         self.world.after(TICK_S, self._event, self._tick)
 
     def _tier_worker(self, store: Store) -> TierWorker:
@@ -172,6 +173,7 @@ class Server(Checks):
         if self.frozen:
             self._late.append((act, args))
             return
+        self.now = self.world.now
         act(*args)
 
     def freeze(self) -> None:
@@ -230,7 +232,7 @@ class Server(Checks):
 
     def _drain(self) -> None:
         self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.tier_lookups)
-        self._act(self.depot.stop_waiting())
+        self.act(self.depot.stop_waiting())
         assert not self._lookups, "a server that ends has not answered every lookup"
         self._maybe_leave()
 
@@ -302,7 +304,7 @@ class Server(Checks):
         maps = any(instance.mapped is None for instance in client.instances.values())
         return maps or client.queued > 0 or bool(client.closing or client.waiting)
 
-    def deliver(self, link: Link, frame: bytes) -> None:
+    def deliver(self, link: Link, frame: bytes) -> None:  # type: ignore[override]  # as a network's listener
         self._event(self._receive, link, frame)
 
     def _receive(self, link: Link, frame: bytes) -> None:
@@ -310,37 +312,26 @@ class Server(Checks):
             return
         identity = link.identity
         self._links[identity] = link
-        seal = self._seals.get(identity)
-        number = frame[: wire.ID_BYTES]
-        if is_sealed(frame):
-            plain = seal.open(frame) if seal is not None else None
-            if plain is None:  # sealed for its predecessor
-                self.asked[identity, number] += 1
-                self._send(identity, number, UnknownClient("not sealed as was agreed with this server"))
-                return
-            frame = plain
-            self.world.counters["sealed"] += 1
-            seal = None
-        number, request = wire.decode_request(frame)
+        client = self.depot.client(identity)
+        sealed = is_sealed(frame)
+        number, request = wire.decode_request(
+            frame[: wire.ID_BYTES] + frame[wire.ID_BYTES + SEAL_BYTES :] if sealed else frame
+        )
         assert not isinstance(request, KVDepotError), request
-        assert seal is None or isinstance(request, wire.Hello | wire.Prove), "this client has stopped sealing"
-        self.asked[identity, number] += 1
+        greets = isinstance(request, wire.Hello | wire.Prove)
+        assert sealed or greets or client is None or client.seal is None, "this client has stopped sealing"
+        self.world.counters["sealed"] += sealed and client is not None
         self.world.note(f"{link.name} > {_short(number, request)}")
-        if isinstance(request, wire.Hello | wire.Prove):
-            try:
-                value: Any = (
-                    self._hello(identity, request)
-                    if isinstance(request, wire.Hello)
-                    else self._welcome(identity, request)
-                )
-            except KVDepotError as exc:
-                value = exc
-            self._send(identity, number, value)
+        self.doing = request
+        if isinstance(request, wire.Prove):
+            self.world.counters["proved_to_a_successor"] += identity not in self.connections._challenges
+        if greets or client is None or client.tenant:
+            Harness.deliver(self, identity, frame)
         else:
-            self._decide(identity, number, request)
+            self._decide(identity, number, request, frame)
         self._check()
 
-    def _decide(self, identity: bytes, number: bytes, request: wire.Request) -> None:
+    def _decide(self, identity: bytes, number: bytes, request: wire.Request, frame: bytes) -> None:
         asked = identity, number
         at_once = False
         if isinstance(request, wire.Lookup):
@@ -351,7 +342,7 @@ class Server(Checks):
             keys = {part.hashes[i : i + 32] for part in request.shards for i in range(0, len(part.hashes), 32)}
             self.world.counters["late_load_used"] += not keys.isdisjoint(self._late_keys)
             self._retrieves[asked] = self._meant(request)
-        elif isinstance(request, wire.Forget) and self.depot.knows(identity):
+        elif isinstance(request, wire.Forget):
             forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             self._removing.append(forgot)
             for namespace in self.index.namespaces():
@@ -362,10 +353,9 @@ class Server(Checks):
                 type(running.tier_task) for tier_worker in self.tier_workers for running in tier_worker.running
             }:
                 self.world.counters[f"forgotten_during_tier_{tier_task.__name__.lower()}"] += 1
-        self.doing = request
         if self.depot.removals:
             self.world.counters[f"{type(request).__name__.lower()}_while_removing"] += 1
-        self._act(self.depot.handle(identity, number, request, self.world.now))
+        Harness.deliver(self, identity, frame)
         if isinstance(request, wire.Forget):
             named = self.host.named
             for name in [name for name in named if ("", name) not in self.depot.sessions._kept]:
@@ -373,42 +363,14 @@ class Server(Checks):
                 del named[name]
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
 
-    def _hello(self, identity: bytes, hello: wire.Hello) -> wire.Proof:
-        if hello.version != wire.VERSION:
-            raise VersionMismatch("other version")
-        self._challenges[identity] = Challenge(hello, self.boot, self.file.name, self.file.secret)
-        return self._challenges[identity].proof
+    def submitted(self, task: Copy | Call) -> None:
+        self._copier.submit(task)
 
-    def _welcome(self, identity: bytes, prove: wire.Prove) -> wire.Welcome:
-        challenge = self._challenges.pop(identity, None)
-        if challenge is None:
-            self.world.counters["proved_to_a_successor"] += 1
-            raise UnknownClient("say hello first")
-        lease = self.host.leases.get(challenge.lease)
-        if lease is None:
-            raise LayoutError(f"no lease {challenge.lease}")
-        if not lease.locked:
-            raise BadRequest(f"nobody holds the lock of lease {challenge.lease}")
-        seal = challenge.check(prove, lease.secret)
-        if not self.depot.knows(identity):
-            view = LeaseView(lease)
-            self.depot.hello(identity, view)
-            self._leases[identity] = view
-            self.met.add(lease.name)
-        self._seals.pop(identity, None)
-        if seal is not None:
-            self._seals[identity] = seal
-        lookup_s = self.host.config.lookup_s if self.tier_workers else 0.0
-        return wire.Welcome(wire.VERSION, self.host.config.chunk_size, lookup_s)
+    def submitted_to_tier(self, task: TierTask) -> None:
+        self.tier_workers[task.tier].submit(task)
 
-    def _act(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Reply):
-                self._send(action.client, action.number, action.value)
-            elif isinstance(action, Copy | Call):
-                self._copier.submit(action)
-            else:
-                self.tier_workers[action.tier].submit(action)
+    def act(self, actions: list[Action]) -> None:
+        super().act(actions)
         self._start_threads()
         due = self.depot.tiering.next_deadline()
         if due < self._armed:
@@ -429,25 +391,20 @@ class Server(Checks):
         self._armed = float("inf")
         if not self.draining:
             self.doing = None
-            self._act(self.depot.expire(self.world.now))
+            self.expire()
             self._check()
 
-    def _send(self, identity: bytes, number: bytes, value: Any) -> None:
-        self.answered[identity, number] += 1
-        assert self.answered[identity, number] <= self.asked[identity, number], (
-            f"request {int.from_bytes(number, 'little')} of {self._links[identity].name} answered more often than asked"
-        )
-        self._hear_answer((identity, number), value)
-        link = self._links[identity]
-        self.world.note(f"{link.name} < {int.from_bytes(number, 'little')} {value!r:.60}")
-        failure = isinstance(value, KVDepotError)
-        if failure:
+    def replied(self, reply: Reply, frame: bytes) -> None:
+        value = reply.value
+        self._hear_answer((reply.client, reply.number), value)
+        link = self._links[reply.client]
+        self.world.note(f"{link.name} < {int.from_bytes(reply.number, 'little')} {value!r:.60}")
+        if isinstance(value, KVDepotError):
             self.world.counters[f"answer_{type(value).__name__}"] += 1
-        encode: Callable[..., bytes] = wire.encode_failure if failure else wire.encode_answer
-        frame = encode(number, self.boot, value)
-        seal = self._seals.get(identity)
-        if seal is not None and not isinstance(value, wire.Proof | UnknownClient):
-            frame = seal.close(frame)
+        elif isinstance(value, wire.Welcome):
+            client = self.depot.client(reply.client)
+            assert client is not None
+            self.met.add(client.lease.name)
         if not link.reply(frame):
             self.world.counters["replies_without_connection"] += 1
 
@@ -469,21 +426,18 @@ class Server(Checks):
             return
         world = self.world
         self.doing = None
-        if not self.draining:
-            self._act(self.depot.tick(world.now, WALL + world.now))
+        before = {client.identity for client in self.depot.clients}
+        if self.draining:
+            self.act(self.connections.drop_dead())
+        else:
+            Harness.tick(self, self.now, WALL + self.now)
             self._check_ages()
-        for identity, lease in list(self._leases.items()):
-            if not lease.is_alive():
-                world.note(f"{self!r} finds {self._links[identity].name} dead")
-                world.counters["clients_found_dead"] += 1
-                self._act(self.depot.died(identity))
-                for asked in [asked for asked in self._lookups if asked[0] == identity]:
-                    del self._lookups[asked]
-                for asked in [asked for asked in self._retrieves if asked[0] == identity]:
-                    del self._retrieves[asked]
-                del self._leases[identity]
-                lease.close()
-                self.host.leases.pop(lease.lease.name, None)
+        for identity in before - {client.identity for client in self.depot.clients}:
+            world.note(f"{self!r} finds {self._links[identity].name} dead")
+            world.counters["clients_found_dead"] += 1
+            for waiting in (self._lookups, self._retrieves):
+                for asked in [asked for asked in waiting if asked[0] == identity]:
+                    del waiting[asked]  # type: ignore[attr-defined]
         if self.alive:
             # Hours in which nothing happens cost no ticks: the next comes shortly before the next event.
             world.after(max(TICK_S, world.next_event() - world.now - TICK_S), self._event, self._tick)
@@ -586,7 +540,7 @@ class Server(Checks):
         self.doing = None
         usable = [tier for tier in self.depot.tiering._tiers if tier.breaker.usable]
         before = sum(tier.counters["dropped_chunks"] for tier in usable)
-        self._act(self.depot.finished(token, outcome, self.world.now))
+        self.finished(token, outcome)
         self.world.counters["queue_full"] += sum(tier.counters["dropped_chunks"] for tier in usable) > before
         self._check()
 
@@ -616,7 +570,7 @@ class Server(Checks):
             late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
         counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and outcome is True
         self.doing = tier_task
-        self._act(self.depot.finished(tier_task.token, outcome, self.world.now))
+        self.finished(tier_task.token, outcome)
         if isinstance(tier_task, Load):
             keys = {each.chunk.key for each in late if not each.chunk.gone}
             counters["late_load_sealed"] += bool(keys)

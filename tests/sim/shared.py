@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import numpy.typing as npt
 
 from kvdepot.core.index.index import Chunk, Index
 from kvdepot.devices.cpu import HostTensors, _rows
+from kvdepot.errors import LayoutError
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.worker import Load
 from tests.sim.content import Memory
 
 if TYPE_CHECKING:
-    from tests.sim.host import Lease
+    from tests.sim.host import Host
     from tests.sim.server import Server
 
 ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
@@ -35,6 +37,14 @@ class ArenaFile:
     left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
     flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
     table_flipped: bool = False  # since the last server began
+
+    @property
+    def path(self) -> Path:
+        return Path(self.name)
+
+    def is_lost(self) -> bool:
+        """As Arena.is_lost."""
+        return False
 
     @property
     def start(self) -> int:
@@ -60,8 +70,12 @@ class SimMapped(HostTensors):
 class LeaseView:
     """The server's side of a lease."""
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
+    def __init__(self, host: Host, name: str) -> None:
+        found = host.leases.get(name)
+        if found is None:
+            raise LayoutError(f"shared memory {name} cannot be opened")
+        self.lease = found
+        self._host = host
         self._closed = False
 
     @property
@@ -79,8 +93,13 @@ class LeaseView:
     def is_alive(self) -> bool:
         return self.lease.locked
 
-    def close(self) -> None:
+    def has_left(self) -> bool:
+        return False
+
+    def close(self, remove: bool) -> None:
         self._closed = True
+        if remove:
+            self._host.leases.pop(self.lease.name, None)
 
 
 class SealedIndex(Index):

@@ -12,16 +12,19 @@ import pytest
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter
 from kvdepot.client.connection import Connection
-from kvdepot.core.depot import Depot, Reply
+from kvdepot.core.clients import Reply
+from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index
 from kvdepot.core.index.index import Index
+from kvdepot.core.rates import Rates
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering import Tiering
 from kvdepot.memory import records
 from kvdepot.memory.copier import Copy
 from kvdepot.memory.records import Records
+from kvdepot.protocol.handshake import Challenge
 from kvdepot.tiers import worker as tier_worker
 from kvdepot.tiers.format import Header
 from tests.sim.run import Broken, simulate
@@ -61,6 +64,36 @@ def breaks(first_seed: int) -> Callable[[Break], Break]:
         return bug
 
     return register
+
+
+@breaks(0)
+def lets_in_who_proves_nothing(patch: Patch) -> None:
+    patch.setattr(Challenge, "check", lambda self, prove, secret: None)
+
+
+@breaks(0)
+def serves_strangers(patch: Patch) -> None:
+    def handle(self: Any, identity: bytes, number: bytes, request: Any, now: float = 0.0) -> Any:
+        if identity not in self._clients:
+            return [Reply(identity, number, "ok")]
+        return serve(self, identity, number, request, now)
+
+    serve = Depot.handle
+    patch.setattr(Depot, "handle", handle)
+
+
+@breaks(0)
+def shows_every_tenant_everything(patch: Patch) -> None:
+    patch.setattr(Depot, "welcome", _as_one_tenant(Depot.welcome))
+
+
+def _as_one_tenant(welcome: Any) -> Any:
+    return lambda self, identity, lease, user="", tenant="", seal=None: welcome(self, identity, lease, user, "", seal)
+
+
+@breaks(5)
+def has_no_limit_of_a_rate(patch: Patch) -> None:
+    patch.setattr(Rates, "charge", lambda self, client, requests: True)
 
 
 @breaks(0)

@@ -18,6 +18,7 @@ __all__ = ["config", "serve"]
 
 log = logging.getLogger(__name__)
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WHERE = (
     "Every setting can also be given in the file of --config (TOML) or in the environment as KVDEPOT_<SETTING>, e.g. "
     "KVDEPOT_CHUNK_SIZE=512. Flags override the environment, which overrides the file. A SIZE may have a unit: 64GiB, "
@@ -29,7 +30,7 @@ _WHERE = (
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM, SIGINT or the end of its terminal (SIGHUP; not with nohup)."""
-    from kvdepot.server.limits import check_limits, limits_are_told
+    from kvdepot.cli.limits import check_limits, limits_are_told
 
     config = load(file, options.flags_of(given))
     check_limits(config.arena_bytes)
@@ -42,13 +43,15 @@ def serve(file: str | None, **given: Any) -> int:
             "it is refused",
             config.chunk_size,
         )
-    from kvdepot.server.loop import STOP_SIGNALS, Server
+    from kvdepot.server.loop import Server
 
     with limits_are_told():
         server = Server(config)
-    server.catch_signals()
+    for number in _STOP_SIGNALS:
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, server.stop)
     server.run()
-    for number in STOP_SIGNALS:
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # it has stopped; and the handlers keep it from being collected
     if server.hangs:
         logging.shutdown()

@@ -13,6 +13,7 @@ from kvdepot.core.index.index import Chunk, Namespace
 from kvdepot.core.tiering import TierLookup
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.worker import TierTask
 
@@ -20,16 +21,43 @@ __all__ = ["Action", "Client", "Instance", "Lease", "NoLease", "PendingLookup", 
 
 
 class Lease(Protocol):
-    """What the depot needs of a client's lease (shm.LeaseView)."""
+    """What the core needs of a client's lease (shm.LeaseView)."""
 
     @property
-    def fence(self) -> int: ...
+    def name(self) -> str: ...
+
+    @property
+    def secret(self) -> bytes:
+        """What only a client of this user can know."""
+
+    @property
+    def fence(self) -> int:
+        """Stores with a ticket up to this are void."""
+
+    def is_alive(self) -> bool: ...
+
+    def has_left(self) -> bool:
+        """Whether the client closed its connection, so that its end is no death."""
+
+    def close(self, remove: bool) -> None:
+        """Let go of it; with `remove`, take the file of a dead client away."""
 
 
 class NoLease:
     """Of a client that is the depot itself."""
 
+    name = ""
+    secret = b""
     fence = 0
+
+    def is_alive(self) -> bool:
+        return True
+
+    def has_left(self) -> bool:
+        return False
+
+    def close(self, remove: bool) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -97,6 +125,8 @@ class Client:
     identity: bytes
     lease: Lease
     tenant: str = ""
+    user: str = ""  # whose key its connection has; empty: the server has no keys
+    seal: Seal | None = None  # of its messages, where they have one
     came: float = 0.0
     heard: float = 0.0  # when it last asked for something
     model: str = ""  # it last looked up or registered for

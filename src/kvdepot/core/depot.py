@@ -1,9 +1,9 @@
 """The deciding part of the server: messages and outcomes in, replies and copy tasks out.
 
-Called by server/loop.py on its one thread. No sockets, threads or clocks here, and no I/O: what takes time is
-returned as an action. The one law: every request is answered exactly once, and what a request
-holds (reservations, pins, mappings) is given up exactly once, whatever comes first: its end, an error, or
-its client's death.
+Called with messages by core/connections.py and with outcomes by server/loop.py, on one thread. No sockets, threads or
+clocks here, and no I/O: what takes time is returned as an action. The one law: every request is answered exactly once,
+and what a request holds (reservations, pins, mappings) is given up exactly once, whatever comes first: its end, an
+error, or its client's death.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, Unknow
 from kvdepot.memory.copier import Copy, CopyPiece, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
+from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import Device, Status
@@ -127,17 +128,19 @@ class Depot:
 
     # -- events
 
-    def hello(self, identity: bytes, lease: Lease, tenant: str = "") -> None:
-        """A client introduced itself; it reaches only this tenant's chunks. Raises Busy when there are too many."""
-        if identity in self._clients:
-            return
+    def welcome(
+        self, identity: bytes, lease: Lease, user: str = "", tenant: str = "", seal: Seal | None = None
+    ) -> None:
+        """Take in a client that has proved itself; it reaches only this tenant's chunks. Raises Busy: too many."""
+        assert identity not in self._clients
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the most that max_clients or open files allow")
-        self._clients[identity] = Client(identity, lease, tenant, self.now, self.now)
+        self._clients[identity] = Client(identity, lease, tenant, user, seal, self.now, self.now)
 
-    def knows(self, identity: bytes) -> bool:
-        return identity in self._clients
+    def client(self, identity: bytes) -> Client | None:
+        """The client of this identity, if it has said hello and lives."""
+        return self._clients.get(identity)
 
     def handle(self, identity: bytes, number: bytes, request: wire.Request, now: float = 0.0) -> list[Action]:
         """Decide one request. Never raises a KVDepotError: it becomes the reply."""
@@ -195,7 +198,7 @@ class Depot:
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
-                raise InternalError("hello is the server's to answer")
+                raise InternalError("hello is for core/connections.py to answer")
         return [Reply(client.identity, number, value)]
 
     def finished(self, token: Any, outcome: Any, now: float = 0.0) -> list[Action]:
@@ -233,11 +236,6 @@ class Depot:
         while self.removals:
             actions += self._remove_some()
         return [*actions, *self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
-
-    def is_engine(self, identity: bytes) -> bool:
-        """Whether this client has registered tensors or looked a prompt up, so that its coming and going matter."""
-        client = self._clients.get(identity)
-        return client is not None and client.is_engine
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """A client is gone: give up all it holds. What is being copied for it ends first, by itself.

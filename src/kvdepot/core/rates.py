@@ -1,6 +1,6 @@
 """How many requests each client makes, and when the server should rather wait than take more of them.
 
-Called by server/loop.py for every message. No sockets or clocks. The one law: what one client sends must not cost
+Called by core/connections.py for every message. No sockets or clocks. The one law: what one client sends must not cost
 others.
 
 ZeroMQ gives each connection its turn, so a flood costs the others one message a turn, and the processors. Hence two

@@ -7,6 +7,7 @@ chunks.
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvdepot.core.depot import Depot
 
 __all__ = ["Report"]
+
+log = logging.getLogger(__name__)
 
 _NAMESPACES = 100
 """The largest namespaces that a status lists, and the engines heard of last, so that it stays small."""
@@ -41,7 +44,7 @@ class Report:
         self.journal = Journal()
         self.latencies = Latencies()
         self.http = ""  # where the server listens for HTTP; set by server/loop.py, on the deciding thread
-        self.unreachable = ""  # why no new client can find this server; set by server/loop.py likewise
+        self.unreachable = ""  # why no new client can find this server
         self._depot = depot
         self._devices = devices
         self._boot = boot
@@ -49,6 +52,7 @@ class Report:
         self._counted = Counters()  # as last told of
         self._told: dict[str, float] = {}  # when
         self._tiers: dict[str, str] = {}  # their states
+        self._corrupt = 0  # chunks, as last logged
 
     def __repr__(self) -> str:
         return f"<Report {self.journal}, {self.latencies}>"
@@ -56,6 +60,13 @@ class Report:
     def note(self, kind: str, text: str) -> None:
         """Keep an event."""
         self.journal.note(self._depot.wall, kind, text)
+
+    def reach(self, obstacle: str) -> None:
+        """Once a second: why no new client can find this server, if so."""
+        if obstacle and not self.unreachable:
+            log.error("%s: no new engine can connect; restart the server", obstacle)
+            self.note("unreachable", obstacle)
+        self.unreachable = obstacle
 
     def tick(self, now: float) -> None:
         """Once a second: what counters and tiers say of what has happened."""
@@ -67,6 +78,10 @@ class Report:
             if counted.is_event and count > self._counted[name] and now >= self._told.get(name, 0.0):
                 self.note(name, f"{counted.meaning.rstrip('.')}: {count - self._counted[name]}")
                 self._counted[name], self._told[name] = count, now + _QUIET_S
+        corrupt = self._depot.counters["corrupt_chunks"]
+        if corrupt > self._corrupt:
+            log.error("%d chunks failed their checksum; suspect faulty RAM", corrupt)
+            self._corrupt = corrupt
         for tier in self._depot.tiering.status(now):
             if self._tiers.setdefault(tier.name, "up") != tier.state:
                 self._tiers[tier.name] = tier.state

@@ -38,6 +38,7 @@ __all__ = [
     "read_client_key",
     "read_file",
     "read_server_keys",
+    "refuse_open",
 ]
 
 CLIENTS = "clients.toml"
@@ -107,6 +108,15 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # a name, an interface, or all of them
+
+
+def refuse_open(url: str) -> None:
+    """Raise ConfigError for an endpoint that other hosts can reach, where no keys say who may use it."""
+    if not is_loopback(url):
+        raise ConfigError(
+            f"{url} can be reached from other hosts, so clients need keys: make them with `kvdepot keygen "
+            "DIR CLIENT...` and give --keys DIR, or listen on 127.0.0.1 or a unix socket"
+        )
 
 
 # -- reading

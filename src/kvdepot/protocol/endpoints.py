@@ -1,12 +1,13 @@
 """Where sockets listen: unix sockets for this user alone, each for one process.
 
-Used by server/loop.py, server/listener.py and kv_events/publisher.py on the deciding thread, before it serves. The one
-law: no file is taken away that is somebody else's. ZeroMQ by itself removes whatever lies where it is to listen.
+Used by server/ and kv_events/publisher.py on the deciding thread. The one law: no file is taken away that is somebody
+else's. ZeroMQ by itself removes whatever lies where it is to listen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -20,10 +21,14 @@ from kvdepot import locks
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.handshake import is_open_to_all
 
-__all__ = ["Claim", "holder", "listen", "silence"]
+__all__ = ["Binding", "Claim", "holder", "listen", "silence"]
+
+log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 """What the name of a unix socket's lock ends in; the file says who has it."""
+_ASIDE = ".full"
+"""What a unix socket's name ends in while there is no room for more connections."""
 _MOST_PATH = 107
 _CONNECT_S = 1.0
 _NO_ANSWER = (
@@ -41,6 +46,61 @@ def listen(listener: zmq.Socket[Any], url: str) -> None:
         raise Unavailable(f"cannot listen on {url}: {exc.strerror}") from exc
     finally:
         os.umask(old)
+
+
+class Binding:
+    """A socket bound to an endpoint. Where that is a unix socket, others may remove or replace its file meanwhile."""
+
+    def __init__(self, listener: zmq.Socket[Any], url: str) -> None:
+        """Bind. Raises Unavailable."""
+        self.is_lost = False
+        """Whether something else lies where our file was, so that no new client can find us."""
+        self._socket = listener
+        self._url = url
+        has_path = url.startswith("ipc://") and not is_open_to_all(url)
+        self._path = Path(url[len("ipc://") :]) if has_path else None
+        self._is_hidden = False
+        self._file: os.stat_result | None = None
+        self._listen()
+
+    def __repr__(self) -> str:
+        return f"<Binding to {self._url}{', hidden' * self._is_hidden}{', lost' * self.is_lost}>"
+
+    def _listen(self) -> None:
+        listen(self._socket, self._url)
+        self._file = self._path.lstat() if self._path is not None else None
+
+    def hide(self, hidden: bool) -> None:
+        """Move the unix socket out of the clients' sight, or back: those that are connected stay so."""
+        if self._path is None or hidden == self._is_hidden:
+            return
+        aside = self._path.with_name(self._path.name + _ASIDE)
+        try:
+            if hidden:
+                self._path.rename(aside)
+            else:
+                aside.rename(self._path)
+        except OSError as exc:
+            log.warning("%s cannot be moved: %s", self._path, exc.strerror)
+        else:
+            self._is_hidden = hidden
+
+    def look(self) -> None:
+        """See whether our file is where it was; listen anew where it was removed."""
+        if self._path is None or self._file is None or self._is_hidden:
+            return
+        try:
+            self.is_lost = not os.path.samestat(self._path.lstat(), self._file)
+        except FileNotFoundError:
+            try:
+                self._listen()
+            except (Unavailable, OSError) as exc:
+                if not self.is_lost:
+                    log.error("%s was removed and cannot be recreated: %s", self._path, exc)
+                self.is_lost = True
+            else:
+                log.warning("%s was removed: listening there again", self._path)
+                self.is_lost = False
 
 
 def holder(url: str) -> str:

@@ -316,11 +316,16 @@ def encode_request(number: int, request: Request) -> bytes:
         raise errors.BadRequest(f"{type(request).__name__} cannot be sent: {exc}") from exc
 
 
+def number_of(frame: bytes) -> bytes:
+    """A request's id; zero of a frame too short for one."""
+    return frame[:ID_BYTES] if len(frame) >= ID_BYTES else bytes(ID_BYTES)
+
+
 def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]:
-    """The id, and the request or what is wrong with it. A frame too short for an id has the id zero."""
-    number = frame[:ID_BYTES]
-    if len(number) < ID_BYTES:
-        return bytes(ID_BYTES), errors.ProtocolError(f"a frame of {len(frame)} bytes is no message")
+    """The id, and the request or what is wrong with it."""
+    number = number_of(frame)
+    if len(frame) < ID_BYTES:
+        return number, errors.ProtocolError(f"a frame of {len(frame)} bytes is no message")
     try:
         return number, _requests.decode(memoryview(frame)[ID_BYTES:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

@@ -1,6 +1,6 @@
 """Moves bytes between the arena and one tier: that tier's threads, and what they check on the way.
 
-Made by server/loop.py, one a tier; core/tiering.py decides what it does. As in memory/copier.py, loads go before stores
+Made by the server, one a tier; core/tiering.py decides what it does. As in memory/copier.py, loads go before stores
 and outcomes are reported on a thread of ours. The one law: nothing is believed that its header and its sum do not vouch
 for.
 """
@@ -12,21 +12,35 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.copier import Memory, checksum, views
 from kvdepot.tiers import Blob, Tier, TierConfig
-from kvdepot.tiers.codec import SLACK, Codec
+from kvdepot.tiers.codec import SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 
-__all__ = ["MOST_PARTS", "Erase", "Find", "Forget", "Load", "Part", "Probe", "Save", "TierTask", "TierWorker", "run"]
+__all__ = [
+    "MOST_PARTS",
+    "Erase",
+    "Find",
+    "Forget",
+    "Load",
+    "Part",
+    "Probe",
+    "Save",
+    "TierTask",
+    "TierWorker",
+    "run",
+    "start_workers",
+]
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +263,28 @@ class TierWorker:
     def _oldest(self) -> float:
         ttl_s = self._config.options.ttl_s
         return self._wall() - ttl_s if ttl_s else 0.0
+
+
+def start_workers(
+    tiers: Sequence[TierConfig], ttl_s: int, arena: Memory, report: Callable[[Any, Any], None]
+) -> list[TierWorker]:
+    """One a tier; ttl_s: of the server itself, 0: none. A store that cannot be had now may be had later.
+
+    Raises ConfigError.
+    """
+    workers: list[TierWorker] = []
+    try:
+        for tier in tiers:
+            options = tier.options
+            ages = [age for age in (options.ttl_s, ttl_s) if age]
+            aged = msgspec.structs.replace(tier, options=msgspec.structs.replace(options, ttl_s=min(ages, default=0)))
+            workers.append(TierWorker(aged, arena, report, make_codec(options)))
+            log.info("tier %s: write %s", tier.name, options.write, extra={"tier": tier.name})
+    except BaseException:
+        for worker in workers:
+            worker.stop(0.1)
+        raise
+    return workers
 
 
 def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float = 0.0) -> Any:

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,10 +28,12 @@ from kvdepot.web.token import obtain_token
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["Child", "Order", "missing_packages", "split_address"]
+__all__ = ["Child", "Order", "beside", "missing_packages", "split_address"]
 
 log = logging.getLogger(__name__)
 
+_USER = ".web"
+"""What the process is called where clients have keys."""
 _NEEDS = ("litestar", "uvicorn", "prometheus_client")
 _GRACE_S = 0.3
 """Whoever has waited for the server comes first."""
@@ -72,6 +75,18 @@ def split_address(address: str) -> tuple[str, int]:
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def beside(config: Config, endpoint: str, admit: Callable[[str], Key | None]) -> Child | None:
+    """What keeps the web process of a server that listens at `endpoint`; None where there is to be none.
+
+    admit: makes a key for a new user, where clients need one. Raises ConfigError.
+    """
+    if config.http == "off" or not endpoint.startswith(("ipc://", "tcp://")):
+        return None
+    # What listens on all addresses is found at this host's own.
+    url = endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    return Child(config, url, admit(_USER))
 
 
 class Child:

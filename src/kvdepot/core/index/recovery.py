@@ -1,4 +1,4 @@
-"""A new server's index from what the last one recorded. Called once by loop.py before it serves, and by check_arena.py.
+"""A new server's index from what the last one recorded. Called once before it serves, and by cli/check_arena.py.
 
 The one law: nothing is taken back that could be served wrong. A record must make sense by itself (places inside the
 arena that were not cut off, a key, a rank whose layout is known) and beside the others (one record a shard, no byte in

@@ -1,4 +1,4 @@
-"""The server's way in: what it listens on, with which keys, and how many connections it can bear.
+"""What the server listens on: its socket, with which keys, and how many connections the process can bear.
 
 Made and turned by server/loop.py on its one thread. The one law: the process never runs out of file descriptors by
 connections, for ZeroMQ then ends it (unix sockets) or spins (TCP). So connections are counted. When there are as many
@@ -11,17 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
-from kvdepot.config import Config
-from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.protocol.counters import Counters
-from kvdepot.protocol.curve import Gate, ServerKeys, is_loopback, read_server_keys
-from kvdepot.protocol.endpoints import listen
-from kvdepot.protocol.handshake import is_open_to_all
+from kvdepot.protocol.curve import Gate, Key, ServerKeys, read_server_keys
+from kvdepot.protocol.endpoints import Binding
 from kvdepot.protocol.monitor import Monitor, shut
 
 __all__ = ["Listener"]
@@ -30,8 +26,6 @@ log = logging.getLogger(__name__)
 
 RECEIVED, SENT = 32, 1024
 """Messages of one client that wait in ZeroMQ, each way."""
-ASIDE = ".full"
-"""What a unix socket's name ends in while there is no room for more connections."""
 _CLIENT_FILES = 2
 """Descriptors of a client besides its connection: its lease, open and mapped."""
 _WATCHED = (
@@ -45,22 +39,18 @@ _WATCHED = (
 class Listener:
     """One endpoint, bound to a ROUTER socket."""
 
-    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], config: Config) -> None:
-        """Set the socket's options and listen. Raises ConfigError for keys that are missing, Unavailable."""
-        for url in (config.url, config.kv_events):
-            if not config.keys and not is_loopback(url or "ipc://"):
-                raise ConfigError(
-                    f"{url} can be reached from other hosts, so clients need keys: make them with `kvdepot keygen "
-                    "DIR CLIENT...` and give --keys DIR, or listen on 127.0.0.1 or a unix socket"
-                )
-        self._socket = socket
-        self._url = config.url
-        self.keys: ServerKeys | None = None
+    def __init__(self, context: zmq.Context[Any], url: str, keys: str, most_bytes: int) -> None:
+        """Listen. keys: their folder; empty: everybody of this user may come in. most_bytes: of a message.
+
+        Raises ConfigError, Unavailable; then the caller destroys `context`, which has sockets by now.
+        """
+        self.socket = socket = context.socket(zmq.ROUTER)
+        self._keys: ServerKeys | None = None
         self._gate: Gate | None = None
-        if config.keys:
-            self.keys = read_server_keys(config.keys)
-            self._gate = Gate(context, self.keys)
-            self._gate.guard(socket, self.keys.key)
+        if keys:
+            self._keys = read_server_keys(keys)
+            self._gate = Gate(context, self._keys)
+            self._gate.guard(socket, self._keys.key)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         socket.setsockopt(zmq.LINGER, 1000)
@@ -71,32 +61,40 @@ class Listener:
         # Messages that wait for us, and for a client that does not read: what one client can make us keep.
         socket.setsockopt(zmq.RCVHWM, RECEIVED)
         socket.setsockopt(zmq.SNDHWM, SENT)
-        # ZeroMQ drops the connection above this; up to it, the sender is told (see Server._receive).
-        socket.setsockopt(zmq.MAXMSGSIZE, 4 * config.max_message_mib << 20)
+        # ZeroMQ drops the connection above this; up to it, the sender is told (core/connections.py).
+        socket.setsockopt(zmq.MAXMSGSIZE, 4 * most_bytes)
         self._monitor = Monitor(socket, _WATCHED)
-        has_path = self._url.startswith("ipc://") and not is_open_to_all(self._url)
-        self._path = Path(self._url[len("ipc://") :]) if has_path else None
-        self._hidden = False
-        self._listening: os.stat_result | None = None  # the unix socket's file
-        self.lost = False
-        """Whether something else lies where our unix socket was, so that no new client can find us."""
         self._connections = 0
         self._most = 1 << 30
-        self._listen()
-
-    def _listen(self) -> None:
-        listen(self._socket, self._url)
-        self._listening = self._path.lstat() if self._path is not None else None
+        self.binding = Binding(socket, url)
+        self.wake_up = cast(int, socket.getsockopt(zmq.FD))
+        """The descriptor by which ZeroMQ tells that connections which were silent have something for us."""
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
         """What to wait for besides the socket itself; hand what is ready to `turn`."""
         return [self._monitor.socket] if self._gate is None else [self._monitor.socket, self._gate.socket]
 
+    def take(self) -> tuple[list[bytes], str]:
+        """The next message's frames, and the user that sent it (empty without keys). Raises zmq.Again."""
+        if self._keys is None:
+            return self.socket.recv_multipart(zmq.NOBLOCK), ""
+        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
+
+    def tenant(self, user: str) -> str:
+        """Whose chunks a user reaches; empty: those of nobody in particular."""
+        return "" if self._keys is None else self._keys.tenant(user)
+
+    def admit(self, user: str) -> Key | None:
+        """A new key for a process of our own, where clients need one."""
+        return None if self._keys is None else self._keys.admit(user)
+
     def guard(self, socket: zmq.Socket[Any]) -> None:
         """Another socket of the server, which tells of all tenants: with keys, for who has one and no tenant."""
-        if self._gate is not None and self.keys is not None:
-            self._gate.guard(socket, self.keys.key, all_tenants=True)
+        if self._gate is not None and self._keys is not None:
+            self._gate.guard(socket, self._keys.key, all_tenants=True)
 
     def share_out(self, clients: int) -> tuple[int, int]:
         """Divide the descriptors that are left: the most clients (at most `clients`), and files of KV tensors."""
@@ -125,7 +123,7 @@ class Listener:
                     shut(value)
                 elif self._connections == self._most:
                     log.warning("%d connections: the limit of open files is reached", self._connections)
-                    self._hide(True)
+                    self.binding.hide(True)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connections -= 1
             else:
@@ -133,42 +131,14 @@ class Listener:
 
     def tick(self) -> None:
         """Let clients in again where there is room again, or where somebody has removed our unix socket."""
-        if self._hidden and self._connections < self._most:
-            self._hide(False)
-        if self._path is None or self._listening is None or self._hidden:
-            return
-        try:
-            self.lost = not os.path.samestat(self._path.lstat(), self._listening)
-        except FileNotFoundError:
-            try:
-                self._listen()
-            except (Unavailable, OSError) as exc:
-                if not self.lost:
-                    log.error("%s was removed and cannot be recreated: %s", self._path, exc)
-                self.lost = True
-            else:
-                log.warning("%s was removed: listening there again", self._path)
-                self.lost = False
-
-    def _hide(self, hidden: bool) -> None:
-        """Move the unix socket out of the clients' sight, or back."""
-        if self._path is None:
-            return
-        aside = self._path.with_name(self._path.name + ASIDE)
-        try:
-            if hidden:
-                self._path.rename(aside)
-            else:
-                aside.rename(self._path)
-        except OSError as exc:
-            log.warning("%s cannot be moved: %s", self._path, exc.strerror)
-        else:
-            self._hidden = hidden
+        if self._connections < self._most:
+            self.binding.hide(False)
+        self.binding.look()
 
     def close(self) -> None:
-        """Before the socket is."""
-        if self._hidden:
-            self._hide(False)
+        """Stop listening; replies that wait in ZeroMQ go out within a second."""
+        self.binding.hide(False)
         self._monitor.close()
         if self._gate is not None:
             self._gate.close()
+        self.socket.close()

@@ -1,0 +1,211 @@
+"""The core of a server without its process: frames in, replies and tasks out; no socket, no thread, no clock.
+
+Unit tests, fuzzing and the simulation drive the core with it, each with its own way to end tasks. It checks what holds
+for any server: each request is answered once at most, and nobody is answered who is dead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvdepot.config import Config
+from kvdepot.core.clients import Action, Lease, Reply
+from kvdepot.core.connections import Connections, OwnArena
+from kvdepot.core.depot import Depot
+from kvdepot.core.forgetting import STEP_CHUNKS
+from kvdepot.core.index.index import Index
+from kvdepot.errors import KVDepotError, LayoutError
+from kvdepot.memory.copier import Call, Copy, Mapped
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import SECRET_BYTES, Offer
+from kvdepot.protocol.layout import Layout
+from kvdepot.tiers import TierConfig
+from kvdepot.tiers.worker import TierTask
+
+__all__ = ["ArenaName", "Harness", "PlainLease"]
+
+
+@dataclass
+class ArenaName:
+    """What clients can see of an arena that is not in /dev/shm."""
+
+    name: str = "arena"
+    secret: bytes = b"a" * SECRET_BYTES
+    lost: bool = False
+
+    @property
+    def path(self) -> Path:
+        return Path(self.name)
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+
+@dataclass(eq=False)
+class PlainLease:
+    """A client's lease that is no file, seen from both ends."""
+
+    name: str
+    secret: bytes = b"l" * 16
+    fence: int = 0
+    alive: bool = True
+    left: bool = False
+    removed: bool = field(default=False, init=False)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def has_left(self) -> bool:
+        return self.left
+
+    def close(self, remove: bool) -> None:
+        self.fence = 2**64 - 1  # as shm.LeaseView: of a closed lease every store is void
+        self.removed |= remove
+
+
+class Harness:
+    """One core. What its tests do with replies and tasks: override `replied`, `submitted`, `submitted_to_tier`."""
+
+    def __init__(
+        self,
+        config: Config,
+        index: Index,
+        map_layout: Callable[[Layout], Mapped],
+        tiers: Sequence[TierConfig] = (),
+        *,
+        boot: bytes = b"\1" * wire.BOOT_BYTES,
+        arena: OwnArena | None = None,
+        open_lease: Callable[[str], Lease] | None = None,
+        tenant: Callable[[str], str] = lambda user: "",
+        step_chunks: int = STEP_CHUNKS,
+    ) -> None:
+        """arena, open_lease: stand-ins of this file unless given; the other parameters are Depot's and Connections'."""
+        self.index = index
+        self.boot = boot
+        self.arena_name = arena or ArenaName()
+        self.leases: dict[bytes, PlainLease] = {}  # of those that `hello` let in, by identity
+        self.users: dict[bytes, str] = {}  # whose key each connection has, where it has one
+        self.depot = Depot(config, index, map_layout, tiers, boot=boot, step_chunks=step_chunks)
+        self.connections = Connections(
+            config, self.depot, boot, self.arena_name, open_lease or self._open_lease, tenant
+        )
+        self.now = 0.0
+        self.answers: dict[tuple[bytes, bytes], Any] = {}  # by client and number
+        self.tasks: list[Copy | Call] = []
+        self.tier_tasks: list[TierTask] = []
+        self.unanswered: Counter[tuple[bytes, bytes]] = Counter()
+        self._numbers = itertools.count(1)
+
+    def _open_lease(self, name: str) -> Lease:
+        for lease in self.leases.values():
+            if lease.name == name:
+                return lease
+        raise LayoutError(f"shared memory {name} cannot be opened")
+
+    # -- what becomes of actions
+
+    def replied(self, reply: Reply, frame: bytes) -> None:
+        """The core answers; frame: as the client would get it."""
+        self.answers[reply.client, reply.number] = reply.value
+
+    def submitted(self, task: Copy | Call) -> None:
+        """The core wants something from a copy thread. Its outcome goes to `finished`."""
+        self.tasks.append(task)
+
+    def submitted_to_tier(self, task: TierTask) -> None:
+        """The core wants something from a tier's thread. Its outcome goes to `finished`."""
+        self.tier_tasks.append(task)
+
+    def act(self, actions: list[Action]) -> None:
+        """Do what a server does with the core's actions."""
+        for action in actions:
+            match action:
+                case Reply():
+                    asked = action.client, action.number
+                    assert self.unanswered[asked] > 0, f"{asked} is answered more often than it was asked"
+                    self.unanswered[asked] -= 1
+                    self._check_lives(action)
+                    self.replied(action, self.connections.encode(action, self.now))
+                case Copy() | Call():
+                    self.submitted(action)
+                case _:
+                    self.submitted_to_tier(action)
+
+    def _check_lives(self, reply: Reply) -> None:
+        said_to_a_stranger = isinstance(reply.value, KVDepotError | wire.Proof)
+        assert said_to_a_stranger or self.depot.client(reply.client) is not None, f"{reply} answers the dead"
+
+    # -- events
+
+    def deliver(self, identity: bytes, frame: bytes) -> None:
+        """A message arrives."""
+        self.unanswered[identity, wire.number_of(frame)] += 1
+        self.act(self.connections.receive([identity, frame], self.users.get(identity, ""), self.now))
+
+    def finished(self, token: Any, outcome: Any) -> None:
+        """A task has ended."""
+        self.act(self.depot.finished(token, outcome, self.now))
+
+    def expire(self) -> None:
+        """A turn of the server's loop in which nothing has arrived."""
+        self.act(self.depot.expire(self.now))
+
+    def tick(self, now: float, wall: float) -> None:
+        """A second has passed. wall: seconds since 1970."""
+        self.now = now
+        self.act(self.connections.tick(now, wall))
+        self._forget_dead()
+
+    def _forget_dead(self) -> None:
+        """Who is gone awaits no answer."""
+        for asked in [asked for asked, count in self.unanswered.items() if not count or not self._lives(asked[0])]:
+            del self.unanswered[asked]
+
+    def _lives(self, identity: bytes) -> bool:
+        return self.depot.client(identity) is not None
+
+    # -- a client's side
+
+    def send(self, identity: bytes, request: wire.Request) -> tuple[bytes, bytes]:
+        """Send a request under a new number; client and number, by which its answer will be known."""
+        number = next(self._numbers)
+        self.deliver(identity, wire.encode_request(number, request))
+        return identity, number.to_bytes(wire.ID_BYTES, "little")
+
+    def hello(self, identity: bytes = b"one", user: str = "") -> bytes:
+        """Let a client introduce itself under its lease, a new one where it has none. Raises what it was answered.
+
+        user: whose key its connection has.
+        """
+        self.users[identity] = user
+        lease = self.leases.get(identity)
+        if lease is None:
+            lease = self.leases[identity] = PlainLease(f"lease {next(self._numbers)} of {identity!r}")
+        try:
+            offer = Offer(lease.name, lease.secret, is_sealed=False)
+            prove, _ = offer.accept(self._asked(identity, offer.hello), self.boot, self.arena_name.secret)
+            self._asked(identity, prove)
+        except KVDepotError:
+            if not self._lives(identity):
+                del self.leases[identity]
+            raise
+        return identity
+
+    def _asked(self, identity: bytes, request: wire.Request) -> Any:
+        value = self.answers.pop(self.send(identity, request))
+        if isinstance(value, KVDepotError):
+            raise value
+        return value
+
+    def die(self, identity: bytes) -> None:
+        """The kernel has released a client's lease, and the server notices."""
+        lease = self.leases.pop(identity, None)
+        if lease is not None:
+            lease.alive = False
+        self.act(self.connections.drop_dead())
+        self._forget_dead()

@@ -1,0 +1,192 @@
+"""What a message passes before the depot decides it, driven through the harness with real frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvdepot.config import Config
+from kvdepot.core.clients import Reply
+from kvdepot.core.connections import Connections
+from kvdepot.core.index.index import Index
+from kvdepot.devices.cpu import HostTensors
+from kvdepot.errors import (
+    ArenaError,
+    BadRequest,
+    Busy,
+    KVDepotError,
+    LayoutError,
+    ProtocolError,
+    UnknownClient,
+    VersionMismatch,
+)
+from kvdepot.eviction import Lru
+from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.protocol import wire
+from kvdepot.protocol.handshake import Offer, Seal
+from kvdepot.testing.harness import ArenaName, Harness, PlainLease
+
+
+def harness(url: str = "ipc:///nowhere", **settings: Any) -> Harness:
+    config = Config(url=url, chunk_size=16, **settings)
+    return Harness(config, Index(Allocator(0, 8 * PAGE), Lru()), HostTensors.open, tenant=lambda user: user)
+
+
+@pytest.fixture
+def server() -> Harness:
+    return harness()
+
+
+def ask(server: Harness, identity: bytes, request: wire.Request) -> Any:
+    return server.answers[server.send(identity, request)]
+
+
+def test_nobody_is_served_before_hello_and_nobody_who_has_died(server: Harness) -> None:
+    assert isinstance(ask(server, b"one", wire.Noop()), UnknownClient)
+    server.hello(b"one")
+    assert ask(server, b"one", wire.Noop()) == "ok"
+    server.die(b"one")
+    assert isinstance(ask(server, b"one", wire.Noop()), UnknownClient)
+    assert server.depot.counters["clients_died"] == 1
+
+
+def test_a_client_that_left_in_order_has_not_died_and_its_lease_is_removed(server: Harness) -> None:
+    server.hello(b"one")
+    lease = server.leases[b"one"]
+    lease.left = True
+    server.die(b"one")
+    assert server.depot.counters["clients_died"] == 0 and lease.removed
+
+
+def test_a_hello_is_refused_without_its_leases_secret_and_keeps_nothing(server: Harness) -> None:
+    server.hello(b"one")
+    name = server.leases[b"one"].name
+    for lease, secret, why in (
+        ("no such lease", b"x" * 16, LayoutError),
+        (name, b"x" * 16, BadRequest),  # somebody else's
+    ):
+        offer = Offer(lease, secret, is_sealed=False)
+        proof = ask(server, b"two", offer.hello)
+        prove, _ = offer.accept(proof, server.boot, server.arena_name.secret)
+        assert isinstance(ask(server, b"two", prove), why)
+        assert server.depot.client(b"two") is None
+    assert isinstance(ask(server, b"two", prove), UnknownClient)  # a proof counts once
+    server.hello(b"two")
+    server.leases[b"three"] = PlainLease("its own", b"s" * 16)
+    offer = Offer("its own", b"x" * 16, is_sealed=False)
+    prove, _ = offer.accept(ask(server, b"three", offer.hello), server.boot, server.arena_name.secret)
+    assert isinstance(ask(server, b"three", prove), BadRequest)
+    assert server.depot.counters["hellos_refused"] == 1 and server.depot.client(b"three") is None
+
+
+def test_a_lease_that_nobody_holds_lets_nobody_in(server: Harness) -> None:
+    server.hello(b"one")
+    server.leases[b"one"].alive = False
+    offer = Offer(server.leases[b"one"].name, server.leases[b"one"].secret, is_sealed=False)
+    server.act(server.connections.drop_dead())
+    prove, _ = offer.accept(ask(server, b"one", offer.hello), server.boot, server.arena_name.secret)
+    with pytest.raises(BadRequest, match="nobody holds the lock"):
+        raise ask(server, b"one", prove)
+
+
+def test_a_client_keeps_its_lease_however_often_it_says_hello(server: Harness) -> None:
+    server.hello(b"one")
+    server.hello(b"one")
+    answer = ask(server, b"one", Offer("another", b"x" * 16, is_sealed=False).hello)
+    assert isinstance(answer, BadRequest) and "another lease" in str(answer)
+    assert ask(server, b"one", wire.Noop()) == "ok"
+
+
+def test_another_version_and_a_lost_arena_are_told_at_hello(server: Harness) -> None:
+    assert isinstance(ask(server, b"one", wire.Hello(wire.VERSION + 1, "lease")), VersionMismatch)
+    assert isinstance(server.arena_name, ArenaName)
+    server.arena_name.lost = True
+    with pytest.raises(ArenaError, match="removed or replaced"):
+        server.hello(b"one")
+
+
+def test_an_identity_belongs_to_the_user_who_said_hello_with_it(server: Harness) -> None:
+    server.hello(b"one", "alice")
+    for user, expected in (("mallory", BadRequest), ("alice", str)):
+        (reply,) = server.connections.receive([b"one", wire.encode_request(77, wire.Noop())], user, 0.0)
+        assert isinstance(reply, Reply) and isinstance(reply.value, expected)
+    assert server.depot.counters["users_refused"] == 1
+    client = server.depot.client(b"one")
+    assert client is not None and client.tenant == "alice"
+
+
+def sealed(server: Harness, identity: bytes) -> Seal:
+    """Introduce a client whose messages are sealed from then on."""
+    server.leases.pop(identity, None)
+    with pytest.raises(KVDepotError, match="must be sealed"):
+        server.hello(identity)
+    lease = server.leases[identity] = PlainLease(f"lease of {identity!r}")
+    offer = Offer(lease.name, lease.secret, is_sealed=True)
+    prove, seal = offer.accept(ask(server, identity, offer.hello), server.boot, server.arena_name.secret)
+    assert isinstance(ask(server, identity, prove), wire.Welcome) and seal is not None
+    return seal
+
+
+def test_where_every_user_can_connect_messages_are_sealed_both_ways() -> None:
+    heard: list[bytes] = []
+
+    class Listening(Harness):
+        def replied(self, reply: Reply, frame: bytes) -> None:
+            heard.append(frame)
+            super().replied(reply, frame)
+
+    config = Config(url="tcp://127.0.0.1:1", chunk_size=16)
+    server = Listening(config, Index(Allocator(0, 8 * PAGE), Lru()), HostTensors.open)
+    seal = sealed(server, b"one")
+    assert seal.open(heard[-1]) is not None  # the welcome is the first that is sealed
+    server.deliver(b"one", seal.close(wire.encode_request(500, wire.Noop())))
+    plain = seal.open(heard[-1])
+    assert plain is not None and wire.decode_reply(plain)[2] == "ok"
+    answer = ask(server, b"one", wire.Noop())  # somebody in between
+    assert isinstance(answer, UnknownClient)
+    assert wire.decode_reply(heard[-1])[2].code == answer.code, "who lost the key must be able to read this"
+    again = seal.close(wire.encode_request(501, wire.Noop()))
+    server.deliver(b"one", again)
+    server.deliver(b"one", again)  # repeated
+    assert isinstance(server.answers[b"one", (501).to_bytes(8, "little")], UnknownClient)
+
+
+def test_what_is_beyond_the_rate_is_refused_until_the_next_second_and_a_status_counts_more() -> None:
+    server = harness(max_rate=16)
+    server.hello(b"one")
+    server.hello(b"two")
+    answers = [ask(server, b"one", wire.Status()) for _ in range(5)]
+    assert [isinstance(answer, Busy) for answer in answers] == [False] * 3 + [True] * 2
+    assert ask(server, b"two", wire.Noop()) == "ok"
+    assert server.depot.counters["requests_refused"] == 2
+    server.tick(1.0, 1000.0)
+    server.tick(2.0, 1001.0)
+    assert not isinstance(ask(server, b"one", wire.Status()), KVDepotError)
+
+
+def test_a_message_of_several_frames_or_too_many_bytes_is_refused_by_its_number(server: Harness) -> None:
+    server.hello(b"one")
+    frame = wire.encode_request(9, wire.Noop())
+    long = frame + bytes(Config(url="ipc:///nowhere").max_message_mib << 20)
+    for frames in ([b"one", b"", frame], [b"one", long]):
+        (reply,) = server.connections.receive(frames, "", 0.0)
+        assert isinstance(reply, Reply) and isinstance(reply.value, ProtocolError)
+        assert reply.number == (9).to_bytes(8, "little")
+    assert server.depot.counters["bad_messages"] == 2
+
+
+def test_hellos_that_are_never_proved_are_forgotten_from_the_oldest(server: Harness) -> None:
+    offers = [Offer(f"lease {i}", b"x" * 16, is_sealed=False) for i in range(1100)]
+    for i, offer in enumerate(offers):
+        ask(server, b"%d" % i, offer.hello)
+    assert isinstance(ask(server, b"0", wire.Prove(bytes(32))), UnknownClient)
+    assert isinstance(ask(server, b"1099", wire.Prove(bytes(32))), LayoutError)  # there is no such lease
+    assert "1023 in their hello" in repr(server.connections)
+
+
+def test_the_harness_notices_an_answer_to_nobody(server: Harness) -> None:
+    server.hello(b"one")
+    with pytest.raises(AssertionError, match="answered more often"):
+        server.act([Reply(b"one", bytes(8), "ok")])
+    assert isinstance(server.connections, Connections)
