@@ -76,7 +76,7 @@ fmt: $(VENV)/dev
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# -- the environment: vllm is what the five-minute start needs, kvdepot and an engine; dev adds what tests and tools need
+# -- the environment: vllm is what the quick start needs, kvdepot and an engine; dev adds what tests and tools need
 
 COMMA := ,
 # $(call system,COMMANDS): system packages that sh finds missing are installed, or named where that is not ours to do.
