@@ -185,7 +185,7 @@ class Folder:
                 self._ledger.rank()
             self._reserve(0)
         except (OSError, TierError) as exc:  # what cannot be counted cannot be bounded
-            log.warning("%s cannot be counted: %s", self._root, exc)
+            log.warning("cannot count the objects in %s: %s", self._root, exc)
             self.gone = self.gone or f"cannot be counted: {exc}"
         self._counted.set()
 

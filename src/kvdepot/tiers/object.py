@@ -101,7 +101,7 @@ def _make_directory(path: Path) -> None:
     """For this user alone where there is none. Raises OSError."""
     if path.exists():
         if (mode := path.stat().st_mode & 0o777) & 0o007:
-            log.warning("%s has mode %04o: other users of this host can reach what is stored there", path, mode)
+            log.warning("%s has mode %04o: other users of this host can access the objects in it", path, mode)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)

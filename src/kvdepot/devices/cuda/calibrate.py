@@ -232,5 +232,5 @@ def _used_bytes(uuid: str) -> int | None:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as exc:
-        log.info("NVML does not say what is in use of %s: %s", uuid, exc)
+        log.info("NVML does not report the memory in use on %s: %s", uuid, exc)
         return None

@@ -71,7 +71,7 @@ class Slot:
         except DriverError as exc:
             if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
-            log.warning("no GPU memory for fast small copies, which will be slow: %s", exc)
+            log.warning("no GPU memory for copy buffers; small copies will be slow: %s", exc)
             self._free_memory()
 
     @property
