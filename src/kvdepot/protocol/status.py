@@ -202,4 +202,4 @@ def read(value: Any) -> Status:
     try:
         return msgspec.convert(value, Status)
     except msgspec.ValidationError as exc:
-        raise ProtocolError(f"not a status as this version knows it: {exc}") from exc
+        raise ProtocolError(f"not a status of this version: {exc}") from exc

@@ -141,15 +141,17 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             pattern="^(through|on_evict|off)$",
-            description="through: store what memory stores; on_evict: what it evicts",
+            description="through: write stored chunks; on_evict: write evicted chunks; off: write nothing",
         ),
     ] = "through"
-    compress: Annotated[str, Meta(pattern="^(off|zstd)$", description="zstd: byte shuffle and zstd, lossless")] = "off"
-    key_file: Annotated[str, Meta(description="file with 32 bytes in hex: objects are encrypted (AES-256-GCM)")] = ""
+    compress: Annotated[
+        str, Meta(pattern="^(off|zstd)$", description="off, or zstd: byte shuffle and zstd, lossless")
+    ] = "off"
+    key_file: Annotated[str, Meta(description="file with 32 bytes in hex; encrypts objects (AES-256-GCM)")] = ""
     ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks expire; 0 = never")] = 0
-    threads: Annotated[int, Meta(ge=1, le=64, description="reads and writes under way at once")] = 4
+    threads: Annotated[int, Meta(ge=1, le=64, description="concurrent reads and writes")] = 4
     queue_mib: Annotated[
-        int, Meta(ge=1, description="what may wait to be written, in MiB or as 2GiB; more is dropped")
+        int, Meta(ge=1, description="size of the write queue, in MiB or as 2GiB; writes beyond it are dropped")
     ] = 1024
 
 
@@ -218,18 +220,18 @@ def parse(text: str) -> TierConfig:
         raise ConfigError(f"tiers: {shown(text)!r} does not begin with one of {known}")
     if has_ambiguous_secret(text):
         raise ConfigError(
-            f"tiers: {shown(text)!r} holds a space, a # or an @ behind a ?; percent-encode them (%20, %23, %40), and "
-            "a ? in a password (%3F)"
+            f"tiers: {shown(text)!r} contains a space, a #, or an @ after a ?; percent-encode them (%20, %23, %40), "
+            "and a ? in a password (%3F)"
         )
     try:
         query = urlsplit(text).query
     except ValueError:
         raise ConfigError(f"tiers: {shown(text)!r} is not a URL") from None  # whose text may quote a password
     if not has_place(text):
-        raise ConfigError(f"tiers: {shown(text)!r} has no host:port, or no bucket, behind ://")
+        raise ConfigError(f"tiers: {shown(text)!r} has no host:port, or no bucket, after ://")
     place, _, _ = rest.partition("?")
     if "@" in place and KINDS[scheme] != "redis" and not (KINDS[scheme] != "mooncake" and place.startswith("/")):
-        raise ConfigError(f"tiers: {shown(text)!r}: {scheme}:// takes no user or password in its URL")
+        raise ConfigError(f"tiers: {shown(text)!r}: {scheme}:// does not accept a user or password in its URL")
     given = dict(parse_qsl(query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(scheme, text.partition("?")[0], Options(), given, tuple(secrets_of(text)))

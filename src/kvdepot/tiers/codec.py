@@ -163,7 +163,7 @@ def make_codec(options: Options) -> Codec:
         path = Path(options.key_file)
         text = read_file(path, is_secret=True).strip()
         if not re.fullmatch(rb"[0-9a-fA-F]{64}", text):
-            raise ConfigError(f"{path} is no key of 32 bytes in hex: make one with `openssl rand -hex 32`")
+            raise ConfigError(f"{path} is not a 32-byte key in hex: create one with `openssl rand -hex 32`")
         key = bytes.fromhex(text.decode())
     return Codec(options.compress == "zstd", key)
 

@@ -111,7 +111,7 @@ class Membership:
         if code := store.setup(local, self._metadata, self._segment_bytes, 0, protocol, self._device, self.place):
             raise TierError(
                 f"Mooncake Store at {self.place} cannot be joined with {self._segment_bytes} bytes of memory "
-                f"(code {code}; it says more on stderr)"
+                f"(code {code}; see standard error)"
             )
         for address, size in self._areas:
             _register(store, address, size)
@@ -137,7 +137,7 @@ class Membership:
             raise TierError(f"{failed} within {_REHEARSAL_S:.0f} s") from exc
         if done.returncode:
             said = done.stderr.strip().splitlines()
-            raise TierError(f"{failed}: {said[-1] if said else 'it does not say why'}")
+            raise TierError(f"{failed}: {said[-1] if said else 'no reason given'}")
 
     def leave(self) -> None:
         """Take this host's segment out of the pool. Keeps the GIL for up to some seconds. Safe twice."""

@@ -271,7 +271,7 @@ def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Any, codec: Codec
 
 def _whole(asked: list[Any], answers: list[Any]) -> list[Any]:
     if len(answers) != len(asked):
-        raise TierError(f"{len(answers)} answers to {len(asked)} questions")
+        raise TierError(f"{len(answers)} answers for {len(asked)} objects")
     return answers
 
 

@@ -315,7 +315,7 @@ def page(state: State, path: FromPath[str]) -> Response[bytes]:
 
 def _file(pages: Mapping[str, tuple[bytes, str]], path: str) -> Response[bytes]:
     if path not in pages:
-        raise HTTPException("there is nothing of that name here", status_code=404)
+        raise HTTPException("not found", status_code=404)
     body, kind = pages[path]
     return Response(body, headers={"content-type": kind})
 

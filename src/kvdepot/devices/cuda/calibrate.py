@@ -197,9 +197,7 @@ def find(driver: Driver, wanted: str) -> list[str]:
     if wanted in there:
         return [wanted]
     listed = ", ".join(f"{number} = {uuid}" for number, uuid in enumerate(there))
-    raise DeviceError(
-        f"there is no GPU {wanted}, only {listed}" if there else "there is no GPU that this process may use"
-    )
+    raise DeviceError(f"no GPU {wanted}; available: {listed}" if there else "no GPU is available to this process")
 
 
 # -- accounting

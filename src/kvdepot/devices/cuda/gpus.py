@@ -184,8 +184,8 @@ class Gpus:
             if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
             raise DeviceError(
-                f"{exc}: {uuid} has no memory left for the server, which needs about 1 GiB of it; let the engine take "
-                "less (vLLM: --gpu-memory-utilization)"
+                f"{exc}: {uuid} has no memory left for the server, which needs about 1 GiB; give the engine less "
+                "(vLLM: --gpu-memory-utilization)"
             ) from exc
         log.info("%s %s is in use", gpu.name, uuid)
         if gpu.ways.without:
