@@ -120,7 +120,7 @@ class Codec:
         rest = header.coding & ~_SHUFFLED
         shuffled = header.coding & _SHUFFLED
         if rest & ~_MARK not in (0, _ENCRYPTED) or (shuffled and not shuffled & _ZSTD) or _width(header) > max(_WIDTHS):
-            return "it is coded in a way that this version does not know"
+            return "its encoding is unknown to this version"
         if rest and not self._coding:
             return "it is encrypted, and this tier has no key_file"
         if rest != self._coding:  # what has no key could have been written by anybody

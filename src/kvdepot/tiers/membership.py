@@ -119,12 +119,12 @@ class Membership:
 
     @staticmethod
     def _check_local(given: str) -> None:
-        """The library would not notice that this is no address of this host."""
+        """The library would not notice that this is not an address of this host."""
         try:
             with socket.socket() as probe:
                 probe.bind((given.rpartition(":")[0] or given, 0))
         except OSError as exc:
-            raise ConfigError(f"tier mooncake: local_host={given} is no address of this host") from exc
+            raise ConfigError(f"tier mooncake: local_host={given} is not an address of this host") from exc
 
     def _rehearse(self, *words: str) -> None:
         """Join from another process, without memory for the pool: what keeps the GIL for long keeps that one's."""

@@ -41,7 +41,7 @@ _EXPANDABLE = (
 )
 _CUMEM = "vLLM's cumem allocator: start it without --enable-sleep-mode and --enable-cumem-allocator"
 _POOL = (
-    "memory of a CUDA pool or managed memory: take backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF and "
+    "memory of a CUDA pool or managed memory: remove backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF and "
     "PYTORCH_ALLOC_CONF"
 )
 
