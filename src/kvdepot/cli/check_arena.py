@@ -68,7 +68,7 @@ def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambd
         fd = shm.open_shared(name)
     except LayoutError as exc:
         raise ArenaError(
-            f"no arena to check: {exc}; a server removes its arena when it stops, unless --on-stop is keep; --url or "
+            f"no arena to check: {exc}; a stopping server removes its arena unless it has --on-stop keep; --url or "
             "--arena-name selects another arena"
         ) from exc
     try:
