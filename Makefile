@@ -11,14 +11,14 @@ EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
 .PHONY: help site demo demo-cluster test test-fast sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
 help:
-	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
+	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
-	@echo "make test       all tests: the unit part, real faults (four files at a time, then those that want the machine), real vLLM engines; make test-fast: the unit part alone"
-	@echo "                a test that fails is run again, once and alone: if it passes then, the last lines name it as FLAKY"
-	@echo "make sim        10,000 simulated lives of server, clients and engines; SEED=n make sim replays one"
+	@echo "make test       all tests: unit tests, real faults (four files at a time, then those that need the machine to themselves), real vLLM engines; make test-fast: unit tests only"
+	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
+	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
 	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
-	@echo "make bench      the canonical benchmark beside its floors; writes bench.json"
+	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one (GPU_PYTHON=python of an environment with torch for CUDA)"
 	@echo "make site       the documentation as a website"
 	@echo "make lint types fmt clean"
@@ -76,7 +76,7 @@ fmt: $(VENV)/dev
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# -- the environment: vllm is what the five-minute start needs, kvdepot and an engine; dev adds what tests and tools need
+# -- the environment: vllm is what the quick start needs, kvdepot and an engine; dev adds what tests and tools need
 
 COMMA := ,
 # $(call system,COMMANDS): system packages that sh finds missing are installed, or named where that is not ours to do.

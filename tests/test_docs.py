@@ -36,7 +36,7 @@ import pytest
 from kvdepot.protocol.counters import SERVER, TIER
 from kvdepot.status import HitRate, Reuse, Status
 from tests.ports import free_port
-from tests.test_structure import FLOORS
+from tests.test_structure import LAYERS
 from tests.tiers.servers import RedisServer, need
 from tests.web.browser import chromium, executable
 
@@ -357,12 +357,12 @@ def test_the_architecture_is_one_page() -> None:
     assert len(ARCHITECTURE.read_bytes()) <= 8192
 
 
-def test_the_floors_of_the_architecture_are_those_that_are_tested() -> None:
+def test_the_layers_of_the_architecture_are_those_that_are_tested() -> None:
     (picture,) = [block.text for block in blocks(ARCHITECTURE)]
     drawn = [set(re.findall(r"[\w/]+", line)) for line in picture.splitlines()]
-    floors = [line.split() for line in FLOORS.split("\n") if line.strip()]
-    assert len(drawn) == len(floors)
-    for names, line in zip(floors, reversed(drawn), strict=True):
+    layers = [line.split() for line in LAYERS.split("\n") if line.strip()]
+    assert len(drawn) == len(layers)
+    for names, line in zip(layers, reversed(drawn), strict=True):
         for name in names:
             assert (f"{name}/" if (SOURCE / name).is_dir() else name) in line
 

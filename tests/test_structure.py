@@ -1,4 +1,4 @@
-"""The folders of the source are floors: what may import what, and that nothing imports in a circle."""
+"""The folders of the source are layers: what may import what, and that nothing imports in a circle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src/kvdepot"
 
-FLOORS = """
+LAYERS = """
     errors values toml install logs standard_files locks
     protocol
     eviction
@@ -35,9 +35,9 @@ OLD_PLACES = {"adapters", "contract", "keys", "metrics", "status"}
 """Documented paths of others' code: re-exports, each of a few lines."""
 
 
-def floors() -> dict[str, int]:
-    """The floor of each module and folder directly in the package."""
-    return {name: floor for floor, line in enumerate(FLOORS.split("\n")) for name in line.split()}
+def layers() -> dict[str, int]:
+    """The layer of each module and folder directly in the package."""
+    return {name: layer for layer, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
 
 def imports(package: Path) -> Iterator[tuple[str, str, bool]]:
@@ -67,12 +67,12 @@ def imports(package: Path) -> Iterator[tuple[str, str, bool]]:
 
 
 def faults(package: Path) -> list[str]:
-    """What in the source is against the floors."""
-    floor, found = floors(), []
+    """What in the source is against the layers."""
+    layer, found = layers(), []
     graph: dict[str, set[str]] = {}
     for module, target, for_types in imports(package):
         one, other = module.partition(".")[0], target.partition(".")[0]
-        if one != "__init__" and one != other and floor[other] >= floor[one]:
+        if one != "__init__" and one != other and layer[other] >= layer[one]:
             found.append(f"{module} imports {target}, which stands beside it or higher")
         if not for_types and module != target:
             graph.setdefault(module, set()).add(target)
@@ -90,7 +90,7 @@ def test_nothing_imports_upward_or_in_a_circle() -> None:
 def test_every_module_and_folder_has_its_floor_and_few_modules_stand_outside_of_a_folder() -> None:
     there = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     there -= {"__init__", "__pycache__"}
-    assert there == set(floors())
+    assert there == set(layers())
     outside = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} - OLD_PLACES
     assert len(outside) <= 8
     for name in OLD_PLACES:

@@ -1,4 +1,4 @@
-"""kvdepot: a KV-cache server beside LLM engines. Prefill once, reuse everywhere.
+"""kvdepot: a KV-cache server for LLM engines. Prefill once, reuse everywhere.
 
 Client code imports from `kvdepot.adapters`; `kvdepot serve` starts the server; vLLM finds
 `KVDepotConnector` through its plugin entry point. docs/internals says which file decides what.

@@ -73,14 +73,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every setting of `kvdepot serve`; each field's description is its help text."""
 
     url: Annotated[str, Meta(description="ZeroMQ endpoint to listen on: ipc://PATH or tcp://HOST:PORT")] = ""
-    chunk_size: Annotated[int, Meta(ge=1, le=1 << 20, description="tokens a chunk")] = 256
+    chunk_size: Annotated[int, Meta(ge=1, le=1 << 20, description="tokens per chunk")] = 256
     arena_gib: Annotated[
         float,
         Meta(ge=0, description="arena size, in GiB or as 512MiB; 0 = 4 GiB, or a quarter of free memory if less"),
     ] = 0.0
     keys: Annotated[
         str,
-        Meta(description="folder made by `kvdepot keygen`; clients then need a key; required for tcp beyond this host"),
+        Meta(
+            description="folder created by `kvdepot keygen`; clients then need a key; required for TCP beyond this host"
+        ),
     ] = ""
     arena_name: Annotated[str, Meta(description="name of the arena in /dev/shm; empty = derived from user and url")] = (
         ""
@@ -97,7 +99,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_pins: Annotated[int, Meta(ge=1, description="chunks per client that its requests pin")] = 1 << 22
     max_instances: Annotated[int, Meta(ge=1, description="registrations of KV tensors per client")] = 64
     max_namespaces: Annotated[int, Meta(ge=1, description="distinct models, parallel shapes and layouts")] = 1024
-    max_rate: Annotated[int, Meta(ge=16, description="requests a second per client; large ones count more")] = 20_000
+    max_rate: Annotated[int, Meta(ge=16, description="requests per second and client; large ones count more")] = 20_000
     drain_s: Annotated[float, Meta(ge=0, le=86_400, description="seconds to finish copies in flight when stopped")] = (
         5.0
     )
@@ -125,12 +127,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="file with the HTTP token (mode 0600); empty = created beside the unix socket")
     ] = ""
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
-    log_format: Annotated[str, Meta(description="human, or json: one object a line")] = "human"
+    log_format: Annotated[str, Meta(description="human, or json: one object per line")] = "human"
     kv_events: Annotated[
         str,
         Meta(
             description="endpoint where routers receive vLLM's KV events (chunks stored and removed): ipc://PATH or "
-            "tcp://HOST:PORT; replays at PATH.replay or the next port; empty = off"
+            "tcp://HOST:PORT; replays on PATH.replay or the next port; empty = off"
         ),
     ] = ""
 
@@ -139,7 +141,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.arena_gib > _MOST_GIB:
-            raise ValueError(f"arena_gib: {self.arena_gib:g} GiB is more than a machine has; give GiB, such as 64")
+            raise ValueError(
+                f"arena_gib: {self.arena_gib:g} GiB is more than any machine has; the unit is GiB, e.g. 64"
+            )
         if self.url and (fault := fault_of_endpoint(self.url)):
             raise ValueError(f"url: {fault}")
         if self.http != "off" and not ((found := _ADDRESS.fullmatch(self.http)) and int(found["port"]) <= MOST_PORT):
@@ -149,10 +153,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"kv_events: {self.kv_events!r} is neither ipc://PATH nor tcp://HOST:PORT with a port below {MOST_PORT}"
             )
         if self.policy not in POLICIES:
-            raise ValueError(f"policy: {self.policy!r} is none of {', '.join(sorted(POLICIES))}")
+            raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(sorted(POLICIES))}")
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         names = [parse(tier).name for tier in self.tiers]
         if len(set(names)) < len(names):
             raise ValueError(f"tiers: duplicate tier among {', '.join(names)}")

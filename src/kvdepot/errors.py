@@ -1,24 +1,24 @@
-"""Every way kvdepot says that something failed.
+"""All errors that kvdepot raises.
 
     KVDepotError                    the root; `except KVDepotError` catches all of it
-    |- ConfigError          config          a setting is unknown, of the wrong type or out of its range
-    |- BadRequest           bad_request     an argument of a call is wrong; the message says which and why
-    |  |- LayoutError       layout          KV tensors whose blocks cannot be described, or lie outside their memory
-    |  `- UnknownRequest    unknown_request a request id nobody submitted a lookup for
-    |- ProtocolError        protocol        bytes that are no message of ours, or too many of them
+    |- ConfigError          config          a setting is unknown, has the wrong type or is out of range
+    |- BadRequest           bad_request     an argument of a call is invalid; the message says which and why
+    |  |- LayoutError       layout          KV tensors whose layout cannot be determined, or outside their memory
+    |  `- UnknownRequest    unknown_request no lookup was submitted for this request id
+    |- ProtocolError        protocol        bytes that are not a kvdepot message, or too many of them
     |  `- VersionMismatch   version         client and server speak different protocol versions
-    |- UnknownClient        unknown_client  the server has not met this client (it restarted, say)
+    |- UnknownClient        unknown_client  the server does not know this client, e.g. after a restart
     |- UnknownInstance      unknown_instance  no KV tensors are registered under this instance id
     |- Busy                 busy            a bounded queue is full; nothing was done
-    |- Unavailable          unavailable     no server answers at this address, or it is gone
+    |- Unavailable          unavailable     no server answers at this address, or it has gone
     |- DeadlineExceeded     deadline        no answer in time; also a TimeoutError
-    |- ArenaError           arena           the shared memory cannot be had: in use, too large, not ours
-    |- DeviceError          device          a GPU or its driver refuses: not there, too old, out of memory, failed
-    |- TierError            tier            a tier as a whole cannot be had: not reachable, or it refuses us
+    |- ArenaError           arena           the shared memory is not available: in use, too large, or not an arena
+    |- DeviceError          device          a GPU or its driver failed: missing, too old, out of memory, error
+    |- TierError            tier            a whole tier is unavailable: not reachable, or access refused
     `- InternalError        internal        internal error; see the server log
 
-A miss is a value (0 chunks, False), never an error. The code after the class name is what travels on the
-wire; codes are stable, so a client of another version maps what it does not know to `KVDepotError`.
+A miss is a value (0 chunks, False), never an error. The code after the class name is sent on the
+wire. Codes are stable; a client maps codes that it does not know to `KVDepotError`.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ __all__ = [
 
 
 class KVDepotError(Exception):
-    """The root of everything kvdepot raises."""
+    """The base class of all errors that kvdepot raises."""
 
     code: ClassVar[str] = "error"
 
 
 class ConfigError(KVDepotError):
-    """A setting is unknown, of the wrong type or out of its range."""
+    """A setting is unknown, has the wrong type or is out of range."""
 
     code = "config"
 
 
 class BadRequest(KVDepotError):
-    """An argument of a call is wrong; the message says which and why."""
+    """An argument of a call is invalid; the message says which and why."""
 
     code = "bad_request"
 
 
 class LayoutError(BadRequest):
-    """KV tensors whose blocks cannot be described, or that lie outside their memory."""
+    """KV tensors whose layout cannot be determined, or that lie outside their memory."""
 
     code = "layout"
 
 
 class UnknownRequest(BadRequest):
-    """A request id nobody submitted a lookup for."""
+    """No lookup was submitted for this request id."""
 
     code = "unknown_request"
 
 
 class ProtocolError(KVDepotError):
-    """Bytes that are no message of ours, or too many of them."""
+    """Bytes that are not a kvdepot message, or too many of them."""
 
     code = "protocol"
 
@@ -89,7 +89,7 @@ class VersionMismatch(ProtocolError):
 
 
 class UnknownClient(KVDepotError):
-    """The server has not met this client; it says hello again by itself."""
+    """The server does not know this client, which reconnects by itself."""
 
     code = "unknown_client"
 
@@ -107,7 +107,7 @@ class Busy(KVDepotError):
 
 
 class Unavailable(KVDepotError):
-    """No server answers at this address, or the one that did is gone."""
+    """No server answers at this address, or the one that did has gone."""
 
     code = "unavailable"
 
@@ -119,19 +119,19 @@ class DeadlineExceeded(KVDepotError, TimeoutError):
 
 
 class ArenaError(KVDepotError):
-    """The shared memory cannot be had: in use, too large, not ours."""
+    """The shared memory is not available: in use, too large, or not an arena."""
 
     code = "arena"
 
 
 class DeviceError(KVDepotError):
-    """A GPU or its driver refuses: not there, too old, out of memory, or failed."""
+    """A GPU or its driver failed: missing, too old, out of memory, or another error."""
 
     code = "device"
 
 
 class TierError(KVDepotError):
-    """A tier as a whole cannot be had: not reachable, or it refuses us."""
+    """A whole tier is unavailable: not reachable, or access refused."""
 
     code = "tier"
 

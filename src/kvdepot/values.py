@@ -75,7 +75,7 @@ def explain(exc: msgspec.ValidationError, given: Mapping[str, Any]) -> tuple[str
     elif kind := re.fullmatch(r"Expected `(int|float)`, got `\w+`", said):
         said = _not_a_number(name, value, kind[1] == "int")
     elif words := re.fullmatch(r"Expected `str` matching regex '\^\(([\w|]+)\)\$'", said):
-        said = f"{value!r} is none of {words[1].replace('|', ', ')}"
+        said = f"{value!r} is not one of {words[1].replace('|', ', ')}"
     elif bound := re.fullmatch(r"Expected `(?:int|float)` (<=|>=|<|>) (\S+)", said):
         said = f"{value} is out of range, it must be {bound[1]} {bound[2].removesuffix('.0')}"
     return name, said

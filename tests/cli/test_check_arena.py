@@ -129,7 +129,7 @@ def test_damage_is_found_and_fixed_alone(left: Left, check: Run, what: str) -> N
     code, said = check(left.name)
     assert code == 1
     assert "1 problems" in said
-    assert ("no whole record" if what == "record" else "its bytes are not what was stored") in said
+    assert ("incomplete records" if what == "record" else "its bytes do not match its checksum") in said
     assert left.path.read_bytes() == before, "a check alone changes nothing"
     code, said = check(left.name, "--fix")
     assert code == 0
@@ -170,7 +170,7 @@ def test_an_arena_that_was_cut_off_serves_what_is_left(left: Left, check: Run, k
 def test_an_arena_that_was_cut_off_before_its_chunks_is_refused_with_what_to_do(left: Left, tmp_path: Path) -> None:
     os.truncate(left.path, HEADER_BYTES + 100)
     ended = run_serve("--url", f"ipc://{tmp_path}/x.sock", "--arena-name", left.name, "--arena-gib", "0.004")
-    assert (ended.returncode, "cut off" in ended.stderr, "remove the file" in ended.stderr) == (1, True, True)
+    assert (ended.returncode, "truncated" in ended.stderr, "remove the file" in ended.stderr) == (1, True, True)
     assert "Traceback" not in ended.stderr
 
 

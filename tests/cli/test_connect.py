@@ -61,6 +61,6 @@ def test_a_stopped_server_at_a_tcp_port_is_not_taken_for_one_that_was_never_star
     os.kill(depot.process.pid, signal.SIGSTOP)
     try:
         said = run("status", "--url", depot.url).stderr
-        assert "who listens at" in said and "start one" not in said
+        assert "the process listening at" in said and "start one" not in said
     finally:
         os.kill(depot.process.pid, signal.SIGCONT)

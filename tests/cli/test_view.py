@@ -131,7 +131,7 @@ def test_what_somebody_should_look_at_is_said() -> None:
     tier = TierStatus("redis://h", "through", "circuit breaker open", None, None, None, 0, 0, {})
     text = shown(a_status(tiers=[tier], unrecorded_shards=3, counters={"corrupt_chunks": 2}))
     for words in (
-        "look below",
+        "with warnings",
         "redis://h: circuit breaker open",
         "3 shards would not survive",
         "2 chunks failed their",
@@ -144,13 +144,13 @@ def test_what_left_failed_or_was_refused_is_listed_by_cause() -> None:
     disk = TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {"late": 3, "saved_chunks": 17, "failures": 0})
     counters = {"lookups": 50, "evicted_chunks": 7, "errors": 1_234, "dropped_chunks": 12, "lookups_refused": 8}
     lines = [re.split(r"  +", line.strip()) for line in shown(a_status(counters=counters, tiers=[disk])).splitlines()]
-    first = lines.index(["left, failed or refused", "count", "where", "counter"])
+    first = lines.index(["evictions, failures, refusals", "count", "where", "counter"])
     assert lines[first + 1 : first + 6] == [
         ["evicted to make room", "7", "Memory", "evicted_chunks"],
-        ["found no room", "12", "Memory", "dropped_chunks"],
-        ["requests that failed", "1,234", "Requests", "errors"],
+        ["dropped: memory was full", "12", "Memory", "dropped_chunks"],
+        ["failed requests", "1,234", "Requests", "errors"],
         ["lookups refused", "8", "Requests", "lookups_refused"],
-        ["came after its deadline", "3", "disk:///kv", "late"],
+        ["answered too late", "3", "disk:///kv", "late"],
     ]
     assert len(lines) == first + 6
     assert "refused" not in shown(a_status(counters={"lookups": 50}))
@@ -185,7 +185,7 @@ def test_times_are_shown_in_two_units_at_most(value: float, text: str) -> None:
 @pytest.mark.faults
 def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: Depot, used: Engine) -> None:
     with terminal("top", "--url", depot.url, "--interval", "0.1") as top:
-        eventually(lambda: top.text.count("q ends") >= 3)
+        eventually(lambda: top.text.count("q quits") >= 3)
         assert f"kvdepot {kvdepot.__version__} at {depot.url}"[:80] in top.text
         assert re.search(r"memory +[#-]{20} ", top.text)
         assert "lookups/s" in top.text and "Lookup" in top.text
@@ -209,7 +209,7 @@ def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_
     with console.capture() as captured:
         console.print(screen.draw(console), end="")
     lines = captured.get().splitlines()
-    assert len(lines) == height and "q ends" in lines[-1]
+    assert len(lines) == height and "q quits" in lines[-1]
     assert max(map(len, lines)) <= 80
     for name, total in (("model", 30), ("tier", 3)):
         here = sum(line.startswith(f"{name}-") for line in lines)
@@ -224,7 +224,7 @@ def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_
 def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start_depot: StartDepot) -> None:
     depot = start_depot(arena_mib=8)
     with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
-        eventually(lambda: "q ends" in top.text)
+        eventually(lambda: "q quits" in top.text)
         depot.stop()
         eventually(lambda: "no kvdepot server answers" in top.text or "gone" in top.text, 20.0)
         again = start_depot(url=depot.url, arena_mib=8)
@@ -258,7 +258,7 @@ def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anyth
     spec.loader.exec_module(pictures)
     monkeypatch.setattr(pictures, "SECONDS", 2.0)
     assert pictures.main(tmp_path) == 0
-    for name, words in (("status", ("tiers", "events")), ("top", ("lookups/s", "q&#160;ends"))):
+    for name, words in (("status", ("tiers", "events")), ("top", ("lookups/s", "q&#160;quits"))):
         drawn = (tmp_path / f"{name}.svg").read_text()
         shown = (path.parents[1] / "docs" / "screenshots" / f"{name}.svg").read_text()
         assert not re.search(r"url\(https?:|href", drawn)

@@ -995,7 +995,7 @@ def test_tensors_that_cannot_be_described_are_refused_with_their_shapes(depot: D
         worker.register_kv_caches({"layer": torch.zeros(5)})
     with pytest.raises(errors.LayoutError):
         worker.register_kv_caches({})
-    with pytest.raises(errors.LayoutError, match=r"disagree|cannot be told"):
+    with pytest.raises(errors.LayoutError, match=r"disagree|do not determine"):
         worker.register_kv_caches({"a": torch.zeros(4, BLOCK, 8), "b": torch.zeros(6, BLOCK, 8)})
     worker.register_kv_caches(make_caches())
     worker.shutdown()

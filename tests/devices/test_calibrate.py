@@ -223,7 +223,7 @@ def test_calibrate_measures_the_gpu_that_is_named_by_number_or_uuid(machine: Mac
 def test_calibrate_without_staging_memory_says_that_only_the_copy_engines_are_left(machine: Machine) -> None:
     done = calibrated(machine, "--gpu", "0", KVDEPOT_GPU_STAGING_MIB="0")
     assert done.returncode == 0
-    assert "the copy kernel is not available: too little staging memory" in done.stdout
+    assert "the copy kernel is not available: gpu_staging_mib is too small" in done.stdout
     assert not re.search(r"(kernel|staged)$", done.stdout, re.MULTILINE)
 
 
@@ -231,7 +231,7 @@ def test_calibrate_without_staging_memory_says_that_only_the_copy_engines_are_le
 def test_calibrate_names_the_gpus_there_are_when_another_is_meant(machine: Machine, wanted: str) -> None:
     done = calibrated(machine, "--gpu", wanted)
     assert done.returncode == 1
-    assert re.fullmatch(rf"kvdepot: there is no GPU {wanted}, only 0 = GPU-\S+, 1 = GPU-\S+\n", done.stderr)
+    assert re.fullmatch(rf"kvdepot: no GPU {wanted}; available: 0 = GPU-\S+, 1 = GPU-\S+\n", done.stderr)
 
 
 def test_calibrate_without_cuda_python_says_what_to_install(tmp_path: Path) -> None:

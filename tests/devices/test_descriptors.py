@@ -495,7 +495,7 @@ def test_descriptors_that_find_no_room_here_are_an_error(start_worker: Callable[
     before = open_files()
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], hard))
     try:
-        with pytest.raises(DeviceError, match="more files"):
+        with pytest.raises(DeviceError, match="limit of open files"):
             fetch_all(worker.handle)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -90,7 +90,7 @@ def test_the_gpu_is_found_by_its_uuid_where_numbers_differ(start_peer: Callable[
     number = server.ask("open", view)
     assert server.ask("sum", number) == worker.ask("sum", "a")
     server.ask("close", number)
-    with pytest.raises(Raised, match="cannot be seen from here") as refused:
+    with pytest.raises(Raised, match="is not visible to this process") as refused:
         other.ask("open", view)
     assert refused.value.kind == "DeviceError"
 
@@ -265,7 +265,7 @@ def test_what_the_worker_frees_is_free_when_the_server_has_closed_it(
 def test_memory_that_the_worker_has_freed_cannot_be_opened(worker: Peer, server: Peer) -> None:
     view = worker.ask("virtual", "a", 8 * MIB)
     worker.ask("free_virtual", "a")
-    with pytest.raises(Raised, match="cannot hand out its device memory: cuMemRetainAllocationHandle") as refused:
+    with pytest.raises(Raised, match="cannot share its device memory: cuMemRetainAllocationHandle") as refused:
         server.ask("open", view)
     assert refused.value.kind == "DeviceError"
 

@@ -207,7 +207,7 @@ def test_a_bit_flipped_in_a_sealed_chunk_is_detected_recomputed_and_stored_anew(
     if restart:
         assert depot.stop() == 0
         said = check(depot)
-        assert said.returncode == 1 and "not what was stored" in said.stdout
+        assert said.returncode == 1 and "do not match its checksum" in said.stdout
         depot = again(start_depot, depot, "--verify", "always")
         engine = make_engine(depot, width=WIDTH)
     assert engine.retrieve(7, CHUNKS) == 4  # its blocks are reported; all others hold what they must

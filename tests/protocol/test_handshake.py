@@ -187,9 +187,9 @@ def test_an_arena_without_a_server_or_that_others_may_read_proves_nothing(
     (SHM / left.name).chmod(0o640)
     assert "other users may open" in refused(url, context, impostor)
     (SHM / left.name).chmod(0o600)
-    assert "does not know" in refused(url, context, impostor)
+    assert "cannot read that arena" in refused(url, context, impostor)
     left.stop()
-    assert "another server owns" in refused(url, context, impostor)
+    assert "belongs to another server" in refused(url, context, impostor)
 
 
 class Relay:

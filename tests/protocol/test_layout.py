@@ -234,7 +234,7 @@ def test_tensors_in_too_many_pieces_are_refused() -> None:
 
 @pytest.mark.parametrize("axis", [-1, 3, 7, None, "0"])
 def test_an_axis_that_the_tensor_does_not_have_is_refused(axis: int) -> None:
-    with pytest.raises(LayoutError, match=r"l: .* is no axis of shape \[4, 8, 2\]"):
+    with pytest.raises(LayoutError, match=r"l: .* is not an axis of shape \[4, 8, 2\]"):
         build_layout([dense("l", (4, 8, 2))], [axis])
 
 

@@ -328,7 +328,7 @@ def test_a_foreign_file_in_the_arenas_place_is_left_alone(tmp_path: Path) -> Non
     try:
         ended = run_serve("--url", f"ipc://{tmp_path}/depot.sock", "--arena-name", path.name, "--arena-gib", "0.01")
         assert ended.returncode == 1
-        assert "no kvdepot arena" in ended.stderr
+        assert "not a kvdepot arena" in ended.stderr
         assert path.read_bytes() == b"somebody's data" * 100
     finally:
         path.unlink()

@@ -460,10 +460,10 @@ def test_options_name_the_key_and_what_one_depot_wrote_another_with_that_key_rea
     [
         (KEY.hex(), 0o640, "others can read"),
         (KEY.hex(), 0o604, "others can read"),
-        (KEY.hex()[:-1], 0o600, "no key of 32 bytes"),
-        (KEY.hex() + "00", 0o600, "no key of 32 bytes"),
-        ("x" + KEY.hex()[1:], 0o600, "no key of 32 bytes"),
-        ("", 0o600, "no key of 32 bytes"),
+        (KEY.hex()[:-1], 0o600, "not a 32-byte key"),
+        (KEY.hex() + "00", 0o600, "not a 32-byte key"),
+        ("x" + KEY.hex()[1:], 0o600, "not a 32-byte key"),
+        ("", 0o600, "not a 32-byte key"),
     ],
 )
 def test_a_key_file_that_is_none_or_that_others_can_read_is_refused(

@@ -81,8 +81,8 @@ def test_sizes_among_the_options_of_a_tier_can_have_units() -> None:
         ("capacity_gib=many", "capacity_gib: 'many' is not a size"),
         ("capacity_gib=1&threads=two", "threads: 'two' is not a whole number"),
         ("capacity_gib=1&threads=0", "threads: 0 is out of range, it must be >= 1"),
-        ("capacity_gib=1&compress=gzip", "compress: 'gzip' is none of off, zstd"),
-        ("capacity_gib=1&write=sometimes", "write: 'sometimes' is none of through, on_evict, off"),
+        ("capacity_gib=1&compress=gzip", "compress: 'gzip' is not one of off, zstd"),
+        ("capacity_gib=1&write=sometimes", "write: 'sometimes' is not one of through, on_evict, off"),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_name_and_what_could_be_written(options: str, said: str) -> None:

@@ -150,7 +150,7 @@ def test_a_loop_that_gets_to_requests_late_is_behind(start_web: StartWeb) -> Non
     slow.start()
     try:
         ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer, 30.0)
-        assert "the depot is behind" in ill.value["message"]
+        assert "the server lags" in ill.value["message"]
         assert web.get("/readyz").status == 200
     finally:
         done.set()
@@ -181,7 +181,9 @@ class Bare(Depot):
 def test_without_its_libraries_the_server_says_what_to_install_and_goes_on() -> None:
     depot = Bare("--http", "127.0.0.1:0").wait_ready()
     try:
-        eventually(lambda: f"no HTTP: litestar is missing; {advice('web')}, or say --http off" in depot.logged())
+        eventually(
+            lambda: f"HTTP is disabled: litestar is missing; {advice('web')}, or set --http off" in depot.logged()
+        )
         assert works(depot)
         assert depot.stop() == 0
     finally:
@@ -294,7 +296,11 @@ def test_a_token_file_of_ones_own_is_used_and_none_is_made(start_web: StartWeb, 
 
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
-    [(None, 0, "No such file"), ("short", 0o600, "no token"), ("long-enough-to-be-a-token", 0o644, "chmod it to 600")],
+    [
+        (None, 0, "No such file"),
+        ("short", 0o600, "no valid token"),
+        ("long-enough-to-be-a-token", 0o644, "chmod it to 600"),
+    ],
 )
 def test_a_token_file_that_cannot_be_used_is_a_wrong_setting(
     tmp_path: Path, text: str | None, mode: int, said: str

@@ -104,7 +104,7 @@ def test_the_page_says_that_it_works_since_when_in_which_version_and_with_how_ma
     assert text(page, "#state") == "Working"
     assert re.fullmatch(r"version 0\.1\.0, since \d+ \w+, [\d:]+ \(3 d 4 h\)", text(page, "#since"))
     facts = text(page, "#facts")
-    assert "Engine processes 5" in facts and "Chunks kept 31.5K" in facts
+    assert "Engine processes 5" in facts and "Chunks 31.5K" in facts
 
 
 def test_what_is_gained_is_what_engines_reused_in_the_last_hour_and_what_was_saved(
@@ -127,8 +127,8 @@ def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Si
     assert cards.count() == 3
     memory, disk, s3 = (" ".join(cards.nth(i).inner_text().split()) for i in range(3))
     assert memory.startswith("Memory 241 GiB 94.3% of 256 GiB")
-    assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "To be saved 3 MiB" in disk
-    assert "capacity not known" in s3
+    assert disk.startswith("disk up 1.43 TiB 71.5% of 2 TiB") and "Queued 3 MiB" in disk
+    assert "capacity unknown" in s3
     bars = page.locator("#stores [role=meter]:visible")
     assert [bars.nth(i).get_attribute("aria-valuenow") for i in range(bars.count())] == ["94.3", "71.5"]
 
@@ -179,9 +179,9 @@ def test_events_are_listed_the_latest_first(site: Site, open_page: OpenPage) -> 
 def test_what_was_dropped_is_told_with_where_and_why(site: Site, open_page: OpenPage) -> None:
     page = open_page()
     losses = rows(page, "losses")
-    assert ["Memory", "found no room", "12"] in losses
-    assert ["disk", "found no room", "311"] in losses
-    assert ["s3", "calls that failed", "12"] in losses
+    assert ["Memory", "dropped: memory was full", "12"] in losses
+    assert ["disk", "not saved: queue full", "311"] in losses
+    assert ["s3", "failed calls", "12"] in losses
     assert not any(value == "0" for _, _, value in losses)
 
 
@@ -227,7 +227,7 @@ def test_a_tier_left_alone_is_something_to_look_at(site: Site, open_page: OpenPa
         site.status, tiers=[disk, msgspec.structs.replace(s3, state="circuit breaker open")]
     )
     page = open_page()
-    assert text(page, "#state") == "Working, with something to look at"
+    assert text(page, "#state") == "Working, with warnings"
     assert "s3: circuit breaker open" in text(page, "#reasons")
     assert page.get_attribute("#verdict", "data-level") == "look"
 
@@ -237,7 +237,7 @@ def test_the_page_survives_a_restart_of_the_server_and_says_so(site: Site, open_
     site.close()
     shows(page, "#state", "Not reachable")
     assert text(page, "#hit-rate") == "55.1%"  # the old figures stay, and are said to be old
-    assert "The figures below are of" in text(page, "#since")
+    assert "The figures below are from" in text(page, "#since")
     again = Site(site.port)
     try:
         again.status = empty_status()
@@ -266,18 +266,18 @@ def test_an_answer_that_is_no_status_does_not_end_the_asking(site: Site, open_pa
 
 def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(site: Site, open_page: OpenPage) -> None:
     page = open_page()
-    site.trouble = "the depot has not answered for 4.2 s"
+    site.trouble = "the server has not answered for 4.2 s"
     shows(page, "#state", "Not answering")
     assert text(page, "#reasons").startswith("The depot has not answered for 4.2 s. Engines compute for themselves")
-    assert "The figures below are of" in text(page, "#since")
+    assert "The figures below are from" in text(page, "#since")
     site.trouble = ""
     page.wait_for_selector(".verdict[data-level=good]")
 
 
 def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open_page: OpenPage) -> None:
     page = open_page()
-    site.lag = "the depot is behind: its last answer took 1.4 s"
-    shows(page, "#state", "Working, with something to look at")
+    site.lag = "the server lags: its last answer took 1.4 s"
+    shows(page, "#state", "Working, with warnings")
     assert text(page, "#reasons") == "The depot is behind: its last answer took 1.4 s."
     site.lag = ""
     page.wait_for_selector(".verdict[data-level=good]")
@@ -286,7 +286,7 @@ def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open
 def test_what_the_page_cannot_show_does_not_leave_it_saying_that_all_is_well(site: Site, open_page: OpenPage) -> None:
     page = open_page()
     good, site.status = site.status, msgspec.structs.replace(site.status, engines=None)  # type: ignore[arg-type]
-    shows(page, "#state", "This page has a fault")
+    shows(page, "#state", "Page error")
     assert page.get_attribute("#verdict", "data-level") == "bad"
     site.status = good
     page.wait_for_selector(".verdict[data-level=good]")
@@ -300,7 +300,7 @@ def test_chunks_that_find_no_room_are_something_to_look_at_for_as_long_as_it_las
     drops = [3.0 if i > 390 else 0.0 for i in range(401)]
     site.history = {"times_s": times, "series": {"dropped_chunks_s": drops}}
     page = open_page(wait_for="h1:has-text('something to look at')")
-    assert "30 chunks found no room in the last 5 min" in text(page, "#reasons")
+    assert "30 chunks were dropped in the last 5 min" in text(page, "#reasons")
     drops.reverse()
     page.reload()
     page.wait_for_selector(".verdict[data-level=good]")
@@ -316,10 +316,10 @@ def test_a_token_is_taken_from_the_address_and_does_not_stay_there(site: Site, o
 
 def test_a_token_that_is_missing_can_be_typed(site: Site, open_page: OpenPage) -> None:
     site.token = "s3cret"
-    page = open_page(wait_for="h1:has-text('A token is needed')")
+    page = open_page(wait_for="h1:has-text('Token required')")
     page.get_by_label("Token", exact=True).fill("secret")
     page.keyboard.press("Enter")
-    shows(page, "#state", "The server has another token")
+    shows(page, "#state", "Wrong token")
     page.get_by_label("Token", exact=True).fill("s3cret")
     page.get_by_role("button", name="Open").click()
     page.wait_for_selector(".verdict[data-level=good]")
@@ -443,8 +443,8 @@ def test_a_clock_that_was_set_makes_the_page_ask_for_the_points_anew(site: Site,
     site.history = {"times_s": [now - 7201, now - 7200], "series": {"used_bytes": [2**31, 2**31]}}
     site.status = msgspec.structs.replace(site.status, wall_s=now - 7200)
     eventually(lambda: site.asked.count("/v1/history") == 2)
-    page.locator("#charts figure", has_text="Bytes kept").locator("summary").click()
-    shows(page, "#charts figure:has-text('Bytes kept') tbody", "2 GiB")
+    page.locator("#charts figure", has_text="Bytes used").locator("summary").click()
+    shows(page, "#charts figure:has-text('Bytes used') tbody", "2 GiB")
     turns = site.asked.count("/v1/status")
     eventually(lambda: site.asked.count("/v1/status") > turns + 2)
     assert site.asked.count("/v1/history") == 2
@@ -457,9 +457,9 @@ def test_what_was_before_a_restart_stays_in_the_charts(site: Site, open_page: Op
     site.history = {"times_s": [now], "series": {"used_bytes": [2**30]}}
     site.status = msgspec.structs.replace(site.status, boot="b2")
     eventually(lambda: site.asked.count("/v1/history") == 2)
-    figure = page.locator("#charts figure", has_text="Bytes kept")
+    figure = page.locator("#charts figure", has_text="Bytes used")
     figure.locator("summary").click()
-    shows(page, "#charts figure:has-text('Bytes kept') tbody", "3 GiB")
+    shows(page, "#charts figure:has-text('Bytes used') tbody", "3 GiB")
     texts = figure.locator("tbody tr td:nth-child(2)").all_inner_texts()
     assert texts[-4:] == ["1 GiB", NONE, "3 GiB", "3 GiB"]  # and nothing is drawn between the two
 
@@ -746,7 +746,7 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     assert sorted(row[1] for row in rows(page, "engines")) == sorted(each["id"] for each in status["engines"])
     times = {row[0]: row[1] for row in rows(page, "latencies")}
     assert (times["Lookup"], times["Store"], times["Retrieve"]) == ("2", "1", "1")
-    assert "Chunks kept 2" in text(page, "#facts")
+    assert "Chunks 2" in text(page, "#facts")
     assert text(page, "#hit-rate") == "50.0%"
     assert text(page, "#stores .big") == f"{status['used_bytes'] / 1024:g} KiB"
     assert f"of {status['capacity_bytes'] / 2**20:.1f} MiB" in text(page, "#stores .of")

@@ -127,7 +127,7 @@ def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> N
     slow.start()
     try:
         said = eventually(lambda: (now := web.get("/v1/status")).status == 200 and now.value["trouble"], 30.0)
-        assert "the depot is behind" in said
+        assert "the server lags" in said
     finally:
         done.set()
         slow.join()

@@ -47,7 +47,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        state = "in use by a server" if self.in_use else "no server has it"
+        state = "in use by a server" if self.in_use else "not in use"
         return [
             f"{self.path}: {self.size_bytes / 2**20:.1f} MiB, {state}",
             f"{self.chunks} chunks in {self.namespaces} namespaces: {self.shards} shards, {self.used_bytes} bytes",
@@ -68,8 +68,8 @@ def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambd
         fd = shm.open_shared(name)
     except LayoutError as exc:
         raise ArenaError(
-            f"there is no arena to check: {exc}; a server that ends removes its own unless it has --on-stop keep, and "
-            "--url or --arena-name says which one is meant"
+            f"no arena to check: {exc}; a stopping server removes its arena unless it has --on-stop keep; --url or "
+            "--arena-name selects another arena"
         ) from exc
     try:
         # To read, we take no lock: clients would take us for the server that died.
@@ -94,7 +94,7 @@ def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambd
 def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], None]) -> None:
     report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
     if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
-        raise ArenaError(f"{report.path} is cut off before its first chunk; remove it")
+        raise ArenaError(f"{report.path} is truncated before its first chunk; remove it")
     index, restored, data = _restore(fd, header, whole, report.fixed)
     if report.in_use and (restored.dropped or restored.damaged):
         # The server was at work while we read: only what a second look finds too is wrong.
@@ -103,7 +103,7 @@ def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], N
         restored.damaged = [slot for slot in restored.damaged if slot in again.damaged]
     report.problems += restored.dropped
     if restored.damaged:
-        report.problems.append(f"{len(restored.damaged)} slots of the table hold no whole record")
+        report.problems.append(f"{len(restored.damaged)} slots of the record table hold incomplete records")
     report.namespaces = len(index.namespaces())
     report.chunks, report.shards = restored.chunks, restored.shards
     report.used_bytes = index.allocator.capacity - index.allocator.free_bytes
@@ -141,5 +141,5 @@ def _check_bytes(
                 if os.pread(fd, SLOT_BYTES, HEADER_BYTES + place) != data[place : place + SLOT_BYTES]:
                     continue  # evicted while we read it
                 name = f"shard {chunk.key.hex()[:16]} of rank {rank}"
-                report.problems.append(f"{name}: its bytes are not what was stored")
+                report.problems.append(f"{name}: its bytes do not match its checksum")
                 index.condemn(chunk, rank)

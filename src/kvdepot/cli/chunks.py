@@ -43,7 +43,7 @@ def _prompt(
 @options.server
 @options.as_json
 def warm(as_json: bool, **which: Any) -> int:
-    """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are there in the end."""
+    """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are then in memory."""
     from kvdepot.client import admin as upkeep
 
     with _prompt(**which) as (client, prompt, told):
@@ -60,7 +60,7 @@ def warm(as_json: bool, **which: Any) -> int:
 @options.server
 @options.as_json
 def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
-    """Keep a prompt's chunks in memory until they are unpinned, the time is over, or the server stops. All pins
+    """Keep a prompt's chunks in memory until they are unpinned, --seconds have passed, or the server stops. All pins
     together may use at most half of the memory."""
     from kvdepot.client import admin as upkeep
 
@@ -105,10 +105,10 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
 def forget(
     model: str, salt: str, everything: bool, yes: bool, dry_run: bool, url: str | None, key: str | None, as_json: bool
 ) -> int:
-    """Remove chunks from memory and from all tiers, shared ones too: of a model, of a salt, or all.
+    """Remove chunks from memory and from all tiers, including shared ones: by model, by salt, or all.
 
-    Exit code 1 if something may be left: a tier failed, or may hold models that this server does not know whose
-    names begin with NAME; give those names in full. Requests that are running may store such chunks again.
+    Exit code 1 if something may be left: a tier failed, or may hold chunks of models whose names begin with NAME but that
+    this server does not know; give those names in full. Running requests may store such chunks again.
     """
     if everything and (model or salt):
         raise ConfigError("--all forgets everything: give either --all, or --model and --salt")

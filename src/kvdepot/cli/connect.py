@@ -39,7 +39,7 @@ def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
             read_client_key(key)
     except ConfigError as exc:
         raise ConfigError(
-            f"key: {exc}; give --key or KVDEPOT_KEY a client's key file made by `kvdepot keygen`"
+            f"key: {exc}; give --key or KVDEPOT_KEY a client's key file created by `kvdepot keygen`"
         ) from exc
     told = f"kvdepot: waiting for a server at {place}"
     waiting = threading.Timer(_PATIENCE_S, print, [told], {"file": sys.stderr, "flush": True})

@@ -17,7 +17,7 @@ __all__ = ["doctor"]
 @options.server
 @options.as_json
 def doctor(file: str | None, url: str | None, key: str | None, as_json: bool) -> int:
-    """Diagnose common problems of this machine, this user, the installation and the server, each with what to do.
+    """Diagnose common problems of this machine, this user, the installation and the server, and say what to do.
 
     Exit code 1 if something would keep kvdepot from working.
     """

@@ -118,7 +118,7 @@ class Root(click.Group):
 
 @click.command(
     cls=Root,
-    help="A KV-cache server beside LLM engines.",
+    help="A KV-cache server for LLM engines.",
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

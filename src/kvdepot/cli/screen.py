@@ -47,14 +47,14 @@ class Screen:
     def draw(self, console: Console) -> Layout:
         """The whole screen: the summary, as much of each table as there is room for, and the keys."""
         if self._status is None:
-            body = Group(Text(clean(self._trouble) or "asking the server"))
+            body = Group(Text(clean(self._trouble) or "waiting for the server"))
         else:
             summary = view.summary(self._status, self._place, self._speeds)
             taken = len(console.render_lines(summary, pad=False))
             body = Group(summary, *self._tables(console.size.width, console.size.height - 1 - taken))
-        foot = Text(time.strftime("%H:%M:%S  q ends"), "reverse")
+        foot = Text(time.strftime("%H:%M:%S  q quits"), "reverse")
         if self._trouble:
-            foot = Text(f"{clean(self._trouble)}  q ends", "yellow reverse")
+            foot = Text(f"{clean(self._trouble)}  q quits", "yellow reverse")
         foot.truncate(console.size.width, overflow="ellipsis", pad=True)
         whole = Layout()
         whole.split_column(Layout(body, ratio=1), Layout(foot, size=1))

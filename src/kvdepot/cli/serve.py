@@ -29,7 +29,7 @@ _WHERE = (
 @click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
-    """Run the server until SIGTERM, SIGINT or the end of its terminal (SIGHUP; not with nohup)."""
+    """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""
     from kvdepot.cli.limits import check_limits, limits_are_told
 
     config = load(file, options.flags_of(given))

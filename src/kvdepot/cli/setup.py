@@ -15,13 +15,13 @@ __all__ = ["calibrate", "completion", "keygen"]
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path())
 @click.argument("clients", metavar="[CLIENT]...", nargs=-1)
-@click.option("--tenant", default="", metavar="NAME", help="the tenant of these clients; they reach its chunks only")
+@click.option("--tenant", default="", metavar="NAME", help="the clients' tenant; they can access only its chunks")
 @options.as_json
 def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) -> int:
-    """Write DIR/server.key unless it exists, DIR/CLIENT.key for each client, and add the clients to DIR/clients.toml.
+    """Write DIR/server.key unless it exists, and DIR/CLIENT.key for each client; add the clients to DIR/clients.toml.
 
     Only this user can read DIR. A client's name consists of letters, digits, - and _. Start the server with --keys
-    DIR, and give each client its file as KVDEPOT_KEY. A running server reads clients.toml again when it is restarted.
+    DIR, and give each client its file as KVDEPOT_KEY. Restart a running server to make it read clients.toml again.
     """
     from kvdepot.protocol.curve import generate
 
@@ -38,7 +38,7 @@ def keygen(folder: str, clients: tuple[str, ...], tenant: str, as_json: bool) ->
 @options.as_json
 def calibrate(gpu: str, as_json: bool) -> int:
     """Measure every copy path between GPUs and pinned memory, as a server does when a GPU's first worker registers.
-    Prints the speed of each and which one is used. Needs no server, and changes none."""
+    Prints the speed of each and which one is used. Neither needs nor affects a server."""
     staging_bytes = load().gpu_staging_mib << 20
     from kvdepot.devices.cuda import calibrate as ways
     from kvdepot.devices.cuda.driver import load as load_driver

@@ -21,24 +21,24 @@ __all__ = ["simulate"]
     f"({', '.join(BOUNDS)}: what an infinite cache and a clairvoyant one would hit); default: all",
 )  # fmt: skip
 @click.option(
-    "--capacity-blocks", metavar="N,...", help="sizes of the cache in blocks of the trace; default: up to all of "
-    "its blocks, each twice the one before",
+    "--capacity-blocks", metavar="N,...", help="cache sizes in blocks of the trace; default: doubling, up to "
+    "all of its blocks",
 )  # fmt: skip
 @click.option(
-    "--capacity", metavar="SIZE,...", help="sizes of the cache in bytes, e.g. 64GiB,128GiB; needs --kv-bytes-per-token"
+    "--capacity", metavar="SIZE,...", help="cache sizes in bytes, e.g. 64GiB,128GiB; needs --kv-bytes-per-token"
 )
 @click.option(
-    "--kv-bytes-per-token", metavar="SIZE", help="what the KV of a token takes: 2 x layers x KV heads x head size "
-    "x bytes an element (Llama 3.1 8B in bf16: 128KiB, 70B: 320KiB); shows capacities in GiB",
+    "--kv-bytes-per-token", metavar="SIZE", help="KV size of a token: 2 x layers x KV heads x head size "
+    "x bytes per element (Llama 3.1 8B in bf16: 128KiB, 70B: 320KiB); shows capacities in GiB",
 )  # fmt: skip
-@click.option("--block-tokens", metavar="N", help="tokens a block, where they are not those of the trace's format")
+@click.option("--block-tokens", metavar="N", help="tokens per block, if not the default of the trace's format")
 @options.as_json
 @click.option("--plot", metavar="FILE", type=click.Path(), help="draw hit rate over capacity into this .svg, .png or "
     ".pdf")  # fmt: skip
-@click.option("--jobs", metavar="N", help="processes that replay at the same time; default: as many as cores")
+@click.option("--jobs", metavar="N", help="parallel processes; default: one per core")
 def simulate(**given: Any) -> int:
-    """Replay traces of requests through the server's own index and eviction policies, at several sizes of the cache,
-    and print which share of the blocks hit.
+    """Replay traces of requests through the server's own index and eviction policies, at several cache sizes,
+    and print the hit rates.
 
     A TRACE is a file of requests in the Mooncake, Bailian or WEKA format, also gzip, or a folder of such files as one
     trace. --json prints an array of objects instead of tables.

@@ -28,7 +28,7 @@ _BAR_CELLS = 20
 _NAME_CELLS = 20
 """What the first column of a table keeps of its width however narrow the terminal is."""
 
-LOST = "left, failed or refused"
+LOST = "evictions, failures, refusals"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
         moved = f"stores {size(speeds.stored_bytes)}/s, retrieves {size(speeds.retrieved_bytes)}/s"
         moved += f", {count(speeds.lookups)} lookups/s, {count(speeds.evicted_chunks)} evictions/s"
     lines.append(("traffic", Text(moved)))
-    lines += [("" if number else "look at", Text(text, "yellow")) for number, text in enumerate(_faults(now))]
+    lines += [("" if number else "warnings", Text(text, "yellow")) for number, text in enumerate(_faults(now))]
     return lines
 
 
@@ -158,12 +158,12 @@ def _lived(now: Status, windows: Sequence[_Windowed]) -> list[_Windowed]:
 
 
 def _state(now: Status) -> Text:
-    state = ("working, but look below", "yellow") if _faults(now) else ("working", "green")
+    state = ("working, with warnings", "yellow") if _faults(now) else ("working", "green")
     workers = sum(bool(engine.ranks) for engine in now.engines)
     who = f"{_many(now.clients, 'client')}, {_many(len(now.engines) - workers, 'scheduler')}"
     who += f", {_many(workers, 'worker')}"
     if now.engine_count > len(now.engines):
-        who += f" among the {len(now.engines)} of {now.engine_count} heard of last"
+        who += f" among the {len(now.engines)} of {now.engine_count} most recently active"
     return Text.assemble(state, f", up {duration(now.uptime_s)}, pid {now.pid}, {who}")
 
 
@@ -199,7 +199,7 @@ def _faults(now: Status) -> list[str]:
     ]
     faults += [f"GPU {clean(device.uuid)}: {clean(device.failure)}" for device in now.devices if device.failure]
     if now.unrecorded_shards:
-        faults.append(f"{count(now.unrecorded_shards)} shards would not survive a crash: the table of records is full")
+        faults.append(f"{count(now.unrecorded_shards)} shards would not survive a restart: the record table is full")
     if corrupt := now.counters.get("corrupt_chunks", 0):
         faults.append(f"{count(corrupt)} chunks failed their checksum; suspect faulty RAM, and run `kvdepot check`")
     return faults
@@ -247,7 +247,7 @@ def _engines(now: Status) -> Listing:
         # In an order that stays, for whoever looks again and again.
         for engine in sorted(now.engines, key=lambda engine: (engine.models, engine.ranks, engine.id))
     ]  # fmt: skip
-    return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">heard of"), rows)
+    return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
 
 
 def _models(now: Status) -> Listing:

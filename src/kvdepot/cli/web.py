@@ -25,8 +25,8 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 @options.web
 @options.as_json
 def open(as_json: bool, key: str | None, **which: str | None) -> int:
-    """Print the URL of the running server's web page, as the server reports it. The token is behind the #, which
-    browsers do not send; anybody who has this URL can forget, pin and load chunks."""
+    """Print the URL of the running server's web page, as the server reports it. The token follows the #, and
+    browsers do not send it; anybody who has this URL can forget, pin and load chunks."""
     from kvdepot.protocol import wire
     from kvdepot.protocol.status import read
 

@@ -49,7 +49,7 @@ def _check_plain(tensor: object, name: object) -> None:
     import torch
 
     if not isinstance(name, str) or name != name.encode(errors="ignore").decode():
-        raise LayoutError(f"a layer's name must be text that UTF-8 can carry, not {name!r:.80}")
+        raise LayoutError(f"a layer's name must be valid UTF-8 text, not {name!r:.80}")
     called = name or "tensor"
     if not isinstance(tensor, torch.Tensor):
         if hasattr(tensor, "untyped_storage"):
@@ -70,7 +70,7 @@ def _check_plain(tensor: object, name: object) -> None:
         what = f"empty, shape {list(tensor.shape)}"
     else:
         return
-    raise LayoutError(f"{called} is {what}: only strided tensors that hold all their values themselves can be shared")
+    raise LayoutError(f"{called} is {what}: only strided tensors that store all their values can be shared")
 
 
 def finish(device: str) -> None:

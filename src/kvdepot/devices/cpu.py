@@ -82,18 +82,18 @@ def _check_own(tensor: torch.Tensor, called: str) -> None:
         if not _file_at(address).startswith(f"{SHM}/torch_"):  # else it is in a file that torch made, and stays there
             raise LayoutError(
                 f"{called}: its memory is a mapped file, or shared with other processes by share_memory_(); moving it "
-                "into shared memory of its own would cut those off: allocate it anew, with torch"
+                "to other shared memory would disconnect it: allocate it with torch"
             )
     elif not storage.resizable():  # torch was given this memory, or numpy() was called on it at some time
         if address % _TORCH_ALIGNS or _file_at(address):
             raise LayoutError(
                 f"{called}: its memory is not torch's own (from_numpy, frombuffer, DLPack, a mapped file), and moving "
-                "it into shared memory would leave the owner behind: allocate it with torch"
+                "it into shared memory would detach it from its owner: allocate it with torch"
             )
         if _has_array(tensor):
             raise LayoutError(
-                f"{called}: a NumPy array of it, or a detached tensor, is alive, and moving it into shared memory "
-                "would free the array's memory: delete it, and make it anew once the tensor is registered"
+                f"{called}: a NumPy array or detached tensor of it exists, and moving it into shared memory "
+                "would free the array's memory: delete it, and create it again once the tensor is registered"
             )
 
 

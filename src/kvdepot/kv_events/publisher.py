@@ -242,7 +242,7 @@ class Publisher:
             while True:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
                 if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-                    log.debug("no question for a replay: %d frames", len(frames))
+                    log.debug("not a replay request: %d frames", len(frames))
                 elif len(self._waiting) < _MOST_WAITING:
                     self._waiting.setdefault(frames[0], int.from_bytes(frames[2], "big"))
 
@@ -279,7 +279,7 @@ class Publisher:
                         self._unsent = message
                         return
                 except zmq.ZMQError as exc:  # gone
-                    log.debug("a replay ends: %s", exc.strerror)
+                    log.debug("replay ended: %s", exc.strerror)
             self._replay = None
             del self._waiting[who]
 
@@ -305,7 +305,7 @@ class Publisher:
         for event, value in itertools.chain.from_iterable(monitor.read() for monitor in self._monitors):
             self._connections += 1 if event == zmq.EVENT_ACCEPTED else -1
             if event == zmq.EVENT_ACCEPTED and self._connections > _MOST_CONNECTIONS:
-                log.debug("a connection beyond %d is shut", _MOST_CONNECTIONS)
+                log.debug("closed a connection beyond the limit of %d", _MOST_CONNECTIONS)
                 shut(value)
 
     def _close_sockets(self) -> None:

@@ -116,8 +116,8 @@ class Arena:
         self.whole = min(found.size, os.fstat(self._fd).st_size)
         if self.size < found.chunks_start + mmap.PAGESIZE or self.whole < found.chunks_start:
             raise ArenaError(
-                f"{self.path} is cut off or too small for what is in it ({self.whole} bytes, {self.size} asked for): "
-                "raise --arena-gib or remove the file"
+                f"{self.path} is truncated, or the requested size is too small for its contents "
+                f"({self.whole} bytes, {self.size} requested): raise --arena-gib or remove the file"
             )
         # Until `settle`, the header says how far the bytes in there are the old ones: should we die before.
         header = self._write_header(found._replace(size=min(self.whole, self.size), boot=boot))

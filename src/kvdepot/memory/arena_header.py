@@ -65,11 +65,11 @@ class Header(NamedTuple):
             return None
         magic, version, _, size, table_bytes, boot = _HEADER.unpack(data.ljust(_HEADER.size, b"\0"))
         if magic != MAGIC:
-            raise ArenaError(f"{path} is no kvdepot arena; remove it or choose another --arena-name")
+            raise ArenaError(f"{path} is not a kvdepot arena; remove it or choose another --arena-name")
         if version != VERSION:
             raise ArenaError(
                 f"{path} was written in arena format {version}, this kvdepot has format {VERSION}: start the version "
-                f"that wrote it, or remove the file (its chunks are recomputed when they are asked for)"
+                f"that wrote it, or remove the file (its chunks are recomputed on demand)"
             )
         header = cls(size, table_bytes, boot)
         if header.pack() != data:
@@ -116,10 +116,10 @@ class Watch:
                 raise LayoutError(f"other users may open shared memory {name}")
             head = os.pread(self._fd, SECRET_OFFSET + SECRET_BYTES, 0)
             if head[: len(MAGIC)] != MAGIC or len(head) < SECRET_OFFSET + SECRET_BYTES:
-                raise Unavailable(f"shared memory {name} is no arena")
+                raise Unavailable(f"shared memory {name} is not an arena")
             self.secret = head[SECRET_OFFSET:]
             if head[: _HEADER.size][-len(boot) :] != boot or not locks.is_locked(self._fd):
-                raise Unavailable(f"another server owns the arena {name}, or none")
+                raise Unavailable(f"arena {name} belongs to another server, or to none")
         except BaseException:
             self.close()
             raise

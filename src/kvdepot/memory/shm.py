@@ -107,7 +107,7 @@ def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
         if not 0 < size <= actual:
             raise LayoutError(f"shared memory {name} has {actual} bytes, not {size}")
         if os.pread(fd, len(ARENA_MAGIC), 0) == ARENA_MAGIC:
-            raise LayoutError(f"shared memory {name} is an arena of kvdepot, not KV tensors")
+            raise LayoutError(f"shared memory {name} is a kvdepot arena, not KV tensors")
         return mmap.mmap(fd, size), fd
     except OSError as exc:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""The Prometheus alert rules: when somebody should look at a depot, and what to do then.
+"""The Prometheus alert rules: when somebody should look at a depot, and what to do.
 
-Rendered as YAML for Prometheus's `rule_files`. The one law: an alert is something that a person can act on; what a
-depot does by design (evict, answer a miss) is none. Scrape jobs are expected to be called `kvdepot`.
+Rendered as YAML for Prometheus's `rule_files`. The one law: a person can act on every alert, so what a depot does by
+design (evictions, misses) has none. The rules expect the scrape job to be named `kvdepot`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Alert:
 
 
 def _of_counters() -> list[Alert]:
-    """Those of counters that should never grow: the table of counters says which."""
+    """Alerts on counters that should never grow; the table of counters says which."""
     made = []
     for table, series, where in (
         (SERVER, "kvdepot_{}_total", "{{ $labels.instance }}"),
@@ -46,19 +46,19 @@ ALERTS = (
         "KVDepotUnreachable", "critical", "2m",
         'up{job="kvdepot"} == 0',
         "{{ $labels.instance }} does not answer a scrape.",
-        "Look at the server's log. Engines go on without it: they recompute what they would have had back.",
+        "See the server's log. Engines run without it, and recompute what they would have loaded.",
     ),
     Alert(
         "KVDepotNotServing", "critical", "2m",
         "kvdepot_up == 0",
-        "The web process of {{ $labels.instance }} answers, its server does not, or is behind.",
-        "/healthz says why. A server that hangs can be killed: the next one takes over its chunks.",
+        "The web process of {{ $labels.instance }} answers, but its server does not, or lags.",
+        "/healthz says why. If the server hangs, kill it: the next one takes over its chunks.",
     ),
     Alert(
         "KVDepotRestarting", "warning", "0m",
         "resets(kvdepot_uptime_seconds[30m]) > 2",
         "{{ $labels.instance }} has started {{ $value }} times within 30 minutes.",
-        "Look at the log before each start, and for the kernel's out-of-memory killer: the arena's pages count as the "
+        "See the log before each start, and look for the kernel's out-of-memory killer: the arena's pages count as the "
         "server's.",
     ),
     Alert(
@@ -66,58 +66,56 @@ ALERTS = (
         "sum by (job, instance, request) (rate(kvdepot_request_errors_total[10m]))"
         " / sum by (job, instance, request) (rate(kvdepot_request_duration_seconds_count[10m])) > 0.01",
         "{{ $value | humanizePercentage }} of the {{ $labels.request }} requests to {{ $labels.instance }} fail.",
-        "`kvdepot status` counts them by cause; the log of the engine that asked has the message.",
+        "`kvdepot status` counts them by cause; the log of the engine has the message.",
     ),
     Alert(
         "KVDepotLookupsSlow", "warning", "10m",
         "histogram_quantile(0.99, sum by (job, instance, le)"
         ' (rate(kvdepot_request_duration_seconds_bucket{request="Lookup"}[10m]))) > 0.5',
         "One lookup in 100 at {{ $labels.instance }} takes {{ $value | humanizeDuration }} or more.",
-        "Lookups wait for tiers, lookup_s at most: see which tier is slow, lower lookup_s, or give the machine more "
-        "processor time.",
+        "Lookups wait for tiers, at most lookup_s: find the slow tier, lower lookup_s, or give the server more CPU.",
     ),
     Alert(
         "KVDepotStoresDropped", "warning", "15m",
         "rate(kvdepot_dropped_chunks_total[15m])"
         " / (rate(kvdepot_dropped_chunks_total[15m]) + rate(kvdepot_stored_chunks_total[15m])) > 0.05",
-        "{{ $labels.instance }} drops {{ $value | humanizePercentage }} of what it is asked to store.",
-        "Too much of its memory is held by copies, tier lookups and pins: raise arena_gib, or unpin what is not "
-        "needed.",
+        "{{ $labels.instance }} drops {{ $value | humanizePercentage }} of stores.",
+        "Copies, tier lookups and pins hold too much of its memory: raise arena_gib, or unpin what is not needed.",
     ),
     Alert(
         "KVDepotRefusing", "warning", "15m",
         "rate(kvdepot_refused_total[15m]) > 0",
         "{{ $labels.instance }} refuses {{ $labels.what }}.",
-        "A client meets a limit. SECURITY.md names the setting of each; raise it if the client is one of yours.",
+        "A client reached a limit. SECURITY.md names the setting of each limit; raise it if you trust the client.",
     ),
     Alert(
         "KVDepotMemorySmall", "info", "2h",
         "max by (job, instance) (kvdepot_hit_ratio_ceiling - kvdepot_hit_ratio) > 0.2",
         "{{ $labels.instance }} misses {{ $value | humanizePercentage }} that an infinite cache would hit.",
-        "More memory or a disk tier would pay; `kvdepot simulate` tells how much from a trace of requests.",
+        "More memory or a disk tier would help; `kvdepot simulate` predicts how much from a trace of requests.",
     ),
     Alert(
         "KVDepotTierDown", "warning", "5m",
         "kvdepot_tier_up == 0",
-        "{{ $labels.instance }}: the circuit breaker of tier {{ $labels.tier }} is open: it fails or does not answer.",
-        "`kvdepot status` shows its last error. It is probed, and taken back by itself once it answers.",
+        "{{ $labels.instance }}: tier {{ $labels.tier }} fails or does not answer; its circuit breaker is open.",
+        "`kvdepot status` shows its last error. It is probed, and used again automatically once it answers.",
     ),
     Alert(
         "KVDepotTierDropping", "warning", "15m",
         'rate(kvdepot_tier_events_total{event="dropped_chunks"}[15m]) > 0',
-        "{{ $labels.instance }} drops chunks that were to be written to {{ $labels.tier }}.",
-        "The store is slower than what is stored: give it more threads, a longer queue (queue_mib), or write=on_evict.",
+        "{{ $labels.instance }} drops writes to {{ $labels.tier }}.",
+        "The store cannot keep up: give it more threads, a longer queue (queue_mib), or write=on_evict.",
     ),
     Alert(
         "KVDepotGpuFailing", "warning", "5m",
         "kvdepot_device_up == 0",
         "Copies to and from {{ $labels.device }} at {{ $labels.instance }} fail.",
-        "`kvdepot status` has what the driver said; engines recompute meanwhile. Restart the engines on that GPU, and "
+        "`kvdepot status` has the driver's error; engines recompute meanwhile. Restart the engines on that GPU, and "
         "the server if that does not help.",
     ),
     *_of_counters(),
 )  # fmt: skip
-"""All rules, the gravest kinds first within their subject."""
+"""All rules; within a subject, the most severe first."""
 
 
 def render() -> str:

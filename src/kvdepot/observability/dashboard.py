@@ -1,4 +1,4 @@
-"""The Grafana dashboard: is it working, what does it gain, what is full, who uses it.
+"""The Grafana dashboard: health, savings, capacity, users.
 
 Rendered as the JSON that Grafana imports (schema version 39, Grafana 10 and newer). Panels are laid out from left to
 right, 24 columns a row. The one law: every query names the chosen data source and depots, and nothing is fetched from
@@ -41,7 +41,7 @@ def _stat(title: str, what: str, query: str, unit: str = "short", alarm: float |
 def _quantiles(title: str, requests: str) -> Panel:
     asked = f'kvdepot_request_duration_seconds_bucket{{@, request=~"{requests}"}}[$__rate_interval]'
     return Panel(
-        title, "From a request's receipt to its answer; half of them, and all but one in 100.",
+        title, "From receiving a request to answering it; median and 99th percentile.",
         tuple(
             (f"histogram_quantile({q}, sum by (request, le) (rate({asked})))", f"{{{{request}}}} {name}")
             for q, name in ((0.5, "p50"), (0.99, "p99"))
@@ -51,109 +51,110 @@ def _quantiles(title: str, requests: str) -> Panel:
 
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
-    ("Is it working", (
-        _stat("Running for", "Since each server began to serve.", "kvdepot_uptime_seconds{@}", "s"),
-        _stat("Engines", "Schedulers and workers that are connected.", "kvdepot_engines{@}"),
-        _stat("Prompt tokens reused", "Of the last hour's prompts: loaded from the depot, beyond engines' own caches.",
+    ("Health", (
+        _stat("Running for", "Since each server started serving.", "kvdepot_uptime_seconds{@}", "s"),
+        _stat("Engines", "Connected schedulers and workers.", "kvdepot_engines{@}"),
+        _stat("Prompt tokens reused", "Share of the last hour's prompt tokens loaded from the depot; what engines' own "
+              "caches had does not count.",
               "sum(increase(kvdepot_saved_tokens_total{@}[1h])) / sum(increase(kvdepot_asked_tokens_total{@}[1h]))",
               "percentunit"),
-        _stat("Prefill saved", "Computing time that engines did not need, in the time shown.",
+        _stat("Prefill saved", "Compute time that engines saved in the time range shown.",
               "sum(increase(kvdepot_saved_prefill_seconds_total{@}[$__range]))", "s"),
-        _stat("Memory used", "A full depot is a healthy one: it evicts what is least worth keeping.",
+        _stat("Memory used", "A full depot is healthy: it evicts the least valuable chunks.",
               "kvdepot_memory_used_bytes{@} / kvdepot_memory_capacity_bytes{@}", "percentunit"),
-        _stat("Tiers with an open circuit breaker", "Stores behind memory that fail or do not answer.",
+        _stat("Tiers with an open circuit breaker", "Tiers that fail or do not answer.",
               "count(kvdepot_tier_up{@} == 0) or vector(0)", alarm=1),
     )),
-    ("What it gains", (
-        Panel("Prompt tokens reused, and chunks found", "Tokens loaded from the depot, beyond engines' own caches, of "
-              "prompts; chunks found there, and that a depot without end would have had. A wide gap between the last "
-              "two: more memory would pay.", (
+    ("Savings", (
+        Panel("Prompt tokens reused, and chunks found", "Share of prompt tokens loaded from the depot, beyond the "
+              "engines' own caches; share of chunks found there, and its upper bound, an infinite cache. If the last "
+              "two are far apart, more memory would help.", (
                   ("kvdepot_reuse_ratio{@}", "reused, {{window_seconds}} s"),
                   ("kvdepot_hit_ratio{@}", "found, {{window_seconds}} s"),
-                  ("kvdepot_hit_ratio_ceiling{@}", "ceiling, {{window_seconds}} s"),
+                  ("kvdepot_hit_ratio_ceiling{@}", "upper bound, {{window_seconds}} s"),
               ), "percentunit", highest=1),
-        Panel("Tokens saved", "Tokens a second that engines got back instead of computing them.", (
+        Panel("Tokens saved", "Tokens per second that engines loaded instead of computing them.", (
             ("rate(kvdepot_saved_tokens_total{@}[$__rate_interval])", "{{instance}}"),
         )),
-        Panel("Prefill time saved", "Seconds of computing saved each second, by the speed that engines measured.", (
+        Panel("Prefill time saved", "Seconds of prefill saved per second, at the speed that each engine measured.", (
             ("rate(kvdepot_saved_prefill_seconds_total{@}[$__rate_interval])", "{{instance}}"),
         ), "s"),
     )),
     ("Traffic", (
-        Panel("Bytes moved", "KV copied from engines into memory, and back.", (
+        Panel("Bytes moved", "KV copied from engines into memory, and from memory to engines.", (
             ("sum(rate(kvdepot_stored_bytes_total{@}[$__rate_interval]))", "stored"),
             ("sum(rate(kvdepot_retrieved_bytes_total{@}[$__rate_interval]))", "retrieved"),
         ), "Bps"),
-        Panel("Requests", "Answered requests a second, by kind.", (
+        Panel("Requests", "Requests answered per second, by kind.", (
             ("sum by (request) (rate(kvdepot_request_duration_seconds_count{@}[$__rate_interval]))", "{{request}}"),
         ), "reqps"),
-        Panel("Failed requests", "Requests a second that were answered with an error.", (
+        Panel("Failed requests", "Requests per second answered with an error.", (
             ("sum by (request) (rate(kvdepot_request_errors_total{@}[$__rate_interval])) > 0", "{{request}}"),
         ), "reqps"),
-        _quantiles("Time of lookups", "Lookup"),
-        _quantiles("Time of stores and retrieves", "Store|Retrieve"),
-        Panel("Lookups", "Chunks a second that were asked for, and those that were there.", (
-            ("sum(rate(kvdepot_lookup_chunks_total{@}[$__rate_interval]))", "asked for"),
+        _quantiles("Lookup latency", "Lookup"),
+        _quantiles("Store and retrieve latency", "Store|Retrieve"),
+        Panel("Lookups", "Chunks looked up per second, and chunks found.", (
+            ("sum(rate(kvdepot_lookup_chunks_total{@}[$__rate_interval]))", "looked up"),
             ("sum(rate(kvdepot_hit_chunks_total{@}[$__rate_interval]))", "hit"),
         )),
     )),
-    ("What is full", (
-        Panel("Memory", "Bytes of chunks, and the room there is.", (
+    ("Capacity", (
+        Panel("Memory", "Bytes of chunks, and the capacity.", (
             ("kvdepot_memory_used_bytes{@}", "{{instance}} used"),
-            ("kvdepot_memory_capacity_bytes{@}", "{{instance}} room"),
+            ("kvdepot_memory_capacity_bytes{@}", "{{instance}} capacity"),
         ), "bytes"),
-        Panel("Chunks that went, or never came", "Evicted to make room; dropped for want of it; forgotten; too old; "
-              "not what was stored. A second.", tuple(
+        Panel("Chunks removed or not stored", "Per second: evicted to make room; dropped because memory was full; "
+              "forgotten; expired; store failed; corrupt.", tuple(
                   (f"sum(rate(kvdepot_{name}_chunks_total{{@}}[$__rate_interval]))", name)
                   for name in ("evicted", "dropped", "forgotten", "expired", "failed", "corrupt")
               )),
-        Panel("Refused", "What went beyond a limit, a second; SECURITY.md names the setting of each.", (
+        Panel("Refused", "Refusals per second; SECURITY.md names the setting of each limit.", (
             ("sum by (what) (rate(kvdepot_refused_total{@}[$__rate_interval])) > 0", "{{what}}"),
         )),
-        Panel("Tiers: bytes", "What each store behind memory holds, where it tells.", (
+        Panel("Tiers: bytes", "Contents of each tier, if it reports them.", (
             ("kvdepot_tier_bytes{@}", "{{tier}} used"),
-            ("kvdepot_tier_capacity_bytes{@}", "{{tier}} room"),
+            ("kvdepot_tier_capacity_bytes{@}", "{{tier}} capacity"),
         ), "bytes"),
-        Panel("Tiers: waiting to be written", "By reference: what must leave memory before its turn is dropped.", (
+        Panel("Tiers: write queue", "Chunks are queued by reference: those evicted before their turn are dropped.", (
             ("kvdepot_tier_queued_bytes{@}", "{{tier}}"),
         ), "bytes"),
-        Panel("Tiers: chunks", "Saved, loaded, missed, dropped, a second.", (
+        Panel("Tiers: chunks", "Per second: saved, loaded, missed, dropped.", (
             ("sum by (tier, event) (rate(kvdepot_tier_events_total{@}[$__rate_interval])) > 0", "{{tier}} {{event}}"),
         )),
     )),
-    ("Who uses it", (
-        Panel("Bytes by model", "The ten that take most of the memory.", (
+    ("Users", (
+        Panel("Bytes by model", "The ten models that use most memory.", (
             ("topk(10, sum by (model) (kvdepot_namespace_bytes{@}))", "{{model}}"),
         ), "bytes"),
-        Panel("Found by model", "Chunks that were in the depot, of those that its engines looked up.", (
+        Panel("Found by model", "Share of the chunks looked up by its engines that were in the depot.", (
             ("sum by (model) (rate(kvdepot_namespace_hit_chunks_total{@}[$__rate_interval]))"
              " / sum by (model) (rate(kvdepot_namespace_lookup_chunks_total{@}[$__rate_interval]))", "{{model}}"),
         ), "percentunit", highest=1),
-        Panel("Engines", "Schedulers and workers that are connected.", (
+        Panel("Engines", "Connected schedulers and workers.", (
             ("kvdepot_engines{@}", "{{instance}}"),
         )),
     )),
     ("GPUs", (
-        Panel("Copies succeed", "1, or 0 after a copy that failed; `kvdepot status` has what the driver said.", (
+        Panel("Copies succeed", "1, or 0 after a failed copy; `kvdepot status` has the driver's error.", (
             ("kvdepot_device_up{@}", "{{instance}} {{device}}"),
         ), columns=6, highest=1),
-        Panel("Workers", "Registrations of KV tensors that lie on a GPU.", (
+        Panel("Workers", "Registrations of KV tensors on a GPU.", (
             ("kvdepot_device_registrations{@}", "{{instance}} {{device}}"),
         ), columns=6),
-        Panel("Memory of the GPU", "What the server takes of it: its context, and what copies go through.", (
+        Panel("GPU memory", "GPU memory used by the server: its context, and staging buffers.", (
             ("kvdepot_device_context_bytes{@}", "{{device}} context"),
             ("kvdepot_device_staging_bytes{@}", "{{device}} staging"),
         ), "bytes", columns=6),
-        Panel("Memory registered with the driver", "Copies from and to what is not yet go through the driver's own "
-              "buffers, slower.", (
+        Panel("Memory registered with the driver", "Copies from and to unregistered memory go through the driver's "
+              "own buffers and are slower.", (
                   ("max by (instance) (kvdepot_device_pinned_bytes{@})", "{{instance}} registered"),
-                  ("kvdepot_memory_capacity_bytes{@} and on (instance) kvdepot_device_up{@}", "{{instance}} all"),
+                  ("kvdepot_memory_capacity_bytes{@} and on (instance) kvdepot_device_up{@}", "{{instance}} arena"),
               ), "bytes", columns=6),
     )),
 )  # fmt: skip
 """The rows from top to bottom, and their panels from left to right."""
 FOLDED = ("GPUs",)
-"""Rows that only some depots have figures for: closed, and asking nothing, until somebody opens them."""
+"""Rows that only some depots have figures for: collapsed, and not queried, until somebody opens them."""
 
 
 def dashboard() -> dict[str, Any]:
@@ -181,7 +182,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "kvdepot",
         "title": "kvdepot",
-        "description": "Depots of KV caches beside LLM engines: is it working, what does it gain, what is full.",
+        "description": "KV-cache servers for LLM engines: health, savings, capacity.",
         "tags": ["kvdepot", "llm"],
         "schemaVersion": 39,
         "editable": True,

@@ -131,7 +131,7 @@ def read_file(path: Path, is_secret: bool) -> bytes:
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise ConfigError(f"{path} is no plain file")
+            raise ConfigError(f"{path} is not a plain file")
         if info.st_uid not in (0, os.geteuid()):
             raise ConfigError(f"{path} belongs to user {info.st_uid}, not to user {os.geteuid()}")
         if info.st_mode & (0o077 if is_secret else 0o022):
@@ -148,13 +148,13 @@ def _read(path: Path, is_secret: bool) -> dict[str, Any]:
     try:
         return tomllib.loads(read_file(path, is_secret).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{path} is not TOML: make keys with `kvdepot keygen`") from None
+        raise ConfigError(f"{path} is not TOML: create keys with `kvdepot keygen`") from None
 
 
 def _key_text(path: Path, table: dict[str, Any], name: str) -> bytes:
     value = table.get(name)
     if not isinstance(value, str) or not _KEY.fullmatch(value):
-        raise ConfigError(f"{path}: {name} is missing or no key of 40 characters")
+        raise ConfigError(f"{path}: {name} is missing or not a key of 40 characters")
     return value.encode()
 
 
@@ -181,13 +181,13 @@ def _read_clients(folder: Path) -> dict[bytes, Client]:
     clients: dict[bytes, Client] = {}
     for name, entry in _read(path, is_secret=False).items():
         if not _NAME.fullmatch(name) or not isinstance(entry, dict) or not entry.keys() <= {"public", "tenant"}:
-            raise ConfigError(f"{path}: [{name}] is no client with `public` and `tenant`")
+            raise ConfigError(f"{path}: [{name}] must have `public` and `tenant`")
         tenant = entry.get("tenant", "")
         if not isinstance(tenant, str) or (tenant and not _NAME.fullmatch(tenant)):
-            raise ConfigError(f"{path}: the tenant of [{name}] is no name of letters, digits, - and _")
+            raise ConfigError(f"{path}: the tenant of [{name}] must consist of letters, digits, - and _")
         public = _key_text(path, entry, "public")
         if public in clients:
-            raise ConfigError(f"{path}: [{name}] and [{clients[public].name}] have one key")
+            raise ConfigError(f"{path}: [{name}] and [{clients[public].name}] have the same key")
         clients[public] = Client(name, tenant)
     return clients
 
@@ -204,14 +204,14 @@ def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> li
     folder = Path(folder)
     wrong = next((name for name in (*clients, *([tenant] if tenant else [])) if not _NAME.fullmatch(name)), None)
     if wrong is not None:
-        raise ConfigError(f"{wrong!r} is no name of at most 64 letters, digits, - and _")
+        raise ConfigError(f"{wrong!r} is not a name of at most 64 letters, digits, - and _")
     if _SERVER in clients or len(set(clients)) < len(clients):
-        raise ConfigError(f"a client cannot be called {_SERVER!r}, and each has a name of its own")
+        raise ConfigError(f"a client must not be named {_SERVER!r}, and names must be unique")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise ConfigError(f"others than user {os.geteuid()} can look into {folder}: chmod it to 700")
+            raise ConfigError(f"others than user {os.geteuid()} can read {folder}: chmod it to 700")
         path = folder / f"{_SERVER}.key"
         known = {client.name for client in _read_clients(folder).values()}
         taken = [name for name in clients if name in known or (folder / f"{name}.key").exists()]

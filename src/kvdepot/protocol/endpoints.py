@@ -32,8 +32,8 @@ _ASIDE = ".full"
 _MOST_PATH = 107
 _CONNECT_S = 1.0
 _NO_ANSWER = (
-    "who listens at {url} does not answer: it is stopped or hangs, or is no kvdepot server, or has --keys and does not "
-    "know this client's (KVDEPOT_KEY)"
+    "the process listening at {url} does not answer: it is stopped or hangs, is no kvdepot server, or has --keys and "
+    "does not know this client's key (KVDEPOT_KEY)"
 )
 
 
@@ -133,11 +133,11 @@ def silence(url: str) -> str:
     said = f"the kvdepot server at {url} ({who}) holds its socket but does not answer"
     pid = who.removeprefix("pid ")
     if pid.isdecimal() and _is_stopped(pid):
-        return f"{said}, for it is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
+        return f"{said} because it is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
     end = f"`kill -9 {pid}`" if pid.isdecimal() else "SIGKILL"
     return (
-        f"{said}: it hangs (end it with {end}; the next one takes its chunks over), or has --keys and does not know "
-        "this client's (KVDEPOT_KEY)"
+        f"{said}: it hangs (kill it with {end}; the next one takes over its chunks), or has --keys and does not know "
+        "this client's key (KVDEPOT_KEY)"
     )
 
 
@@ -198,7 +198,7 @@ class Claim:
             folder.mkdir(mode=0o700, exist_ok=True)
             info = folder.lstat()
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-                raise Unavailable(f"cannot listen on {self._url}: {folder} belongs to somebody else")
+                raise Unavailable(f"cannot listen on {self._url}: {folder} belongs to another user")
 
     def _take(self) -> bool:
         """Lock the place; False where the lock's file went meanwhile, and the lock is worth nothing."""

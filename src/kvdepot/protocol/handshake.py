@@ -103,7 +103,7 @@ class Offer:
         if len(arena_secret) != SECRET_BYTES or not any(arena_secret):
             raise Unavailable("its arena has no secret")
         if not compare_digest(proof.mac, _mac(arena_secret, b"server", terms)):
-            raise Unavailable("it does not know what is in that arena")
+            raise Unavailable("it cannot read that arena")
         key = _session_key(arena_secret, self._lease_secret, terms)
         return wire.Prove(_mac(key, b"client", terms)), Seal(key, is_server=False) if hello.sealed else None
 

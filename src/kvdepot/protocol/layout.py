@@ -101,7 +101,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         if self.num_blocks < 1 or not self.segments or not self.mappings:
             raise LayoutError("layout has no blocks")
         if len({mapping.device for mapping in self.mappings}) > 1:
-            raise LayoutError("KV tensors of one worker lie on several devices")
+            raise LayoutError("the KV tensors of one worker are on several devices")
         if any(len(mapping.handle) > MAX_HANDLE for mapping in self.mappings):
             raise LayoutError(f"a mapping's handle is longer than {MAX_HANDLE} bytes")
         if len(self.segments) > MAX_SEGMENTS:
@@ -159,7 +159,7 @@ def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[
         shapes = ", ".join(f"{view.name} {list(view.shape)}" for view in views[:8])
         more = f" and {len(views) - 8} more" if len(views) > 8 else ""
         raise LayoutError(
-            f"the block axis cannot be told from the shapes ({shapes}{more}): name it when registering (block_axes=...)"
+            f"the shapes do not determine the block axis ({shapes}{more}): name it when registering (block_axes=...)"
         )
     return readings[0]
 
@@ -182,7 +182,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         raise LayoutError(f"{len(views)} KV tensors but {len(block_axes)} block axes")
     for view, axis in zip(views, block_axes, strict=True):
         if not isinstance(axis, int) or not 0 <= axis < len(view.shape):
-            raise LayoutError(f"{view.name}: {axis!r:.20} is no axis of shape {list(view.shape)}")
+            raise LayoutError(f"{view.name}: {axis!r:.20} is not an axis of shape {list(view.shape)}")
         if 0 in view.shape:
             raise LayoutError(f"{view.name}: shape {list(view.shape)} has no blocks, or blocks without bytes")
     counts = {view.shape[axis] for view, axis in zip(views, block_axes, strict=True)}
@@ -203,7 +203,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         segments += [Segment(number, view.offset + run, stride, run_bytes) for run in runs]
         identity.update(_meaning(view, axis))
         if len(segments) > MAX_SEGMENTS:
-            raise LayoutError(f"KV tensors fall into more than {MAX_SEGMENTS} segments a block")
+            raise LayoutError(f"KV tensors need more than {MAX_SEGMENTS} segments per block")
     segments = _merge(segments)
     # What merged decides the order of a chunk's bytes, so it is part of their meaning.
     identity.update(msgspec.msgpack.encode([segment.size for segment in segments]))

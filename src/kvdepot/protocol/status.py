@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 MOST_NAME = 256
-"""Characters of a model's name that a line of `namespaces` has; longer ones are cut there."""
+"""Maximum length of a model name in `namespaces`; longer names are cut."""
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """Of a window: tokens of prompts that engines looked up, tokens that they loaded instead of computing them, and the
-    second over the first. What engines had in their own caches they do not load. Defined in kvdepot.core.reuse."""
+    """For one window: prompt tokens that engines looked up, tokens that they loaded instead of computing them, and the
+    ratio. Engines do not load what is in their own caches. Defined in kvdepot.core.reuse."""
 
     window_s: float
     asked_tokens: int
@@ -43,8 +43,8 @@ class Reuse(msgspec.Struct, frozen=True):
 
 
 class HitRate(msgspec.Struct, frozen=True):
-    """Of a window: its length, chunks looked up in it, the share that was found in the depot, and the share that an
-    infinite depot would have found. Found is not reused: engines may have had the same chunks in their own caches."""
+    """For one window: its length, chunks looked up, the share found in the depot, and the share that an infinite cache
+    would have found. Found does not mean reused: engines may have had the same chunks in their own caches."""
 
     window_s: float
     chunks: int
@@ -53,9 +53,9 @@ class HitRate(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """What engines did not have to compute: tokens that they got back on all ranks, and the time it would have taken.
+    """What engines did not have to compute: tokens that they loaded on all ranks, and the prefill time of these tokens.
 
-    prefill_s: by the speed that each engine measured of itself; tokens of engines that told none count as no time.
+    prefill_s: at each engine's own measured speed; tokens of engines that report no speed count as no time.
     """
 
     tokens: int = 0
@@ -65,8 +65,8 @@ class Saved(msgspec.Struct, frozen=True):
 class Engine(msgspec.Struct, frozen=True):
     """One client that looks up or has registered tensors: an engine's scheduler, or one of its workers.
 
-    since_s, idle_s: seconds since it came, and since it was last heard of. device: where its tensors lie, empty for the
-    processor's memory. queued: stores and retrieves under way.
+    since_s, idle_s: seconds since it connected, and since its last message. device: the device of its tensors, empty
+    for CPU memory. queued: stores and retrieves in progress.
     """
 
     id: str
@@ -82,7 +82,7 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
-    """Chunks whose bytes mean the same."""
+    """Chunks of one model, parallel shape and layout, whose bytes are interchangeable."""
 
     tenant: str
     model: str
@@ -96,9 +96,9 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """What lies behind memory. objects, bytes, capacity_bytes: None where the tier has not told.
+    """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them.
 
-    error: what it said when it last failed, empty where it never has; error_s: seconds since then.
+    error: the last error, empty if there was none; error_s: seconds since then.
     """
 
     name: str
@@ -115,7 +115,7 @@ class TierStatus(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """A counter of what left, failed or was refused: where, what happened, how often, and the counter's name."""
+    """A counter of evictions, failures or refusals: where, what happened, how often, and the counter's name."""
 
     where: str
     what: str
@@ -124,7 +124,7 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A pin by name. ends_in_s: None = no end."""
+    """A named pin. ends_in_s: None = no end."""
 
     name: str
     bytes: int
@@ -132,10 +132,10 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU in use, and what the server holds of it.
+    """A GPU in use, and what the server uses of it.
 
-    ways: by direction, from how many bytes a copy on which way is taken. context_bytes: None where nobody can tell.
-    failure: what the driver said of the last copy, empty when it succeeded.
+    ways: by direction, which copy path is used from which copy size (bytes) on. context_bytes: None if unknown.
+    failure: the driver's error of the last copy, empty if it succeeded.
     """
 
     uuid: str
@@ -149,11 +149,12 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """One server, now. namespaces, engines and pinned list some; their counts and pinned_bytes are of all.
+    """The current state of one server. namespaces, engines and pinned are limited; their counts and pinned_bytes
+    cover all.
 
-    http: HOST:PORT at which this server, and no other, listens for HTTP; empty while it does not.
-    unreachable: why no new client can connect, though the server works; empty where they can.
-    wall_s: seconds since 1970 at the last tick, whole ones; what went by between two answers is told by uptime_s.
+    http: HOST:PORT where this server itself serves HTTP; empty if it does not.
+    unreachable: why no new client can connect although the server works; empty if they can.
+    wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.
     """
 
     version: str = ""
@@ -198,8 +199,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(value: Any) -> Status:
-    """A server's answer to `wire.Status`; parts that a newer server added are passed over. Raises ProtocolError."""
+    """A server's answer to `wire.Status`; fields added by newer servers are ignored. Raises ProtocolError."""
     try:
         return msgspec.convert(value, Status)
     except msgspec.ValidationError as exc:
-        raise ProtocolError(f"not a status as this version knows it: {exc}") from exc
+        raise ProtocolError(f"not a status of this version: {exc}") from exc

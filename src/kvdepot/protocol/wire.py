@@ -349,7 +349,7 @@ def decode_reply(frame: bytes) -> tuple[int, bytes, Any]:
     """
     head = ID_BYTES + BOOT_BYTES
     if len(frame) < head:
-        raise errors.ProtocolError(f"a frame of {len(frame)} bytes is no reply")
+        raise errors.ProtocolError(f"a frame of {len(frame)} bytes is not a reply")
     try:
         body = _replies.decode(memoryview(frame)[head:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

@@ -72,7 +72,7 @@ def replay(requests: Iterable[Request] | Trace, policy: str, capacity_blocks: in
     elif policy in POLICIES:
         hits = _hits(trace, Index(Allocator(0, capacity_blocks * PAGE), POLICIES[policy]()))
     else:
-        raise ConfigError(f"no policy is called {policy!r}; there are {', '.join((*POLICIES, *BOUNDS))}")
+        raise ConfigError(f"no policy is named {policy!r}; available: {', '.join((*POLICIES, *BOUNDS))}")
     return Result(policy, capacity_blocks, len(trace), len(trace.blocks), hits)
 
 
@@ -146,7 +146,7 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
 
     policies = _names(args.policy) if args.policy is not None else [*POLICIES, *BOUNDS]
     if args.capacity is not None and args.kv_bytes_per_token is None:
-        raise ConfigError("--capacity needs --kv-bytes-per-token: how many bytes a token's KV takes")
+        raise ConfigError("--capacity needs --kv-bytes-per-token: the KV size of a token")
     blocks = [_count(text, "--capacity-blocks") for text in _split(args.capacity_blocks)]
     sizes = [_size(text, "--capacity") for text in _split(args.capacity)]
     token_bytes = 0 if args.kv_bytes_per_token is None else _size(args.kv_bytes_per_token, "--kv-bytes-per-token")
@@ -238,13 +238,13 @@ def _names(text: str) -> list[str]:
     names = _split(text)
     for name in names:
         if name not in POLICIES and name not in BOUNDS:
-            raise ConfigError(f"no policy is called {name!r}; there are {', '.join((*POLICIES, *BOUNDS))}")
+            raise ConfigError(f"no policy is named {name!r}; available: {', '.join((*POLICIES, *BOUNDS))}")
     return names
 
 
 def _count(text: str, option: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise ConfigError(f"{option} takes whole numbers from 1 on, not {text!r}")
+        raise ConfigError(f"{option} takes positive whole numbers, not {text!r}")
     return int(text)
 
 
@@ -261,7 +261,7 @@ def _size(text: str, option: str) -> int:
 def _fitting(size: int, block_bytes: int, path: str) -> int:
     """Blocks that fit into `size` bytes."""
     if not block_bytes:
-        raise ConfigError(f"{path}: does not say how many tokens a block has; --block-tokens does")
+        raise ConfigError(f"{path}: does not give the tokens per block; use --block-tokens")
     if size < block_bytes:
         raise ConfigError(f"--capacity: a block of {path} takes {block_bytes} bytes, more than {size}")
     return size // block_bytes

@@ -124,7 +124,9 @@ def load(path: str) -> Trace:
     sizes: set[int] = set()
     trace = Trace(_requests(path, sizes), path)
     if len(sizes) > 1:
-        raise ConfigError(f"{path}: has blocks of {' and '.join(map(str, sorted(sizes)))} tokens; a trace has one size")
+        raise ConfigError(
+            f"{path}: has blocks of {' and '.join(map(str, sorted(sizes)))} tokens; a trace must have one block size"
+        )
     trace.block_tokens = max(sizes, default=0)
     return trace
 

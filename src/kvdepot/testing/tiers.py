@@ -91,33 +91,33 @@ class TierConformance:
     """Tests of one tier; subclass it in a test module and name the subclass Test..."""
 
     keeps: ClassVar[bool] = True
-    """Whether objects outlive `close`, to be found by who opens the same place again."""
+    """Whether objects outlive `close` and are found when the same place is opened again."""
     shared: ClassVar[bool] = False
-    """Whether several may have one place open at the same time (as depots on several hosts do)."""
+    """Whether several tiers may open one place at the same time (as depots on several hosts do)."""
     largest_bytes: ClassVar[int] = 32 * MIB
-    """No larger objects are tried. 64 MiB altogether must stay where nothing is removed."""
+    """Size of the largest objects in the tests. The store must keep 64 MiB in total without evicting."""
     examples: ClassVar[int] = 25
-    """Lives of the state machine."""
+    """Runs of the state machine."""
     slack_bytes: ClassVar[int] = 64 * KIB
-    """What one object may take beside its own bytes, at most (see `open_bounded`)."""
+    """Maximum overhead of one object beyond its own bytes (see `open_bounded`)."""
 
     def open_tier(self, place: Any) -> Tier:
-        """Open the tier at `place`. Called again after `close`, it finds what was there, if the tier keeps."""
+        """Open the tier at `place`. When called again after `close`, it finds the same objects if `keeps` is true."""
         raise NotImplementedError
 
     def open_bounded(self, place: Any, capacity_bytes: int) -> Tier | None:
-        """The same with room for so much only (the suite asks for some MiB); None where the store decides alone."""
+        """The same with this capacity (the suite uses a few MiB); None if the store controls its capacity itself."""
         return None
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Any:
-        """Somewhere that nobody else uses."""
+        """A place that nobody else uses."""
         return tmp_path / "tier"
 
     @pytest.fixture(scope="class")
     @classmethod
     def memory(cls) -> memoryview:
-        """What the tier is told of by `attach`; page aligned, and large enough for two of the largest objects."""
+        """The memory passed to `attach`; page aligned, and large enough for two of the largest objects."""
         return memoryview(mmap.mmap(-1, 2 * cls.largest_bytes + MIB))
 
     @pytest.fixture

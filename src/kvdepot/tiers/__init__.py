@@ -47,12 +47,12 @@ NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blob:
-    """One object on its way: its name, and its bytes as pieces of memory, in order.
+    """One object to read or write: its name, and its bytes as a sequence of buffers.
 
-    name: `salt/space/key.rank`, as NAME says; no other ever comes from kvdepot.
-    buffers: contiguous, of bytes, at any address, none of them empty, perhaps thousands. Of a write: what to store,
-    together (it may be read-only). Of a read: where to, filled in order; room for at least what there is unless the
-    object is not what its name says, and perhaps more. An object has at least one byte.
+    name: `salt/space/key.rank`, as matched by NAME; kvdepot uses no other names.
+    buffers: contiguous, of bytes, at any address, none empty, possibly thousands. For a write: the bytes to store,
+    concatenated (may be read-only). For a read: the destination, filled in order; large enough for the object unless
+    the object does not match its name, and possibly larger. An object has at least one byte.
     """
 
     name: str
@@ -65,91 +65,93 @@ class Blob:
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a tier holds, as far as it knows; None where it cannot tell without asking for long."""
+    """What a tier holds; None for values that it cannot determine quickly."""
 
     objects: int | None = None
     bytes: int | None = None
     capacity_bytes: int | None = None
     counters: dict[str, int] = {}
-    """What happened since the start, e.g. `evicted`, `quarantined`."""
+    """Counters since the start, e.g. `evicted`, `quarantined`."""
 
 
 class Tier(Protocol):
-    """Objects under names, somewhere.
+    """Named objects in a store.
 
-    Every method may block, is called by several threads at once, and is told of many objects at a time: it does them in
-    as few round trips as its store has. It raises TierError when the store as a whole cannot be had (not reachable,
-    refuses us): nothing is known then of any object of the call. Whatever is wrong with one object is that object's
-    answer. No method touches a buffer after it has returned or raised. Nothing here pins: the caller holds the memory
-    of buffers until the method is done, and an object may vanish at any time between two calls.
+    Every method may block, may be called by several threads at once, and takes many objects at a time, which it handles
+    in as few round trips as the store allows. It raises TierError if the whole store is unavailable (not reachable,
+    access refused); the state of the call's objects is then unknown. A problem with one object is reported in that
+    object's answer. No method touches a buffer after it has returned or raised. Tiers do not pin: the caller keeps the
+    buffers alive until the method returns, and an object may disappear at any time between two calls.
     """
 
     def attach(self, memory: Sequence[memoryview]) -> None:
-        """Called once, before anything else: most buffers will lie in these areas, which outlive the tier.
+        """Called once, before anything else: most buffers will be in these areas, which outlive the tier.
 
-        For stores that register memory (RDMA). A buffer elsewhere is correct all the same.
+        For stores that register memory (RDMA). Buffers elsewhere must work too.
         """
 
     def find(self, names: Sequence[str]) -> list[bool]:
-        """Which of these are there, one answer a name. True may be wrong a moment later, and is no promise of a read.
+        """Which of these exist, one answer per name. True may be outdated a moment later; it does not guarantee a read.
 
-        A hint that a policy may take for a use. May not read the objects.
+        A policy may count this as a use. Must not read the objects.
         """
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
-        """Fill the buffers, one answer a blob: bytes of the object, or -1 where it is not there.
+        """Fill the buffers, one answer per blob: the object's size in bytes, or -1 if it does not exist.
 
-        An object for which the buffers have not room is answered with its size, and whatever is in them then counts for
-        nothing, as does what lies behind a shorter object. What is answered as read has arrived in full and in order.
-        Never a part of two objects. One name may be asked for twice, into different buffers.
+        If an object is larger than the buffers, the answer is its size and the buffers' contents are undefined, as are
+        bytes after a shorter object. An object answered as read has arrived completely and in order; buffers never mix
+        two objects. One name may be requested twice, into different buffers.
         """
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        """Store objects, one answer a blob: whether it is there now, whole. What exists is replaced or left as it is.
+        """Store objects, one answer per blob: whether it now exists, complete. Existing objects are replaced or kept.
 
-        False: refused (too large, no room, not now); what was there before may be there still. Visible to `find` and
-        `read` at once or not at all, on every host: nobody ever sees a part of an object, whenever this process is
-        killed. A name comes once in a call.
+        False: refused (too large, no space, not now); a previous object may still exist. Writes are atomic for `find`
+        and `read` on every host: nobody ever sees part of an object, even if this process is killed. A name occurs
+        once per call.
         """
 
     def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        """Remove objects; names that are not there are fine. No read that begins after the return finds them.
+        """Remove objects; missing names are ignored. No read that begins after the return finds them.
 
-        spoilt: their bytes were found to be wrong. A tier that can keeps a few aside for people to look at, and counts.
+        spoilt: the objects are corrupt. A tier that can quarantines a few for inspection, and counts them.
         """
 
     def forget(self, salt: str, space: str) -> int:
-        """Remove every object whose name's first part begins with `salt` and second with `space`; how many.
+        """Remove every object whose name's first part begins with `salt` and second with `space`; returns how many.
 
-        Empty strings match all. What is being written meanwhile may stay. How many is exact where nothing else goes on.
+        Empty strings match all. Objects written meanwhile may stay. The number is exact without concurrent calls.
         """
 
     def usage(self) -> Usage:
-        """What is there. Cheap: it is also how a tier that failed is asked whether it is back (raises TierError)."""
+        """What the tier holds. Cheap: it also serves as the probe of a failed tier (raises TierError)."""
 
     def close(self) -> None:
-        """Give up connections, threads and files; objects stay. Safe twice.
+        """Release connections, threads and files; objects stay. May be called twice.
 
-        Calls under way may fail, as may any that follow, with TierError or as if nothing were there.
+        Calls in progress and later calls may fail with TierError, or behave as if the tier were empty.
         """
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options that every tier's URL can have; each field's description is its help text."""
+    """Options that every tier's URL accepts; each field's description is its help text."""
 
     write: Annotated[
         str,
         Meta(
             pattern="^(through|on_evict|off)$",
-            description="through: store what memory stores; on_evict: what it evicts",
+            description="through: write stored chunks; on_evict: write evicted chunks; off: write nothing",
         ),
     ] = "through"
-    compress: Annotated[str, Meta(pattern="^(off|zstd)$", description="zstd: byte shuffle and zstd, lossless")] = "off"
-    key_file: Annotated[str, Meta(description="file with 32 bytes in hex: objects are encrypted (AES-256-GCM)")] = ""
+    compress: Annotated[
+        str, Meta(pattern="^(off|zstd)$", description="off, or zstd: byte shuffle and zstd, lossless")
+    ] = "off"
+    key_file: Annotated[str, Meta(description="file with 32 bytes in hex; encrypts objects (AES-256-GCM)")] = ""
     ttl_s: Annotated[int, Meta(ge=0, description="seconds after which chunks expire; 0 = never")] = 0
-    threads: Annotated[int, Meta(ge=1, le=64, description="reads and writes under way at once")] = 4
+    threads: Annotated[int, Meta(ge=1, le=64, description="concurrent reads and writes")] = 4
     queue_mib: Annotated[
-        int, Meta(ge=1, description="what may wait to be written, in MiB or as 2GiB; more is dropped")
+        int, Meta(ge=1, description="size of the write queue, in MiB or as 2GiB; writes beyond it are dropped")
     ] = 1024
 
 
@@ -218,18 +220,18 @@ def parse(text: str) -> TierConfig:
         raise ConfigError(f"tiers: {shown(text)!r} does not begin with one of {known}")
     if has_ambiguous_secret(text):
         raise ConfigError(
-            f"tiers: {shown(text)!r} holds a space, a # or an @ behind a ?; percent-encode them (%20, %23, %40), and "
-            "a ? in a password (%3F)"
+            f"tiers: {shown(text)!r} contains a space, a #, or an @ after a ?; percent-encode them (%20, %23, %40), "
+            "and a ? in a password (%3F)"
         )
     try:
         query = urlsplit(text).query
     except ValueError:
         raise ConfigError(f"tiers: {shown(text)!r} is not a URL") from None  # whose text may quote a password
     if not has_place(text):
-        raise ConfigError(f"tiers: {shown(text)!r} has no host:port, or no bucket, behind ://")
+        raise ConfigError(f"tiers: {shown(text)!r} has no host:port, or no bucket, after ://")
     place, _, _ = rest.partition("?")
     if "@" in place and KINDS[scheme] != "redis" and not (KINDS[scheme] != "mooncake" and place.startswith("/")):
-        raise ConfigError(f"tiers: {shown(text)!r}: {scheme}:// takes no user or password in its URL")
+        raise ConfigError(f"tiers: {shown(text)!r}: {scheme}:// does not accept a user or password in its URL")
     given = dict(parse_qsl(query, keep_blank_values=True))
     common = {name: given.pop(name) for name in Options.__struct_fields__ if name in given}
     config = TierConfig(scheme, text.partition("?")[0], Options(), given, tuple(secrets_of(text)))

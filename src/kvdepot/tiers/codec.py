@@ -120,7 +120,7 @@ class Codec:
         rest = header.coding & ~_SHUFFLED
         shuffled = header.coding & _SHUFFLED
         if rest & ~_MARK not in (0, _ENCRYPTED) or (shuffled and not shuffled & _ZSTD) or _width(header) > max(_WIDTHS):
-            return "it is coded in a way that this version does not know"
+            return "its encoding is unknown to this version"
         if rest and not self._coding:
             return "it is encrypted, and this tier has no key_file"
         if rest != self._coding:  # what has no key could have been written by anybody
@@ -163,7 +163,7 @@ def make_codec(options: Options) -> Codec:
         path = Path(options.key_file)
         text = read_file(path, is_secret=True).strip()
         if not re.fullmatch(rb"[0-9a-fA-F]{64}", text):
-            raise ConfigError(f"{path} is no key of 32 bytes in hex: make one with `openssl rand -hex 32`")
+            raise ConfigError(f"{path} is not a 32-byte key in hex: create one with `openssl rand -hex 32`")
         key = bytes.fromhex(text.decode())
     return Codec(options.compress == "zstd", key)
 

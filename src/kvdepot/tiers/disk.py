@@ -32,10 +32,8 @@ __all__ = ["Disk", "DiskOptions", "open"]
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a `disk://` URL."""
 
-    capacity_gib: Annotated[
-        float, Meta(gt=0, description="most that objects take of the file system, in GiB or as 512MiB")
-    ]
-    policy: Annotated[str, Meta(description=f"which objects go first: {', '.join(POLICIES)}")] = "lru"
+    capacity_gib: Annotated[float, Meta(gt=0, description="maximum disk space for objects, in GiB or as 512MiB")]
+    policy: Annotated[str, Meta(description=f"eviction policy: {', '.join(POLICIES)}")] = "lru"
 
 
 def open(url: str, options: dict[str, str], threads: int) -> Disk:
@@ -51,7 +49,7 @@ def open(url: str, options: dict[str, str], threads: int) -> Disk:
     if parts.netloc or not path.is_absolute() or path == Path("/"):
         raise ConfigError(f"tier {name}: write disk:///directory, with three slashes and a directory of its own")
     if own.policy not in POLICIES:
-        raise ConfigError(f"tier {name}: {own.policy!r} is none of the policies {', '.join(POLICIES)}")
+        raise ConfigError(f"tier {name}: {own.policy!r} is not one of the policies {', '.join(POLICIES)}")
     return Disk(path, int(own.capacity_gib * 2**30), own.policy)
 
 
@@ -78,7 +76,7 @@ class Disk:
         """Raises TierError where the directory is not back."""
         self._folder.close()
         if not self._folder.is_marked() and device_of(self._path) != self._device:
-            raise TierError(f"{self._path} is gone, and what it was on is not mounted")
+            raise TierError(f"{self._path} is gone: its file system is not mounted")
         try:
             self._folder = self._open()
         except ConfigError as exc:  # somebody else's by now

@@ -185,8 +185,8 @@ class Folder:
                 self._ledger.rank()
             self._reserve(0)
         except (OSError, TierError) as exc:  # what cannot be counted cannot be bounded
-            log.warning("%s cannot be counted: %s", self._root, exc)
-            self.gone = self.gone or f"cannot be counted: {exc}"
+            log.warning("cannot count the objects in %s: %s", self._root, exc)
+            self.gone = self.gone or f"cannot count its objects: {exc}"
         self._counted.set()
 
     def _count_quarantine(self) -> None:
@@ -419,7 +419,7 @@ class Folder:
         refused = [name for name in names if not self._remove(name, spoilt)]
         self._trim_quarantine()
         if refused:
-            raise TierError(f"{self._root} does not let us remove objects")
+            raise TierError(f"{self._root} does not allow removing objects")
 
     def _remove(self, name: str, spoilt: bool) -> bool:
         with self._naming(name):
@@ -490,7 +490,7 @@ class Folder:
         for place, target in trash.items():
             self._discard(target, gone[place])
         if kept:
-            raise TierError(f"{self._root} does not let us remove objects")
+            raise TierError(f"{self._root} does not allow removing objects")
         return sum(map(len, gone.values()))
 
     def usage(self) -> Usage:

@@ -111,7 +111,7 @@ class Membership:
         if code := store.setup(local, self._metadata, self._segment_bytes, 0, protocol, self._device, self.place):
             raise TierError(
                 f"Mooncake Store at {self.place} cannot be joined with {self._segment_bytes} bytes of memory "
-                f"(code {code}; it says more on stderr)"
+                f"(code {code}; see standard error)"
             )
         for address, size in self._areas:
             _register(store, address, size)
@@ -119,12 +119,12 @@ class Membership:
 
     @staticmethod
     def _check_local(given: str) -> None:
-        """The library would not notice that this is no address of this host."""
+        """The library would not notice that this is not an address of this host."""
         try:
             with socket.socket() as probe:
                 probe.bind((given.rpartition(":")[0] or given, 0))
         except OSError as exc:
-            raise ConfigError(f"tier mooncake: local_host={given} is no address of this host") from exc
+            raise ConfigError(f"tier mooncake: local_host={given} is not an address of this host") from exc
 
     def _rehearse(self, *words: str) -> None:
         """Join from another process, without memory for the pool: what keeps the GIL for long keeps that one's."""
@@ -137,7 +137,7 @@ class Membership:
             raise TierError(f"{failed} within {_REHEARSAL_S:.0f} s") from exc
         if done.returncode:
             said = done.stderr.strip().splitlines()
-            raise TierError(f"{failed}: {said[-1] if said else 'it does not say why'}")
+            raise TierError(f"{failed}: {said[-1] if said else 'no reason given'}")
 
     def leave(self) -> None:
         """Take this host's segment out of the pool. Keeps the GIL for up to some seconds. Safe twice."""

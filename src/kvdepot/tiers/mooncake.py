@@ -68,7 +68,8 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the URL that this tier has beside the common ones."""
 
     local_host: Annotated[
-        str, Meta(description="this host's address for the others; default: the one from which the master is reached")
+        str,
+        Meta(description="this host's address for other hosts; default: the local address used to reach the master"),
     ] = ""
     protocol: Annotated[str, Meta(pattern="^(tcp|rdma)$", description="tcp or rdma")] = "tcp"
     device: Annotated[str, Meta(description="RDMA devices, separated by commas")] = ""
@@ -77,7 +78,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=65536,
-            description="memory of this host that the pool gets, in GiB or as 512MiB; 0 = none, else 16MiB or more",
+            description="memory that this host adds to the pool, in GiB or as 512MiB; 0 = none, else 16MiB or more",
         ),
     ] = 1.0
     replicas: Annotated[int, Meta(ge=1, le=16, description="hosts that each new object is written to")] = 1
@@ -86,7 +87,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=65536,
-            description="memory through which bytes outside the arena are staged with rdma, in MiB or as 1GiB",
+            description="staging memory for bytes outside the arena with rdma, in MiB or as 1GiB",
         ),
     ] = 64
     metadata: Annotated[str, Meta(description="the pool's metadata server")] = "P2PHANDSHAKE"
@@ -106,9 +107,9 @@ def open(url: str, options: dict[str, str], threads: int) -> MooncakeTier:
     if own.protocol == "rdma" and not own.device:
         raise ConfigError(f"tier {name}: protocol=rdma needs device=, e.g. device=mlx5_0")
     if own.device and own.protocol != "rdma":
-        raise ConfigError(f"tier {name}: device= is for protocol=rdma")
+        raise ConfigError(f"tier {name}: device= requires protocol=rdma")
     if 0 < own.segment_gib < 1 / 64:
-        raise ConfigError(f"tier {name}: segment_gib is 0 or at least 1/64")
+        raise ConfigError(f"tier {name}: segment_gib must be 0 or at least 1/64")
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     library()

@@ -60,13 +60,13 @@ Out = TypeVar("Out")
 class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the URL that this tier has beside the common ones."""
 
-    endpoint: Annotated[str, Meta(description="URL of the server, where it is not the store's own (s3, az)")] = ""
+    endpoint: Annotated[str, Meta(description="server URL, if not the store's default (s3, az)")] = ""
     region: Annotated[str, Meta(description="region of the bucket (s3)")] = ""
     account: Annotated[str, Meta(description="storage account (az)")] = ""
-    tls_ca: Annotated[str, Meta(description="file with CAs to trust beside the system's (PEM)")] = ""
-    timeout_s: Annotated[float, Meta(gt=0, le=600, description="seconds until a request counts as failed")] = 10.0
-    retries: Annotated[int, Meta(ge=0, le=10, description="of a request that failed sooner than that")] = 2
-    requests: Annotated[int, Meta(ge=1, le=256, description="under way at once, for each of `threads`")] = 16
+    tls_ca: Annotated[str, Meta(description="file with CAs to trust in addition to the system's (PEM)")] = ""
+    timeout_s: Annotated[float, Meta(gt=0, le=600, description="timeout of a request, in seconds")] = 10.0
+    retries: Annotated[int, Meta(ge=0, le=10, description="retries of a request that failed before the timeout")] = 2
+    requests: Annotated[int, Meta(ge=1, le=256, description="concurrent requests, for each of `threads`")] = 16
 
 
 _MEANT_FOR = {"endpoint": ("s3", "az"), "region": ("s3",), "account": ("az",), "tls_ca": ("s3", "gs", "az")}
@@ -79,12 +79,12 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
     kind, _, rest = url.partition("://")
     for option, kinds in _MEANT_FOR.items():
         if getattr(own, option) and kind not in kinds:
-            raise ConfigError(f"tier {name}: {option} is not for {kind}://")
+            raise ConfigError(f"tier {name}: {option} does not apply to {kind}://")
     try:
         if kind == "file":
             path = Path(rest)
             if not path.is_absolute():
-                raise ConfigError(f"tier {name}: an absolute path is needed, file:///directory")
+                raise ConfigError(f"tier {name}: the path must be absolute: file:///directory")
             _make_directory(path)
             return ObjectTier(name, LocalStore(path, mkdir=True), own, path)
         bucket, _, prefix = rest.partition("/")
@@ -101,7 +101,7 @@ def _make_directory(path: Path) -> None:
     """For this user alone where there is none. Raises OSError."""
     if path.exists():
         if (mode := path.stat().st_mode & 0o777) & 0o007:
-            log.warning("%s has mode %04o: other users of this host can reach what is stored there", path, mode)
+            log.warning("%s has mode %04o: other users of this host can access the objects in it", path, mode)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -222,7 +222,7 @@ class ObjectTier:
             # A file is read at once: its stream takes a trip to another thread for every few KiB.
             parts: Any = [found.bytes()] if self._path is not None else found.stream(PART_BYTES)
             if (came := fill(blob.buffers, parts)) != size:
-                raise TierError(f"{self._name}: {came} of {size} bytes came")
+                raise TierError(f"{self._name}: {came} of {size} bytes arrived")
             return size
 
     def _put(self, blob: Blob) -> bool:

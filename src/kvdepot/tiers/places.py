@@ -50,21 +50,21 @@ def make_private(place: Path) -> None:
     real = Path(os.path.realpath(place))
     for part in (place, *place.parents):
         if part.is_symlink() and part.lstat().st_uid not in (0, os.geteuid()):
-            raise ConfigError(f"{part} is a link of user {part.lstat().st_uid}: name the directory itself, {real}")
+            raise ConfigError(f"{part} is a link of user {part.lstat().st_uid}: give the directory itself, {real}")
     for parent in sorted({*place.parents, *(real.parents if real.exists() else ())}):
         _check_parent(place, parent)
     info = place.stat()
     if info.st_uid != os.geteuid():
         raise ConfigError(
             f"{place} belongs to user {info.st_uid}: the disk tier needs a directory of its own user ({os.geteuid()}); "
-            f"name one below it, {place}/kvdepot, or chown it"
+            f"use one below it, {place}/kvdepot, or chown it"
         )
     mode = stat.S_IMODE(info.st_mode)
     if mode & _OTHERS:
         place.chmod(0o700)
         if stat.S_IMODE(place.stat().st_mode) & _OTHERS:
-            raise ConfigError(f"{place} has mode {mode:04o}, and its file system does not let us make it 0700")
-        log.warning("%s had mode %04o: it is 0700 now, and what other users put there is removed", place, mode)
+            raise ConfigError(f"{place} has mode {mode:04o}, and its file system does not allow changing it to 0700")
+        log.warning("%s had mode %04o; changed it to 0700 and removed what other users put there", place, mode)
     for name in (LOCK, QUARANTINE):
         with contextlib.suppress(FileNotFoundError):
             if _is_foreign(f"{place}/{name}", os.lstat(f"{place}/{name}")):
@@ -79,7 +79,7 @@ def _check_parent(place: Path, parent: Path) -> None:
     if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
         if not parent.is_mount():
             raise ConfigError(
-                f"{place}: every user can write to {parent} and could replace it; take a directory elsewhere, or "
+                f"{place}: every user can write to {parent} and could replace it; use another directory, or "
                 f"chmod o-w {parent}"
             )
         # Kubernetes mounts a pod's volumes like this, and who is no root there cannot change it.
@@ -93,7 +93,7 @@ def _check_parent(place: Path, parent: Path) -> None:
 def _is_foreign(path: str, info: os.stat_result) -> bool:
     """Whether another user has put it there or may change it still; a directory of ours is closed instead."""
     if info.st_uid != os.geteuid():
-        log.warning("%s belongs to user %d: removed", path, info.st_uid)
+        log.warning("removed %s: it belongs to user %d", path, info.st_uid)
         return True
     if stat.S_ISDIR(info.st_mode) and info.st_mode & _OTHERS:
         Path(path).chmod(0o700)
@@ -124,7 +124,7 @@ def objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_re
             if not _LEVELS[level].fullmatch(entry.name):
                 continue
             if entry.is_symlink():  # or what we write would go who knows where
-                log.warning("%s is a link, which is not followed: removed", entry.path)
+                log.warning("removed %s: it is a symbolic link", entry.path)
                 os.unlink(entry.path)
             elif _is_foreign(entry.path, entry.stat(follow_symlinks=False)):
                 remove(entry.path)

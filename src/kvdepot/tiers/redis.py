@@ -68,15 +68,15 @@ Packed = list["bytes | memoryview"]
 class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the URL that this tier has beside the common ones."""
 
-    prefix: Annotated[str, Meta(max_length=64, description="what every key begins with")] = "kvdepot/"
+    prefix: Annotated[str, Meta(max_length=64, description="prefix of every key")] = "kvdepot/"
     expire_s: Annotated[int, Meta(ge=0, description="seconds after which Redis drops an object; 0 = never")] = 0
     timeout_s: Annotated[
-        float, Meta(gt=0, le=600, description="seconds without progress until the server counts as gone")
+        float, Meta(gt=0, le=600, description="seconds without progress before the server counts as unreachable")
     ] = 3.0
     password_file: Annotated[str, Meta(description="file with the password, instead of one in the URL")] = ""
-    tls_ca: Annotated[str, Meta(description="file with the CAs to trust (PEM); the system's where none is given")] = ""
+    tls_ca: Annotated[str, Meta(description="file with the CAs to trust (PEM); default: the system's")] = ""
     tls_cert: Annotated[str, Meta(description="file with a client certificate (PEM)")] = ""
-    tls_key: Annotated[str, Meta(description="file with its key (PEM)")] = ""
+    tls_key: Annotated[str, Meta(description="file with the certificate's key (PEM)")] = ""
 
 
 def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
@@ -187,7 +187,7 @@ class RedisTier:
                 return
             blob = blobs[number]
             if fill(blob.buffers, parts) < min(_good(size), blob.size):
-                raise TierError(f"{self._name}: an object of {size} bytes came in part")
+                raise TierError(f"{self._name}: an object of {size} bytes arrived incomplete")
             sizes[number] = size
 
         self._ask([_get(self._key(blob.name), blob.size) for blob in blobs], answer)

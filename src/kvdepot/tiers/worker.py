@@ -307,7 +307,7 @@ def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Any, codec: Codec
 
 def _whole(asked: list[Any], answers: list[Any]) -> list[Any]:
     if len(answers) != len(asked):
-        raise TierError(f"{len(answers)} answers to {len(asked)} questions")
+        raise TierError(f"{len(answers)} answers for {len(asked)} objects")
     return answers
 
 
@@ -317,7 +317,7 @@ def _load(
     slack = codec.slack
     blobs = []
     if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
-        log.warning("cannot allocate arena memory: a load from a tier is dropped")  # which is no fault of the tier
+        log.warning("cannot allocate arena memory: dropped a load from a tier")  # which is no fault of the tier
         return [None] * len(parts)
     for i, part in enumerate(parts):
         kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
@@ -343,7 +343,7 @@ def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldes
     if not codec.is_readable(header):
         if not codec.told:
             codec.told = True
-            log.warning("%s counts as a miss, as do similar objects: %s", part.name, codec.why_not(header))
+            log.warning("%s and similar objects count as misses: %s", part.name, codec.why_not(header))
         return None
     if header.coding:
         out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]

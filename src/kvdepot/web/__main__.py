@@ -85,7 +85,7 @@ class _Watchdog:
             self._missed += 1
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
         places = (f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in reversed(stack))
-        log.error("the web process hangs and exits; it is in %s", ", in ".join(places))
+        log.error("the web process hangs and will exit; it is stuck in %s", ", in ".join(places))
         logging.shutdown()  # which waits a second at most
         os._exit(1)
 

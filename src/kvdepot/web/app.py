@@ -73,27 +73,27 @@ _SECURED: list[dict[str, list[str]]] = [{"token": []}]
 
 
 class Well(msgspec.Struct, frozen=True):
-    """The depot's loop answers and is not behind."""
+    """The server answers, and its loop lag is within bounds."""
 
     status: str
     lag_s: float
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """Chunks of the prompt's prefix that are in memory, or kept there, and chunks of the prompt."""
+    """Chunks of the prompt's prefix that are in memory, or pinned, and chunks of the prompt."""
 
     chunks: int
     of_chunks: int
 
 
 class Unpinned(msgspec.Struct, frozen=True):
-    """The pin that has ended."""
+    """The pin that was ended."""
 
     name: str
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt: exactly one of token ids and chunk hashes in hex; and its model, by name or a unique prefix of it."""
+    """A prompt: exactly one of token ids and chunk hashes in hex; and its model, by name or a unique prefix."""
 
     tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 20)] = []
     hashes: Annotated[list[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]], Meta(max_length=wire.MAX_CHUNKS)] = []
@@ -102,7 +102,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class PinRequest(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt, the name it is kept under, and for how many seconds; 0: without end."""
+    """A prompt, the name of the pin, and its duration in seconds; 0: no end."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     ttl_s: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
@@ -115,7 +115,7 @@ class UnpinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ForgetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to forget: this model and those whose name begins so, requests with this salt, both together, or all."""
+    """What to forget: chunks of models whose name begins with `model`, of requests with `salt`, of both, or all."""
 
     model: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
@@ -123,9 +123,9 @@ class ForgetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _says(*statuses: int) -> dict[int, ResponseSpec]:
-    """What an operation may answer besides what it should."""
+    """The errors that an operation may return."""
     return {
-        status: ResponseSpec(Problem, generate_examples=False, description="A code that stays, and a sentence.")
+        status: ResponseSpec(Problem, generate_examples=False, description="A stable error code, and a message.")
         for status in (403, *statuses)
     }
 
@@ -143,13 +143,13 @@ def _poll(state: State) -> Poll:
 
 _After = Annotated[
     int | None,
-    Parameter(ge=0, description="A `turn` that has been seen: answered when it is over, after some seconds at most."),
+    Parameter(ge=0, description="The `turn` of the last status seen; waits for the next one, a few seconds at most."),
 ]
 
 
 @get("/healthz", responses=_says(503), sync_to_thread=False)
 def healthz(state: State) -> Well:
-    """Whether the depot's loop answers, and is not behind."""
+    """Health: whether the server answers, with its loop lag within bounds."""
     poll = _poll(state)
     if trouble := poll.trouble():
         raise Unavailable(trouble)
@@ -158,20 +158,20 @@ def healthz(state: State) -> Well:
 
 @get("/readyz", responses=_says(503), sync_to_thread=False)
 def readyz(state: State) -> Well:
-    """Whether the depot serves: it has answered, and not too long ago."""
+    """Readiness: whether the server has answered recently."""
     return Well("ok", _poll(state).latest().lag_s)
 
 
 @get("/metrics", include_in_schema=False, sync_to_thread=False)
 def metrics(state: State, request: Request[Any, Any, State]) -> Response[bytes]:
-    """For Prometheus."""
+    """Metrics for Prometheus."""
     encode, kind = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(state.registry), headers={"content-type": kind})
 
 
 @get("/v1/status", responses=_says(400, 401, 503))
 async def status(state: State, request: Request[Any, Any, State], after: _After = None) -> StatusNow:
-    """All that the depot says of itself, at most some seconds ago; after a turn, once there is another."""
+    """The server's latest status, at most a few seconds old; with `after`, the next one after that turn."""
     turns: Turns = state.turns
     if after is not None:
         await turns.wait(after, request.scope["state"]["connection"])
@@ -180,37 +180,37 @@ async def status(state: State, request: Request[Any, Any, State], after: _After 
 
 @get("/v1/history", responses=_READ, sync_to_thread=False)
 def history(state: State) -> Figures:
-    """Numbers over time, for charts: a point a second, and before those one in ten seconds."""
+    """Time series for charts: a point per second, and older ones every ten seconds."""
     return _poll(state).history.figures()
 
 
 @get("/v1/namespaces", responses=_READ, sync_to_thread=False)
 def namespaces(state: State) -> list[NamespaceStatus]:
-    """Models, shapes and layouts that are told from each other; the largest first."""
+    """Distinct models, shapes and layouts, largest first."""
     return _poll(state).latest().status.namespaces
 
 
 @get("/v1/engines", responses=_READ, sync_to_thread=False)
 def engines(state: State) -> list[Engine]:
-    """Schedulers and workers that are connected."""
+    """Connected schedulers and workers."""
     return _poll(state).latest().status.engines
 
 
 @get("/v1/tiers", responses=_READ, sync_to_thread=False)
 def tiers(state: State) -> list[TierStatus]:
-    """What lies behind memory, nearest first."""
+    """Storage tiers behind memory, nearest first."""
     return _poll(state).latest().status.tiers
 
 
 @get("/v1/events", responses=_READ, sync_to_thread=False)
 def events(state: State) -> list[Event]:
-    """What has happened lately, oldest first."""
+    """Recent events, oldest first."""
     return _poll(state).latest().status.events
 
 
 @get("/v1/config", responses=_says(401), sync_to_thread=False)
 def config(state: State) -> dict[str, Any]:
-    """The server's settings, without secrets."""
+    """The server's settings; secrets are masked."""
     settings: dict[str, Any] = state.settings
     return settings
 
@@ -239,7 +239,7 @@ def _prompt(poll: Poll, data: Prompt) -> upkeep.Prompt:
 
 @post("/v1/warm", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def warm(state: State, data: JSONBody[Prompt]) -> Pinned:
-    """Load what tiers have of a prompt into memory."""
+    """Load a prompt's chunks from the tiers into memory."""
     with _change(state):
         prompt = _prompt(_poll(state), data)
         return Pinned(upkeep.warm(_poll(state).client, prompt), len(prompt))
@@ -247,7 +247,7 @@ def warm(state: State, data: JSONBody[Prompt]) -> Pinned:
 
 @post("/v1/pin", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def pin(state: State, data: JSONBody[PinRequest]) -> Pinned:
-    """Keep a prompt's chunks in memory under a name, loading what tiers have of it."""
+    """Pin a prompt's chunks in memory under a name, loading them from the tiers if needed."""
     with _change(state):
         prompt = _prompt(_poll(state), data)
         return Pinned(upkeep.pin(_poll(state).client, data.name, prompt, data.ttl_s), len(prompt))
@@ -263,7 +263,7 @@ def unpin(state: State, data: JSONBody[UnpinRequest]) -> Unpinned:
 
 @post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
-    """Remove chunks from memory and all tiers: how many from each. An error where something may be left, and where."""
+    """Remove chunks from memory and all tiers; returns how many from each. An error if something may be left."""
     if data.all and (data.model or data.salt):
         raise BadRequest("give either `all`, or `model` and `salt`")
     if not (data.model or data.salt or data.all):
@@ -315,7 +315,7 @@ def page(state: State, path: FromPath[str]) -> Response[bytes]:
 
 def _file(pages: Mapping[str, tuple[bytes, str]], path: str) -> Response[bytes]:
     if path not in pages:
-        raise HTTPException("there is nothing of that name here", status_code=404)
+        raise HTTPException("not found", status_code=404)
     body, kind = pages[path]
     return Response(body, headers={"content-type": kind})
 
@@ -367,7 +367,7 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
         openapi_config=OpenAPIConfig(
             title="kvdepot",
             version=__version__,
-            description="What a depot says of itself, and what people do to it by hand.",
+            description="Status, metrics and manual operations of a kvdepot server.",
             use_handler_docstrings=True,
             path="/schema",
             render_plugins=[JsonRenderPlugin(path="/openapi.json", media_type=MediaType.JSON)],

@@ -138,7 +138,7 @@ class Child:
         if self._stopping.wait(_GRACE_S):
             return
         if missing := missing_packages():
-            log.info("no HTTP: %s is missing; %s, or say --http off", missing[0], install.advice("web"))
+            log.info("HTTP is disabled: %s is missing; %s, or set --http off", missing[0], install.advice("web"))
             return
         listener = self._listen()
         if listener is None:
@@ -212,7 +212,7 @@ class Child:
                 process.stdin.flush()
             log.info("web page, metrics and API: http://%s", address)
             if not is_loopback(f"tcp://{address}"):
-                log.warning("other hosts can reach it; the token is sent unencrypted unless a TLS proxy is in front")
+                log.warning("other hosts can reach HTTP; the token is sent unencrypted unless a TLS proxy is in front")
             return process.wait()
         finally:
             with self._lock:

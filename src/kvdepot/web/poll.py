@@ -77,11 +77,11 @@ class Poll:
         answer = turn.answer
         silent_s = time.monotonic() - (answer.at if answer is not None else self._began)
         if turn.problem:
-            return f"the depot does not answer: {turn.problem}"
+            return f"the server does not answer: {turn.problem}"
         if silent_s > STALE_S:
-            return f"the depot has not answered for {silent_s:.1f} s"
+            return f"the server has not answered for {silent_s:.1f} s"
         if answer is not None and answer.lag_s > BEHIND_S:
-            return f"the depot is behind: its last answer took {answer.lag_s:.1f} s"
+            return f"the server lags: its last answer took {answer.lag_s:.1f} s"
         if answer is not None and answer.status.unreachable:
             return f"no new engine can connect: {answer.status.unreachable}"
         return ""
@@ -90,7 +90,7 @@ class Poll:
         """What the depot said last. Raises Unavailable where that was too long ago."""
         answer = self.turn.answer
         if answer is None or time.monotonic() - answer.at > STALE_S:
-            raise Unavailable(self.trouble() or "the depot has not answered yet")
+            raise Unavailable(self.trouble() or "the server has not answered yet")
         return answer
 
     def _run(self) -> None:

@@ -30,42 +30,44 @@ _NO_EVENTS = {counted.name: 0 for counted in TIER}
 _NAMESPACES = 50
 """The largest, of which there are metrics: by labels, all layouts of one together."""
 _GAUGES = {
-    "uptime_s": ("uptime_seconds", "Since the server began to serve."),
+    "uptime_s": ("uptime_seconds", "Time since the server started serving."),
     "capacity_bytes": ("memory_capacity_bytes", "Size of the arena."),
     "used_bytes": ("memory_used_bytes", "Bytes of the arena that hold chunks."),
     "chunks": ("chunks", "Chunks in memory."),
-    "reserved_shards": ("reserved_shards", "Shards that are being stored or loaded."),
-    "holds": ("held_chunks", "Chunks that pins or copies hold."),
-    "record_slots": ("record_slots", "Places for records of shards in the arena."),
-    "record_slots_used": ("record_slots_used", "Places for records that are taken."),
-    "unrecorded_shards": ("unrecorded_shards", "Shards without a record, which a restart would lose."),
-    "operations": ("operations", "Stores and retrieves under way."),
-    "clients": ("clients", "Clients that are connected."),
+    "reserved_shards": ("reserved_shards", "Shards being stored or loaded."),
+    "holds": ("held_chunks", "Chunks held by pins or copies."),
+    "record_slots": ("record_slots", "Slots for records of shards in the arena."),
+    "record_slots_used": ("record_slots_used", "Record slots in use."),
+    "unrecorded_shards": ("unrecorded_shards", "Shards without a record, which do not survive a restart."),
+    "operations": ("operations", "Stores and retrieves in progress."),
+    "clients": ("clients", "Connected clients."),
     "sessions": ("sessions", "Requests that hold pins."),
     "instances": ("instances", "Registrations of KV tensors."),
-    "namespace_count": ("namespaces", "Models, shapes and layouts that are told from each other."),
-    "engine_count": ("engines", "Schedulers and workers of engines."),
-    "pinned_count": ("pinned_names", "Pins by name."),
-    "pinned_bytes": ("pinned_bytes", "Bytes that pins by name keep."),
+    "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
+    "engine_count": ("engines", "Connected schedulers and workers of engines."),
+    "pinned_count": ("pinned_names", "Named pins."),
+    "pinned_bytes": ("pinned_bytes", "Bytes held by named pins."),
 }
 """Field of the status: name and meaning of the metric."""
 
 
 class StatusCollector(Collector):
-    """What the depot said last; nothing but `kvdepot_up` while it does not answer."""
+    """The server's last status; only `kvdepot_up` while it does not answer."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
 
     def collect(self) -> Iterator[Metric]:
         up = not self._poll.trouble()
-        yield GaugeMetricFamily("kvdepot_up", "1 while the depot answers and is not behind.", float(up))
+        yield GaugeMetricFamily(
+            "kvdepot_up", "1 while the server answers and its loop lag is within bounds.", float(up)
+        )
         try:
             answer = self._poll.latest()
         except Unavailable:
             return
         yield GaugeMetricFamily(
-            "kvdepot_loop_lag_seconds", "How long the depot took to get to a request.", answer.lag_s
+            "kvdepot_loop_lag_seconds", "How long a request waits before the server handles it.", answer.lag_s
         )
         yield from families(answer.status)
 
@@ -89,9 +91,9 @@ def _counters(status: Status) -> Iterator[Metric]:
         "retrieved_bytes": ("Bytes retrieved.", status.retrieved_bytes),
         "asked_tokens": ("Tokens of prompts that engines looked up, in whole chunks.", status.asked_tokens),
         "saved_tokens": ("Tokens that engines loaded instead of computing them.", status.saved.tokens),
-        "saved_prefill_seconds": ("Prefill that engines were spared.", status.saved.prefill_s),
+        "saved_prefill_seconds": ("Prefill time that engines saved.", status.saved.prefill_s),
     }
-    refused = CounterMetricFamily("kvdepot_refused", "What limits or keys refused.", labels=["what"])
+    refused = CounterMetricFamily("kvdepot_refused", "Refusals by limits or keys.", labels=["what"])
     for counted in SERVER:
         count = status.counters.get(counted.name, 0)
         if what := refusal(counted):
@@ -106,7 +108,7 @@ def _counters(status: Status) -> Iterator[Metric]:
 def _hit_rates(status: Status) -> Iterator[Metric]:
     reuse = GaugeMetricFamily(
         "kvdepot_reuse_ratio",
-        "Tokens that engines loaded, beyond their own caches, over tokens of prompts looked up.",
+        "Tokens that engines loaded, beyond their own caches, over prompt tokens looked up.",
         labels=["window_seconds"],
     )
     for each in status.reuse:
@@ -115,12 +117,12 @@ def _hit_rates(status: Status) -> Iterator[Metric]:
     yield reuse
     rate = GaugeMetricFamily(
         "kvdepot_hit_ratio",
-        "Share of chunks looked up that were in the depot; engines may have had them, too.",
+        "Share of looked-up chunks that were in the depot, whether or not the engine had them too.",
         labels=["window_seconds"],
     )
     ceiling = GaugeMetricFamily(
         "kvdepot_hit_ratio_ceiling",
-        "Upper bound: the share that an infinite cache would have had.",
+        "Upper bound: the hit rate of an infinite cache.",
         labels=["window_seconds"],
     )
     for window in status.hit_rates:
@@ -134,7 +136,7 @@ def _hit_rates(status: Status) -> Iterator[Metric]:
 
 def _latencies(status: Status) -> Iterator[Metric]:
     took = HistogramMetricFamily(
-        "kvdepot_request_duration_seconds", "From a request's receipt to its answer.", labels=["request"]
+        "kvdepot_request_duration_seconds", "Time from receiving a request to answering it.", labels=["request"]
     )
     failed = CounterMetricFamily("kvdepot_request_errors", "Requests answered with an error.", labels=["request"])
     for kind in status.latencies:
@@ -154,11 +156,13 @@ def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
     gauges = {
         "chunks": GaugeMetricFamily("kvdepot_namespace_chunks", "Chunks in memory.", labels=labels),
         "bytes": GaugeMetricFamily("kvdepot_namespace_bytes", "Bytes in memory.", labels=labels),
-        "engines": GaugeMetricFamily("kvdepot_namespace_engines", "Workers that store there.", labels=labels),
+        "engines": GaugeMetricFamily(
+            "kvdepot_namespace_engines", "Workers registered in the namespace.", labels=labels
+        ),
     }
     counters = {
         "lookup_chunks": CounterMetricFamily("kvdepot_namespace_lookup_chunks", "Chunks looked up.", labels=labels),
-        "hit_chunks": CounterMetricFamily("kvdepot_namespace_hit_chunks", "Chunks that hit.", labels=labels),
+        "hit_chunks": CounterMetricFamily("kvdepot_namespace_hit_chunks", "Chunks found.", labels=labels),
     }
     # Layouts of one model and shape are namespaces of their own, and one here: summed before any is left out, or a
     # layout that comes and goes among the largest would make counters fall.
@@ -181,13 +185,13 @@ def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
     gauges = {
         "objects": GaugeMetricFamily("kvdepot_tier_objects", "Objects in a tier.", labels=["tier"]),
         "bytes": GaugeMetricFamily("kvdepot_tier_bytes", "Bytes in a tier.", labels=["tier"]),
-        "capacity_bytes": GaugeMetricFamily("kvdepot_tier_capacity_bytes", "Room of a tier.", labels=["tier"]),
-        "queued_bytes": GaugeMetricFamily("kvdepot_tier_queued_bytes", "Bytes to be saved.", labels=["tier"]),
-        "saves": GaugeMetricFamily("kvdepot_tier_saves", "Shards that are being saved.", labels=["tier"]),
+        "capacity_bytes": GaugeMetricFamily("kvdepot_tier_capacity_bytes", "Capacity of a tier.", labels=["tier"]),
+        "queued_bytes": GaugeMetricFamily("kvdepot_tier_queued_bytes", "Bytes waiting to be saved.", labels=["tier"]),
+        "saves": GaugeMetricFamily("kvdepot_tier_saves", "Shards being saved.", labels=["tier"]),
     }
     events = CounterMetricFamily(
         "kvdepot_tier_events",
-        "What happened to a tier's objects, one a shard.",
+        "The counters of a tier, by name.",
         labels=["tier", "event"],
     )
     for tier in tiers:
@@ -209,14 +213,14 @@ def _devices(devices: Sequence[Device]) -> Iterator[Metric]:
             "kvdepot_device_registrations", "Registrations of a GPU's tensors.", labels=["device"]
         ),
         "context_bytes": GaugeMetricFamily(
-            "kvdepot_device_context_bytes", "Memory of a GPU that the server's context takes.", labels=["device"]
+            "kvdepot_device_context_bytes", "GPU memory used by the server's context.", labels=["device"]
         ),
         "staging_bytes": GaugeMetricFamily(
-            "kvdepot_device_staging_bytes", "Memory of a GPU that copies take.", labels=["device"]
+            "kvdepot_device_staging_bytes", "GPU memory used by staging buffers.", labels=["device"]
         ),
         "pinned_bytes": GaugeMetricFamily(
             "kvdepot_device_pinned_bytes",
-            "Bytes of the arena that are registered with the driver, once for all GPUs.",
+            "Bytes of the arena registered with the driver, once for all GPUs.",
             labels=["device"],
         ),
     }

@@ -35,7 +35,7 @@ def read_token(config: Config) -> str:
     path = token_path(config)
     token = read_file(path, is_secret=True).decode(errors="replace").strip()
     if not _TOKEN.fullmatch(token):
-        raise ConfigError(f"{path} holds no token: 16 to 512 letters, digits and - _ . ~ + / =")
+        raise ConfigError(f"{path} contains no valid token (16 to 512 letters, digits and - _ . ~ + / =)")
     return token
 
 

@@ -197,9 +197,7 @@ def find(driver: Driver, wanted: str) -> list[str]:
     if wanted in there:
         return [wanted]
     listed = ", ".join(f"{number} = {uuid}" for number, uuid in enumerate(there))
-    raise DeviceError(
-        f"there is no GPU {wanted}, only {listed}" if there else "there is no GPU that this process may use"
-    )
+    raise DeviceError(f"no GPU {wanted}; available: {listed}" if there else "no GPU is available to this process")
 
 
 # -- accounting
@@ -232,5 +230,5 @@ def _used_bytes(uuid: str) -> int | None:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as exc:
-        log.info("NVML does not say what is in use of %s: %s", uuid, exc)
+        log.info("NVML does not report the memory in use on %s: %s", uuid, exc)
         return None

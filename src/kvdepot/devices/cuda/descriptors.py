@@ -105,7 +105,7 @@ def offer(key: Hashable, sizes: Sequence[int], export: Export) -> bytes:
             try:
                 _listener = _Listener()
             except OSError as exc:
-                raise DeviceError(f"cannot listen in {SHM} to hand out device memory: {exc}") from exc
+                raise DeviceError(f"cannot listen in {SHM} to share device memory: {exc}") from exc
         return _listener.add(key, _Offer(sizes, export))
 
 
@@ -253,9 +253,9 @@ def fetch(handle: bytes, patience_s: float = _PATIENCE_S) -> Generator[tuple[int
     try:
         where = _decode_handle(handle)
     except _UNREADABLE as exc:
-        raise LayoutError("a handle of device memory cannot be read") from exc
+        raise LayoutError("invalid device memory handle") from exc
     if not _NAME.fullmatch(where.name) or not 0 < where.pieces <= _MOST_PIECES or where.number < 0:
-        raise LayoutError(f"{where.name[:64]!r}, {where.pieces} pieces: no handle of device memory")
+        raise LayoutError(f"{where.name[:64]!r}, {where.pieces} pieces: not a device memory handle")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         patience = _Patience(where.name, patience_s)
         _connect(connection, SHM / where.name, patience)
@@ -288,7 +288,7 @@ class _Patience:
         try:
             yield began + self._left_s
         except TimeoutError as exc:
-            raise DeviceError(f"the worker at {self.name} does not hand out its device memory in time") from exc
+            raise DeviceError(f"the worker at {self.name} did not share its device memory in time") from exc
         except OSError as exc:
             raise DeviceError(f"the worker at {self.name} is gone: {exc.strerror}") from exc
         finally:
@@ -324,15 +324,17 @@ def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Pat
     fds = [fd for *_, carried in ancillary for (fd,) in _FD.iter_unpack(carried[: len(carried) // _FD.size * _FD.size])]
     try:
         if flags & socket.MSG_CTRUNC:
-            raise DeviceError(f"{count} descriptors of device memory do not fit: may this process open more files?")
+            raise DeviceError(
+                f"{count} descriptors of device memory could not be received: raise the limit of open files"
+            )
         if not data:
             raise DeviceError(f"the worker at {patience.name} is gone, or refuses")
         try:
             sizes = _decode_answer(data)
         except _UNREADABLE as exc:
-            raise DeviceError(f"the worker at {patience.name} answers nonsense") from exc
+            raise DeviceError(f"the worker at {patience.name} sent an invalid reply") from exc
         if isinstance(sizes, str):
-            raise DeviceError(f"the worker cannot hand out its device memory: {sizes[:500]}")
+            raise DeviceError(f"the worker cannot share its device memory: {sizes[:500]}")
         if not len(sizes) == len(fds) == count or min(sizes) < 1:
             raise DeviceError(f"the worker at {patience.name} answers {len(fds)} descriptors, not {count}")
     except DeviceError:

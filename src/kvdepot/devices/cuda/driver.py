@@ -72,7 +72,7 @@ class Driver:
             raise DeviceError(f"KV tensors on a GPU need cuda-python: {install.advice('cuda')}") from exc
         if tuple(int(part) for part in re.findall(r"\d+", __version__)[:3]) < _BINDINGS_SINCE:
             raise DeviceError(
-                f"cuda-bindings {__version__} stop all threads while a GPU is waited for: pip install "
+                f"cuda-bindings {__version__} block all threads while waiting for a GPU: pip install "
                 f"'cuda-bindings>={'.'.join(map(str, _BINDINGS_SINCE))}'"
             )
         self.cu: Any = driver
@@ -119,7 +119,7 @@ class Driver:
         there = self.devices()
         if wanted not in there:
             raise DeviceError(
-                f"{wanted} cannot be seen from here, only {', '.join(there) or 'no GPU'}: give this process the GPUs "
+                f"{wanted} is not visible to this process, which sees {', '.join(there) or 'no GPU'}: give it the GPUs "
                 "of its workers (CUDA_VISIBLE_DEVICES, or the container's devices)"
             )
         return there[wanted]

@@ -64,7 +64,7 @@ class Gpu:
         try:
             self.driver.release(self.device)
         except DeviceError as exc:
-            log.error("%r keeps its context: %s", self, exc)
+            log.error("could not release the context of %r: %s", self, exc)
 
 
 class DeviceTensors(Mapped):
@@ -119,12 +119,12 @@ class DeviceTensors(Mapped):
             try:
                 held.enter_context(gpu.driver.current(gpu.context))
             except DeviceError as exc:  # it is lost; that these are open must be forgotten all the same
-                log.error("%r has lost its context: %s", gpu, exc)
+                log.error("the context of %r is broken: %s", gpu, exc)
             for opened in self._opened:
                 try:
                     opened.close()
                 except DeviceError as exc:
-                    log.error("an allocation on %r stays mapped: %s", gpu, exc)
+                    log.error("could not unmap an allocation on %r: %s", gpu, exc)
         self._opened.clear()
 
 
@@ -184,8 +184,8 @@ class Gpus:
             if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
             raise DeviceError(
-                f"{exc}: {uuid} has no memory left for the server, which needs about 1 GiB of it; let the engine take "
-                "less (vLLM: --gpu-memory-utilization)"
+                f"{exc}: {uuid} has no memory left for the server, which needs about 1 GiB; give the engine less "
+                "(vLLM: --gpu-memory-utilization)"
             ) from exc
         log.info("%s %s is in use", gpu.name, uuid)
         if gpu.ways.without:

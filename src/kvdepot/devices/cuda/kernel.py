@@ -60,7 +60,7 @@ class Compiled(msgspec.Struct, frozen=True):
         if self.parameters < _PARAMETERS:
             wants.append(f"{self.parameters} parameters")
         if wants:
-            raise DeviceError(f"this Triton makes a copy kernel that wants {', '.join(wants)}: use Triton 3.4 to 3.9")
+            raise DeviceError(f"this Triton builds a copy kernel that needs {', '.join(wants)}: use Triton 3.4 to 3.9")
 
 
 class CopyKernel:

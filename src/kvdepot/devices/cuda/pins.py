@@ -97,7 +97,7 @@ class Pins:
                 with self._driver.current(context):
                     self._driver.call("cuMemHostUnregister", self._place(piece))
             except DeviceError as exc:  # a lost context's, mostly: with that it goes
-                log.warning("a piece of the arena stays registered: %s", exc)
+                log.warning("could not unregister a piece of the arena: %s", exc)
             finally:
                 with self._change:
                     del self._begun[piece]
@@ -192,4 +192,4 @@ class Pins:
                 if stopping.is_set() or not self._pin(piece):
                     return
         except Exception:
-            log.exception("the arena could not be registered with the driver")
+            log.exception("could not register the arena with the driver")

@@ -41,7 +41,7 @@ _EXPANDABLE = (
 )
 _CUMEM = "vLLM's cumem allocator: start it without --enable-sleep-mode and --enable-cumem-allocator"
 _POOL = (
-    "memory of a CUDA pool or managed memory: take backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF and "
+    "memory of a CUDA pool or managed memory: remove backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF and "
     "PYTORCH_ALLOC_CONF"
 )
 
@@ -74,7 +74,7 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
             export = partial(_export, driver, device, [address for address, _ in pieces])
             handle = _PIECES + descriptors.offer((device, *pieces), [piece for _, piece in pieces], export)
     if start + size > base + length:
-        raise DeviceError(f"{name or 'tensor'}: {size} bytes at {start:#x} end behind their allocation")
+        raise DeviceError(f"{name or 'tensor'}: {size} bytes at {start:#x} extend beyond their allocation")
     item = tensor.element_size()
     return TensorView(
         name=name,
@@ -119,7 +119,9 @@ def _pieces(driver: Driver, start: int, size: int, name: str) -> list[tuple[int,
     while address < start + size:
         base, length = _allocation(driver, address)
         if not base <= address < base + length or (pieces and base != address):
-            raise DeviceError(f"{name or 'tensor'}: the memory behind {address:#x} is not what the driver says")
+            raise DeviceError(
+                f"{name or 'tensor'}: the memory behind {address:#x} does not match what the driver reports"
+            )
         pieces.append((base, length))
         address = base + length
     return pieces
@@ -194,7 +196,7 @@ def open_allocation(driver: Driver, mapping: Mapping) -> Opened:
         return _open_ipc(driver, mapping, handle)
     if mapping.size > 0 and kind == _PIECES:
         return _open_pieces(driver, mapping, handle)
-    raise LayoutError(f"{mapping.name[:64]!r} of {mapping.size} bytes has no handle of device memory")
+    raise LayoutError(f"{mapping.name[:64]!r} of {mapping.size} bytes has no device memory handle")
 
 
 @dataclass(slots=True)

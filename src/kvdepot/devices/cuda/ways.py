@@ -71,7 +71,7 @@ class Slot:
         except DriverError as exc:
             if exc.result != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
-            log.warning("no GPU memory for fast small copies, which will be slow: %s", exc)
+            log.warning("no GPU memory for copy buffers; small copies will be slow: %s", exc)
             self._free_memory()
 
     @property
@@ -115,9 +115,9 @@ class Ways:
 
     def _make_kernel(self, device: int) -> CopyKernel:
         if self._staging_bytes <= 0:
-            raise DeviceError("too little staging memory is allowed")
+            raise DeviceError("gpu_staging_mib is too small")
         if not self._same_addresses:
-            raise DeviceError("this GPU sees registered memory at other addresses than the processor")
+            raise DeviceError("this GPU maps registered memory at other addresses than the CPU")
         return CopyKernel(self._driver, device)
 
     @property

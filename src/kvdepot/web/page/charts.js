@@ -31,20 +31,20 @@ export const CHARTS = [
     ],
   },
   {
-    title: "Tokens not computed again, in this time",
+    title: "Tokens not recomputed, in this period",
     idle: 1000,
     format: format.count,
     lines: [{ name: "saved_tokens", label: "Tokens", colour: "--blue", filled: true, rises: true }],
   },
   {
-    title: "Prefill time saved, in this time",
+    title: "Prefill time saved, in this period",
     idle: 60,
     format: format.duration,
     steps: TIME_STEPS,
     lines: [{ name: "saved_prefill_s", label: "Time", colour: "--teal", filled: true, rises: true }],
   },
   {
-    title: "Bytes kept",
+    title: "Bytes used",
     idle: 2 ** 30,
     format: format.bytes,
     steps: BYTE_STEPS,
@@ -67,7 +67,7 @@ export const CHARTS = [
     ],
   },
   {
-    title: "How long requests take",
+    title: "Request latency",
     format: format.latency,
     ticks: format.duration,
     logarithmic: true,
@@ -79,14 +79,14 @@ export const CHARTS = [
     ],
   },
   {
-    title: "Evicted, and not kept, by reason",
+    title: "Chunks evicted or not stored, by reason",
     idle: 10,
     format: format.rate,
     lines: [
       { name: "evicted_chunks_s", label: "Evicted", colour: "--blue" },
-      { name: "dropped_chunks_s", label: "No room", colour: "--red", dash: [6, 3] },
-      { name: "failed_chunks_s", label: "Copy failed", colour: "--purple", dash: [2, 3] },
-      { name: "expired_chunks_s", label: "Too old", colour: "--grey", dash: [8, 3, 2, 3] },
+      { name: "dropped_chunks_s", label: "Memory full", colour: "--red", dash: [6, 3] },
+      { name: "failed_chunks_s", label: "Store failed", colour: "--purple", dash: [2, 3] },
+      { name: "expired_chunks_s", label: "Expired", colour: "--grey", dash: [8, 3, 2, 3] },
     ],
   },
 ];

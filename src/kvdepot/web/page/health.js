@@ -1,4 +1,4 @@
-// Is it working? What one status says of that, in words. Decides, draws nothing.
+// Is it working? Turns one status into a verdict in words. Decides, draws nothing.
 
 import { count, duration } from "./format.js";
 
@@ -9,7 +9,7 @@ export const RECENT_S = 300;
 export function verdict(status, slow, dropped) {
   const reasons = [...concerns(status, slow, dropped)];
   return reasons.length
-    ? { level: "look", headline: "Working, with something to look at", reasons }
+    ? { level: "look", headline: "Working, with warnings", reasons }
     : { level: "good", headline: "Working", reasons };
 }
 
@@ -23,13 +23,13 @@ function* concerns(status, slow, dropped) {
   }
   const corrupt = status.counters.corrupt_chunks;
   if (corrupt) {
-    yield `${count(corrupt)} ${corrupt === 1 ? "chunk" : "chunks"} failed the checksum since the start; suspect faulty RAM.`;
+    yield `${count(corrupt)} ${corrupt === 1 ? "chunk" : "chunks"} failed their checksum since the start; suspect faulty RAM.`;
   }
   if (status.unrecorded_shards) {
-    yield `${count(status.unrecorded_shards)} stored parts have no record: a restart would lose them.`;
+    yield `${count(status.unrecorded_shards)} shards have no record and would not survive a restart.`;
   }
   if (dropped >= 1) {
-    yield `${count(Math.round(dropped))} chunks found no room in the last ${duration(RECENT_S)}: memory is full of what is in use or kept by name.`;
+    yield `${count(Math.round(dropped))} chunks were dropped in the last ${duration(RECENT_S)}: memory is full of chunks in use or pinned by name.`;
   }
 }
 

@@ -44,7 +44,7 @@ async function turn() {
     else show(next);
   } catch (problem) {
     console.error(problem); // figures that stand still must not say that all is well
-    showFailure({ headline: "This page has a fault", reasons: [`It cannot show what the server says: ${problem.message}`] });
+    showFailure({ headline: "Page error", reasons: [`This page cannot show the server's status: ${problem.message}`] });
   }
 }
 
@@ -68,17 +68,17 @@ async function recall(next, stop) {
 
 function explain(problem) {
   if (problem instanceof Refusal && problem.status === 401) {
-    const help = "Run kvdepot open on the server's machine: it opens this page with its token, which kvdepot token prints.";
+    const help = "Run kvdepot open on the server's machine: it prints this page's URL with the token. kvdepot token prints the token alone.";
     return {
       level: "wait",
-      headline: hasToken() ? "The server has another token" : "A token is needed",
+      headline: hasToken() ? "Wrong token" : "Token required",
       reasons: [help],
       asksToken: true,
     };
   }
-  const help = "Engines compute for themselves until it is back. On its machine, kvdepot doctor says what is wrong.";
+  const help = "Engines recompute everything until it is back. To diagnose, run kvdepot doctor on its machine.";
   if (!(problem instanceof Refusal)) {
-    return { headline: "Not reachable", reasons: [`No answer from ${location.host}; asking again each second.`, help] };
+    return { headline: "Not reachable", reasons: [`No answer from ${location.host}; retrying every second.`, help] };
   }
   return { headline: problem.status >= 500 ? "Not answering" : "Refused", reasons: [sentence(problem.message), help] };
 }
@@ -101,7 +101,7 @@ function show(next) {
 }
 
 function showFailure({ level = "bad", headline, reasons, asksToken = false }) {
-  showVerdict({ level, headline, reasons }, status ? `The figures below are of ${moment(status.wall_s, Date.now() / 1000)}.` : "");
+  showVerdict({ level, headline, reasons }, status ? `The figures below are from ${moment(status.wall_s, Date.now() / 1000)}.` : "");
   document.body.classList.toggle("old", status !== null);
   $("token").hidden = !asksToken;
 }

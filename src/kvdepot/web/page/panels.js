@@ -36,9 +36,9 @@ export function showAll(status) {
 function showFacts(status) {
   const facts = [
     ["Engine processes", count(status.engine_count)],
-    ["Requests under way", count(status.sessions)],
-    ["Chunks kept", count(status.chunks)],
-    ["Tokens a chunk", count(status.chunk_size_tokens)],
+    ["Requests in progress", count(status.sessions)],
+    ["Chunks", count(status.chunks)],
+    ["Tokens per chunk", count(status.chunk_size_tokens)],
   ];
   fillFacts($("facts"), facts);
 }
@@ -86,17 +86,17 @@ function showGain(status) {
   fillFacts($("gain-hits"), [
     ["Lookups", count(status.counters.lookups ?? 0)],
     ["Chunks found", count(status.counters.hit_chunks ?? 0)],
-    ["of these, from tiers", count(status.counters.tier_hit_chunks ?? 0)],
+    ["of which in tiers", count(status.counters.tier_hit_chunks ?? 0)],
   ]);
   fillFacts($("gain-bytes"), [
-    ["Given back", bytes(status.retrieved_bytes)],
+    ["Retrieved", bytes(status.retrieved_bytes)],
     ["Stored", bytes(status.stored_bytes)],
   ]);
   say(
     $("saved-prefill-note"),
     status.saved.tokens && !status.saved.prefill_s
-      ? "no engine has told its prefill speed yet"
-      : "by each engine's own measured speed",
+      ? "no engine has reported its prefill speed yet"
+      : "at each engine's own measured speed",
   );
 }
 
@@ -104,7 +104,7 @@ function foundText(headline, found, hasFound) {
   if (!headline.asked_tokens) return "Nothing has been looked up yet.";
   const text = "loaded from the depot, beyond the engines' own caches";
   if (found) return `${text}. Found there: ${share(found.hit_rate)} of the chunks; upper bound (infinite cache) about ${share(found.ceiling)}`;
-  return hasFound ? text : `${text}. The upper bound needs the package datasketches on the server.`;
+  return hasFound ? text : `${text}. The upper bound requires the package datasketches on the server.`;
 }
 
 function fillCells(row, windows, tag, text) {
@@ -121,8 +121,8 @@ function showStores(status) {
     capacity: status.capacity_bytes,
     facts: [
       ["Chunks", count(status.chunks)],
-      ["Held now", count(status.holds)],
-      ["Evicted so far", count(status.evicted_chunks)],
+      ["Held", count(status.holds)],
+      ["Evicted since the start", count(status.evicted_chunks)],
     ],
   };
   const tiers = status.tiers.map((tier) => ({
@@ -132,7 +132,7 @@ function showStores(status) {
     capacity: tier.capacity_bytes,
     facts: [
       ["Objects", count(tier.objects)],
-      ["To be saved", bytes(tier.queued_bytes)],
+      ["Queued", bytes(tier.queued_bytes)],
       ["Writes", tier.write.replaceAll("_", " ")],
       ...(tier.error ? [["Last error", `${duration(Math.round(tier.error_s))} ago: ${tier.error}`]] : []),
     ],
@@ -170,7 +170,7 @@ function fillStore(card, store) {
   set(card.querySelector("h3 .ellipsis"), "title", store.name);
   say(card.querySelector(".big"), bytes(store.bytes));
   const part = store.capacity ? store.bytes / store.capacity : 0;
-  const text = store.capacity ? `${share(part)} of ${bytes(store.capacity)}` : "capacity not known";
+  const text = store.capacity ? `${share(part)} of ${bytes(store.capacity)}` : "capacity unknown";
   const meter = card.querySelector(".bar");
   meter.hidden = !store.capacity;
   if (store.capacity) bar(meter, part, text);
@@ -192,7 +192,7 @@ function showUsers(status) {
     ["num", (engine) => rough(engine.since_s), (engine) => duration(Math.round(engine.since_s))],
   ]);
   say($("namespaces-count"), status.namespaces.length > 1 ? count(status.namespaces.length) : "");
-  const full = (space) => [space.tenant, space.model, `${space.world_size} ranks`, `${space.blocks_in_chunk} blocks a chunk`];
+  const full = (space) => [space.tenant, space.model, `${space.world_size} ranks`, `${space.blocks_in_chunk} blocks per chunk`];
   rows($("namespaces"), status.namespaces, (space) => JSON.stringify(full(space)), [
     ["name", (space) => (space.tenant ? `${space.tenant}: ${space.model}` : space.model), (space) => full(space).filter(Boolean).join(", ")],
     ["num", (space) => bytes(space.bytes)],
