@@ -21,7 +21,15 @@ from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import connection
 from kvdepot.client import socket as client
 from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
-from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, VersionMismatch
+from kvdepot.errors import (
+    Busy,
+    DeadlineExceeded,
+    KVDepotError,
+    ProtocolError,
+    Unavailable,
+    UnknownClient,
+    VersionMismatch,
+)
 from kvdepot.memory import arena_header as header
 from kvdepot.protocol import handshake, wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -560,3 +568,17 @@ def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_add
     talk.wait(0.1)
     talk.answer_copies(b"boot-two")
     assert told["store"] is True
+
+
+def test_an_answer_of_the_wrong_kind_ends_its_future_with_an_error() -> None:
+    """Whatever the converter raises: a future that never ends would be waited for."""
+    for error in (ProtocolError("none of ours"), ValueError("no number")):
+
+        def convert(value: object, error: Exception = error) -> int:
+            raise error
+
+        future = client.MessagingFuture(None, convert)
+        future._finish("odd")
+        assert future.query()
+        with pytest.raises(ProtocolError):
+            future.result()

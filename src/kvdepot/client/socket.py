@@ -132,6 +132,8 @@ class MessagingFuture(Generic[T]):
         else:
             try:
                 self._value = self._convert(value) if self._convert is not None else value
+            except KVDepotError as exc:
+                self._error = exc
             except (TypeError, ValueError, LookupError) as exc:
                 self._error = ProtocolError(f"the server's answer {value!r:.80} is not of the expected kind: {exc}")
         self._done = True
