@@ -540,13 +540,13 @@ def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_
             asking.pump()
             return asking.is_welcomed
 
-        boot = asking.boot
+        incarnation = asking.incarnation
         assert is_welcomed()
         depot.process.kill()
         eventually(lambda: not is_welcomed())
         start_depot(url=depot.url, name=depot.name)
         eventually(is_welcomed)
-        assert asking.boot != boot
+        assert asking.incarnation != incarnation
         asking.close()
 
 
@@ -562,7 +562,7 @@ def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_add
     talk.wait(20.0)  # long enough for its silence to be suspected, and the other one to be found
     talk.ask(wire.Noop(), lambda value: told.update(up=value))
     assert told == {"registered": None, "up": None}
-    assert talk.connection.boot == b"boot-two"
+    assert talk.connection.incarnation == b"boot-two"
     assert [boot for boot, _ in talk.copies] == [stopped.boot]
     stopped.kill()
     talk.wait(0.1)

@@ -47,13 +47,13 @@ class Child:
         self.add(request)
         connector = self.scheduler.connector
         connector = getattr(connector, "sub_connectors", [connector])[-1]  # ours is the last below MultiConnector
-        lookups = connector._scheduler.lookup_futures
+        lookups = connector._scheduler._lookups
         deadline = time.monotonic() + 60
-        while not all(future.query() for future in lookups.values()):
+        while not all(lookup.future.query() for lookup in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"
 
     def meet(self) -> None:
-        clients = [self.scheduler.connector._scheduler.mq_client, get_kv_transfer_group()._worker.mq_client]
+        clients = [self.scheduler.connector._scheduler.client, get_kv_transfer_group()._worker.client]
         deadline = time.monotonic() + 30
         for client in clients:
             while not client.is_welcomed:

@@ -278,7 +278,8 @@ def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> N
 
 
 def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
-    from kvdepot.integrations.vllm.stores import Transfer, WaitingStores
+    from kvdepot.client.transfer import Transfer
+    from kvdepot.integrations.vllm.stores import WaitingStores
 
     stores = WaitingStores()
     for request_id, step, block_ids, read in requests:
@@ -439,7 +440,7 @@ def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored_and_not_with_t
 
     def told_saved() -> int:
         """Tokens that ended sessions saved; one connection's messages keep their order."""
-        return int(connector._asks.mq_client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
+        return int(connector._asks.client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
 
     try:
         before = told_saved()

@@ -346,7 +346,7 @@ def _transfer(
         )
         last = shards[-1] if shards else None
         if last is not None and not parent and not last.parent and _same_request(last, part):
-            shards[-1] = replace_shards(last, hashes=last.hashes + hashes, block_ids=last.block_ids + ids)
+            shards[-1] = msgspec.structs.replace(last, hashes=last.hashes + hashes, block_ids=last.block_ids + ids)
         else:
             shards.append(part)
     if request_type is RequestType.STORE:
@@ -363,17 +363,3 @@ def _same_request(one: wire.Shards, other: wire.Shards) -> bool:
     return (one.request, one.model, one.world_size, one.rank) == (
         other.request, other.model, other.world_size, other.rank,
     )  # fmt: skip
-
-
-def replace_shards(shards: wire.Shards, hashes: bytes, block_ids: bytes) -> wire.Shards:
-    """The same request's shards with other chunks."""
-    return wire.Shards(
-        shards.request,
-        shards.model,
-        shards.world_size,
-        shards.rank,
-        shards.parent,
-        shards.depth,
-        hashes,
-        block_ids,
-    )

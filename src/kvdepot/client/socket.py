@@ -254,9 +254,9 @@ class MessageQueueClient:
         return self._connection.welcomed
 
     @property
-    def boot(self) -> bytes:
+    def incarnation(self) -> bytes:
         """The run of a server that welcomed us last."""
-        return self._connection.boot
+        return self._connection.incarnation
 
     @property
     def heard(self) -> int:

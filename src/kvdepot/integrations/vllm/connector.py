@@ -44,10 +44,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvdepot.client import admin as upkeep
+from kvdepot.client import admin
 from kvdepot.client.contract import pack_block_ids
-from kvdepot.client.lmcache import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, MessageQueueClient
 from kvdepot.client.operation import Operation
+from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.client.socket import CONNECT_S, MessageQueueClient
+from kvdepot.client.transfer import Transfer, learn_spec
+from kvdepot.client.worker import WorkerClient
 from kvdepot.devices import share
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.events import Known, WorkerReport
@@ -56,7 +59,7 @@ from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
 from kvdepot.integrations.vllm.requests import Prompt, names_are_contents, root
 from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
-from kvdepot.integrations.vllm.stores import Transfer, WaitingStores
+from kvdepot.integrations.vllm.stores import WaitingStores
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.layout import Layout, build_layout
@@ -154,22 +157,22 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         context: zmq.Context[Any] = zmq.Context()
         client = MessageQueueClient(settings["url"], context, key=settings["key"])
-        place = (settings["url"], context, model, ranks // replicas)
-        self._scheduler: LMCacheMPSchedulerAdapter | None = None
-        self._worker: LMCacheMPWorkerAdapter | None = None
+        self._scheduler: SchedulerClient | None = None
+        self._worker: WorkerClient | None = None
         self._rank = 0  # a worker's, among all
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            self._scheduler = LMCacheMPSchedulerAdapter(*place, 0, block_tokens, client=client)
+            spec = learn_spec(client, model, ranks // replicas, 0, block_tokens, CONNECT_S)
+            self._scheduler = SchedulerClient(client, spec)
         else:
             self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
-            self._worker = LMCacheMPWorkerAdapter(*place, self._rank // replicas, block_tokens, client=client)
+            spec = learn_spec(client, model, ranks // replicas, self._rank // replicas, block_tokens, CONNECT_S)
             # The scheduler ends pins once a prompt is stored; and two engines may well number their requests alike.
-            self._worker.unpins = False
+            self._worker = WorkerClient(client, spec, unpins=False)
         self._stats = KVDepotStats()
         self._spans: Callable[[Operation], None] | None = None
-        self._traces: dict[str, dict[str, str]] = {}  # a worker's: headers of what it loads and stores
+        self._traces: dict[str, Mapping[str, str]] = {}  # a worker's: headers of what it loads and stores
         if vllm_config.observability_config.otlp_traces_endpoint:
             from kvdepot.client.tracing import Spans  # vLLM has OpenTelemetry then
 
@@ -179,7 +182,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._known: Known | None = None  # the scheduler's
         self._report = WorkerReport()  # a worker's, since the last step
         if self._tells and self._scheduler is not None:
-            self._known = Known(ranks, self._scheduler.chunk_size, block_tokens)
+            self._known = Known(ranks, self._scheduler.spec.chunk_tokens, block_tokens)
         (self._scheduler or self._moves).watch = self._ended_operation
         self._context = context
         self._gpu: torch.device | None = None  # where the KV is, if on one
@@ -216,8 +219,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._spans(operation)
 
     def _note_trace(self, transfer: Transfer) -> None:
-        if transfer.trace:
-            self._traces[transfer.request_id] = transfer.trace
+        if transfer.trace_headers:
+            self._traces[transfer.request_id] = transfer.trace_headers
 
     def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
         tracked = self._tracked.get(request_id)
@@ -260,7 +263,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler: what is cached
 
     @property
-    def _asks(self) -> LMCacheMPSchedulerAdapter:
+    def _asks(self) -> SchedulerClient:
         assert self._scheduler is not None, "this connector was made for a worker"
         return self._scheduler
 
@@ -275,7 +278,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             if parent is None:
                 self._uncached.add(request_id)
                 return
-            tracked = _Tracked(request, Prompt(request, self._asks.chunk_size, parent, self._named))
+            tracked = _Tracked(request, Prompt(request, self._asks.spec.chunk_tokens, parent, self._named))
             self._tracked[request_id] = tracked
             self._look_up(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_spare`
@@ -301,12 +304,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.is_cached = tracked.may_load = False
-            self._asks.cleanup_lookup_result(request_id)
+            self._asks.forget_lookup(request_id)
 
     def _look_up(self, tracked: _Tracked) -> None:
         request = tracked.request
         chain = tracked.prompt.hash()
-        self._asks.cleanup_lookup_result(request.request_id)
+        self._asks.forget_lookup(request.request_id)
         if self._loads and not request.skip_reading_prefix_cache:
             salt = salt_tag(request.cache_salt or "")
             tracked.has_pins = True
@@ -325,13 +328,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 self._look_up(tracked)
             except Exception as exc:  # noqa: BLE001 - see `_spare`
                 self._spare(request.request_id, exc)
-        if not tracked.may_load or len(tracked.prompt.chain) * self._asks.chunk_size <= num_computed_tokens:
+        if not tracked.may_load or len(tracked.prompt.chain) * self._asks.spec.chunk_tokens <= num_computed_tokens:
             return 0, False  # the depot could not add anything: no need to await its answer
-        cached = self._asks.wait_lookup_result(request.request_id, _ANSWER_S)
-        if cached is None:
+        outcome = self._asks.wait_lookup(request.request_id, _ANSWER_S)
+        if isinstance(outcome, Pending):
             return None, False
-        tracked.saved_chunks = cached // self._asks.chunk_size
-        if self._known is not None and self._asks.is_answered(request.request_id):
+        cached = outcome.tokens if isinstance(outcome, Cached) else 0
+        tracked.saved_chunks = cached // self._asks.spec.chunk_tokens
+        if self._known is not None and isinstance(outcome, Cached):
             self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
@@ -345,7 +349,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked.read_tokens = None
         if num_external_tokens == 0:
             return
-        chunk_size, per_chunk = self._asks.chunk_size, self._asks.blocks_in_chunk
+        chunk_size, per_chunk = self._asks.spec.chunk_tokens, self._asks.spec.blocks_in_chunk
         first = tracked.local_tokens // chunk_size
         end = (tracked.local_tokens + num_external_tokens) // chunk_size
         (block_ids,) = blocks.get_block_ids()
@@ -380,7 +384,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 self._tracked[request_id].stores_open = False
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been made void
         meta = _Metadata(
-            model=self._asks.model_name,
+            model=self._asks.spec.model,
             loads=self._new_loads,
             stores=self._stores_waiting.take(),
             preempted=preempted,
@@ -418,19 +422,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _hear_of_restarts(self) -> None:
         """A server that was started anew may have nothing: offer it all again. It takes what it does not have."""
-        client = self._asks.mq_client
+        client = self._asks.client
         client.pump()
-        if client.boot != self._boot:
-            self._boot = client.boot
+        if client.incarnation != self._boot:
+            self._boot = client.incarnation
             for tracked in self._tracked.values():
                 tracked.saved_chunks = 0
 
     def _prepare_store(self, state: KVConnectorBlockState, tracked: _Tracked, new_tokens: int) -> None:
         """Store the chunks that are complete once this step has come back, and that the depot does not have."""
-        request, chunk_size, waiting = tracked.request, self._asks.chunk_size, self._stores_waiting
+        request, chunk_size, waiting = tracked.request, self._asks.spec.chunk_tokens, self._stores_waiting
         if tracked.read_tokens is None:
             tracked.read_tokens = request.num_computed_tokens
-        read = -(-tracked.read_tokens * self._asks.blocks_in_chunk // chunk_size)
+        read = -(-tracked.read_tokens * self._asks.spec.blocks_in_chunk // chunk_size)
         if waiting.has_suspects:
             (block_ids,) = state.resolve_block_ids(request.request_id)
             if not waiting.check(block_ids, read):
@@ -440,7 +444,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         end = min(request.num_computed_tokens + new_tokens, known) // chunk_size
         if end <= tracked.saved_chunks or not tracked.is_cached:
             return
-        if tracked.saved_chunks == 0 and request.request_id in self._asks.lookup_futures:
+        if tracked.saved_chunks == 0:
             tracked.saved_chunks = self._asks.known_tokens(request.request_id) // chunk_size
         chain = tracked.prompt.chain
         if end > len(chain) or request.streaming_queue is not None:
@@ -452,7 +456,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if end <= first:
             return
         (block_ids,) = state.resolve_block_ids(request.request_id)
-        per_chunk = self._asks.blocks_in_chunk
+        per_chunk = self._asks.spec.blocks_in_chunk
         store = self._transfer(tracked, first, end, block_ids[first * per_chunk : end * per_chunk])
         waiting.add(self._step, store, block_ids[: end * per_chunk], read, request.lora_request)
         if self._known is not None:
@@ -491,7 +495,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                     self._known.lost(tracked.load.hashes)
                 # What is recomputed is stored again; the server skips what it has after all.
                 tracked.saved_chunks = 0
-                self._asks.cleanup_lookup_result(request_id)
+                self._asks.forget_lookup(request_id)
             tracked.load_tokens = 0
             tracked.load = None
             tracked.load_blocks = frozenset()
@@ -514,7 +518,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._ended |= done
         if 0 < self._forget_after <= step:
             self._forget_after = 0
-            self._asks.mq_client.ask(wire.Forget(self._asks.model_name))
+            self._asks.client.ask(wire.Forget(self._asks.spec.model))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -525,7 +529,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        self._asks.cleanup_lookup_result(request_id)
+        self._asks.forget_lookup(request_id)
         self._asks.end_session(request_id, tracked.saved_tokens, tracked.saved_s)
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
         if not tracked.stores_open:
@@ -544,7 +548,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         Nobody can tell whether they are those on disk any more, so from now on this engine shares KV with none but
         itself. False where something may be left. Blocks 30 s at most.
         """
-        is_forgotten = upkeep.reset(self._asks.mq_client, self._asks.model_name)
+        is_forgotten = admin.reset(self._asks.client, self._asks.spec.model)
         self._epoch = secrets.token_hex(16)
         log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
         for request_id in self._tracked:
@@ -559,7 +563,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker: moving bytes
 
     @property
-    def _moves(self) -> LMCacheMPWorkerAdapter:
+    def _moves(self) -> WorkerClient:
         assert self._worker is not None, "this connector was made for the scheduler"
         return self._worker
 
@@ -575,8 +579,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Share the paged KV with the server."""
         backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
         layout = _layout(kv_caches, self._kv_cache_config.num_blocks, backends)
-        self._moves.register_layout(layout)
-        self._moves.kv_caches = kv_caches
+        self._moves.register_layout(layout, kv_caches)
         self._gpu = next(cache.device for cache in kv_caches.values()) if layout.device else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -587,21 +590,21 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
-        if self._orders.model != self._moves.model_name and not self._told:
+        if self._orders.model != self._moves.spec.model and not self._told:
             self._told.add("model")
             log.error(
                 "scheduler and worker disagree on this engine's identity (%s, %s), so nothing is reused. Report it "
                 "with the log of VLLM_LOGGING_LEVEL=DEBUG",
                 self._orders.model,
-                self._moves.model_name,
+                self._moves.spec.model,
             )
         if self._orders.void:
-            self._moves.give_up_stores(set(self._moves.store_futures), _PREEMPTION_S)
+            self._moves.give_up_stores(set(self._moves.stores), _PREEMPTION_S)
         loads = self._orders.loads
         event = self._queued() if loads else None
         for load in loads:
             self._note_trace(load)
-            self._moves.submit_shards([load.request_id], self._shards([load]), event, is_store=False)
+            self._moves.submit_retrieve([load.request_id], [load], event)
 
     def wait_for_save(self) -> None:
         """Submit stores of chunks that earlier steps completed: they begin when what is queued so far is done."""
@@ -610,7 +613,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             ids = [store.request_id for store in stores]
             for store in stores:
                 self._note_trace(store)
-            self._moves.submit_shards(ids, self._shards(stores), self._queued(), is_store=True)
+            self._moves.submit_store(ids, stores, self._queued())
 
     def _queued(self) -> torch.cuda.Event | None:
         """An event that happens when all that vLLM has queued on its stream is done; None on the CPU, where it is.
@@ -622,12 +625,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._gpu))
         return event
-
-    def _shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
-        return [
-            self._moves.shards(t.request_id, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt)
-            for t in transfers
-        ]
 
     @property
     def _orders(self) -> _Metadata:
@@ -641,14 +638,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if orders.idle:
             self._moves.wait_any(_IDLE_S)
         # Not vLLM's ids: stores of a finished request may come a step later, and vLLM asserts that it awaits each.
-        stored, loaded = self._moves.get_finished(orders.ended)
-        for request_id in self._traces.keys() - self._moves.store_futures.keys() - self._moves.retrieve_futures.keys():
+        stored, loaded = self._moves.poll(orders.ended)
+        for request_id in self._traces.keys() - self._moves.stores.keys() - self._moves.retrieves.keys():
             del self._traces[request_id]
-        return stored, loaded
+        return stored or None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that vLLM must recompute."""
-        return self._moves.get_block_ids_with_load_errors()
+        return self._moves.take_failed_blocks()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only once all its layers are there."""
@@ -660,7 +657,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Close the connection. Safe twice and without a server; blocks 5 s at most."""
         for adapter in (self._scheduler, self._worker):
             if adapter is not None:
-                adapter.shutdown()
+                adapter.close()
         self._context.term()
 
 

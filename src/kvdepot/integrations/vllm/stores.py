@@ -13,24 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvdepot.client.transfer import Transfer
+
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-__all__ = ["Transfer", "WaitingStores"]
-
-
-@dataclass
-class Transfer:
-    """Chunks of one request to copy, as the scheduler tells the workers."""
-
-    request_id: str
-    parent: bytes
-    depth: int
-    hashes: bytes
-    block_ids: bytes
-    skip_blocks: int = 0
-    salt: bytes = b""
-    trace: dict[str, str] | None = None  # the request's W3C trace headers, where it has some
+__all__ = ["WaitingStores"]
 
 
 @dataclass(frozen=True)
