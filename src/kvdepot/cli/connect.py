@@ -29,7 +29,7 @@ def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
     """A client that has been welcomed; on a terminal the wait for it is told. Raises ConfigError, Unavailable."""
     import threading
 
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
     from kvdepot.protocol.curve import read_client_key
 
     place = endpoint(url)
@@ -47,7 +47,7 @@ def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
     if sys.stderr.isatty():
         waiting.start()
     try:
-        with upkeep.connect(place, key) as client:
+        with admin.connect(place, key) as client:
             waiting.cancel()
             yield client
     finally:

@@ -1,6 +1,6 @@
 """`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand, and an engine whose cache is reset.
 
-Called by cli/chunks.py, web/app.py and integrations/vllm/connector.py; a client like any other.
+Called by cli/chunks.py, web/app.py and integrations/vllm/scheduler.py; a client like any other.
 """
 
 from __future__ import annotations
