@@ -253,7 +253,7 @@ class Prompt:
 
     def stored(self, first: int, end: int, *ranks: int) -> Any:
         """What workers tell of these chunks, in one step."""
-        from kvdepot.integrations.vllm.events import WorkerReport
+        from kvdepot.integrations.vllm.messages import WorkerReport
 
         told = WorkerReport()
         for rank in ranks or [0]:
@@ -283,7 +283,7 @@ def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
     from vllm.v1.outputs import KVConnectorOutput
 
     from kvdepot.integrations.vllm.connector import KVDepotConnector
-    from kvdepot.integrations.vllm.events import WorkerReport
+    from kvdepot.integrations.vllm.messages import WorkerReport
 
     told = KVTransferConfig(
         kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": vllm_depot.url}
@@ -301,17 +301,17 @@ def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
 
         first, second, decodes = built(8192), built(4096), built(1)
         assert 0 < first < second and decodes == 0
-        assert connector._prefill.speed == 0.0
+        assert connector._scheduler._prefill.speed == 0.0
         connector.update_connector_output(KVConnectorOutput())  # of a step before
-        assert connector._prefill.speed == 0.0
+        assert connector._scheduler._prefill.speed == 0.0
         connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(measured=second)))
-        assert connector._prefill.speed > 0.0
+        assert connector._scheduler._prefill.speed > 0.0
     finally:
         connector.shutdown()
 
 
 def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -> None:
-    from kvdepot.integrations.vllm.events import WorkerReport
+    from kvdepot.integrations.vllm.messages import WorkerReport
 
     told = WorkerReport()
     told.aggregate(WorkerReport(step=7, measured=3))

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
+from kvdepot.client.transfer import pack_block_ids
 from kvdepot.errors import BadRequest, LayoutError, ProtocolError
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import ROOT, ChunkChain, engine_hash, pack_ids
+from kvdepot.protocol.keys import ROOT, ChunkChain, engine_hash
 from kvdepot.protocol.layout import TensorView, build_layout, find_block_axes
 
 if TYPE_CHECKING:
@@ -225,17 +226,6 @@ def check_type(value: Any, expected: type[T]) -> T:
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is int):
         raise ProtocolError(f"the server answered {value!r:.80}, not {expected.__name__}")
     return value
-
-
-def pack_block_ids(block_ids: Sequence[int]) -> bytes:
-    """Block ids as little-endian uint32. Raises BadRequest for what is none."""
-    try:  # what `array` would take for ids
-        is_wrong = isinstance(block_ids, bytes | bytearray) or (len(block_ids) > 0 and isinstance(block_ids[0], bool))
-    except (TypeError, LookupError):
-        is_wrong = True
-    if is_wrong:
-        raise BadRequest(f"block ids must be a sequence of integers, not {block_ids!r:.80}")
-    return pack_ids(block_ids, "block ids")
 
 
 def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, chains: Chains) -> Call | None:

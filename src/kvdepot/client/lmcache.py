@@ -20,13 +20,12 @@ from kvdepot.client.contract import (
     RequestType,
     chunk_range,
     get_response_class,
-    pack_block_ids,
     striding_block_hashes,
     wrap_kv_caches,
 )
 from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, Unanswered
 from kvdepot.client.socket import CONNECT_S, MessageQueueClient, MessagingFuture
-from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec
+from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import BadRequest
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash

@@ -8,19 +8,19 @@ The fields that both become on the wire are spelled out here and nowhere else in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdepot.errors import BadRequest, KVDepotError
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
     from kvdepot.client.socket import MessageQueueClient
 
-__all__ = ["ShardSpec", "Transfer", "learn_spec"]
+__all__ = ["ShardSpec", "Transfer", "learn_spec", "pack_block_ids"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,17 @@ class ShardSpec:
             )
             for t in transfers
         ]  # fmt: skip
+
+
+def pack_block_ids(block_ids: Sequence[int]) -> bytes:
+    """Block ids as little-endian uint32. Raises BadRequest for what is none."""
+    try:  # what `array` would take for ids
+        is_wrong = isinstance(block_ids, bytes | bytearray) or (len(block_ids) > 0 and isinstance(block_ids[0], bool))
+    except (TypeError, LookupError):
+        is_wrong = True
+    if is_wrong:
+        raise BadRequest(f"block ids must be a sequence of integers, not {block_ids!r:.80}")
+    return pack_ids(block_ids, "block ids")
 
 
 def learn_spec(
