@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot.client import admin
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment

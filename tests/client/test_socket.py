@@ -65,7 +65,7 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         monkeypatch.setattr(module, "CHECK_S", 60.0)
     url = f"ipc://{tmp_path}/s"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
-        asking = client.MessageQueueClient(url, context)
+        asking = client.Client(url, context)
         future = asking.ask(wire.ChunkSize())
         waiting = threading.Thread(target=asking.wait, args=(future.query, 30.0))
         waiting.start()
@@ -531,7 +531,7 @@ def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_
     """Nothing is asked meanwhile, and nobody looks for what is overdue or gone."""
     depot = start_depot()
     with zmq.Context() as context:
-        asking = client.MessageQueueClient(depot.url, context)
+        asking = client.Client(depot.url, context)
         asking.learn_chunk_size(10.0)
         for name in ("CHECK_S", "_GONE_CHECK_S", "_STALE_S"):
             monkeypatch.setattr(connection, name, 3600.0)

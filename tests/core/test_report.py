@@ -12,8 +12,7 @@ import torch
 
 from kvdepot import status
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.client import admin
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
 from kvdepot.protocol import wire
@@ -118,7 +117,7 @@ def test_who_closes_its_connection_has_not_died_and_who_is_killed_has(depot: Dep
 _CLIENT = """
 import sys, zmq
 from kvdepot.protocol import wire
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 print(MessageQueueClient(sys.argv[1], zmq.Context()).ask(wire.Noop()).result(10.0), flush=True)
 sys.stdin.read()
 """
@@ -205,7 +204,7 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_i
         with admin.connect(depot.url) as client:
 
             def meant(model: str) -> str:
-                return admin.make_prompt(client, tokens, b"", model, "").model
+                return admin.make_prompt(client, tokens, b"", model, "").spec.model
 
             assert meant("te") == meant("team/zero") == "team/zero"
             for name in ("y", "y" * 256, "y" * 300):

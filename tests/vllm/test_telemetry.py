@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from tests.conftest import Depot, StartDepot, clear, eventually
@@ -378,15 +378,16 @@ def test_chunks_that_the_engine_does_not_hash_are_not_told() -> None:
 
 def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
     from kvdepot.client.operation import Began, Operation
+    from kvdepot.errors import DeadlineExceeded
     from kvdepot.integrations.vllm.stats import KVDepotStats
 
-    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: str = "") -> Operation:
+    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: Any = None) -> Operation:
         return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)
 
     one, two = KVDepotStats(), KVDepotStats()
     assert one.is_empty() and one.reduce() == {}
     one.count(operation("lookup", 0.001, 4, 3))
-    one.count(operation("lookup", 0.003, 4, 0, error="deadline: late"))
+    one.count(operation("lookup", 0.003, 4, 0, error=DeadlineExceeded("late")))
     one.count(operation("retrieve", 0.2, 3, 2, 2000))
     two.count(operation("retrieve", 0.4, 3, 3, 3000))
     two.count(operation("store", 0.5, 2, 0))

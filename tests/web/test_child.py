@@ -15,8 +15,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvdepot.client import admin
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
 from kvdepot.install import advice

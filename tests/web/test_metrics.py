@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdepot.client import admin
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from tests.client.engine import CHUNK, PER_CHUNK, Engine

@@ -18,7 +18,7 @@ from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvdepot.client.admin import Preview, Prompt
-    from kvdepot.client.socket import MessageQueueClient
+    from kvdepot.client.socket import Client
 
 __all__ = ["check", "forget", "pin", "unpin", "warm"]
 
@@ -26,7 +26,7 @@ __all__ = ["check", "forget", "pin", "unpin", "warm"]
 @contextmanager
 def _prompt(
     url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
-) -> Iterator[tuple[MessageQueueClient, Prompt, Progress]]:
+) -> Iterator[tuple[Client, Prompt, Progress]]:
     """A connection, the prompt that the options name, and a progress bar."""
     from kvdepot.client import admin
 

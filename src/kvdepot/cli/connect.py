@@ -11,7 +11,7 @@ from kvdepot.config import default_key, load
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvdepot.client.socket import MessageQueueClient
+    from kvdepot.client.socket import Client
 
 __all__ = ["connect", "endpoint"]
 
@@ -25,7 +25,7 @@ def endpoint(url: str | None) -> str:
 
 
 @contextmanager
-def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
+def connect(url: str | None, key: str | None) -> Iterator[Client]:
     """A client that has been welcomed; on a terminal the wait for it is told. Raises ConfigError, Unavailable."""
     import threading
 

@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -60,7 +60,7 @@ driver has taken a dead process's queues down."""
 CHECK_S = 0.01
 """How often `expire` looks."""
 
-Done: TypeAlias = Callable[[Any], None]
+Done: TypeAlias = Callable[[object], None]
 """Told what became of a request, once: its value, or a KVDepotError."""
 
 
@@ -265,7 +265,7 @@ class Connection:
             self._pending.pop(number, None)
         self._recovering.clear()
 
-    def _on_proof(self, value: Any) -> None:
+    def _on_proof(self, value: object) -> None:
         """The answer to our hello. Nothing is believed, and nothing told, before it is checked against the arena."""
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded) and not self._met:
@@ -298,7 +298,7 @@ class Connection:
             self._proved.watch.close()
             self._proved = None
 
-    def _on_welcome(self, value: Any) -> None:
+    def _on_welcome(self, value: object) -> None:
         proved = self._proved
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded):
@@ -356,7 +356,7 @@ class Connection:
     def _held_by_former(self) -> set[int]:
         return {number for server in self._former for number in server.copies}
 
-    def _on_taken_back(self, value: Any) -> None:
+    def _on_taken_back(self, value: object) -> None:
         """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
         if isinstance(value, KVDepotError):
             self._begin_anew(value)
@@ -370,7 +370,7 @@ class Connection:
             self._greet_at = self._clock() + _PAUSE_S
         self._patience_s = min(2 * self._patience_s, DEADLINE_S)
 
-    def _on_recovered(self, value: Any) -> None:
+    def _on_recovered(self, value: object) -> None:
         if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
             self._begin_anew(value)
         elif not self._recovering:
@@ -477,7 +477,7 @@ class Connection:
             self._registered.pop(pending.request.instance, None)
         pending.done(value)
 
-    def _believes_unsealed(self, request: wire.Request, value: Any) -> bool:
+    def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
         """Whether an answer counts that carries no seal though our messages do: where its sender can have no key.
 
         While its server lives, no other end of a store or retrieve is believed: it may still touch blocks.

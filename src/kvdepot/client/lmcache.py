@@ -17,6 +17,7 @@ from kvdepot.client.contract import (
     IPCCacheEngineKey,
     KVCacheHandle,
     LoadStoreOp,
+    MessageQueueClient,
     RequestType,
     chunk_range,
     get_response_class,
@@ -24,7 +25,7 @@ from kvdepot.client.contract import (
     wrap_kv_caches,
 )
 from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, Unanswered
-from kvdepot.client.socket import CONNECT_S, MessageQueueClient, MessagingFuture
+from kvdepot.client.socket import CONNECT_S, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import BadRequest
@@ -66,13 +67,7 @@ def get_lmcache_chunk_size(mq_client: MessageQueueClient) -> int:
 class _Names:
     """The contract's attributes that both adapters have."""
 
-    client: MessageQueueClient
     spec: ShardSpec
-
-    @property
-    def mq_client(self) -> MessageQueueClient:
-        """The connection to the server."""
-        return self.client
 
     @property
     def model_name(self) -> str:
@@ -122,7 +117,7 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        client = client or MessageQueueClient(server_url, context)
+        self.mq_client = client = client or MessageQueueClient(server_url, context)
         super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property
@@ -150,7 +145,7 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
             chunks = len(token_ids) // self.chunk_size
             hashes = b""
             if chunks:
-                _, hashes = self.client.chains.name(request_id, token_ids, self.chunk_size, 0, chunks)
+                _, hashes = self.mq_client.chains.name(request_id, token_ids, self.chunk_size, 0, chunks)
         else:
             assert block_hashes is not None
             hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
@@ -179,7 +174,7 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
 
         saved_tokens, saved_s: see wire.EndSession.
         """
-        self.client.chains.drop(request_id)
+        self.mq_client.chains.drop(request_id)
         super().end_session(request_id, saved_tokens, saved_s)
 
     def shutdown(self) -> None:
@@ -199,13 +194,9 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
 
 def _tokens(outcome: LookupOutcome) -> int | None:
     """An outcome as the contract returns it."""
-    match outcome:
-        case Pending():
-            return None
-        case Cached(tokens):
-            return tokens
-        case Unanswered():
-            return 0
+    if isinstance(outcome, Cached):
+        return outcome.tokens
+    return None if isinstance(outcome, Pending) else 0
 
 
 class LMCacheMPWorkerAdapter(_Names, WorkerClient):
@@ -226,7 +217,7 @@ class LMCacheMPWorkerAdapter(_Names, WorkerClient):
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        client = client or MessageQueueClient(server_url, context)
+        self.mq_client = client = client or MessageQueueClient(server_url, context)
         super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property
@@ -293,7 +284,7 @@ class LMCacheMPWorkerAdapter(_Names, WorkerClient):
         if op.token_ids is not None:
             end = op.end or len(op.token_ids)
             depth, last = chunk_range(op.start, end, len(op.token_ids), self.chunk_size)
-            parent, hashes = self.client.chains.name(request_id, op.token_ids, self.chunk_size, depth, last)
+            parent, hashes = self.mq_client.chains.name(request_id, op.token_ids, self.chunk_size, depth, last)
         else:
             assert op.block_hashes is not None
             hashes = b"".join(map(engine_hash, striding_block_hashes(op.block_hashes, self.blocks_in_chunk)))
@@ -316,7 +307,7 @@ class LMCacheMPWorkerAdapter(_Names, WorkerClient):
         """
         stored, retrieved = self.poll(finished_req_ids_from_engine)
         for request_id in stored:
-            self.client.chains.drop(request_id)
+            self.mq_client.chains.drop(request_id)
         return stored or None, retrieved or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvdepot.client.contract import check_type
+import msgspec
+
 from kvdepot.client.operation import Began, Operation
-from kvdepot.client.socket import MessageQueueClient, MessagingFuture
+from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
 from kvdepot.protocol import wire
@@ -29,26 +30,24 @@ LOOKUP_S = 1.0
 """A lookup without an answer by then, and the time that the server's tiers have, counts as a miss for now."""
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(msgspec.Struct, frozen=True):
     """The lookup is under way."""
 
 
-@dataclass(frozen=True)
-class Cached:
+class Cached(msgspec.Struct, frozen=True):
     """The server has the first `tokens` of the prompt; 0 is a miss."""
 
     tokens: int
 
 
-@dataclass(frozen=True)
-class Unanswered:
+class Unanswered(msgspec.Struct, frozen=True):
     """The lookup has failed, so nobody knows; it counts as a miss."""
 
     error: KVDepotError
 
 
 LookupOutcome: TypeAlias = Pending | Cached | Unanswered
+_PENDING = Pending()
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +67,7 @@ class _Lookup:
 class SchedulerClient:
     """Lookups, and the sessions that hold what they matched. Used by one thread."""
 
-    def __init__(self, client: MessageQueueClient, spec: ShardSpec) -> None:
+    def __init__(self, client: Client, spec: ShardSpec) -> None:
         """The client becomes its own. spec: its rank does not matter."""
         self.client = client
         self.spec = spec
@@ -107,14 +106,14 @@ class SchedulerClient:
         if lookup.outcome is not None:
             return lookup.outcome
         if not lookup.future.query():
-            return Pending()
-        found, error = 0, ""
+            return _PENDING
+        found, error = 0, None
         try:
             found = lookup.future.result()
             outcome: Cached | Unanswered = Cached(found * self.spec.chunk_tokens)
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
-            outcome, error = Unanswered(exc), f"{exc.code}: {exc}"
+            outcome, error = Unanswered(exc), exc
         lookup.outcome = outcome
         if self.watch is not None:
             took_s, chunks = time.monotonic() - lookup.began.at_s, len(lookup.message.hashes) // HASH_BYTES
@@ -132,17 +131,18 @@ class SchedulerClient:
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]
-        if not isinstance(outcome, Pending) and lookup.message.hashes and not (lookup.was_held and lookup.is_second):
+        if outcome is not _PENDING and lookup.message.hashes and not (lookup.was_held and lookup.is_second):
             client.pump()
             is_outdated = lookup.incarnation not in (b"", client.incarnation)
             was_silent = isinstance(outcome, Unanswered) and isinstance(outcome.error, Unavailable | DeadlineExceeded)
             if is_outdated or (was_silent and lookup.heard != client.heard):
                 self._ask(request_id, lookup.message, is_second=lookup.was_held)
-                lookup, outcome = self._lookups[request_id], Pending()
-        if isinstance(outcome, Pending) and client.is_welcomed:
-            client.wait(lookup.future.query, timeout_s)
-        outcome = self.check_lookup(request_id)
-        lookup.was_held = isinstance(outcome, Pending)
+                lookup, outcome = self._lookups[request_id], _PENDING
+        if outcome is _PENDING:
+            if client.is_welcomed:
+                client.wait(lookup.future.query, timeout_s)
+            outcome = self.check_lookup(request_id)
+        lookup.was_held = outcome is _PENDING
         return outcome
 
     def known_tokens(self, request_id: str) -> int:

@@ -18,7 +18,7 @@ from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
-    from kvdepot.client.socket import MessageQueueClient
+    from kvdepot.client.socket import Client
 
 __all__ = ["ShardSpec", "Transfer", "learn_spec", "pack_block_ids"]
 
@@ -118,7 +118,7 @@ def pack_block_ids(block_ids: Sequence[int]) -> bytes:
 
 
 def learn_spec(
-    client: MessageQueueClient, model: str, world_size: int, rank: int, block_tokens: int, timeout_s: float
+    client: Client, model: str, world_size: int, rank: int, block_tokens: int, timeout_s: float
 ) -> ShardSpec:
     """A spec with the chunk size of the client's server. Blocks until the first welcome, `timeout_s` at most.
 

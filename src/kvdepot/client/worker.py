@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from kvdepot.client.contract import check_type
 from kvdepot.client.device_events import EventQueue, happened
 from kvdepot.client.operation import Began, Operation
-from kvdepot.client.socket import MessageQueueClient, MessagingFuture
+from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import ShardSpec, Transfer
 from kvdepot.errors import KVDepotError, ProtocolError
 from kvdepot.protocol import wire
@@ -89,7 +88,7 @@ class Ended(NamedTuple):
 class WorkerClient:
     """Moves blocks of one rank's tensors into the depot, and chunks back. Used by one thread."""
 
-    def __init__(self, client: MessageQueueClient, spec: ShardSpec, *, unpins: bool = True) -> None:
+    def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True) -> None:
         """The client becomes its own.
 
         unpins: whether chunks are unpinned as they are retrieved; not where whoever looked them up ends its sessions.
@@ -235,7 +234,7 @@ class WorkerClient:
         if self.watch is None or not submitted.transfers:
             return
         outcome, began = submitted.outcome(), submitted.began
-        error = f"{outcome.code}: {outcome}" if isinstance(outcome, KVDepotError) else ""
+        error = outcome if isinstance(outcome, KVDepotError) else None
         took_s, size_bytes = time.monotonic() - began.at_s, blocks * self._block_bytes
         self.watch(
             Operation(kind, submitted.request_ids, began, took_s, submitted.chunks, done, size_bytes, error, stored)

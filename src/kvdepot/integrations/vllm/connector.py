@@ -40,7 +40,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.client.socket import CONNECT_S, MessageQueueClient
+from kvdepot.client.socket import CONNECT_S, Client
 from kvdepot.client.transfer import learn_spec
 from kvdepot.client.worker import WorkerClient
 from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
@@ -91,7 +91,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.WORKER:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
         self._context: zmq.Context[Any] = zmq.Context()
-        client = MessageQueueClient(settings.url, self._context, key=settings.key)
+        client = Client(settings.url, self._context, key=settings.key)
         spec = learn_spec(client, model, ranks // replicas, rank // replicas, block_tokens, CONNECT_S)
         self.connector_scheduler: SchedulerHalf | None = None
         self.connector_worker: WorkerHalf | None = None

@@ -54,7 +54,7 @@ class KVDepotStats(KVConnectorStats):
         if operation.kind == "lookup":
             self._add("lookup_chunks", operation.chunks)
             self._add("hit_chunks", operation.done)
-            self._add("lookup_errors", bool(operation.error))
+            self._add("lookup_errors", operation.error is not None)
         else:
             self._add(f"{operation.kind}d_shards", operation.done)
             self._add(f"{operation.kind}d_bytes", operation.size_bytes)
