@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 
 __all__ = ["SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "free_port", "listening", "listening_at", "say"]
 

@@ -26,7 +26,7 @@ import zmq
 from common import Scale, Serve, say
 from report import Figure, at_most
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 
 __all__ = ["EngineProcess", "run"]

@@ -14,7 +14,7 @@ from common import Peer, Scale, Serve, say
 from peers import FLOODS
 from report import Figure, at_most
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
 from kvdepot.protocol import wire
 

@@ -20,6 +20,7 @@ from common import Echo, Peer, Scale, Serve, say
 from report import Figure, at_least, at_most, below
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.client.transfer import Transfer
 from kvdepot.keys import HASH_BYTES, ROOT, ChunkChain
 from kvdepot.protocol import wire
 
@@ -275,16 +276,16 @@ def fill(context: zmq.Context[Any], url: str, chunks: int, rng: np.random.Genera
         left = chunks
         while left:
             counts = [_PROMPT_CHUNKS] * min(left // _PROMPT_CHUNKS, _MESSAGE_PROMPTS) or [left]
-            shards = []
+            transfers = []
             first = 0
             for count in counts:
                 hashes = rng.bytes(count * HASH_BYTES)
                 blocks = np.arange(first, first + count, dtype="<u4").tobytes()
-                shards.append(worker.shards("fill", ROOT, 0, hashes, blocks))
+                transfers.append(Transfer("fill", ROOT, 0, hashes, blocks))
                 first += count
                 prompts.append(hashes)
             request = f"fill {left}"
-            worker.submit_shards([request], shards, None, is_store=True)
+            worker.submit_store([request], transfers, None)
             _wait(worker, request)
             left -= sum(counts)
     finally:

@@ -24,7 +24,7 @@ from common import Scale, Serve, free_port, listening, say
 from report import Figure, at_most, below
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
 from kvdepot.protocol import wire
 

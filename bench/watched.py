@@ -20,7 +20,7 @@ from lookups import BLOCK_TOKENS, MODEL, fill
 from report import Figure, at_most, below
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import HASH_BYTES
 from kvdepot.protocol import wire
 

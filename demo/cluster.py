@@ -29,7 +29,7 @@ import zmq
 from demo import figures, prepare, prompt_length, report, run_engine, start_server
 
 from kvdepot import install
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from kvdepot.adapters import MessageQueueClient, get_lmcache_chunk_size
 from kvdepot.cli.output import Progress, progress
-from kvdepot.client import admin as upkeep
+from kvdepot.client import admin
 from kvdepot.config import load
 from kvdepot.errors import KVDepotError
 
@@ -228,7 +228,7 @@ def serving(folder: Path, url: str | None) -> Iterator[str]:
     """The server at `url` (empty: this user's), or one of our own while the demo runs; where it listens."""
     if url is not None:
         url = load(flags={"url": url or None}).url
-        with upkeep.connect(url):  # before an engine starts, which takes a while
+        with admin.connect(url):  # before an engine starts, which takes a while
             print(f"using the server at {url}", flush=True)
         yield url
         return

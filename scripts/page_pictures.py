@@ -24,7 +24,7 @@ from tests.conftest import Depot, eventually
 from tests.faults.engine import Request, ToyEngine
 from tests.web.browser import chromium
 
-from kvdepot.client import admin as upkeep
+from kvdepot.client import admin
 
 SECONDS = 330.0
 RANGE_S = 300
@@ -75,9 +75,9 @@ def drive(depot: Depot, address: str, folder: Path, seconds: float) -> None:
     models = ["meta-llama/Llama-3.1-8B-Instruct"] * 2 + ["Qwen/Qwen3-14B"]
     engines = [Engine(depot.url, model, seed, depot.context) for seed, model in enumerate(models)]
     engines[0].store(family=0, chunks=CHUNKS)
-    with upkeep.connect(depot.url) as client:
-        prompt = upkeep.make_prompt(client, engines[0].prompt(0, CHUNKS).tokens, b"", models[0], "")
-        upkeep.pin(client, "system-prompt", prompt)
+    with admin.connect(depot.url) as client:
+        prompt = admin.make_prompt(client, engines[0].prompt(0, CHUNKS).tokens, b"", models[0], "")
+        admin.pin(client, "system-prompt", prompt)
 
     is_over = threading.Event()
 

@@ -23,7 +23,7 @@ from tests.faults.engine import ToyEngine
 
 from kvdepot.cli import view
 from kvdepot.cli.screen import Screen
-from kvdepot.client import admin as upkeep
+from kvdepot.client import admin
 from kvdepot.protocol import wire
 from kvdepot.status import Status, read
 
@@ -59,7 +59,7 @@ def drive(depot: Depot) -> list[Status]:
     engines = [ToyEngine(depot.url, "toy-llama", width=WIDTH, seed=seed, context=depot.context) for seed in (0, 1)]
     seen: list[Status] = []
     end = time.monotonic() + SECONDS
-    with upkeep.connect(depot.url) as client:
+    with admin.connect(depot.url) as client:
         while time.monotonic() < end:
             look = time.monotonic() + 1.0
             while time.monotonic() < look:

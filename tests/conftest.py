@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index.index import Index
 from kvdepot.errors import KVDepotError

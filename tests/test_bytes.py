@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.client.transfer import Transfer
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
 from tests.devices.conformance import block_orders
@@ -208,8 +209,8 @@ def test_skipped_blocks_of_the_first_chunk_are_not_written(depot: Depot, data: s
         stored = memory.copy()
         for is_store, ids, skipped in ((True, source, 0), (False, target, skip)):
             packed = np.array(ids, "<u4").tobytes()
-            part = worker.shards("r", chain.root, 0, bytes(chain.hashes), packed, skipped)
-            worker.submit_shards(["r"], [part], None, is_store)
+            transfer = Transfer("r", chain.root, 0, bytes(chain.hashes), packed, skipped)
+            (worker.submit_store if is_store else worker.submit_retrieve)(["r"], [transfer], None)
             assert settle(worker, "r") == [True if is_store else [True] * chunks]
             if is_store:
                 memory.fill()

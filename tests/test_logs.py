@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvdepot import logs
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier

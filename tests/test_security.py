@@ -290,7 +290,7 @@ def test_a_lease_whose_place_holds_something_else_does_not_stop_the_server(loopb
 
 _IMPOSTOR = """
 import os, sys, zmq
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 client = MessageQueueClient(sys.argv[1], zmq.Context())
 client.learn_chunk_size(10.0)
 os.unlink("/dev/shm/" + client.lease.name)

@@ -103,7 +103,7 @@ def test_every_module_and_folder_has_its_floor_and_few_modules_stand_outside_of_
     ("module", "line", "fault"),
     [
         ("memory/copier.py", "from kvdepot.core import depot", "memory.copier imports core.depot"),
-        ("core/depot.py", "from kvdepot.client.socket import MessageQueueClient", "core.depot imports client.socket"),
+        ("core/depot.py", "from kvdepot.client.socket import Client", "core.depot imports client.socket"),
         ("client/socket.py", "    from kvdepot.core.reuse import Reuse", "client.socket imports core.reuse"),
         ("protocol/layout.py", "from kvdepot.protocol import wire", "a circle"),
         ("errors.py", "import kvdepot.config", "errors imports config"),

@@ -43,7 +43,7 @@ from typing import Any
 
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.endpoints import Claim
 from tests.cli.command import doctor, run, terminal

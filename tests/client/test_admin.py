@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdepot.client import admin as upkeep
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -61,10 +60,10 @@ def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
     try:
         gone, kept = fill(client, tensors, "model@1", 1), fill(client, tensors, "model@2", 2)
         eventually(lambda: objects(depot) == 2 * CHUNKS)
-        assert upkeep.reset(client, "model@1") is True
+        assert admin.reset(client, "model@1") is True
         # Neither memory nor, where a lookup looks next, the tier has it.
         assert (found(client, "model@1", gone), found(client, "model@2", kept)) == (0, CHUNKS)
-        assert upkeep.reset(client, "model@1") is True, "nothing was there to be forgotten"
+        assert admin.reset(client, "model@1") is True, "nothing was there to be forgotten"
         assert not caplog.records
     finally:
         client.close()
@@ -77,7 +76,7 @@ def test_to_reset_says_where_a_tier_cannot_be_told(
     client = MessageQueueClient(depot.url, depot.context)
     try:
         hashes = fill(client, tensors, "model@1", 1)
-        assert upkeep.reset(client, "model@1") is False
+        assert admin.reset(client, "model@1") is False
         (line,) = caplog.messages
         assert line.startswith("chunks of model@1 may remain stored: redis://127.0.0.1:1: not forgotten:")
         assert depot.status()["chunks"] == 0 and found(client, "model@1", hashes) == 0
@@ -97,7 +96,7 @@ def test_to_reset_without_a_server_says_that_something_may_be_left(
         depot.process.send_signal(signal.SIGKILL)
         if how == "gone before":
             depot.process.wait(20)
-        assert upkeep.reset(client, "model@1") is False
+        assert admin.reset(client, "model@1") is False
         assert "chunks of model@1 may remain stored: kvdepot:" in caplog.text
     finally:
         client.close()

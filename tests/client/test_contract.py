@@ -33,7 +33,9 @@ from kvdepot.adapters import (
     wrap_kv_caches,
 )
 from kvdepot.client import connection, lmcache
+from kvdepot.client import scheduler as client_scheduler
 from kvdepot.client.contract import pack_block_ids
+from kvdepot.client.scheduler import Cached, Unanswered
 from kvdepot.keys import ROOT, ChunkChain
 from tests.conftest import Depot, StartDepot, eventually, suspend
 from tests.metronome import ran_s
@@ -1498,7 +1500,7 @@ def kill(server: Depot) -> None:
 def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: list[int]) -> None:
     scheduler.maybe_submit_lookup_request(request_id, token_ids=tokens)
     assert wait_lookup(scheduler, request_id) == 0
-    assert not scheduler.is_answered(request_id)
+    assert isinstance(scheduler.check_lookup(request_id), Unanswered)
 
 
 @pytest.mark.faults
@@ -1519,7 +1521,7 @@ def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
     second = start_depot(url=first.url, name=first.name)
     assert scheduler.check_lookup_result("r") == 0, "the contract knows no second answer"
     eventually(lambda: scheduler.wait_lookup_result("r", 0.1) == 2 * CHUNK)
-    assert scheduler.is_answered("r") and scheduler.known_tokens("r") == 2 * CHUNK
+    assert scheduler.check_lookup("r") == Cached(2 * CHUNK) and scheduler.known_tokens("r") == 2 * CHUNK
     assert engine.retrieve(LoadStoreOp(list(range(8, 16)), token_ids=tokens)) == set()
     scheduler.end_session("r")
     barrier(scheduler)
@@ -1530,7 +1532,7 @@ def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
 def test_a_lookup_that_is_under_way_when_its_server_dies_is_answered_by_the_next(
     start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmcache, "LOOKUP_S", 60.0)
+    monkeypatch.setattr(client_scheduler, "LOOKUP_S", 60.0)
     monkeypatch.setattr(connection, "GRACE_S", 60.0)
     first = start_depot()
     engine, tokens = make_engine(first), prompt(CHUNK)
@@ -1551,7 +1553,7 @@ def test_a_lookup_that_is_under_way_when_its_server_dies_is_answered_by_the_next
 def test_a_server_that_hangs_is_not_waited_for_again_until_it_is_heard(
     start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmcache, "LOOKUP_S", 0.2)
+    monkeypatch.setattr(client_scheduler, "LOOKUP_S", 0.2)
     server = start_depot()
     engine, tokens = make_engine(server), prompt(CHUNK)
     scheduler = engine.scheduler
@@ -1569,7 +1571,7 @@ def test_a_server_that_hangs_is_not_waited_for_again_until_it_is_heard(
 def test_a_request_that_was_held_back_in_vain_is_looked_up_once_more_when_a_server_was_heard_and_then_goes_without(
     start_depot: StartDepot, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmcache, "LOOKUP_S", 0.2)
+    monkeypatch.setattr(client_scheduler, "LOOKUP_S", 0.2)
     server = start_depot()
     engine, tokens = make_engine(server), prompt(CHUNK)
     scheduler = engine.scheduler
@@ -1604,14 +1606,14 @@ def test_what_a_former_server_had_is_asked_anew_of_an_empty_one(
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
     scheduler.maybe_submit_lookup_request("r", token_ids=tokens)
     assert wait_lookup(scheduler, "r") == scheduler.known_tokens("r") == CHUNK
-    boot = scheduler.mq_client.boot
+    incarnation = scheduler.mq_client.incarnation
     first.stop()  # and its chunks go with it
     start_depot(url=first.url, name=first.name)
-    eventually(lambda: scheduler.mq_client.pump() or scheduler.mq_client.boot != boot)
+    eventually(lambda: scheduler.mq_client.pump() or scheduler.mq_client.incarnation != incarnation)
     assert scheduler.known_tokens("r") == 0
     assert scheduler.check_lookup_result("r") == CHUNK
     assert scheduler.wait_lookup_result("r", 10.0) == 0
-    assert scheduler.is_answered("r")
+    assert scheduler.check_lookup("r") == Cached(0)
 
 
 @pytest.mark.faults

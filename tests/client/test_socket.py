@@ -21,7 +21,15 @@ from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import connection
 from kvdepot.client import socket as client
 from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
-from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, VersionMismatch
+from kvdepot.errors import (
+    Busy,
+    DeadlineExceeded,
+    KVDepotError,
+    ProtocolError,
+    Unavailable,
+    UnknownClient,
+    VersionMismatch,
+)
 from kvdepot.memory import arena_header as header
 from kvdepot.protocol import handshake, wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -57,7 +65,7 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         monkeypatch.setattr(module, "CHECK_S", 60.0)
     url = f"ipc://{tmp_path}/s"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
-        asking = client.MessageQueueClient(url, context)
+        asking = client.Client(url, context)
         future = asking.ask(wire.ChunkSize())
         waiting = threading.Thread(target=asking.wait, args=(future.query, 30.0))
         waiting.start()
@@ -523,7 +531,7 @@ def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_
     """Nothing is asked meanwhile, and nobody looks for what is overdue or gone."""
     depot = start_depot()
     with zmq.Context() as context:
-        asking = client.MessageQueueClient(depot.url, context)
+        asking = client.Client(depot.url, context)
         asking.learn_chunk_size(10.0)
         for name in ("CHECK_S", "_GONE_CHECK_S", "_STALE_S"):
             monkeypatch.setattr(connection, name, 3600.0)
@@ -532,13 +540,13 @@ def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_
             asking.pump()
             return asking.is_welcomed
 
-        boot = asking.boot
+        incarnation = asking.incarnation
         assert is_welcomed()
         depot.process.kill()
         eventually(lambda: not is_welcomed())
         start_depot(url=depot.url, name=depot.name)
         eventually(is_welcomed)
-        assert asking.boot != boot
+        assert asking.incarnation != incarnation
         asking.close()
 
 
@@ -554,9 +562,23 @@ def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_add
     talk.wait(20.0)  # long enough for its silence to be suspected, and the other one to be found
     talk.ask(wire.Noop(), lambda value: told.update(up=value))
     assert told == {"registered": None, "up": None}
-    assert talk.connection.boot == b"boot-two"
+    assert talk.connection.incarnation == b"boot-two"
     assert [boot for boot, _ in talk.copies] == [stopped.boot]
     stopped.kill()
     talk.wait(0.1)
     talk.answer_copies(b"boot-two")
     assert told["store"] is True
+
+
+def test_an_answer_of_the_wrong_kind_ends_its_future_with_an_error() -> None:
+    """Whatever the converter raises: a future that never ends would be waited for."""
+    for error in (ProtocolError("none of ours"), ValueError("no number")):
+
+        def convert(value: object, error: Exception = error) -> int:
+            raise error
+
+        future = client.MessagingFuture(None, convert)
+        future._finish("odd")
+        assert future.query()
+        with pytest.raises(ProtocolError):
+            future.result()

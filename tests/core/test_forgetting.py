@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.core.forgetting import Removal, Removals
 from kvdepot.core.index.index import Chunk, Index, Namespace
 from kvdepot.errors import Busy

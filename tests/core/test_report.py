@@ -12,8 +12,7 @@ import torch
 
 from kvdepot import status
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.client import admin as upkeep
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.metrics import BOUNDS_S, Journal, Latencies
 from kvdepot.protocol import wire
@@ -118,7 +117,7 @@ def test_who_closes_its_connection_has_not_died_and_who_is_killed_has(depot: Dep
 _CLIENT = """
 import sys, zmq
 from kvdepot.protocol import wire
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 print(MessageQueueClient(sys.argv[1], zmq.Context()).ask(wire.Noop()).result(10.0), flush=True)
 sys.stdin.read()
 """
@@ -128,9 +127,9 @@ def test_what_people_warm_or_pin_makes_them_no_engine_and_is_no_lookup(depot: De
     scheduler, worker = an_engine(depot)
     tokens = list(range(2 * CHUNK))
     move(worker, "first", tokens, is_store=True)
-    with upkeep.connect(depot.url) as client:
-        prompt = upkeep.make_prompt(client, tokens, b"", "toy", "")
-        assert upkeep.warm(client, prompt) == upkeep.pin(client, "system", prompt) == 2
+    with admin.connect(depot.url) as client:
+        prompt = admin.make_prompt(client, tokens, b"", "toy", "")
+        assert admin.warm(client, prompt) == admin.pin(client, "system", prompt) == 2
         now = told(depot)
     assert [engine.ranks for engine in now.engines] == [[0]]
     assert now.pinned[0].name == "system"
@@ -147,8 +146,8 @@ def test_what_an_engine_had_in_its_own_cache_is_found_but_not_reused(depot: Depo
     scheduler, worker = an_engine(depot)
     tokens = list(range(4 * CHUNK))
     move(worker, "first", tokens, is_store=True)
-    with upkeep.connect(depot.url) as client:
-        hashes = upkeep.make_prompt(client, tokens, b"", "toy", "").hashes
+    with admin.connect(depot.url) as client:
+        hashes = admin.make_prompt(client, tokens, b"", "toy", "").hashes
         for request in ("own cache", "from the depot"):
             assert client.ask(wire.Lookup("toy", 1, 0, request, 1, hashes)).result(10.0) == 4
         client.ask(wire.EndSession("own cache")).result(10.0)
@@ -169,10 +168,10 @@ def test_engines_and_pins_are_all_counted_where_only_some_are_listed(depot: Depo
     others = [MessageQueueClient(depot.url, depot.context) for _ in range(70)]
     for other in others:
         other.ask(wire.Lookup("toy", 1, 0, "r", 1, bytes(32))).result(10.0)
-    with upkeep.connect(depot.url) as client:
-        prompt = upkeep.make_prompt(client, tokens, b"", "toy", "")
+    with admin.connect(depot.url) as client:
+        prompt = admin.make_prompt(client, tokens, b"", "toy", "")
         for number in range(120):
-            upkeep.pin(client, f"pin {number}", prompt)
+            admin.pin(client, f"pin {number}", prompt)
     now = told(depot)
     assert (now.engine_count, len(now.engines)) == (71, 64)
     assert (now.pinned_count, len(now.pinned)) == (120, 100)
@@ -202,10 +201,10 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_i
     others = [LMCacheMPWorkerAdapter(*place[:2], "y" * 300, *place[3:])]
     try:
         others[0].register_kv_caches(layer)
-        with upkeep.connect(depot.url) as client:
+        with admin.connect(depot.url) as client:
 
             def meant(model: str) -> str:
-                return upkeep.make_prompt(client, tokens, b"", model, "").model
+                return admin.make_prompt(client, tokens, b"", model, "").spec.model
 
             assert meant("te") == meant("team/zero") == "team/zero"
             for name in ("y", "y" * 256, "y" * 300):
@@ -224,8 +223,8 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_i
                 meant("team/z")
             with pytest.raises(ConfigError, match=r"names 0 .* and 2 smaller ones"):
                 meant("nobody")
-            said = upkeep.forget(client, "team/", "")
-            assert said == {"memory": 1} and not upkeep.not_forgotten(said)
+            said = admin.forget(client, "team/", "")
+            assert said == {"memory": 1} and not admin.not_forgotten(said)
     finally:
         for each in (worker, *others):
             each.shutdown()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, Depot, StartDepot, eventually, state, suspend
 from tests.faults.engine import ToyEngine

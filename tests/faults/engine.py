@@ -22,7 +22,7 @@ import zmq
 from blake3 import blake3
 
 from kvdepot.adapters import KVCacheHandle, LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from tests.metronome import slept_s

@@ -116,7 +116,7 @@ def test_50_engines_killed_and_started_again_leave_no_growth_anywhere(
 FORKS = """
 import ctypes, os, sys, time
 import zmq
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 
 client = MessageQueueClient(sys.argv[1], zmq.Context())
 client.learn_chunk_size(20.0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvdepot.adapters import KVCacheHandle, LoadStoreOp
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError, ProtocolError, UnknownInstance
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.conftest import Nursery, Watcher, is_zombie
 from tests.metronome import stalled_s

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 from tests.conftest import Depot, StartDepot, eventually
 from tests.devices.engines import BLOCKS, Engine, round_trips_at_once, settled, tokens_of

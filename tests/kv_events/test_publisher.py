@@ -493,7 +493,7 @@ def test_a_server_tells_what_is_stored_evicted_forgotten_and_that_it_ends(
     for adapter in (engine.scheduler, engine.worker):
         adapter.shutdown()
     eventually(lambda: server.status()["clients"] <= 1)
-    from kvdepot.client.socket import MessageQueueClient
+    from kvdepot.client import MessageQueueClient
 
     client = MessageQueueClient(server.url, server.context)
     client.ask(wire.Forget("", b"")).result(10.0)

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient, _others_between
+from kvdepot.client import MessageQueueClient
+from kvdepot.client.socket import _others_between
 from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient, VersionMismatch
 from kvdepot.memory.shm import Lease
 from kvdepot.protocol import wire

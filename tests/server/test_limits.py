@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import Busy, KVDepotError, ProtocolError
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
@@ -233,7 +233,7 @@ def test_a_status_counts_as_four_requests(start_depot: StartDepot) -> None:
 _COMING_AND_GOING = """
 import sys, time, zmq
 from kvdepot.protocol import wire
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable
 served = refused = 0
 context = zmq.Context()

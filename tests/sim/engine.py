@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client.contract import pack_block_ids
+from kvdepot.client.transfer import Transfer
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
@@ -389,8 +390,8 @@ class Engine:
         if self.mode == "shards":
             chain = chain_of(request.stream)
             hashes, ids = chain.slice(first, end), pack_block_ids(blocks)
-            shards = worker.shards("", chain.parent(first), first, hashes, ids, skip, salt_tag(request.stream.salt))
-            worker.submit_shards([request.id], [shards], None, is_store)
+            transfer = Transfer("", chain.parent(first), first, hashes, ids, skip, salt_tag(request.stream.salt))
+            (worker.submit_store if is_store else worker.submit_retrieve)([request.id], [transfer], None)
             return
         if self.mode == "tokens":
             tokens = tokens_of(request.stream)[: end * CHUNK_TOKENS]

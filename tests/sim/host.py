@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from kvdepot.client import contract
+from kvdepot.client import MessageQueueClient, MessagingFuture, contract
 from kvdepot.client.connection import CHECK_S, DEADLINE_S, Connection
-from kvdepot.client.socket import MessageQueueClient, MessagingFuture
 from kvdepot.config import Config
 from kvdepot.errors import LayoutError, Unavailable
 from kvdepot.memory.records import SLOT_BYTES

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvdepot.adapters import LMCacheMPWorkerAdapter
 from kvdepot.client.connection import Connection
+from kvdepot.client.worker import WorkerClient
 from kvdepot.core.clients import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
@@ -119,10 +119,10 @@ def ignores_the_fence(patch: Patch) -> None:
 @breaks(0)
 def never_raises_the_fence(patch: Patch) -> None:
     def give_up(self: Any, request_ids: set[str], timeout_s: float) -> None:
-        transfers = [t for request_id in request_ids for t in self.store_futures.get(request_id, ())]
-        self.mq_client.wait(lambda: all(t.done() for t in transfers), timeout_s)
+        stores = [each for request_id in request_ids for each in self.stores.get(request_id, ())]
+        self.client.wait(lambda: all(each.done() for each in stores), timeout_s)
 
-    patch.setattr(LMCacheMPWorkerAdapter, "give_up_stores", give_up)
+    patch.setattr(WorkerClient, "give_up_stores", give_up)
 
 
 @breaks(0)
@@ -217,7 +217,7 @@ def writes_blocks_that_a_retrieve_must_skip(patch: Patch) -> None:
 
 @breaks(0)
 def tells_no_failed_blocks(patch: Patch) -> None:
-    patch.setattr(LMCacheMPWorkerAdapter, "_retrieve_ended", lambda self, transfer: None)
+    patch.setattr(WorkerClient, "_retrieve_ended", lambda self, submitted: None)
 
 
 @breaks(30)

@@ -47,13 +47,13 @@ class Child:
         self.add(request)
         connector = self.scheduler.connector
         connector = getattr(connector, "sub_connectors", [connector])[-1]  # ours is the last below MultiConnector
-        lookups = connector._scheduler.lookup_futures
+        lookups = connector._scheduler._depot._lookups
         deadline = time.monotonic() + 60
-        while not all(future.query() for future in lookups.values()):
+        while not all(lookup.future.query() for lookup in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"
 
     def meet(self) -> None:
-        clients = [self.scheduler.connector._scheduler.mq_client, get_kv_transfer_group()._worker.mq_client]
+        clients = [self.scheduler.connector._scheduler._depot.client, get_kv_transfer_group()._worker._depot.client]
         deadline = time.monotonic() + 30
         for client in clients:
             while not client.is_welcomed:
@@ -103,7 +103,7 @@ class Child:
             case "reset all":
                 return self.llm.reset_prefix_cache(reset_connector=True)
             case "failed chunks":
-                return get_kv_transfer_group()._worker.counters["chunks_failed"]
+                return get_kv_transfer_group()._worker._depot.counters["chunks_failed"]
             case "metrics":
                 found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
                 return {m.name: m.count if hasattr(m, "count") else m.value for m in found}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from tests.conftest import Depot, eventually

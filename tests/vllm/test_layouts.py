@@ -62,11 +62,11 @@ def laid_out(kind: str, layout: str, kernel_tokens: int) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kind: str, split: int) -> None:
-    from kvdepot.integrations.vllm.connector import _layout
+    from kvdepot.integrations.vllm.worker import describe_kv
 
     for layout in KINDS[kind][split]:
         raw, caches = laid_out(kind, layout, TOKENS // split)
-        described = _layout({**caches, "shares": caches["layer.0"]}, BLOCKS, "backend")
+        described = describe_kv({**caches, "shares": caches["layer.0"]}, BLOCKS, "backend")
         assert described.num_blocks == BLOCKS
         assert described.block_bytes == LAYERS * split * prod(caches["layer.0"].shape[1:]) * 2, layout
         # What a retrieve makes of blocks that were stored, as the engine sees them ...
@@ -90,13 +90,13 @@ def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kin
 def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
     from vllm.device_allocator import alloc_conf
 
-    from kvdepot.integrations.vllm.connector import _without_expandable_segments
+    from kvdepot.integrations.vllm.worker import without_expandable_segments
 
     before = torch._C._accelerator_getAllocatorSettings()
     mine = "expandable_segments:True,max_split_size_mb:512"
     alloc_conf.set_alloc_conf(mine)
     try:
-        with _without_expandable_segments(mine):
+        with without_expandable_segments(mine):
             settings = torch._C._accelerator_getAllocatorSettings()
             assert sorted(settings.split(",")) == ["expandable_segments:False", "max_split_size_mb:512"]
         assert torch._C._accelerator_getAllocatorSettings() == mine

@@ -278,7 +278,8 @@ def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> N
 
 
 def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
-    from kvdepot.integrations.vllm.stores import Transfer, WaitingStores
+    from kvdepot.client.transfer import Transfer
+    from kvdepot.integrations.vllm.stores import WaitingStores
 
     stores = WaitingStores()
     for request_id, step, block_ids, read in requests:
@@ -361,7 +362,7 @@ class Steps:
         """The step's output."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        from kvdepot.integrations.vllm.events import WorkerReport
+        from kvdepot.integrations.vllm.messages import WorkerReport
 
         report = WorkerReport(step=orders.step)
         self.connector.update_connector_output(
@@ -394,7 +395,7 @@ def test_stores_follow_the_output_of_their_step_and_keep_the_blocks_of_a_finishe
         assert steps.build().stores == []
         # Nor does one that read a block which failed.
         one.num_computed_tokens = 128
-        connector._tracked["r"].read_tokens = None
+        connector._scheduler._tracked["r"].read_tokens = None
         seventh = steps.build(384)
         steps.back(seventh, failed={1})
         assert steps.build().stores == []
@@ -410,20 +411,20 @@ def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_
     try:
         one = request(list(range(512)))
         connector.on_new_request(one)
-        before = connector._tracked["r"].prompt.chain.root
+        before = connector._scheduler._tracked["r"].prompt.chain.root
         first = steps.build(512)
         assert connector.reset_cache() is True
         second = steps.build(512)
         assert second.void and not second.stores
         steps.back(first)
-        assert connector._forget_after
+        assert connector._scheduler._forget_after
         third = steps.build()
         assert not third.void and not third.stores
         steps.back(second)
-        assert not connector._forget_after
+        assert not connector._scheduler._forget_after
         connector.request_finished(one, [1, 2, 3, 4])
         connector.on_new_request(one)
-        assert connector._tracked["r"].prompt.chain.root != before
+        assert connector._scheduler._tracked["r"].prompt.chain.root != before
     finally:
         connector.shutdown()
 
@@ -439,7 +440,7 @@ def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored_and_not_with_t
 
     def told_saved() -> int:
         """Tokens that ended sessions saved; one connection's messages keep their order."""
-        return int(connector._asks.mq_client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
+        return int(connector._scheduler._depot.client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
 
     try:
         before = told_saved()

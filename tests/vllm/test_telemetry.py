@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from tests.conftest import Depot, StartDepot, clear, eventually
@@ -253,7 +253,7 @@ class Prompt:
 
     def stored(self, first: int, end: int, *ranks: int) -> Any:
         """What workers tell of these chunks, in one step."""
-        from kvdepot.integrations.vllm.events import WorkerReport
+        from kvdepot.integrations.vllm.messages import WorkerReport
 
         told = WorkerReport()
         for rank in ranks or [0]:
@@ -283,7 +283,7 @@ def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
     from vllm.v1.outputs import KVConnectorOutput
 
     from kvdepot.integrations.vllm.connector import KVDepotConnector
-    from kvdepot.integrations.vllm.events import WorkerReport
+    from kvdepot.integrations.vllm.messages import WorkerReport
 
     told = KVTransferConfig(
         kv_connector="KVDepotConnector", kv_role="kv_both", kv_connector_extra_config={"kvdepot.url": vllm_depot.url}
@@ -301,17 +301,17 @@ def test_the_speed_of_prefill_is_of_outputs_not_of_steps_that_are_built_ahead(
 
         first, second, decodes = built(8192), built(4096), built(1)
         assert 0 < first < second and decodes == 0
-        assert connector._prefill.speed == 0.0
+        assert connector._scheduler._prefill.speed == 0.0
         connector.update_connector_output(KVConnectorOutput())  # of a step before
-        assert connector._prefill.speed == 0.0
+        assert connector._scheduler._prefill.speed == 0.0
         connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(measured=second)))
-        assert connector._prefill.speed > 0.0
+        assert connector._scheduler._prefill.speed > 0.0
     finally:
         connector.shutdown()
 
 
 def test_an_output_of_several_workers_tells_which_step_it_was_as_that_of_one() -> None:
-    from kvdepot.integrations.vllm.events import WorkerReport
+    from kvdepot.integrations.vllm.messages import WorkerReport
 
     told = WorkerReport()
     told.aggregate(WorkerReport(step=7, measured=3))
@@ -378,15 +378,16 @@ def test_chunks_that_the_engine_does_not_hash_are_not_told() -> None:
 
 def test_stats_of_ranks_add_up_and_are_shown_and_empty_when_nothing_has_ended() -> None:
     from kvdepot.client.operation import Began, Operation
+    from kvdepot.errors import DeadlineExceeded
     from kvdepot.integrations.vllm.stats import KVDepotStats
 
-    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: str = "") -> Operation:
+    def operation(kind: str, took_s: float, chunks: int, done: int, size: int = 0, error: Any = None) -> Operation:
         return Operation(kind, ["r"], Began.now(), took_s, chunks, done, size, error)
 
     one, two = KVDepotStats(), KVDepotStats()
     assert one.is_empty() and one.reduce() == {}
     one.count(operation("lookup", 0.001, 4, 3))
-    one.count(operation("lookup", 0.003, 4, 0, error="deadline: late"))
+    one.count(operation("lookup", 0.003, 4, 0, error=DeadlineExceeded("late")))
     one.count(operation("retrieve", 0.2, 3, 2, 2000))
     two.count(operation("retrieve", 0.4, 3, 3, 3000))
     two.count(operation("store", 0.5, 2, 0))

@@ -12,7 +12,7 @@ import pytest
 
 from kvdepot import errors
 from kvdepot.adapters import LoadStoreOp
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
 from tests.client.engine import CHUNK, PER_CHUNK, Engine

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvdepot.client import admin as upkeep
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.config import load
 from kvdepot.errors import ConfigError
 from kvdepot.install import advice
@@ -250,8 +249,8 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     engine = Engine(web.depot)
     tokens = list(range(2 * CHUNK))
     engine.store(tokens, list(range(2 * PER_CHUNK)))
-    with upkeep.connect(web.depot.url) as client:
-        upkeep.pin(client, "system", upkeep.make_prompt(client, tokens, b"", engine.model, ""))
+    with admin.connect(web.depot.url) as client:
+        admin.pin(client, "system", admin.make_prompt(client, tokens, b"", engine.model, ""))
     seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["pinned"] and said)
     assert [namespace["tenant"] for namespace in seen["namespaces"]] == ["blue"]
     assert [each["tenant"] for each in seen["engines"]] == ["blue"]
@@ -263,8 +262,8 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     for what in ({"all": True}, {"model": engine.model}):
         assert web.change("/v1/forget", what).value == {"memory": 0}
     assert engine.lookup(tokens) == 2 * CHUNK
-    with upkeep.connect(web.depot.url) as client:
-        upkeep.unpin(client, "system")
+    with admin.connect(web.depot.url) as client:
+        admin.unpin(client, "system")
     engine.close()
 
 

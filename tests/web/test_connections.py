@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, eventually

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdepot.client import admin as upkeep
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client import MessageQueueClient, admin
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.protocol import wire
 from tests.client.engine import CHUNK, PER_CHUNK, Engine
@@ -71,9 +70,9 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         while depot.status()["counters"].get("dropped_chunks", 0) == 0:
             engine.store(prompt(kept, 1), BLOCKS[:PER_CHUNK])
             if depot.status()["chunks"] == kept + 1:
-                pinned = upkeep.make_prompt(person, prompt(kept, 1), b"", engine.model, "")
+                pinned = admin.make_prompt(person, prompt(kept, 1), b"", engine.model, "")
                 if kept < 2:
-                    assert upkeep.pin(person, f"pin {kept}", pinned) == 1
+                    assert admin.pin(person, f"pin {kept}", pinned) == 1
                 else:
                     asked = wire.Lookup(engine.model, 1, 0, f"held {kept}", 1, pinned.hashes, True)
                     holder = MessageQueueClient(depot.url, depot.context)
@@ -117,7 +116,7 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         # What is asked wrongly, too often, or not at all in our words.
         with pytest.raises(BadRequest):
             person.ask(wire.EndSession("r", -1)).result(10.0)
-        there = upkeep.make_prompt(person, prompt(0, 1), b"", engine.model, "").hashes
+        there = admin.make_prompt(person, prompt(0, 1), b"", engine.model, "").hashes
         for number in range(2):
             assert person.ask(wire.Lookup(engine.model, 1, 0, f"r{number}", 1, there, True)).result(10.0) == 1
         with pytest.raises(Busy):
@@ -143,10 +142,10 @@ def test_what_is_lost_refused_damaged_and_removed_is_counted_by_its_metric(
         # And what people and clients remove.
         for number in range(2):
             person.ask(wire.EndSession(f"r{number}", 256, 0.5)).result(10.0)
-            upkeep.unpin(person, f"pin {number}")
+            admin.unpin(person, f"pin {number}")
         before = fresh(web)
         assert (before["saved_tokens_total"], before["saved_prefill_seconds_total"]) == (512, 1.0)
-        upkeep.forget(person, engine.model, "")
+        admin.forget(person, engine.model, "")
         engine.worker.mq_client.lease.close()
         other = Engine(depot, BLOCK_BYTES)
         other.store(prompt(1), BLOCKS)

@@ -18,7 +18,7 @@ from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvdepot.client.admin import Preview, Prompt
-    from kvdepot.client.socket import MessageQueueClient
+    from kvdepot.client.socket import Client
 
 __all__ = ["check", "forget", "pin", "unpin", "warm"]
 
@@ -26,14 +26,14 @@ __all__ = ["check", "forget", "pin", "unpin", "warm"]
 @contextmanager
 def _prompt(
     url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
-) -> Iterator[tuple[MessageQueueClient, Prompt, Progress]]:
+) -> Iterator[tuple[Client, Prompt, Progress]]:
     """A connection, the prompt that the options name, and a progress bar."""
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
 
     if bool(tokens) == bool(hashes):
         raise click.UsageError("give exactly one of --tokens and --hashes")
     with connect(url, key) as client:
-        prompt = upkeep.read_prompt(client, tokens, hashes, model, salt)
+        prompt = admin.read_prompt(client, tokens, hashes, model, salt)
         with progress() as told:
             yield client, prompt, told
 
@@ -44,10 +44,10 @@ def _prompt(
 @options.as_json
 def warm(as_json: bool, **which: Any) -> int:
     """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are then in memory."""
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
 
     with _prompt(**which) as (client, prompt, told):
-        count = upkeep.warm(client, prompt, lambda done: told("loading chunks", done, len(prompt)))
+        count = admin.warm(client, prompt, lambda done: told("loading chunks", done, len(prompt)))
     return _said(count, len(prompt), "in_memory", as_json)
 
 
@@ -62,10 +62,10 @@ def warm(as_json: bool, **which: Any) -> int:
 def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
     """Keep a prompt's chunks in memory until they are unpinned, --seconds have passed, or the server stops. All pins
     together may use at most half of the memory."""
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
 
     with _prompt(**which) as (client, prompt, told):
-        count = upkeep.pin(client, name, prompt, seconds, lambda done: told("loading chunks", done, len(prompt)))
+        count = admin.pin(client, name, prompt, seconds, lambda done: told("loading chunks", done, len(prompt)))
     return _said(count, len(prompt), "pinned", as_json)
 
 
@@ -83,10 +83,10 @@ def _said(count: int, chunks: int, done: str, as_json: bool) -> int:
 @options.as_json
 def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
     """End a pin. `kvdepot status` lists the names."""
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
 
     with connect(url, key) as client:
-        upkeep.unpin(client, name)
+        admin.unpin(client, name)
     if as_json:
         print_json({"unpinned": name})
     return 0
@@ -120,12 +120,12 @@ def forget(
             "--all removes every chunk from memory and from all tiers, shared ones too: "
             "confirm with --yes, or see what would go with --dry-run"
         )
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
 
     if asks or dry_run:
         with connect(url, key) as client, progress() as told:
             told("counting chunks", 0, 0)
-            found = upkeep.preview(client, model, salt)
+            found = admin.preview(client, model, salt)
         if dry_run and as_json:
             print_json(msgspec.to_builtins(found))
             return 0
@@ -139,13 +139,13 @@ def forget(
             return 1
     with connect(url, key) as client, progress() as told:
         told(f"forgetting {model or 'all models'}", 0, 0)
-        said = upkeep.forget(client, model, salt)
+        said = admin.forget(client, model, salt)
     if as_json:
         print_json(said)
     else:
         for place, what in said.items():
             print(f"{place}: {what} chunks" if isinstance(what, int) else f"{place}: {what}", flush=True)
-    return 1 if upkeep.not_forgotten(said) else 0
+    return 1 if admin.not_forgotten(said) else 0
 
 
 def _preview_lines(found: Preview) -> list[str]:

@@ -11,7 +11,7 @@ from kvdepot.config import default_key, load
 from kvdepot.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvdepot.client.socket import MessageQueueClient
+    from kvdepot.client.socket import Client
 
 __all__ = ["connect", "endpoint"]
 
@@ -25,11 +25,11 @@ def endpoint(url: str | None) -> str:
 
 
 @contextmanager
-def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
+def connect(url: str | None, key: str | None) -> Iterator[Client]:
     """A client that has been welcomed; on a terminal the wait for it is told. Raises ConfigError, Unavailable."""
     import threading
 
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
     from kvdepot.protocol.curve import read_client_key
 
     place = endpoint(url)
@@ -47,7 +47,7 @@ def connect(url: str | None, key: str | None) -> Iterator[MessageQueueClient]:
     if sys.stderr.isatty():
         waiting.start()
     try:
-        with upkeep.connect(place, key) as client:
+        with admin.connect(place, key) as client:
             waiting.cancel()
             yield client
     finally:

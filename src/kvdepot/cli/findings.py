@@ -20,7 +20,7 @@ import msgspec
 from kvdepot import __version__, install, locks
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
-from kvdepot.client import admin as upkeep
+from kvdepot.client import admin
 from kvdepot.config import Config, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
@@ -330,7 +330,7 @@ def _ask(url: str, key: str) -> Status | Finding:
         advice = f"run as user {owner}, or start your own server with another --url"
         return Finding("fail", "server", f"{path} belongs to user {owner}, not to {os.geteuid()}", advice)
     try:
-        with upkeep.connect(url, key, _ANSWER_S) as client:
+        with admin.connect(url, key, _ANSWER_S) as client:
             return read(client.ask(wire.Status()).result(_ANSWER_S))
     except KVDepotError as exc:
         if path is not None and not holder(url):

@@ -21,7 +21,7 @@ from kvdepot.errors import ConfigError, KVDepotError
 
 if TYPE_CHECKING:
     from kvdepot.cli.screen import Screen
-    from kvdepot.client.socket import MessageQueueClient, MessagingFuture
+    from kvdepot.client.socket import Client, MessagingFuture
 
 __all__ = ["top"]
 
@@ -63,7 +63,7 @@ def _print_lines(url: str | None, key: str | None, interval: float) -> int:
             time.sleep(interval)
 
 
-def _watch(client: MessageQueueClient, interval: float) -> None:
+def _watch(client: Client, interval: float) -> None:
     """Draw until q is pressed. A server that goes away is waited for."""
     from rich.console import Console
     from rich.live import Live

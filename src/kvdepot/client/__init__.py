@@ -1,5 +1,6 @@
 """A client, in the engine's process."""
 
-from kvdepot.client.socket import MessageQueueClient, MessagingFuture
+from kvdepot.client.contract import MessageQueueClient
+from kvdepot.client.socket import Client, MessagingFuture
 
-__all__ = ["MessageQueueClient", "MessagingFuture"]
+__all__ = ["Client", "MessageQueueClient", "MessagingFuture"]

@@ -1,6 +1,6 @@
 """`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand, and an engine whose cache is reset.
 
-Called by cli/chunks.py, web/app.py and integrations/vllm/connector.py; a client like any other.
+Called by cli/chunks.py, web/app.py and integrations/vllm/scheduler.py; a client like any other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvdepot.client.socket import CONNECT_S, MessageQueueClient
+from kvdepot.client.socket import CONNECT_S, Client
+from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
@@ -45,11 +46,9 @@ _ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """Chunks of one prompt, and where they belong."""
+    """Chunks of one prompt, and whose they are, of no rank in particular."""
 
-    model: str
-    world_size: int
-    blocks_in_chunk: int
+    spec: ShardSpec
     hashes: bytes
     salt: bytes
 
@@ -59,11 +58,11 @@ class Prompt:
 
 
 @contextmanager
-def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[MessageQueueClient]:
+def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[Client]:
     """A client that has been welcomed. Raises Unavailable, ConfigError for a key that is none."""
     context: zmq.Context[Any] = zmq.Context()
     try:
-        client = MessageQueueClient(url, context, key=key)
+        client = Client(url, context, key=key)
         try:
             client.learn_chunk_size(timeout_s)
             yield client
@@ -73,7 +72,7 @@ def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[M
         context.term()
 
 
-def read_prompt(client: MessageQueueClient, tokens: str | None, hashes: str | None, model: str, salt: str) -> Prompt:
+def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: str, salt: str) -> Prompt:
     """The chunks of the prompt in a file: token ids (JSON, or separated numbers), or chunk hashes in hex; `-`: stdin.
 
     model: a name that the server lists, or the beginning of just one; empty: the only one there is. Raises ConfigError.
@@ -91,23 +90,24 @@ def read_prompt(client: MessageQueueClient, tokens: str | None, hashes: str | No
 
 
 def make_prompt(
-    client: MessageQueueClient, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
+    client: Client, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
 ) -> Prompt:
     """The chunks of these token ids, or those with these hashes. model: as above. what: its name in errors.
 
     Raises ConfigError.
     """
-    shape = _shape_named(client, model)
+    name, world_size, blocks_in_chunk = _shape_named(client, model)
     if not hashes:
         chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
         chain.extend(ids)
         hashes = bytes(chain.hashes)
     if not hashes:
         raise ConfigError(f"{what}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
-    return Prompt(*shape, hashes, salt_tag(salt))
+    spec = ShardSpec(name, world_size, 0, client.chunk_size, blocks_in_chunk)
+    return Prompt(spec, hashes, salt_tag(salt))
 
 
-def _shape_named(client: MessageQueueClient, model: str) -> tuple[str, int, int]:
+def _shape_named(client: Client, model: str) -> tuple[str, int, int]:
     """The one model, world size and blocks a chunk that are named so, in full or by a beginning. Raises ConfigError.
 
     Where the server lists some of its namespaces only, a name in full means the shape that is listed: the largest.
@@ -146,15 +146,13 @@ def _hash(word: str) -> bytes:
     return chunk
 
 
-def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:
+def warm(client: Client, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:
     """Load what tiers have of a prompt into memory; chunks of its prefix that are there then. Blocks until all are.
 
     told: how many are there by now.
     """
     request = f"warm {os.urandom(8).hex()}"
-    lookup = wire.Lookup(
-        prompt.model, prompt.world_size, prompt.blocks_in_chunk, request, 0, prompt.hashes, True, prompt.salt
-    )
+    lookup = prompt.spec.lookup(request, 0, prompt.hashes, True, prompt.salt)
     reached = -1
     while True:
         matched = int(client.ask(lookup).result(_ANSWER_S + 60.0))
@@ -166,7 +164,7 @@ def warm(client: MessageQueueClient, prompt: Prompt, told: Callable[[int], None]
 
 
 def pin(
-    client: MessageQueueClient,
+    client: Client,
     name: str,
     prompt: Prompt,
     ttl_s: int = 0,
@@ -177,11 +175,11 @@ def pin(
     told: how many are in memory by now.
     """
     warm(client, prompt, told)
-    request = wire.Pin(name, prompt.model, prompt.world_size, prompt.blocks_in_chunk, prompt.hashes, prompt.salt, ttl_s)
+    request = prompt.spec.pin(name, prompt.hashes, prompt.salt, ttl_s)
     return int(client.ask(request).result(_ANSWER_S + 60.0))
 
 
-def unpin(client: MessageQueueClient, name: str) -> None:
+def unpin(client: Client, name: str) -> None:
     """End a pin. Raises BadRequest where there is none of that name."""
     if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
         raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
@@ -205,7 +203,7 @@ class TierPreview(msgspec.Struct, frozen=True):
     bytes_at_most: int | None
 
 
-def preview(client: MessageQueueClient, model: str, salt: str) -> Preview:
+def preview(client: Client, model: str, salt: str) -> Preview:
     """What `forget` would remove now; removes nothing. Raises ProtocolError where the server is too old to count."""
     chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
     status = read(client.ask(wire.Status()).result(_ANSWER_S))
@@ -215,7 +213,7 @@ def preview(client: MessageQueueClient, model: str, salt: str) -> Preview:
     )
 
 
-def forget(client: MessageQueueClient, model: str, salt: str) -> dict[str, Any]:
+def forget(client: Client, model: str, salt: str) -> dict[str, Any]:
     """Remove chunks of models whose name begins so and of one salt (empty: of all), from memory and tiers.
 
     What each said: chunks removed, or what went wrong.
@@ -229,7 +227,7 @@ def not_forgotten(said: dict[str, Any]) -> list[str]:
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 
 
-def reset(client: MessageQueueClient, model: str) -> bool:
+def reset(client: Client, model: str) -> bool:
     """Forget all that an engine stored, as its weights have changed; False, and a line in the log, where something may
     be left. Blocks 30 s at most, and raises nothing."""
     try:

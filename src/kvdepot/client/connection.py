@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -60,12 +60,12 @@ driver has taken a dead process's queues down."""
 CHECK_S = 0.01
 """How often `expire` looks."""
 
-Done: TypeAlias = Callable[[Any], None]
+Done: TypeAlias = Callable[[object], None]
 """Told what became of a request, once: its value, or a KVDepotError."""
 
 
 class Watch(Protocol):
-    """What tells whether the server of one boot still lives (header.Watch).
+    """What tells whether one incarnation of a server still lives (header.Watch).
 
     secret: what lies in its arena and only its own user can read."""
 
@@ -91,9 +91,9 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Server:
-    """A boot that has welcomed us."""
+    """A run of a server that has welcomed us."""
 
-    boot: bytes
+    incarnation: bytes
     watch: Watch
     gone_at: float | None = None  # when it was first seen to be gone
     copies: list[int] = field(default_factory=list)  # that were sent to it, unanswered when its successor welcomed us
@@ -116,7 +116,7 @@ class Connection:
 
         send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError.
         others_between: asked at each hello: whether another user could stand between here and the server."""
-        self.boot = b""
+        self.incarnation = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
         self.heard = 0  # replies, and connections made: while it stays the same, asking again is of no use
@@ -128,7 +128,7 @@ class Connection:
         self._offer = Offer(lease, secret, False)  # our last hello
         self._proved: _Server | None = None  # has proved itself, and has not welcomed us yet
         self._seals: list[Seal] = []  # of what we send, and of what we take: one before the first is still taken
-        self._answered = b""  # the boot that the last answer in recovery came from
+        self._answered = b""  # the incarnation that the last answer in recovery came from
         self._send = send
         self._open_watch = watch
         self._clock = clock
@@ -265,7 +265,7 @@ class Connection:
             self._pending.pop(number, None)
         self._recovering.clear()
 
-    def _on_proof(self, value: Any) -> None:
+    def _on_proof(self, value: object) -> None:
         """The answer to our hello. Nothing is believed, and nothing told, before it is checked against the arena."""
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded) and not self._met:
@@ -298,13 +298,13 @@ class Connection:
             self._proved.watch.close()
             self._proved = None
 
-    def _on_welcome(self, value: Any) -> None:
+    def _on_welcome(self, value: object) -> None:
         proved = self._proved
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded):
             if not self._met:
                 return  # as in `_on_proof`
-        elif isinstance(value, UnknownClient) or proved is None or proved.boot != self._answered:
+        elif isinstance(value, UnknownClient) or proved is None or proved.incarnation != self._answered:
             return  # another server than the one that has proved itself: `expire` says hello to that one
         if isinstance(value, KVDepotError):
             self.lose(value)
@@ -316,9 +316,13 @@ class Connection:
             return
         assert proved is not None
         self._proved = None
-        self.boot = proved.boot
+        self.incarnation = proved.incarnation
         del self._seals[1:]
-        if self._server is not None and self._server.boot != self.boot and not self._is_gone(self._server):
+        if (
+            self._server is not None
+            and self._server.incarnation != self.incarnation
+            and not self._is_gone(self._server)
+        ):
             self._server.copies = self._unanswered_copies()
             self._former.append(self._server)  # a successor has its place, and still it may touch blocks
             self._server = None
@@ -352,7 +356,7 @@ class Connection:
     def _held_by_former(self) -> set[int]:
         return {number for server in self._former for number in server.copies}
 
-    def _on_taken_back(self, value: Any) -> None:
+    def _on_taken_back(self, value: object) -> None:
         """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
         if isinstance(value, KVDepotError):
             self._begin_anew(value)
@@ -366,7 +370,7 @@ class Connection:
             self._greet_at = self._clock() + _PAUSE_S
         self._patience_s = min(2 * self._patience_s, DEADLINE_S)
 
-    def _on_recovered(self, value: Any) -> None:
+    def _on_recovered(self, value: object) -> None:
         if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
             self._begin_anew(value)
         elif not self._recovering:
@@ -446,7 +450,7 @@ class Connection:
         """A frame has arrived."""
         opened = next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
         try:
-            number, boot, value = wire.decode_reply(frame if opened is None else opened)
+            number, incarnation, value = wire.decode_reply(frame if opened is None else opened)
         except ProtocolError:
             log.warning("dropped %d bytes that are not a reply", len(frame))
             return
@@ -466,14 +470,14 @@ class Connection:
         del self._pending[number]
         if number in self._recovering:
             self._recovering.discard(number)
-            self._answered = boot
+            self._answered = incarnation
         elif isinstance(pending.request, wire.Register) and not isinstance(value, KVDepotError):
             self._registered[pending.request.instance] = pending.request
         elif isinstance(pending.request, wire.Unregister):
             self._registered.pop(pending.request.instance, None)
         pending.done(value)
 
-    def _believes_unsealed(self, request: wire.Request, value: Any) -> bool:
+    def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
         """Whether an answer counts that carries no seal though our messages do: where its sender can have no key.
 
         While its server lives, no other end of a store or retrieve is believed: it may still touch blocks.

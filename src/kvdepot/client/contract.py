@@ -1,6 +1,6 @@
-"""The names beneath the adapters that vLLM's contract fixes, and how each becomes a message of the wire.
+"""The requests that vLLM's contract fixes, and how each becomes a message of the wire.
 
-Used by client/socket.py and client/lmcache.py; every public name here is exported by `kvdepot.client.lmcache`. The
+Used by client/lmcache.py; every public name here is exported by `kvdepot.client.lmcache`. The
 source is the client contract of vLLM 0.15 to 0.17's LMCache multi-process integration. The one law: tokens end here;
 what goes on is 32 bytes a chunk.
 """
@@ -13,13 +13,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import zmq
 
-from kvdepot.errors import BadRequest, LayoutError, ProtocolError
+from kvdepot.client.connection import DEADLINE_S
+from kvdepot.client.device_events import EventQueue
+from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture, check_type
+from kvdepot.client.transfer import pack_block_ids
+from kvdepot.errors import BadRequest, LayoutError
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import ROOT, ChunkChain, engine_hash, pack_ids
+from kvdepot.protocol.curve import Key
+from kvdepot.protocol.keys import ROOT, ChunkChain, engine_hash
 from kvdepot.protocol.layout import TensorView, build_layout, find_block_axes
 
 if TYPE_CHECKING:
@@ -29,13 +36,12 @@ __all__ = [
     "IPCCacheEngineKey",
     "KVCacheHandle",
     "LoadStoreOp",
+    "MessageQueueClient",
     "RequestType",
     "get_response_class",
     "striding_block_hashes",
     "wrap_kv_caches",
 ]
-
-T = TypeVar("T")
 
 _MAX_CHAINS = 1024
 
@@ -220,24 +226,6 @@ class Call(msgspec.Struct):
     """Whether what the tensors' device was asked to do so far must be done before this is sent."""
 
 
-def check_type(value: Any, expected: type[T]) -> T:
-    """`value` if it is of this type (a bool is no int). Raises ProtocolError."""
-    if not isinstance(value, expected) or (isinstance(value, bool) and expected is int):
-        raise ProtocolError(f"the server answered {value!r:.80}, not {expected.__name__}")
-    return value
-
-
-def pack_block_ids(block_ids: Sequence[int]) -> bytes:
-    """Block ids as little-endian uint32. Raises BadRequest for what is none."""
-    try:  # what `array` would take for ids
-        is_wrong = isinstance(block_ids, bytes | bytearray) or (len(block_ids) > 0 and isinstance(block_ids[0], bool))
-    except (TypeError, LookupError):
-        is_wrong = True
-    if is_wrong:
-        raise BadRequest(f"block ids must be a sequence of integers, not {block_ids!r:.80}")
-    return pack_ids(block_ids, "block ids")
-
-
 def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, chains: Chains) -> Call | None:
     """The message for a request of the contract; None where there is nothing to ask. Raises BadRequest."""
     try:
@@ -346,7 +334,7 @@ def _transfer(
         )
         last = shards[-1] if shards else None
         if last is not None and not parent and not last.parent and _same_request(last, part):
-            shards[-1] = replace_shards(last, hashes=last.hashes + hashes, block_ids=last.block_ids + ids)
+            shards[-1] = msgspec.structs.replace(last, hashes=last.hashes + hashes, block_ids=last.block_ids + ids)
         else:
             shards.append(part)
     if request_type is RequestType.STORE:
@@ -365,15 +353,54 @@ def _same_request(one: wire.Shards, other: wire.Shards) -> bool:
     )  # fmt: skip
 
 
-def replace_shards(shards: wire.Shards, hashes: bytes, block_ids: bytes) -> wire.Shards:
-    """The same request's shards with other chunks."""
-    return wire.Shards(
-        shards.request,
-        shards.model,
-        shards.world_size,
-        shards.rank,
-        shards.parent,
-        shards.depth,
-        hashes,
-        block_ids,
-    )
+@dataclass(frozen=True, slots=True)
+class _DeviceWork:
+    """All that this process has asked of a device so far, as an event that is waited for by asking."""
+
+    device: str
+
+    def query(self) -> bool:
+        from kvdepot.devices import finish
+
+        finish(self.device)
+        return True
+
+
+class MessageQueueClient(Client):
+    """A connection to one server that takes the contract's requests. Any thread may use it, several at once."""
+
+    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
+        super().__init__(server_url, context, key=key)
+        self.chains = Chains()
+        self._device_events = EventQueue("kvdepot-device-work")
+        self._device_work: dict[str, _DeviceWork] = {}  # one a device: who waits for it together waits once
+
+    def submit_request(
+        self, request_type: RequestType, payloads: list[Any], response_cls: type[Any] | None = None
+    ) -> MessagingFuture[Any]:
+        """Send a request of the contract; see client/py for its payloads. Raises BadRequest for wrong ones."""
+        expected = get_response_class(request_type) if response_cls is None else response_cls
+        if request_type in NEEDS_CHUNK_SIZE and not self.chunk_size:
+            self.learn_chunk_size(CONNECT_S)
+        call = translate(request_type, payloads, self.chunk_size, self.chains)
+        if call is None:
+            return MessagingFuture.resolved(nothing_to_do(request_type, payloads))
+        future: MessagingFuture[Any] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
+        request = call.request
+        device = ""
+        if call.after_device and isinstance(request, wire.Store | wire.Retrieve):
+            device = self.device_of(request.instance)
+        if device:
+            work = self._device_work.setdefault(device, _DeviceWork(device))
+            self._device_events.put(work, partial(self._ask, request, future, None), future._finish)
+        else:
+            self._ask(request, future, DEADLINE_S)
+        return future
+
+    def close(self) -> None:
+        """End the connection; what is in flight fails with Unavailable. Safe twice.
+
+        Blocks 0.2 s at most, 5 s more where requests wait for a device that does not get its work done.
+        """
+        self._device_events.stop()
+        super().close()

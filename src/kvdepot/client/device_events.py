@@ -1,6 +1,6 @@
 """Requests that must not be sent before an event has happened: what the GPU was asked to do before, mostly.
 
-Used by client/lmcache.py (events of its caller) and client/socket.py (a GPU's whole work). The one law: each request is
+Used by client/worker.py (events of its caller) and client/socket.py (a GPU's whole work). The one law: each request is
 let go or fails, once, whatever its event does, and nobody waits here who does not want to.
 
 Events are asked again and again, all of them in each round, so that a retrieve never waits behind a later store's

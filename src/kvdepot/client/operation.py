@@ -1,7 +1,7 @@
 """What an engine asked of the depot and how it ended: told once an operation, for figures and traces.
 
-The adapters tell whoever watches them (`watch`), on the thread that uses them. The one law: to tell changes nothing;
-who watches neither waits nor raises.
+The scheduler's and the worker's client tell whoever watches them (`watch`), on the thread that uses them. The one law:
+to tell changes nothing; who watches neither waits nor raises.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 
 import msgspec
+
+from kvdepot.errors import KVDepotError
 
 __all__ = ["Began", "Operation"]
 
@@ -41,6 +43,7 @@ class Operation(msgspec.Struct, frozen=True):
     """That were found, or are stored, or retrieved. Of a store that was not whole: 0."""
     size_bytes: int = 0
     """Of the shards that are done."""
-    error: str = ""
+    error: KVDepotError | None = None
+    """Why nobody knows, or nothing was moved."""
     stored: bytes = b""
     """Keys of the chunks of a store that was whole, 32 bytes each."""

@@ -1,8 +1,9 @@
 """A client's socket: requests out, futures back.
 
-Used by client/lmcache.py and by anyone's own adapter. What to send again, and when a request has failed,
-client/connection.py decides. No thread of its own: the socket is read by whoever asks a future, under a lock, so an
-answer is seen without a hand-over between threads. The one law: every future gets a value or an error.
+Used by the scheduler's and the worker's client, and by whoever else asks a server. What to send again, and when a
+request has failed, client/connection.py decides. No thread of its own: the socket is read by whoever asks a future,
+under a lock, so an answer is seen without a hand-over between threads. The one law: every future gets a value or an
+error.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, overload
 
 import zmq
 
-from kvdepot.client import contract
 from kvdepot.client.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
-from kvdepot.client.device_events import EventQueue
 from kvdepot.config import default_key
 from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.memory.arena_header import Watch
@@ -34,7 +32,7 @@ from kvdepot.protocol.curve import Key, read_client_key
 from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.monitor import Monitor
 
-__all__ = ["MessageQueueClient", "MessagingFuture"]
+__all__ = ["CONNECT_S", "Client", "MessagingFuture", "check_type"]
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +77,19 @@ def _others_between(url: str) -> bool:
     return False
 
 
+def check_type(value: object, expected: type[T]) -> T:
+    """An answer if it is of this type (a bool is no int). Raises ProtocolError."""
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is int):
+        raise ProtocolError(f"the server answered {value!r:.80}, not {expected.__name__}")
+    return value
+
+
 class MessagingFuture(Generic[T]):
     """The answer to one request, now or later."""
 
     __slots__ = ("_client", "_convert", "_done", "_error", "_value")
 
-    def __init__(self, client: MessageQueueClient | None, convert: Callable[[Any], T] | None = None) -> None:
+    def __init__(self, client: Client | None, convert: Callable[[object], T] | None = None) -> None:
         self._client = client
         self._convert = convert
         self._done = False
@@ -124,34 +129,23 @@ class MessagingFuture(Generic[T]):
         """Itself: a store or retrieve is answered only when its bytes have moved."""
         return self
 
-    def _finish(self, value: Any) -> None:
+    def _finish(self, value: object) -> None:
         if self._done:
             return
         if isinstance(value, KVDepotError):
             self._error = value
         else:
             try:
-                self._value = self._convert(value) if self._convert is not None else value
+                self._value = self._convert(value) if self._convert is not None else cast(T, value)
+            except KVDepotError as exc:
+                self._error = exc
             except (TypeError, ValueError, LookupError) as exc:
                 self._error = ProtocolError(f"the server's answer {value!r:.80} is not of the expected kind: {exc}")
         self._done = True
         self._client = None
 
 
-@dataclass(frozen=True, slots=True)
-class _DeviceWork:
-    """All that this process has asked of a device so far, as an event that is waited for by asking."""
-
-    device: str
-
-    def query(self) -> bool:
-        from kvdepot.devices import finish
-
-        finish(self.device)
-        return True
-
-
-class MessageQueueClient:
+class Client:
     """A connection to one server. Any thread may use it, several at once; `close` it.
 
     Construction does not block and does not fail when no server is there: the first requests wait up
@@ -168,11 +162,8 @@ class MessageQueueClient:
         key = key or default_key()
         keys = key if isinstance(key, Key) else read_client_key(key) if key else None
         self.lease = Lease()
-        self.chains = contract.Chains()
         self._lock = threading.RLock()
         self._closed = False
-        self._events = EventQueue("kvdepot-device-work")
-        self._device_work: dict[str, _DeviceWork] = {}  # one a device: who waits for it together waits once
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + os.urandom(15))
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -205,7 +196,7 @@ class MessageQueueClient:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "welcomed" if self._connection.welcomed else "not connected"
-        return f"<MessageQueueClient {self.server_url} {state}, {len(self._connection)} in flight>"
+        return f"<Client {self.server_url} {state}, {len(self._connection)} in flight>"
 
     def _send(self, frame: bytes) -> bool:
         try:
@@ -221,30 +212,10 @@ class MessageQueueClient:
 
     # -- asking
 
-    def submit_request(
-        self, request_type: contract.RequestType, payloads: list[Any], response_cls: type[Any] | None = None
-    ) -> MessagingFuture[Any]:
-        """Send a request of the contract; see client/contract.py for its payloads. Raises BadRequest for wrong ones."""
-        expected = contract.get_response_class(request_type) if response_cls is None else response_cls
-        if request_type in contract.NEEDS_CHUNK_SIZE and not self.chunk_size:
-            self.learn_chunk_size(CONNECT_S)
-        call = contract.translate(request_type, payloads, self.chunk_size, self.chains)
-        if call is None:
-            return MessagingFuture.resolved(contract.nothing_to_do(request_type, payloads))
-        future: MessagingFuture[Any] = MessagingFuture(
-            self, lambda value: contract.check_type(call.convert(value), expected)
-        )
-        request = call.request
-        device = ""
-        if call.after_device and isinstance(request, wire.Store | wire.Retrieve):
-            with self._lock:
-                device = self._connection.device(request.instance)
-        if device:
-            work = self._device_work.setdefault(device, _DeviceWork(device))
-            self._events.put(work, partial(self._ask, request, future, None), future._finish)
-        else:
-            self._ask(request, future, DEADLINE_S)
-        return future
+    def device_of(self, instance: int) -> str:
+        """Where the tensors registered under this number are: empty for the processor's memory, else a GPU's UUID."""
+        with self._lock:
+            return self._connection.device(instance)
 
     @property
     def is_welcomed(self) -> bool:
@@ -252,9 +223,9 @@ class MessageQueueClient:
         return self._connection.welcomed
 
     @property
-    def boot(self) -> bytes:
+    def incarnation(self) -> bytes:
         """The run of a server that welcomed us last."""
-        return self._connection.boot
+        return self._connection.incarnation
 
     @property
     def heard(self) -> int:
@@ -278,13 +249,25 @@ class MessageQueueClient:
                 raise (Unavailable(told) if told else self._connection.no_server()) from exc
         return self.chunk_size
 
+    @overload
+    def ask(self, request: wire.Request, *, deadline_s: float | None = DEADLINE_S) -> MessagingFuture[Any]: ...
+
+    @overload
+    def ask(
+        self, request: wire.Request, convert: Callable[[object], T], deadline_s: float | None = DEADLINE_S
+    ) -> MessagingFuture[T]: ...
+
     def ask(
         self,
         request: wire.Request,
-        convert: Callable[[Any], Any] | None = None,
+        convert: Callable[[object], Any] | None = None,
         deadline_s: float | None = DEADLINE_S,
     ) -> MessagingFuture[Any]:
-        """Send a message of the wire; never blocks. deadline_s None: until answered or the server is gone."""
+        """Send a message of the wire; never blocks. deadline_s None: until answered or the server is gone.
+
+        convert: of the answer to what the future gives; what it raises (KVDepotError, ValueError and the like) the
+        future raises.
+        """
         future: MessagingFuture[Any] = MessagingFuture(self, convert)
         self._ask(request, future, deadline_s)
         return future
@@ -353,11 +336,7 @@ class MessageQueueClient:
         return [event == _MADE for event, _ in self._monitor.read()]
 
     def close(self) -> None:
-        """End the connection; what is in flight fails with Unavailable. Safe twice.
-
-        Blocks 0.2 s at most, 5 s more where requests wait for a device that does not get its work done.
-        """
-        self._events.stop()
+        """End the connection; what is in flight fails with Unavailable. Safe twice. Blocks 0.2 s at most."""
         with self._lock:
             if self._closed:
                 return

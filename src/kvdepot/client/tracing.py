@@ -54,6 +54,6 @@ class Spans:
                 attributes=attributes | {"gen_ai.request.id": request},
                 start_time=operation.began.wall_ns,
             )
-            if operation.error:
-                span.set_status(trace.StatusCode.ERROR, operation.error)
+            if (error := operation.error) is not None:
+                span.set_status(trace.StatusCode.ERROR, f"{error.code}: {error}")
             span.end(ended_ns)

@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvdepot import __version__
-from kvdepot.client import admin as upkeep
+from kvdepot.client import admin
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
@@ -230,11 +230,11 @@ def _change(state: State) -> Iterator[None]:
         changes.release()
 
 
-def _prompt(poll: Poll, data: Prompt) -> upkeep.Prompt:
+def _prompt(poll: Poll, data: Prompt) -> admin.Prompt:
     if bool(data.tokens) == bool(data.hashes):
         raise BadRequest("give exactly one of `tokens` and `hashes`")
     hashes = b"".join(map(bytes.fromhex, data.hashes))
-    return upkeep.make_prompt(poll.client, data.tokens, hashes, data.model, data.salt)
+    return admin.make_prompt(poll.client, data.tokens, hashes, data.model, data.salt)
 
 
 @post("/v1/warm", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
@@ -242,7 +242,7 @@ def warm(state: State, data: JSONBody[Prompt]) -> Pinned:
     """Load a prompt's chunks from the tiers into memory."""
     with _change(state):
         prompt = _prompt(_poll(state), data)
-        return Pinned(upkeep.warm(_poll(state).client, prompt), len(prompt))
+        return Pinned(admin.warm(_poll(state).client, prompt), len(prompt))
 
 
 @post("/v1/pin", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
@@ -250,14 +250,14 @@ def pin(state: State, data: JSONBody[PinRequest]) -> Pinned:
     """Pin a prompt's chunks in memory under a name, loading them from the tiers if needed."""
     with _change(state):
         prompt = _prompt(_poll(state), data)
-        return Pinned(upkeep.pin(_poll(state).client, data.name, prompt, data.ttl_s), len(prompt))
+        return Pinned(admin.pin(_poll(state).client, data.name, prompt, data.ttl_s), len(prompt))
 
 
 @post("/v1/unpin", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
 def unpin(state: State, data: JSONBody[UnpinRequest]) -> Unpinned:
     """End a pin."""
     with _change(state):
-        upkeep.unpin(_poll(state).client, data.name)
+        admin.unpin(_poll(state).client, data.name)
         return Unpinned(data.name)
 
 
@@ -269,8 +269,8 @@ def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
     if not (data.model or data.salt or data.all):
         raise BadRequest("nothing to forget: give `model`, `salt` or `all`")
     with _change(state):
-        said = upkeep.forget(_poll(state).client, data.model, data.salt)
-        if left := upkeep.not_forgotten(said):
+        said = admin.forget(_poll(state).client, data.model, data.salt)
+        if left := admin.not_forgotten(said):
             done = "; ".join(f"{place}: {what} chunks" for place, what in said.items() if isinstance(what, int))
             raise TierError(f"something may be left: {'; '.join(left)}; removed: {done}")
         return said

@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from kvdepot.client.socket import MessageQueueClient
+from kvdepot.client.socket import Client
 from kvdepot.errors import InternalError, KVDepotError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import Key
@@ -57,7 +57,7 @@ class Poll:
 
     def __init__(self, url: str, key: Key | None) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        self.client = MessageQueueClient(url, self._context, key=key or "")
+        self.client = Client(url, self._context, key=key or "")
         self.history = History()
         self.turn = Turn(0, None, "not asked yet")
         """The thread replaces it, whole; anybody reads it."""

@@ -11,49 +11,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvdepot.integrations.vllm.messages import WorkerReport
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Known", "WorkerReport"]
+__all__ = ["Known"]
 
 _MOST_KNOWN = 1 << 16
 _MOST_ORDERED = 1 << 14
 """Chunks that workers may be storing: what never arrives is forgotten."""
-
-
-@dataclass
-class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's, which mypy does not follow
-    """What workers tell the scheduler with a step's output."""
-
-    keys: dict[bytes, set[int]] = field(default_factory=dict)
-    """Chunks that they have stored since the last step, by the ranks of these workers."""
-    step: int = 0
-    """The number of the step."""
-    measured: int = 0
-    """Its number among those that are measured (prefill_speed.py); 0 for others."""
-
-    def add(self, keys: bytes, rank: int) -> None:
-        """A worker has stored these, 32 bytes each."""
-        for i in range(0, len(keys), HASH_BYTES):
-            self.keys.setdefault(keys[i : i + HASH_BYTES], set()).add(rank)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Take another worker's in."""
-        assert isinstance(other, WorkerReport)
-        for key, ranks in other.keys.items():
-            self.keys.setdefault(key, set()).update(ranks)
-        self.step = max(self.step, other.step)
-        self.measured = max(self.measured, other.measured)
-        return self
 
 
 class Known:

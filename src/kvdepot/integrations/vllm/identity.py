@@ -1,6 +1,6 @@
 """What tells one engine's KV apart from another's, and what of an engine's configuration is refused.
 
-KVDepotConnector (vllm.py) calls it in the scheduler and in every worker when it is made. What differs from request to
+connector.py calls it in the scheduler and in every worker when a connector is made. What differs from request to
 request is in requests.py.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 import vllm
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["namespace", "read_settings", "refuse_unserved"]
+__all__ = ["Settings", "namespace", "read_settings", "refuse_unserved"]
 
 log = init_logger(__name__)
 
 _PREFIX = "kvdepot."
-_SETTINGS = {"url": str, "key": str, "save_decode": bool, "weights_revision": str}
 _LOCAL_FORMATS = {
     "auto",
     "hf",
@@ -58,19 +58,30 @@ _SETTLED_S = 2.0
 lag behind and differ from ours."""
 
 
-def read_settings(extra: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Settings:
+    """Our keys of `kv_connector_extra_config`, without their prefix. key: a file; empty: the client's default."""
+
+    url: str = field(default_factory=default_url)
+    key: str = ""
+    save_decode: bool = False
+    weights_revision: str = ""
+
+
+def read_settings(extra: dict[str, Any]) -> Settings:
     """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types."""
-    settings: dict[str, Any] = {"url": default_url(), "key": "", "save_decode": False, "weights_revision": ""}
+    known = get_type_hints(Settings)
+    given: dict[str, Any] = {}
     for key, value in extra.items():
         name = key.removeprefix(_PREFIX)
         if name == key:
             continue  # somebody else's
-        if name not in _SETTINGS:
-            raise ConfigError(f"{key} is no setting of kvdepot: there are {', '.join(_PREFIX + s for s in _SETTINGS)}")
-        if not isinstance(value, _SETTINGS[name]):
-            raise ConfigError(f"{key} is {value!r}, not a {_SETTINGS[name].__name__}")
-        settings[name] = value
-    return settings
+        if name not in known:
+            raise ConfigError(f"{key} is no setting of kvdepot: there are {', '.join(_PREFIX + s for s in known)}")
+        if not isinstance(value, known[name]):
+            raise ConfigError(f"{key} is {value!r}, not a {known[name].__name__}")
+        given[name] = value
+    return Settings(**given)
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

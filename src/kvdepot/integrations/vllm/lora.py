@@ -1,6 +1,6 @@
 """Which KV computed with a LoRA adapter may be shared, and under what name.
 
-KVDepotConnector (vllm.py) asks in the scheduler. Workers load an adapter's files when the first step needs them, or
+scheduler.py asks. Workers load an adapter's files when the first step needs them, or
 when somebody asks for it (`add_lora`, `/v1/load_lora_adapter`), and again after it was evicted; the scheduler sees none
 of this. The one law: KV is shared under what is on disk only where the engine can have read nothing else.
 

@@ -1,20 +1,23 @@
-"""What changes a request's KV beside its tokens: cache salt, LoRA adapter, images and audio.
+"""One request: what changes its KV beside its tokens (cache salt, LoRA adapter, images and audio), and how far it is.
 
-KVDepotConnector (vllm.py) calls it in the scheduler. What is fixed for an engine is in identity.py.
+scheduler.py uses it. What is fixed for an engine is in identity.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.lora import Adapters
-from kvdepot.protocol.keys import ChunkChain, derive_root
+from kvdepot.protocol.keys import ChunkChain, derive_root, salt_tag
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["Prompt", "names_are_contents", "root"]
+__all__ = ["Load", "Prompt", "Tracked", "names_are_contents", "root"]
 
 
 def names_are_contents(vllm_config: VllmConfig) -> bool:
@@ -74,3 +77,58 @@ class Prompt:
         end = len(self.chain) * size
         self._items = [item for item in items if item[0] < end]
         return self.chain
+
+
+@dataclass
+class Load:
+    """Chunks of a request that workers are to load, or are loading."""
+
+    transfer: Transfer
+    blocks: frozenset[int]
+    """That it fills."""
+    tokens: int
+    has_failed: bool = False
+    """On some rank, which may end it steps before the last one does."""
+
+
+@dataclass
+class Tracked:
+    """What the scheduler knows of one request."""
+
+    request: Request
+    prompt: Prompt
+    is_cached: bool = True
+    """Else it is neither looked up nor stored any more."""
+    preemptions: int = 0
+    local_tokens: int = 0
+    """In the engine's own cache, when it was last asked for."""
+    saved_chunks: int = 0
+    """From the start, in the depot or on their way."""
+    read_tokens: int | None = None
+    """That it did not compute itself since its blocks were allocated; None until its first step."""
+    may_load: bool = True
+    load: Load | None = None
+    """That has not ended."""
+    has_pins: bool = False
+    """A lookup may have pinned chunks for it."""
+    saved_tokens: int = 0
+    """That loads spared it, and nobody has been told."""
+    saved_s: float = 0.0
+    stores_open: bool = False
+    """A worker may be storing its blocks, or will."""
+
+    @property
+    def salt(self) -> bytes:
+        """What stands for its cache salt on the wire."""
+        return salt_tag(self.request.cache_salt or "")
+
+    def transfer(
+        self, first: int, end: int, block_ids: Sequence[int], skip_blocks: int = 0, is_traced: bool = False
+    ) -> Transfer:
+        """Its chunks `[first, end)` and the blocks that they lie in. is_traced: with its trace headers."""
+        request, chain = self.request, self.prompt.chain
+        headers = dict(request.trace_headers) if is_traced and request.trace_headers else None
+        return Transfer(
+            request.request_id, chain.parent(first), first, chain.slice(first, end),
+            pack_block_ids(block_ids), skip_blocks, self.salt, headers,
+        )  # fmt: skip

@@ -61,14 +61,14 @@ def _refuse_failing(kv_transfer_config: KVTransferConfig) -> None:
 
 def _find_server(kv_transfer_config: KVTransferConfig) -> None:
     """Blocks 5 s at most, 1 s where there is no socket. Raises ConfigError, Unavailable."""
-    from kvdepot.client import admin as upkeep
+    from kvdepot.client import admin
     from kvdepot.client.socket import CONNECT_S
     from kvdepot.integrations.vllm.identity import read_settings
 
     settings = read_settings(kv_transfer_config.kv_connector_extra_config)
-    url = settings["url"]
+    url = settings.url
     if url not in _found:
         socket = Path(url.removeprefix("ipc://"))
         is_absent = url.startswith("ipc:///") and not socket.exists()
-        with upkeep.connect(url, settings["key"], _ABSENT_S if is_absent else CONNECT_S):
+        with admin.connect(url, settings.key, _ABSENT_S if is_absent else CONNECT_S):
             _found.add(url)

@@ -6,17 +6,20 @@ count a rank's part of a chunk each, bytes are those of all ranks, and a time is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvdepot.client.operation import Operation
 from kvdepot.protocol.metrics import BOUNDS_S
 
-__all__ = ["KVDepotMetrics", "KVDepotStats"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["Figures", "KVDepotMetrics", "KVDepotStats"]
 
 _COUNTED: Mapping[str, str] = {
     "lookup_chunks": "Chunks of prompts that the depot was asked for.",
@@ -38,7 +41,7 @@ _TIMED: Mapping[str, str] = {
 
 
 @dataclass
-class KVDepotStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's, which mypy does not follow
+class KVDepotStats(KVConnectorStats):
     """Counts by name, and times as lists; empty where nothing has ended."""
 
     def reset(self) -> None:
@@ -51,7 +54,7 @@ class KVDepotStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's, which myp
         if operation.kind == "lookup":
             self._add("lookup_chunks", operation.chunks)
             self._add("hit_chunks", operation.done)
-            self._add("lookup_errors", bool(operation.error))
+            self._add("lookup_errors", operation.error is not None)
         else:
             self._add(f"{operation.kind}d_shards", operation.done)
             self._add(f"{operation.kind}d_bytes", operation.size_bytes)
@@ -87,7 +90,42 @@ class KVDepotStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's, which myp
         return not self.data
 
 
-class KVDepotMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class Figures:
+    """What has ended in one process of the engine since its last step; and spans of it, where vLLM traces."""
+
+    def __init__(self, vllm_config: VllmConfig, headers: Callable[[str], Mapping[str, str] | None]) -> None:
+        """headers: the W3C trace headers of a request, by its id."""
+        self._stats = KVDepotStats()
+        self._spans: Callable[[Operation], None] | None = None
+        if vllm_config.observability_config.otlp_traces_endpoint:
+            from kvdepot.client.tracing import Spans  # vLLM has OpenTelemetry then
+
+            self._spans = Spans(headers=headers)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether there are spans, which need requests' headers."""
+        return self._spans is not None
+
+    def __call__(self, operation: Operation) -> None:
+        """An operation has ended."""
+        self._stats.count(operation)
+        if self._spans is not None:
+            self._spans(operation)
+
+    def count_uncached(self) -> None:
+        """A request is not cached, because of an error."""
+        self._stats.count_uncached()
+
+    def take(self) -> KVDepotStats | None:
+        """What has ended since the last time; None where nothing has."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, KVDepotStats()
+        return stats
+
+
+class KVDepotMetrics(KVConnectorPromMetrics):
     """The same as Prometheus metrics, by engine."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -1,6 +1,6 @@
 """Stores that wait until the output of their step is back: which may go, and which must not.
 
-KVDepotConnector (vllm.py) uses it in the scheduler. Below vLLM's MultiConnector another connector may load blocks
+scheduler.py uses it. Below vLLM's MultiConnector another connector may load blocks
 within a step, and say only with the step's output that it failed; vLLM then computes them again. Blocks of that step
 hold garbage, and so does what was computed from them, by every request that shares them. So nothing is stored before
 the step that completed it has come back without a failure. The one law: no byte is stored that was read from a block
@@ -13,24 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvdepot.client.transfer import Transfer
+
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-__all__ = ["Transfer", "WaitingStores"]
-
-
-@dataclass
-class Transfer:
-    """Chunks of one request to copy, as the scheduler tells the workers."""
-
-    request_id: str
-    parent: bytes
-    depth: int
-    hashes: bytes
-    block_ids: bytes
-    skip_blocks: int = 0
-    salt: bytes = b""
-    trace: dict[str, str] | None = None  # the request's W3C trace headers, where it has some
+__all__ = ["WaitingStores"]
 
 
 @dataclass(frozen=True)

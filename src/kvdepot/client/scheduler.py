@@ -1,0 +1,175 @@
+"""What an engine's scheduler asks of the depot: how much of a prompt is cached. Requests and sessions, no bytes.
+
+Used by the vLLM connector, and by client/lmcache.py under the contract's names. It takes hashes of chunks, never
+tokens. The one law: what has failed is told as such (`Unanswered`), and no call that an engine makes every step waits
+for the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from kvdepot.client.operation import Began, Operation
+from kvdepot.client.socket import Client, MessagingFuture, check_type
+from kvdepot.client.transfer import ShardSpec
+from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
+
+__all__ = ["Cached", "LookupOutcome", "Pending", "SchedulerClient", "Unanswered"]
+
+log = logging.getLogger(__name__)
+
+LOOKUP_S = 1.0
+"""A lookup without an answer by then, and the time that the server's tiers have, counts as a miss for now."""
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """The lookup is under way."""
+
+
+class Cached(msgspec.Struct, frozen=True):
+    """The server has the first `tokens` of the prompt; 0 is a miss."""
+
+    tokens: int
+
+
+class Unanswered(msgspec.Struct, frozen=True):
+    """The lookup has failed, so nobody knows; it counts as a miss."""
+
+    error: KVDepotError
+
+
+LookupOutcome: TypeAlias = Pending | Cached | Unanswered
+_PENDING = Pending()
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """One request's lookup, and what is known of its answer."""
+
+    message: wire.Lookup
+    began: Began
+    heard: int  # how often a server had been heard when it was asked
+    is_second: bool  # it took the place of one whose caller was told to come back
+    future: MessagingFuture[int] = field(init=False)
+    incarnation: bytes = b""  # of the server that has answered
+    outcome: Cached | Unanswered | None = None  # None: nobody has been told of its end
+    was_held: bool = False  # its caller was told to come back
+
+
+class SchedulerClient:
+    """Lookups, and the sessions that hold what they matched. Used by one thread."""
+
+    def __init__(self, client: Client, spec: ShardSpec) -> None:
+        """The client becomes its own. spec: its rank does not matter."""
+        self.client = client
+        self.spec = spec
+        self.watch: Callable[[Operation], None] | None = None  # told of each lookup when its answer is asked for
+        self._lookups: dict[str, _Lookup] = {}
+
+    def submit_lookup(
+        self, request_id: str, hashes: bytes, readers: int = 0, chained: bool = True, salt: bytes = b""
+    ) -> None:
+        """Look up a prompt's chunk hashes (32 bytes each), unless a lookup of the request is known. Never blocks.
+
+        What matches is pinned for the request until it has been retrieved or its session ends. readers: how many ranks
+        will retrieve each chunk; 0 = world_size. chained, salt: see wire.Lookup.
+        """
+        if request_id not in self._lookups:
+            self._ask(request_id, self.spec.lookup(request_id, readers or self.spec.world_size, hashes, chained, salt))
+
+    def _ask(self, request_id: str, message: wire.Lookup, is_second: bool = False) -> None:
+        client = self.client
+        lookup = self._lookups[request_id] = _Lookup(message, Began.now(), client.heard, is_second)
+        if not message.hashes:
+            lookup.future, lookup.outcome = MessagingFuture.resolved(0), Cached(0)
+            return
+
+        def take(value: object) -> int:
+            lookup.incarnation = client.incarnation
+            return check_type(value, int)
+
+        lookup.future = client.ask(message, take, deadline_s=LOOKUP_S)
+
+    def check_lookup(self, request_id: str) -> LookupOutcome:
+        """What has become of the request's lookup. Never blocks. Raises UnknownRequest where there is none."""
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
+            raise UnknownRequest(f"no lookup was submitted for request {request_id[:64]!r}")
+        if lookup.outcome is not None:
+            return lookup.outcome
+        if not lookup.future.query():
+            return _PENDING
+        found, error = 0, None
+        try:
+            found = lookup.future.result()
+            outcome: Cached | Unanswered = Cached(found * self.spec.chunk_tokens)
+        except KVDepotError as exc:
+            log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
+            outcome, error = Unanswered(exc), exc
+        lookup.outcome = outcome
+        if self.watch is not None:
+            took_s, chunks = time.monotonic() - lookup.began.at_s, len(lookup.message.hashes) // HASH_BYTES
+            self.watch(Operation("lookup", [request_id], lookup.began, took_s, chunks, found, error=error))
+        return outcome
+
+    def wait_lookup(self, request_id: str, timeout_s: float) -> LookupOutcome:
+        """Like `check_lookup`, but waits up to `timeout_s` for an answer that is under way, and asks again.
+
+        For a caller that can still use an answer. Asked again is a lookup that was not answered, once a server has been
+        heard since; and one that was answered by a server which another has replaced. Pending while it is under way,
+        and once more where that ended without an answer but a server was heard meanwhile; then Unanswered, until the
+        caller comes anew. A server that stays away, or hangs, is not heard, so nobody waits for it longer than LOOKUP_S
+        and the tiers' time, and later nobody waits at all.
+        """
+        client, outcome = self.client, self.check_lookup(request_id)
+        lookup = self._lookups[request_id]
+        if outcome is not _PENDING and lookup.message.hashes and not (lookup.was_held and lookup.is_second):
+            client.pump()
+            is_outdated = lookup.incarnation not in (b"", client.incarnation)
+            was_silent = isinstance(outcome, Unanswered) and isinstance(outcome.error, Unavailable | DeadlineExceeded)
+            if is_outdated or (was_silent and lookup.heard != client.heard):
+                self._ask(request_id, lookup.message, is_second=lookup.was_held)
+                lookup, outcome = self._lookups[request_id], _PENDING
+        if outcome is _PENDING:
+            if client.is_welcomed:
+                client.wait(lookup.future.query, timeout_s)
+            outcome = self.check_lookup(request_id)
+        lookup.was_held = outcome is _PENDING
+        return outcome
+
+    def known_tokens(self, request_id: str) -> int:
+        """Tokens of the request's prompt that the server which is there now has said to have; 0 without a lookup.
+
+        Never blocks."""
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
+            return 0
+        outcome = self.check_lookup(request_id)
+        is_current = lookup.incarnation == self.client.incarnation
+        return outcome.tokens if isinstance(outcome, Cached) and is_current else 0
+
+    def forget_lookup(self, request_id: str) -> None:
+        """Forget what is known here of the request's lookup; unknown ids are fine."""
+        self._lookups.pop(request_id, None)
+
+    def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
+        """Tell the server that the request is over: pins it still holds are released. Fire and forget.
+
+        saved_tokens, saved_s: see wire.EndSession.
+        """
+        self.client.ask(
+            wire.EndSession(request_id, saved_tokens, saved_s), deadline_s=None
+        )  # a living server must hear it, however late
+        self.client.pump()
+
+    def close(self) -> None:
+        """Close the connection; every pin of this engine goes with it. Safe twice."""
+        self.client.close()

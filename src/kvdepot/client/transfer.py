@@ -1,0 +1,131 @@
+"""What is copied, and whose it is: the two values that go from an engine's connector to the wire.
+
+A `ShardSpec` says whose shards a client looks up, stores and retrieves; a `Transfer` says which chunks of one request
+are copied and the blocks they lie in. Used by client/scheduler.py and client/worker.py, by client/lmcache.py, which
+makes them from the contract's arguments, and by the vLLM connector, whose scheduler sends transfers to its workers.
+The fields that both become on the wire are spelled out here and nowhere else in the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvdepot.errors import BadRequest, KVDepotError
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES, pack_ids
+from kvdepot.protocol.layout import Layout
+
+if TYPE_CHECKING:
+    from kvdepot.client.socket import Client
+
+__all__ = ["ShardSpec", "Transfer", "learn_spec", "pack_block_ids"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Consecutive chunks of one request, and the blocks that they are copied from or into. No rank's: each rank copies
+    its own shards of them.
+
+    parent, depth, skip_blocks, salt: as in wire.Shards. hashes: 32 bytes a chunk. block_ids: little-endian uint32.
+    trace_headers: the request's W3C trace headers, None where it has none; they stay in the engine.
+    """
+
+    request_id: str
+    parent: bytes
+    depth: int
+    hashes: bytes
+    block_ids: bytes
+    skip_blocks: int = 0
+    salt: bytes = b""
+    trace_headers: Mapping[str, str] | None = None
+
+    @property
+    def chunks(self) -> int:
+        """How many."""
+        return len(self.hashes) // HASH_BYTES
+
+    @property
+    def blocks(self) -> int:
+        """How many, with those that are skipped."""
+        return len(self.block_ids) // 4
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Whose shards: those of one rank (of `world_size`) of a model, and how long a chunk is.
+
+    model: all that must be equal for KV bytes to mean the same. chunk_tokens: tokens a chunk, the server's.
+    blocks_in_chunk: engine blocks a chunk.
+    """
+
+    model: str
+    world_size: int
+    rank: int
+    chunk_tokens: int
+    blocks_in_chunk: int
+
+    @classmethod
+    def of_blocks(cls, model: str, world_size: int, rank: int, chunk_tokens: int, block_tokens: int) -> ShardSpec:
+        """From the engine's tokens a block. Raises BadRequest where they do not divide the chunk."""
+        if block_tokens < 1 or chunk_tokens % block_tokens:
+            raise BadRequest(
+                f"the engine's block size {block_tokens} does not divide the server's chunk size {chunk_tokens}: "
+                f"start the server with a --chunk-size that is a multiple of {block_tokens}"
+            )
+        return cls(model, world_size, rank, chunk_tokens, chunk_tokens // block_tokens)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens a block."""
+        return self.chunk_tokens // self.blocks_in_chunk
+
+    def register(self, instance: int, layout: Layout) -> wire.Register:
+        """The message that shares tensors."""
+        return wire.Register(instance, layout, self.model, self.world_size, self.rank, self.blocks_in_chunk)
+
+    def lookup(self, request_id: str, readers: int, hashes: bytes, chained: bool, salt: bytes) -> wire.Lookup:
+        """The message that looks chunks up, on all ranks. See wire.Lookup."""
+        return wire.Lookup(
+            self.model, self.world_size, self.blocks_in_chunk, request_id, readers, hashes, chained, salt
+        )
+
+    def pin(self, name: str, hashes: bytes, salt: bytes, ttl_s: int) -> wire.Pin:
+        """The message that pins chunks by name. See wire.Pin."""
+        return wire.Pin(name, self.model, self.world_size, self.blocks_in_chunk, hashes, salt, ttl_s)
+
+    def shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
+        """This rank's part of transfers, as a store or retrieve names it."""
+        return [
+            wire.Shards(
+                t.request_id, self.model, self.world_size, self.rank,
+                t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt,
+            )
+            for t in transfers
+        ]  # fmt: skip
+
+
+def pack_block_ids(block_ids: Sequence[int]) -> bytes:
+    """Block ids as little-endian uint32. Raises BadRequest for what is none."""
+    try:  # what `array` would take for ids
+        is_wrong = isinstance(block_ids, bytes | bytearray) or (len(block_ids) > 0 and isinstance(block_ids[0], bool))
+    except (TypeError, LookupError):
+        is_wrong = True
+    if is_wrong:
+        raise BadRequest(f"block ids must be a sequence of integers, not {block_ids!r:.80}")
+    return pack_ids(block_ids, "block ids")
+
+
+def learn_spec(
+    client: Client, model: str, world_size: int, rank: int, block_tokens: int, timeout_s: float
+) -> ShardSpec:
+    """A spec with the chunk size of the client's server. Blocks until the first welcome, `timeout_s` at most.
+
+    Where it raises (Unavailable; BadRequest for a block that does not divide the chunk) it closes the client first.
+    """
+    try:
+        return ShardSpec.of_blocks(model, world_size, rank, client.learn_chunk_size(timeout_s), block_tokens)
+    except KVDepotError:
+        client.close()
+        raise

@@ -1,0 +1,368 @@
+"""The connector's half in vLLM's scheduler: it decides what is looked up, loaded and stored.
+
+It hashes a request's tokens, looks its prefix up when it arrives, and says in each step's orders what workers are to
+load and store. The one law: no byte is stored that may be garbage, and vLLM is promised no token that the depot did not
+say to have. What each method is for, and when vLLM calls it, connector.py says.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvdepot.client import admin
+from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.integrations.vllm.events import Known
+from kvdepot.integrations.vllm.lora import Adapters
+from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
+from kvdepot.integrations.vllm.requests import Load, Prompt, Tracked, names_are_contents, root
+from kvdepot.integrations.vllm.stats import Figures
+from kvdepot.integrations.vllm.stores import WaitingStores
+from kvdepot.protocol import wire
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerHalf"]
+
+log = init_logger(__name__)
+
+_ANSWER_S = 0.0005
+"""How long a lookup that is under way is awaited, once per scheduling attempt."""
+
+
+class SchedulerHalf:
+    """What the scheduler's process knows of its requests, and what follows from it."""
+
+    def __init__(self, vllm_config: VllmConfig, client: SchedulerClient, ranks: int, save_decode: bool) -> None:
+        """ranks: that load each chunk, of all parallel kinds. save_decode: whether decoded chunks are stored, too."""
+        transfer, told = vllm_config.kv_transfer_config, vllm_config.kv_events_config
+        self.figures = Figures(vllm_config, self._trace_headers)
+        self._depot = client
+        self._depot.watch = self.figures
+        self._chunk_tokens = client.spec.chunk_tokens
+        self._blocks_in_chunk = client.spec.blocks_in_chunk
+        self._ranks = ranks
+        self._save_decode = save_decode
+        self._may_store = transfer.is_kv_producer
+        self._may_load = transfer.is_kv_consumer
+        self._named = names_are_contents(vllm_config)
+        self._known: Known | None = None
+        if told is not None and told.enable_kv_cache_events:
+            self._known = Known(ranks, self._chunk_tokens, client.spec.block_tokens)
+        self._adapters = Adapters()
+        self._epoch = ""  # of weights that only this engine has
+        self._tracked: dict[str, Tracked] = {}
+        self._uncached: set[str] = set()  # requests that are not tracked, and why was logged
+        self._logged: set[str] = set()  # kinds of errors
+        self._next = Orders()  # of the next step, as far as they are known
+        self._step = self._ended_step = 0
+        self._waiting = WaitingStores()
+        self._forget_after = 0  # the step after whose output nothing from before a reset can come any more
+        self._incarnation = b""  # of the server that `saved_chunks` is about
+        self._prefill = PrefillSpeed()
+        self._ending: set[str] = set()  # finished requests with a store that waits for its step
+        self._closing: set[str] = set()  # finished requests that no worker has reported yet
+
+    def __repr__(self) -> str:
+        return f"<SchedulerHalf {len(self._tracked)} requests, step {self._step}>"
+
+    def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
+        tracked = self._tracked.get(request_id)
+        return tracked.request.trace_headers if tracked is not None else None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What has been learned of the depot's chunks since the last step."""
+        return self._known.take() if self._known is not None else ()
+
+    # -- what is cached
+
+    def on_new_request(self, request: Request) -> None:
+        """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
+        request_id = request.request_id
+        if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
+            return  # embeddings are not named by tokens: neither stored nor looked up
+        try:
+            request_id.encode()  # an id that is no text cannot be sent
+            parent = root(request, self._adapters, self._epoch)
+            if parent is None:
+                self._uncached.add(request_id)
+                return
+            tracked = Tracked(request, Prompt(request, self._chunk_tokens, parent, self._named))
+            self._tracked[request_id] = tracked
+            self._look_up(tracked)
+        except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
+            self._stop_caching(request_id, exc)
+
+    def _stop_caching(self, request_id: str, exc: Exception) -> None:
+        """What is wrong with one request's id, salt, adapter, items or tokens costs its caching, never the engine.
+
+        Not for what a load that was promised depends on, nor for what concerns all requests.
+        """
+        self._uncache(request_id)
+        if request_id not in self._tracked:
+            self._uncached.add(request_id)
+        self.figures.count_uncached()
+        reason = type(exc).__name__
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.warning("request %r is not cached, nor others with a %s: %s", request_id[:64], reason, exc)
+
+    def _uncache(self, request_id: str) -> None:
+        """Neither look the request up nor store it any more. What a worker is storing goes on."""
+        self._waiting.drop(request_id)
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.is_cached = tracked.may_load = False
+            self._depot.forget_lookup(request_id)
+
+    def _look_up(self, tracked: Tracked) -> None:
+        request = tracked.request
+        chain = tracked.prompt.hash()
+        self._depot.forget_lookup(request.request_id)
+        if self._may_load and not request.skip_reading_prefix_cache:
+            tracked.has_pins = True
+            self._depot.submit_lookup(request.request_id, bytes(chain.hashes), self._ranks, salt=tracked.salt)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens the depot has beyond the engine's own `num_computed_tokens`; None: ask again next step."""
+        self.on_new_request(request)  # vLLM announces requests; an engine that does not is served all the same
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not self._may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        if request.num_preemptions > tracked.preemptions and tracked.is_cached:
+            tracked.preemptions = request.num_preemptions
+            tracked.may_load = True
+            try:
+                self._look_up(tracked)
+            except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
+                self._stop_caching(request.request_id, exc)
+        if not tracked.may_load or len(tracked.prompt.chain) * self._chunk_tokens <= num_computed_tokens:
+            return 0, False  # the depot could not add anything: no need to await its answer
+        outcome = self._depot.wait_lookup(request.request_id, _ANSWER_S)
+        if isinstance(outcome, Pending):
+            return None, False
+        cached = outcome.tokens if isinstance(outcome, Cached) else 0
+        tracked.saved_chunks = cached // self._chunk_tokens
+        if self._known is not None and isinstance(outcome, Cached):
+            self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks)
+        tracked.local_tokens = num_computed_tokens
+        new_tokens = min(cached, request.num_tokens) - num_computed_tokens
+        return (new_tokens, True) if new_tokens > 0 else (0, False)
+
+    # -- what is loaded
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Note which chunks go into which of the blocks that were just allocated."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        tracked.read_tokens = None
+        if num_external_tokens == 0:
+            return
+        size, per_chunk = self._chunk_tokens, self._blocks_in_chunk
+        first = tracked.local_tokens // size
+        end = (tracked.local_tokens + num_external_tokens) // size
+        (block_ids,) = blocks.get_block_ids()
+        targets = block_ids[first * per_chunk : end * per_chunk]
+        skip = tracked.local_tokens % size * per_chunk // size
+        transfer = tracked.transfer(first, end, targets, skip, self.figures.is_traced)
+        tracked.load = Load(transfer, frozenset(targets[skip:]), num_external_tokens)
+        tracked.may_load = False  # whatever becomes of it, this request is not loaded twice
+        self._waiting.overwritten(targets[skip:])
+        self._next.loads.append(transfer)
+
+    def _load_ended(self, tracked: Tracked, load: Load) -> None:
+        """On all ranks: note what it saved; or offer anew what was not there.
+
+        Its pins stay until the rest of the prompt is stored (`_end_pins`): were these chunks evicted before, what is
+        stored behind them could never be found.
+        """
+        tracked.load = None
+        if not load.has_failed:
+            tracked.saved_tokens += load.tokens
+            tracked.saved_s += load.tokens / self._prefill.speed if self._prefill.speed else 0.0
+            return
+        self._depot.end_session(load.transfer.request_id)  # a corrupt chunk can be stored again once nobody holds it
+        if self._known is not None:
+            self._known.lost(load.transfer.hashes)
+        tracked.saved_chunks = 0  # what is recomputed is stored again; the server skips what it has after all
+        self._depot.forget_lookup(load.transfer.request_id)
+
+    # -- a step
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+        """This step's orders to the workers."""
+        self._compare_incarnations()
+        self._step += 1
+        preempted = set(scheduler_output.preempted_req_ids or ())
+        for request_id in preempted:
+            self._waiting.drop(request_id)
+            if request_id in self._tracked:
+                self._tracked[request_id].stores_open = False
+                self._tracked[request_id].saved_chunks = 0  # its last stores may have been made void
+        orders, self._next = self._next, Orders()
+        orders.model = self._depot.spec.model
+        orders.stores = self._waiting.take()
+        orders.preempted = preempted
+        orders.idle = scheduler_output.total_num_scheduled_tokens == 0
+        orders.step = self._step
+        orders.measured = self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic())
+        state, going = scheduler_output.kv_connector_block_state, {store.request_id for store in orders.stores}
+        for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            if self._may_store:
+                assert state is not None
+                try:
+                    self._prepare_store(state, tracked, new_tokens)
+                except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
+                    self._stop_caching(request_id, exc)
+            if tracked.has_pins and request_id not in going:
+                self._end_pins(tracked)
+        return orders
+
+    def _end_pins(self, tracked: Tracked) -> None:
+        """Once its prompt is stored, nothing of a request depends on its pins any more: what has a chunk behind it is
+        not evicted, and decoding must not keep others' stores from finding room."""
+        request = tracked.request
+        if request.num_computed_tokens >= request.num_prompt_tokens and not self._waiting.waits(request.request_id):
+            self._depot.end_session(request.request_id, tracked.saved_tokens, tracked.saved_s)
+            tracked.has_pins, tracked.saved_tokens, tracked.saved_s = False, 0, 0.0
+
+    def _compare_incarnations(self) -> None:
+        """A server that was started anew may have nothing: offer it all again. It takes what it does not have."""
+        client = self._depot.client
+        client.pump()
+        if client.incarnation != self._incarnation:
+            self._incarnation = client.incarnation
+            for tracked in self._tracked.values():
+                tracked.saved_chunks = 0
+
+    def _prepare_store(self, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
+        """Store the chunks that are complete once this step has come back, and that the depot does not have."""
+        request, size, per_chunk = tracked.request, self._chunk_tokens, self._blocks_in_chunk
+        if tracked.read_tokens is None:
+            tracked.read_tokens = request.num_computed_tokens
+        read = -(-tracked.read_tokens * per_chunk // size)
+        if self._waiting.has_suspects:
+            (block_ids,) = state.resolve_block_ids(request.request_id)
+            if not self._waiting.check(block_ids, read):
+                self._uncache(request.request_id)
+        # Decoded tokens count up to the last one known: behind it there may be drafts or placeholders.
+        known = request.num_tokens if self._save_decode else request.num_prompt_tokens
+        end = min(request.num_computed_tokens + new_tokens, known) // size
+        if end <= tracked.saved_chunks or not tracked.is_cached:
+            return
+        if tracked.saved_chunks == 0:
+            tracked.saved_chunks = self._depot.known_tokens(request.request_id) // size
+        chain = tracked.prompt.chain
+        if end > len(chain) or request.streaming_queue is not None:
+            before = chain.parent(tracked.saved_chunks)
+            chain = tracked.prompt.hash()
+            if chain.parent(tracked.saved_chunks) != before:
+                tracked.saved_chunks = 0  # an update of its session replaced tokens
+        first, end = tracked.saved_chunks, min(end, len(chain))
+        if end <= first:
+            return
+        (block_ids,) = state.resolve_block_ids(request.request_id)
+        blocks = block_ids[first * per_chunk : end * per_chunk]
+        store = tracked.transfer(first, end, blocks, is_traced=self.figures.is_traced)
+        self._waiting.add(self._step, store, block_ids[: end * per_chunk], read, request.lora_request)
+        if self._known is not None:
+            self._known.ordered(request, chain, first, end)
+        tracked.saved_chunks = end
+        tracked.stores_open = True
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """A step has ended, and with it loads perhaps: what they saved, and what failed.
+
+        vLLM calls it for each step that computed something, and for others where a worker has something to say.
+        """
+        failed = connector_output.invalid_block_ids or set()
+        told = connector_output.kv_connector_worker_meta
+        report = told if isinstance(told, WorkerReport) else WorkerReport()
+        self._prefill.output(report.measured, time.monotonic())
+        if self._known is not None:
+            self._known.stored(report)
+        self._closing.difference_update(connector_output.finished_sending or ())
+        self._step_ended(report.step, failed)
+        for tracked in self._tracked.values() if failed else ():
+            if tracked.load is not None:
+                tracked.load.has_failed |= not failed.isdisjoint(tracked.load.blocks)
+        for request_id in connector_output.finished_recving or ():
+            loaded = self._tracked.get(request_id)
+            if loaded is not None and loaded.load is not None:
+                self._load_ended(loaded, loaded.load)
+
+    def _step_ended(self, step: int, failed: set[int]) -> None:
+        """A step is back: what it completed may be stored, except what a failed load or a changed adapter may have
+        made wrong."""
+        waiting, self._ended_step = self._waiting, max(step, self._ended_step)
+        # Blocks of our own loads are given to nobody else and computed again before anybody reads them.
+        others = failed.difference(*self._load_blocks()) if failed else failed
+        if others:
+            for request_id in waiting.failed(others):
+                self._uncache(request_id)
+        for request_id, adapter in list(waiting.adapters(step)):
+            if not self._adapters.is_unchanged(adapter):
+                waiting.drop(request_id)
+                self._uncache(request_id)
+        waiting.ended(step)
+        done = {request_id for request_id in self._ending if not waiting.waits(request_id)}
+        self._ending -= done
+        self._next.ended |= done
+        if 0 < self._forget_after <= step:
+            self._forget_after = 0
+            self._depot.client.ask(wire.Forget(self._depot.spec.model))
+
+    def _load_blocks(self) -> Iterable[frozenset[int]]:
+        return (tracked.load.blocks for tracked in self._tracked.values() if tracked.load is not None)
+
+    # -- the end
+
+    def request_finished(self, request: Request) -> bool:
+        """Whether a worker may still be storing the request's blocks; it reports the id when it is done."""
+        request_id = request.request_id
+        self._uncached.discard(request_id)
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None:
+            return False
+        self._depot.forget_lookup(request_id)
+        self._depot.end_session(request_id, tracked.saved_tokens, tracked.saved_s)
+        self._next.loads = [load for load in self._next.loads if load.request_id != request_id]
+        if not tracked.stores_open:
+            return False
+        self._closing.add(request_id)
+        (self._ending if self._waiting.waits(request_id) else self._next.ended).add(request_id)
+        return True
+
+    def reset_cache(self) -> bool:
+        """Forget what is stored for this model; False where something may be left. Blocks 30 s at most."""
+        is_forgotten = admin.reset(self._depot.client, self._depot.spec.model)
+        self._epoch = secrets.token_hex(16)
+        log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
+        for request_id in self._tracked:
+            self._uncache(request_id)  # its blocks may be of both
+        self._waiting.clear()
+        if self._tracked or self._closing or self._ended_step < self._step:
+            # What is under way may be stored after all.
+            self._next.void, self._forget_after = True, self._step + 1
+        if self._known is not None:
+            self._known.clear()
+        return is_forgotten
+
+    def shutdown(self) -> None:
+        """Close the connection. Safe twice and without a server."""
+        self._depot.close()

@@ -1,0 +1,186 @@
+"""The connector's half in a worker of vLLM: it shares the rank's KV with the server, and loads and stores as ordered.
+
+The one law: vLLM never decodes over a block that is not whole, and no step waits for the depot. What each method is
+for, and when vLLM calls it, connector.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.device_allocator import alloc_conf
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from kvdepot.client.operation import Operation
+from kvdepot.client.transfer import Transfer
+from kvdepot.client.worker import WorkerClient
+from kvdepot.devices import share
+from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.stats import Figures
+from kvdepot.protocol.layout import Layout, build_layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["WorkerHalf"]
+
+log = init_logger(__name__)
+
+_PREEMPTION_S = 0.05
+"""How long stores of preempted requests are awaited before they are made void."""
+_IDLE_S = 0.002
+"""How long a worker with nothing to compute awaits a load, rather than spin on a core that copies need."""
+
+
+class WorkerHalf:
+    """What one rank's process does."""
+
+    def __init__(self, vllm_config: VllmConfig, client: WorkerClient, rank: int) -> None:
+        """rank: among all workers, replicas of a shard included."""
+        told = vllm_config.kv_events_config
+        self.figures = Figures(vllm_config, self._trace_headers)
+        self._vllm_config = vllm_config
+        self._depot = client
+        self._depot.watch = self._operation_ended
+        self._rank = rank
+        self._tells_keys = told is not None and told.enable_kv_cache_events
+        self._report = WorkerReport()  # since the last step
+        self._headers: dict[str, Mapping[str, str]] = {}  # of requests that are loaded or stored: for traces
+        self._gpu: torch.device | None = None  # where the KV is, if on one
+        self._has_warned = False  # that the scheduler's name for the model is not ours
+
+    def __repr__(self) -> str:
+        return f"<WorkerHalf of rank {self._rank}>"
+
+    def _operation_ended(self, operation: Operation) -> None:
+        self.figures(operation)
+        if self._tells_keys:
+            self._report.add(operation.stored, self._rank)
+
+    def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
+        return self._headers.get(request_id)
+
+    def _note_headers(self, transfer: Transfer) -> None:
+        if transfer.trace_headers:
+            self._headers[transfer.request_id] = transfer.trace_headers
+
+    # -- its tensors
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        """Plain memory for the KV: PyTorch's expandable segments are thousands of allocations to share, not one."""
+        conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
+        pooled = self._vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
+        if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
+            return None
+        return without_expandable_segments(conf)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
+        """Share the paged KV, of so many blocks, with the server."""
+        backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
+        layout = describe_kv(kv_caches, num_blocks, backends)
+        self._depot.register_layout(layout, kv_caches)
+        self._gpu = next(cache.device for cache in kv_caches.values()) if layout.device else None
+
+    # -- a step
+
+    def give_up_preempted(self, orders: Orders) -> None:
+        """Before blocks of preempted requests are overwritten: their stores end, or never become visible."""
+        if orders.preempted:
+            self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
+
+    def load(self, orders: Orders) -> None:
+        """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
+        self._compare_models(orders)
+        if orders.void:
+            self._depot.give_up_stores(set(self._depot.stores), _PREEMPTION_S)
+        event = self._queued() if orders.loads else None
+        for load in orders.loads:
+            self._note_headers(load)
+            self._depot.submit_retrieve([load.request_id], [load], event)
+
+    def _compare_models(self, orders: Orders) -> None:
+        if orders.model != self._depot.spec.model and not self._has_warned:
+            self._has_warned = True
+            log.error(
+                "scheduler and worker disagree on this engine's identity (%s, %s), so nothing is reused. Report it "
+                "with the log of VLLM_LOGGING_LEVEL=DEBUG",
+                orders.model,
+                self._depot.spec.model,
+            )
+
+    def store(self, orders: Orders) -> None:
+        """Submit stores of chunks that earlier steps completed: they begin when what is queued so far is done."""
+        if orders.stores:
+            for store in orders.stores:
+                self._note_headers(store)
+            self._depot.submit_store([store.request_id for store in orders.stores], orders.stores, self._queued())
+
+    def _queued(self) -> torch.cuda.Event | None:
+        """An event that happens when all that vLLM has queued on its stream is done; None on the CPU, where it is.
+
+        vLLM calls in the thread and on the stream that it runs models on, and never while it captures a graph.
+        """
+        if self._gpu is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
+
+    def get_finished(self, orders: Orders) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose last store is done, among those vLLM waits for; and requests whose load has ended."""
+        if orders.idle:
+            self._depot.wait_any(_IDLE_S)
+        # Not vLLM's ids: stores of a finished request may come a step later, and vLLM asserts that it awaits each.
+        ended = self._depot.poll(orders.ended)
+        for request_id in self._headers.keys() - self._depot.stores.keys() - self._depot.retrieves.keys():
+            del self._headers[request_id]
+        return ended.stored or None, ended.retrieved or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that vLLM must recompute."""
+        return self._depot.take_failed_blocks()
+
+    def take_report(self, orders: Orders) -> WorkerReport:
+        """What was stored since the last step, and which step this was."""
+        report, self._report = self._report, WorkerReport()
+        report.step, report.measured = orders.step, orders.measured
+        return report
+
+    def shutdown(self) -> None:
+        """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
+        self._depot.close()
+
+
+@contextmanager
+def without_expandable_segments(conf: str) -> Iterator[None]:
+    """PyTorch takes memory with cudaMalloc meanwhile, from no segment that it has. conf: its settings before."""
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(conf, alloc_conf.EXPANDABLE_SEGMENTS, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(conf)
+
+
+def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: str) -> Layout:
+    """Share vLLM's paged KV and describe it. Its views are [blocks, heads, tokens, content], whatever lies outermost in
+    memory; where kernels want smaller blocks, several of them stand for one. Raises ConfigError, LayoutError.
+    """
+    views, seen = [], set()
+    for name, cache in kv_caches.items():
+        if cache.shape[0] % num_blocks:
+            raise ConfigError(f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide")
+        if cache.shape[0] != num_blocks:
+            cache = cache.unflatten(0, (num_blocks, -1))
+        view = share(cache, name)  # which may move its bytes: where they lie is known afterwards
+        place = (view.mapping, view.offset, view.shape, view.strides)
+        if place in seen:
+            continue  # a layer that shares another's KV
+        seen.add(place)
+        views.append(view._replace(dtype=f"{view.dtype} {backends}"))
+    return build_layout(views, [0] * len(views))

@@ -1,0 +1,48 @@
+"""A client without a server: what it is asked is noted, and the test answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvdepot.client.socket import MessagingFuture
+from kvdepot.protocol import wire
+
+
+class Lease:
+    """Notes where its fence is."""
+
+    def __init__(self) -> None:
+        self.fence = 0
+
+    def raise_fence(self, ticket: int) -> None:
+        self.fence = max(self.fence, ticket)
+
+
+class Answering:
+    """As client.socket.Client. A test answers the oldest request that has none."""
+
+    def __init__(self) -> None:
+        self.incarnation = b"one"
+        self.heard = 0
+        self.is_welcomed = True
+        self.lease = Lease()
+        self.asked: list[wire.Request] = []
+        self._futures: list[MessagingFuture[Any]] = []
+
+    def ask(
+        self, request: wire.Request, convert: Callable[[object], Any] | None = None, deadline_s: float | None = 30.0
+    ) -> MessagingFuture[Any]:
+        self.asked.append(request)
+        self._futures.append(MessagingFuture(None, convert))
+        return self._futures[-1]
+
+    def answer(self, value: object) -> None:
+        """A value, or an error."""
+        self._futures.pop(0)._finish(value)
+
+    def pump(self) -> None:
+        pass
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        return done()

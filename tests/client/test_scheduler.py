@@ -1,0 +1,98 @@
+"""The scheduler's client: what becomes of a lookup, without a server. With one: test_contract.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvdepot.client.scheduler import Cached, Pending, SchedulerClient, Unanswered
+from kvdepot.client.transfer import ShardSpec
+from kvdepot.errors import BadRequest, DeadlineExceeded, ProtocolError, Unavailable, UnknownRequest
+from kvdepot.protocol import wire
+from tests.client.answers import Answering
+
+SPEC = ShardSpec("model", 2, 0, 256, 4)
+HASHES = bytes(32 * 3)
+
+
+@pytest.fixture
+def peer() -> Answering:
+    return Answering()
+
+
+@pytest.fixture
+def scheduler(peer: Any) -> SchedulerClient:
+    return SchedulerClient(peer, SPEC)
+
+
+def test_a_lookup_is_pending_until_it_is_answered_and_sent_once(scheduler: SchedulerClient, peer: Answering) -> None:
+    for _ in range(2):
+        scheduler.submit_lookup("r", HASHES)
+    assert peer.asked == [wire.Lookup("model", 2, 4, "r", 2, HASHES, True)]
+    assert scheduler.check_lookup("r") == Pending()
+    peer.answer(2)
+    assert scheduler.check_lookup("r") == scheduler.wait_lookup("r", 1.0) == Cached(512)
+    assert scheduler.known_tokens("r") == 512
+
+
+def test_a_prompt_without_a_whole_chunk_is_a_miss_that_nobody_is_asked_for(
+    scheduler: SchedulerClient, peer: Answering
+) -> None:
+    scheduler.submit_lookup("r", b"")
+    assert scheduler.check_lookup("r") == scheduler.wait_lookup("r", 1.0) == Cached(0) and not peer.asked
+
+
+@pytest.mark.parametrize("value", [Unavailable("gone"), DeadlineExceeded("late"), BadRequest("odd"), "no number", True])
+def test_a_lookup_that_failed_is_no_answer(scheduler: SchedulerClient, peer: Answering, value: object) -> None:
+    scheduler.submit_lookup("r", HASHES)
+    peer.answer(value)
+    outcome = scheduler.check_lookup("r")
+    assert isinstance(outcome, Unanswered)
+    assert outcome.error is value or isinstance(outcome.error, ProtocolError)
+    assert scheduler.known_tokens("r") == 0
+
+
+def test_what_a_former_server_has_is_not_known_and_is_asked_again_by_who_can_wait(
+    scheduler: SchedulerClient, peer: Answering
+) -> None:
+    scheduler.submit_lookup("r", HASHES)
+    peer.answer(3)
+    assert scheduler.check_lookup("r") == Cached(768)
+    peer.incarnation = b"two"
+    assert scheduler.known_tokens("r") == 0 and scheduler.check_lookup("r") == Cached(768)
+    assert scheduler.wait_lookup("r", 0.0) == Pending() and len(peer.asked) == 2
+    peer.answer(0)
+    assert scheduler.wait_lookup("r", 0.0) == Cached(0) and len(peer.asked) == 2
+
+
+def test_silence_is_asked_again_once_a_server_is_heard_and_a_refusal_is_not(
+    scheduler: SchedulerClient, peer: Answering
+) -> None:
+    for request_id, error in (("silent", DeadlineExceeded("late")), ("refused", BadRequest("odd"))):
+        scheduler.submit_lookup(request_id, HASHES)
+        peer.answer(error)
+        assert scheduler.wait_lookup(request_id, 0.0) == Unanswered(error)
+    peer.heard += 1
+    assert scheduler.wait_lookup("silent", 0.0) == Pending()
+    assert scheduler.wait_lookup("refused", 0.0) != Pending()
+    assert len(peer.asked) == 3
+
+
+def test_a_caller_is_held_back_twice_at_most(scheduler: SchedulerClient, peer: Answering) -> None:
+    scheduler.submit_lookup("r", HASHES)
+    for _ in range(2):
+        assert scheduler.wait_lookup("r", 0.0) == Pending()
+        peer.answer(DeadlineExceeded("late"))
+        peer.heard += 1
+    assert isinstance(scheduler.wait_lookup("r", 0.0), Unanswered), "asked a third time"
+    assert scheduler.wait_lookup("r", 0.0) == Pending(), "when it comes up anew"
+
+
+def test_what_was_forgotten_is_unknown(scheduler: SchedulerClient, peer: Answering) -> None:
+    scheduler.submit_lookup("r", HASHES)
+    scheduler.forget_lookup("r")
+    scheduler.forget_lookup("r")
+    with pytest.raises(UnknownRequest):
+        scheduler.check_lookup("r")
+    assert scheduler.known_tokens("r") == 0

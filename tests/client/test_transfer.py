@@ -1,0 +1,37 @@
+"""The values that go from a connector to the wire, and the messages that they become."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
+from kvdepot.errors import BadRequest
+from kvdepot.protocol import wire
+
+SPEC = ShardSpec("model", 2, 1, 256, 4)
+TRANSFER = Transfer("r", b"p" * 32, 3, b"h" * 64, pack_block_ids(range(8)), 2, b"s" * 16, {"traceparent": "00"})
+
+
+@pytest.mark.parametrize("block_tokens", [0, -1, 3, 512])
+def test_a_block_that_does_not_divide_the_chunk_is_refused(block_tokens: int) -> None:
+    with pytest.raises(BadRequest, match=f"block size {block_tokens} does not divide"):
+        ShardSpec.of_blocks("model", 2, 1, 256, block_tokens)
+
+
+def test_a_spec_of_blocks_knows_both_lengths() -> None:
+    assert ShardSpec.of_blocks("model", 2, 1, 256, 64) == SPEC and SPEC.block_tokens == 64
+
+
+def test_messages_have_the_fields_of_the_spec_and_of_what_is_copied() -> None:
+    assert SPEC.shards([TRANSFER]) == [
+        wire.Shards("r", "model", 2, 1, b"p" * 32, 3, b"h" * 64, TRANSFER.block_ids, 2, b"s" * 16)
+    ]
+    assert SPEC.lookup("r", 2, b"h" * 32, True, b"s") == wire.Lookup("model", 2, 4, "r", 2, b"h" * 32, True, b"s")
+    assert SPEC.pin("name", b"h" * 32, b"s", 7) == wire.Pin("name", "model", 2, 4, b"h" * 32, b"s", 7)
+
+
+def test_a_transfer_counts_its_chunks_and_blocks_and_reaches_another_process_whole() -> None:
+    assert (TRANSFER.chunks, TRANSFER.blocks) == (2, 8)
+    assert pickle.loads(pickle.dumps(TRANSFER)) == TRANSFER  # noqa: S301 - as vLLM sends it to its workers
