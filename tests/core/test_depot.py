@@ -471,7 +471,7 @@ def test_all_models_whose_name_begins_so_are_forgotten_however_many_and_however_
         assert desk.ask(client, store(prompt("a", 2), model=name)) is True
     assert desk.ask(client, wire.Forget(long + "1")) == {"memory": 2}
     assert desk.ask(client, wire.Forget("team-x/")) == {"memory": 2 * 151}
-    assert {namespace.model for namespace in desk.index.namespaces() if namespace.chunks} == {
+    assert {namespace.model for namespace in desk.index.namespaces.all() if namespace.chunks} == {
         "team-y/m",
         "team-x",
         "a team-x/",
@@ -510,7 +510,7 @@ def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_not
     assert isinstance(answer, LayoutError) and "no such file" in str(answer)
     assert desk.depot.status().instances == 0
     assert desk.ask(b"one", wire.Unregister(1)) is None
-    assert desk.index.namespaces() == []
+    assert desk.index.namespaces.all() == []
 
 
 def test_a_layout_that_lies_outside_its_memory_is_refused_before_anything_is_mapped(desk: Desk) -> None:
@@ -977,7 +977,7 @@ class DepotMachine(RuleBasedStateMachine):
             desk.die(name)
         desk.settle()
         desk.assert_empty()
-        assert desk.index.namespaces() == []
+        assert desk.index.namespaces.all() == []
         assert all(mapped.closed for mapped in desk.mapped)
         status = desk.depot.status()
         assert [getattr(status, name) for name in ("clients", "sessions", "instances")] == [0, 0, 0]

@@ -36,7 +36,7 @@ class Desk:
     def there(self) -> Believed:
         return {
             (namespace.model, key)
-            for namespace in self.index.namespaces()
+            for namespace in self.index.namespaces.all()
             for key, chunk in namespace.chunks.items()
             if chunk.sealed == namespace.world_size
         }

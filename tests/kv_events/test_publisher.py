@@ -227,7 +227,7 @@ def test_chunks_of_one_key_and_two_models_are_two(start_desk: StartDesk, subscri
     desk, chain = start_desk().start(), keys("c", 2)
     router = subscribe(desk.endpoint)
     desk.shelf.store(chain)
-    first, desk.shelf.namespace = desk.shelf.namespace, desk.index.namespace("other", 1, 0, bytes(32), 4)
+    first, desk.shelf.namespace = desk.shelf.namespace, desk.index.namespaces.find("other", 1, 0, bytes(32), 4)
     desk.shelf.namespace.live = 1
     desk.shelf.store(chain)
     ready(desk, router)
@@ -265,7 +265,7 @@ def test_a_subscriber_that_loses_messages_believes_in_the_end_what_is_so(
             case 1:
                 namespace = desk.shelf.namespace
                 for chunk in list(namespace.chunks.values())[:2]:
-                    desk.index.doom(chunk)
+                    desk.index.hide(chunk)
             case _:
                 desk.shelf.store(keys(f"c{dice.randrange(10**6)}", dice.randrange(1, 6)))
         if step % 40 == 0:

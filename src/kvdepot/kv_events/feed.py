@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
 from kvdepot.protocol.counters import Counters
 
 __all__ = ["AllBlocksCleared", "Belief", "BlockRemoved", "BlockStored", "Event", "Feed"]
@@ -117,7 +118,7 @@ class Feed:
                 self.changed(chunk, True)
 
     def _all(self) -> Iterator[Chunk]:
-        for namespace in self._index.namespaces():
+        for namespace in self._index.namespaces.all():
             yield from list(namespace.chunks.values())
 
     # -- the reader's
