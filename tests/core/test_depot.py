@@ -985,3 +985,11 @@ class DepotMachine(RuleBasedStateMachine):
 
 TestDepotMachine = DepotMachine.TestCase
 TestDepotMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
+def test_a_store_of_which_a_later_part_is_refused_has_reserved_nothing() -> None:
+    desk = Desk(settings={"max_namespaces": 1})
+    desk.register(desk.hello())
+    parts = [shards(prompt("a", 2)), shards(prompt("b", 2), model="other", blocks=[4, 5, 6, 7])]
+    assert isinstance(desk.ask(b"one", wire.Store(1, 1, parts)), Busy)
+    desk.assert_empty()

@@ -329,11 +329,11 @@ class Depot:
         operation = _Operation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
         complete = True
-        for part in request.shards:
+        namespaces = [self._namespace(instance, part) for part in request.shards]  # or it is refused with none reserved
+        for part, namespace in zip(request.shards, namespaces, strict=True):
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            namespace = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
             size = instance.layout.block_bytes * blocks
             salt = tenant_salt(client.tenant, part.salt)
             operation.requests.append((part.request, part.model, count))
@@ -373,7 +373,7 @@ class Depot:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            namespace = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
+            namespace = self._namespace(instance, part)
             size = instance.layout.block_bytes * blocks
             for i, found in enumerate(self.index.find(namespace, part.rank, part.hashes)):
                 operation.results.append(False)
@@ -392,6 +392,11 @@ class Depot:
             self._end_retrieve(operation)
             return [Reply(client.identity, number, operation.results)]
         return self._start(operation, pieces, None, 0)
+
+    def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
+        """Where the chunks of a part that has been checked belong. Raises Busy."""
+        blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
+        return self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
 
     def _admit(self, client: Client, number: int) -> Instance:
         instance = client.instances.get(number)
