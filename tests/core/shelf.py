@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
@@ -51,9 +52,9 @@ def sealed(index: Index, namespace: Namespace, rank: int, key: bytes) -> Chunk |
 class Shelf:
     """An index of `pages` pages with one namespace, whose chunks take one page a shard."""
 
-    def __init__(self, pages: int, world_size: int = 1, policy: str = "lru") -> None:
+    def __init__(self, pages: int, world_size: int = 1, policy: str = "lru", watch: Any = None) -> None:
         self.policy = POLICIES[policy]()
-        self.index = Index(Allocator(0, pages * PAGE), self.policy)
+        self.index = Index(Allocator(0, pages * PAGE), self.policy, watch=watch)
         self.world_size = world_size
         for rank in range(world_size):
             self.namespace = self.index.namespaces.find("m", world_size, rank, bytes(32), 4)

@@ -91,7 +91,7 @@ def facts(index: Index) -> Any:
             for namespace in index.namespaces.all()
             for c in namespace.chunks.values()
         ],
-        (index.chunks, index.reserved, index.held, index.evicted, index.allocator.free_bytes, index._broken),
+        (index.chunks, index.reserved, index.held, index.evicted, index.allocator.free_bytes, index._chains.broken),
         len(index.hiding), index._serial, index.records.used,
     )  # fmt: skip
 
@@ -262,7 +262,7 @@ class States(RuleBasedStateMachine):
             self.index.hide(next(reversed(self.shelf.namespace.chunks.values())))
         self.index.validate()
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
-        assert not self.index._waiting and not self.index._broken
+        assert not self.index._chains._waiting and not self.index._chains.broken
 
 
 TestStates = States.TestCase
@@ -272,7 +272,8 @@ TestStates.settings = settings(max_examples=100, stateful_step_count=50, deadlin
 def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that nothing takes would be no part of how chunks live."""
     table = Observed()
-    monkeypatch.setattr("kvdepot.core.index.index.TRANSITIONS", table)
+    for module in ("index", "chains"):
+        monkeypatch.setattr(f"kvdepot.core.index.{module}.TRANSITIONS", table)
     shelf = Shelf(64, world_size=2)
     index, namespace = shelf.index, shelf.namespace
 
@@ -369,7 +370,7 @@ def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -
     assert first is not None and second is not None
     shelf.index.seal(second, 0)
     shelf.index.remove(first, Reason.FAILED, 0)
-    assert not shelf.index._waiting
+    assert not shelf.index._chains._waiting
     again = shelf.reserve(chain, 1)
     assert again is not None
     shelf.index.seal(again, 0)

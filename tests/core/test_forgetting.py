@@ -448,12 +448,9 @@ class RemovalMachine(RuleBasedStateMachine):
 
     @initialize(step=st.sampled_from([1, 2, 5]), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, step: int, policy: str) -> None:
-        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy]())
+        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy](), watch=self.hear)
         self.removals = Removals(self.index, step)
         self.told: set[tuple[int, bytes]] = set()
-        self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
-            (chunk.namespace.number, chunk.key)
-        )
         self.namespaces: list[Namespace] = []
         for place, world in enumerate((1, 2)):
             for rank in range(world):
@@ -464,6 +461,9 @@ class RemovalMachine(RuleBasedStateMachine):
         self.open: list[tuple[Kept, int]] = []  # reservations that are under way
         self.pinned: list[list[Chunk]] = []
         self.clearing: list[tuple[Removal, set[int]]] = []  # and what it may take
+
+    def hear(self, chunk: Chunk, there: bool) -> None:
+        (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
 
     # -- storing
 

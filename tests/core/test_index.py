@@ -85,12 +85,9 @@ WORLDS = [1, 2, 1]
 class IndexMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, pages: int, policy: str) -> None:
-        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy]())
+        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy](), watch=self.hear)
         self.model = Model(pages * PAGE, WORLDS)
         self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
-        self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
-            (chunk.namespace.number, chunk.key)
-        )
         self.namespaces: list[Namespace] = []
         for place, world in enumerate(WORLDS):
             for rank in range(world):
@@ -99,6 +96,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.namespaces.append(namespace)
         self.open: list[tuple[Stored, int]] = []  # reservations
         self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
+
+    def hear(self, chunk: Chunk, there: bool) -> None:
+        (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
 
     def watch_evictions(self, before: int, need: int, stored: bool, *spared: Stored | None) -> None:
         """What has gone since `before` bytes were used was allowed to go, and had to."""

@@ -162,7 +162,7 @@ class Server:
         """Raises Unavailable."""
         config = self._config
         if config.kv_events:
-            self._feed = Feed(self.depot.index, self.depot.counters)
+            assert self._feed is not None
             self._publisher = Publisher(
                 self._feed, config.kv_events, config.chunk_size, self._context, self._listener.guard
             )
@@ -179,7 +179,9 @@ class Server:
         arena = self.arena
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
-        index = Index(allocator, POLICIES[self._config.policy](), records, self._config.ttl_s)
+        self._feed = Feed() if self._config.kv_events else None
+        watch = self._feed.changed if self._feed is not None else None
+        index = Index(allocator, POLICIES[self._config.policy](), records, self._config.ttl_s, watch)
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
@@ -210,7 +212,7 @@ class Server:
         )  # fmt: skip
         self._act(self.depot.tick(time.monotonic(), time.time()))
         if self._feed is not None and self._publisher is not None:
-            self._feed.tick()
+            self._feed.tick(self.depot.index)
             self._publisher.start()
         next_tick = time.monotonic() + _TICK_S
         if self._web is not None:
@@ -416,7 +418,8 @@ class Server:
     def _tick(self) -> None:
         self._act(self.depot.tick(time.monotonic(), time.time()))
         if self._feed is not None:
-            self._feed.tick()
+            self._feed.tick(self.depot.index)
+            self.depot.counters["kv_event_overflows"] = self._feed.overflows
         if self._web is not None:
             self.depot.report.http = self._web.address
         self._rates.tick()

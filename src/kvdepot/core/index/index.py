@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvdepot.core.index.ages import Ages
+from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, Shard, State, is_evictable
 from kvdepot.core.index.namespaces import Namespaces
@@ -38,7 +39,7 @@ __all__ = ["Index"]
 # An enum's attributes are slow to get, and these are asked for at each step.
 _RESERVED, _LOADING, _SEALED, _CORRUPT = State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT
 _WHOLE, _CHAINED, _PENDING_REMOVAL = State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
-_RESERVE, _SEAL, _COMPLETE, _CHAIN, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.CHAIN, Event.REMOVE
+_RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
 _ABSENT, _PRESENT, _NO_ROOM = Absent(), Present(), NoRoom()
 
 
@@ -51,8 +52,12 @@ class Index:
         policy: Policy,
         records: Records | None = None,
         ttl_s: int = 0,
+        watch: Callable[[Chunk, bool], None] | None = None,
     ) -> None:
-        """records: what a restart will know; without it, nothing survives. ttl_s: see `expire`; 0 = never."""
+        """records: what a restart will know; without it, nothing survives. ttl_s: see `expire`; 0 = never.
+
+        watch: told of each chunk that can be had now, or (False) not any more; the latter may come twice.
+        """
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.namespaces = Namespaces(self.records)
@@ -64,13 +69,11 @@ class Index:
         self.evicted_saved: Counter[int] = Counter()  # of those, by the tiers that had all of the chunk: Shard.tiers
         self.generation = 0  # removals that have begun
         self.hiding: list[Scope] = []  # of those under way that hide what they have not come to yet
-        self.watch: Callable[[Chunk, bool], None] | None = None
-        """Told of each chunk that can be had now, or (False) not any more; the latter may come twice."""
         self._policy = policy
+        self._watch = watch
         self._serial = 0  # shards sealed so far
         self._uses = 0  # of chunks
-        self._broken = 0  # chunks that are not chained, in the middle of a chain
-        self._waiting: dict[int, dict[int, Chunk]] = {}  # whole chunks by id(), by that of the parent they wait for
+        self._chains = Chains()
         self._detached_bytes = 0  # of shards that were replaced
         self._ages = Ages(ttl_s)
 
@@ -93,7 +96,7 @@ class Index:
             else:
                 high = probe - 1
             probe = (low + high + 1) // 2
-        if deepest is not None and (self._broken or any(namespace in scope.namespaces for scope in self.hiding)):
+        if deepest is not None and (self._chains.broken or any(namespace in scope.namespaces for scope in self.hiding)):
             low, deepest = self._unbroken(deepest)
         loose: list[Chunk] = []
         while low < total:
@@ -322,9 +325,8 @@ class Index:
 
     def give_back(self, shard: Shard) -> None:
         """Nothing writes any more to a shard that was replaced."""
-        shard.state = TRANSITIONS[shard.state][_REMOVE]
+        self._free(shard)
         self._detached_bytes -= self.allocator.rounded(shard.size)
-        self.allocator.free(shard.extents)
 
     def _renew(self, chunk: Chunk, wall: int) -> None:
         """A chunk that is there was computed again: were it too old, it is new.
@@ -336,7 +338,7 @@ class Index:
         self._ages.note(chunk, self.chunks)
         if chunk.sealed == chunk.namespace.world_size:
             chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
-            self._chain(chunk)
+            self._is_whole(chunk)
 
     def _make_room(self, size: int) -> Extents | None:
         allocator = self.allocator
@@ -382,37 +384,14 @@ class Index:
         if shard.slot is None:
             self.unrecorded += 1
         if is_last:
-            self._chain(chunk)
+            self._is_whole(chunk)
         self.release([chunk])
 
-    def _chain(self, chunk: Chunk) -> None:
-        """A chunk is whole now: chain it, and what has waited for that, or let it wait until its parent is."""
-        if self.watch is not None and not self.is_forgotten(chunk):
-            self.watch(chunk, True)
-        before = chunk.parent
-        if chunk.position == 1 or (before is not None and before.state is _CHAINED):
-            chunk.state = TRANSITIONS[chunk.state][_CHAIN]
-            if chunk.broken:
-                self._mend(chunk)
-            if self._waiting:
-                self._chain_behind(chunk)
-        elif before is not None and not before.gone:
-            self._waiting.setdefault(id(before), {})[id(chunk)] = chunk
-
-    def _chain_behind(self, chunk: Chunk) -> None:
-        """Chain what is whole and has waited for a chunk to be chained, and what has waited for that."""
-        chained = [chunk]
-        while chained:
-            for each in self._waiting.pop(id(chained.pop()), {}).values():
-                if each.state is _WHOLE:  # else it has been marked corrupt or hidden meanwhile
-                    each.state = TRANSITIONS[each.state][_CHAIN]
-                    self._mend(each)
-                    chained.append(each)
-
-    def _mend(self, chunk: Chunk) -> None:
-        if chunk.broken:
-            chunk.broken = False
-            self._broken -= 1
+    def _is_whole(self, chunk: Chunk) -> None:
+        """A chunk is sealed on every rank now."""
+        if self._watch is not None and not self.is_forgotten(chunk):
+            self._watch(chunk, True)
+        self._chains.join(chunk)
 
     # -- mark corrupt, hide
 
@@ -428,8 +407,8 @@ class Index:
         chunk.sealed -= 1
         self.records.erase(shard.slot)
         shard.slot = None
-        if self.watch is not None:
-            self.watch(chunk, False)
+        if self._watch is not None:
+            self._watch(chunk, False)
 
     def hide(self, chunk: Chunk, at_once: bool = True) -> None:
         """Remove a chunk, or, while it is held or others are behind it, hide it and them and remove it after that.
@@ -441,8 +420,8 @@ class Index:
             self.remove(chunk, Reason.DROPPED)
             return
         self._unchain(chunk, Event.HIDE)
-        if self.watch is not None and chunk.sealed:
-            self.watch(chunk, False)
+        if self._watch is not None and chunk.sealed:
+            self._watch(chunk, False)
         for rank, shard in chunk.shards.items() if at_once else ():
             if shard.state is _SEALED:
                 self.mark_corrupt(chunk, rank)
@@ -450,9 +429,8 @@ class Index:
     def _unchain(self, chunk: Chunk, event: Event) -> None:
         was_chained = chunk.state is _CHAINED
         chunk.state = TRANSITIONS[chunk.state][event]
-        if was_chained and chunk.children:
-            chunk.broken = True
-            self._broken += 1
+        if was_chained:
+            self._chains.break_at(chunk)
 
     # -- remove
 
@@ -480,16 +458,21 @@ class Index:
         last: Chunk | None = chunk
         while last is not None:
             for shard in last.shards.values():
-                self._free(last, shard)
+                self._free(shard)
             last.shards.clear()
+            last.namespace.bytes -= last.bytes
+            last.bytes = 0
             last = self._unlink(last, is_evicted)
             is_evicted = False  # what goes now was pending, and nothing is behind it any more
 
     def _remove_shard(self, chunk: Chunk, rank: int) -> None:
         shard = chunk.shards[rank]
         assert shard.is_open, shard.state
-        self._free(chunk, shard)
+        self._free(shard)
         del chunk.shards[rank]
+        taken = self.allocator.rounded(shard.size)
+        chunk.bytes -= taken
+        chunk.namespace.bytes -= taken
         self.reserved -= 1
         if chunk.shards:
             self.release([chunk])
@@ -500,13 +483,11 @@ class Index:
         if before is not None:
             self.remove(before, Reason.DROPPED)
 
-    def _free(self, chunk: Chunk, shard: Shard) -> None:
+    def _free(self, shard: Shard) -> None:
         shard.state = TRANSITIONS[shard.state][_REMOVE]
-        self.records.erase(shard.slot)  # before anything else can be written there
+        if shard.slot is not None:
+            self.records.erase(shard.slot)  # before anything else can be written there
         self.allocator.free(shard.extents)
-        size = self.allocator.rounded(shard.size)
-        chunk.bytes -= size
-        chunk.namespace.bytes -= size
 
     def _unlink(self, chunk: Chunk, is_evicted: bool) -> Chunk | None:
         """Take a chunk without shards out of its namespace and chain; its parent, if that is to go too.
@@ -519,33 +500,21 @@ class Index:
         namespace, before = chunk.namespace, chunk.parent
         del namespace.chunks[chunk.key]
         self.chunks -= 1
-        if self.watch is not None and chunk.sealed:
-            self.watch(chunk, False)
+        if self._watch is not None and chunk.sealed:
+            self._watch(chunk, False)
         self._policy.remove(chunk, is_evicted)
         chunk.parent = None
-        if not chunk.children:
-            self._mend(chunk)  # else those behind it have lost it for good
-        if self._waiting:
-            self._stop_waiting(chunk, before)
         pending = None
         if before is not None:
             before.children -= 1
-            if before.gone and not before.children:
-                self._mend(before)
             if is_evictable(before):
                 if before.state is _PENDING_REMOVAL:
                     pending = before
                 else:
                     self._policy.add(before)
+        self._chains.leave(chunk, before)
         self.namespaces.forget(namespace)
         return pending
-
-    def _stop_waiting(self, chunk: Chunk, before: Chunk | None) -> None:
-        """A chunk is gone: it waits for its parent no more, and nothing for it."""
-        self._waiting.pop(id(chunk), None)
-        waiting = self._waiting.get(id(before), {})
-        if waiting.pop(id(chunk), None) is not None and not waiting:
-            del self._waiting[id(before)]
 
     # -- removals of many, in steps: core/forgetting.py
 
@@ -601,14 +570,14 @@ class Index:
             self._policy.insert(chunk)
             self._ages.note(chunk, self.chunks)
             if chunk.state is _WHOLE and chunk.parent is not None:
-                self._waiting.setdefault(id(chunk.parent), {})[id(chunk)] = chunk
+                self._chains.wait(chunk, chunk.parent)
         for chunk in found:
             if not chunk.children:
                 self._policy.add(chunk)
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
-        totals = Totals(self.chunks, self.reserved, self.held, self._broken, self._detached_bytes)
+        totals = Totals(self.chunks, self.reserved, self.held, self._chains.broken, self._detached_bytes)
         check(self.namespaces.all(), self.allocator, totals)
 
 
