@@ -350,8 +350,8 @@ class Desk(Harness):
     def restart(self) -> None:
         """kill -9, and a new server on the same arena: all that was sealed and recorded is back, and nothing else."""
         recorded = sum(
-            shard.slot >= 0
-            for namespace in self.index.namespaces()
+            shard.slot is not None
+            for namespace in self.index.namespaces.all()
             for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
         )
@@ -487,7 +487,7 @@ class Desk(Harness):
         assert not any(left.values()), left
         clear(self.index)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity, "bytes belong to nobody"
-        assert not self.index.records.used and not self.index.namespaces(), self.index.records
+        assert not self.index.records.used and not self.index.namespaces.all(), self.index.records
 
     def close(self) -> None:
         for mapped in self.opened:
@@ -499,7 +499,7 @@ class Desk(Harness):
 def clear(index: Index) -> None:
     """Remove every chunk that nothing holds."""
     removals = Removals(index)
-    removals.begin(index.namespaces(), None, hides=False, done=lambda _: [])
+    removals.begin(index.namespaces.all(), None, hides=False, done=lambda _: [])
     while removals:
         removals.step()
 

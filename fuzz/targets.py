@@ -22,6 +22,7 @@ from fuzz.desk import REACHED, clear, depot, depot_seeds
 
 from kvdepot import config as settings
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reason, Reserved
 from kvdepot.core.index.recovery import restore
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError, ProtocolError
 from kvdepot.eviction import Lru
@@ -208,9 +209,9 @@ def _check_restored(index: Index) -> None:
     """What was taken back makes sense: places in the arena that are apart, and sums that are right."""
     index.validate()
     REACHED["chunks restored"] += index.chunks
-    REACHED["chained chunks restored"] += sum(c.depth > 1 for s in index.namespaces() for c in s.chunks.values())
+    REACHED["chained chunks restored"] += sum(c.depth > 1 for s in index.namespaces.all() for c in s.chunks.values())
     places: list[tuple[int, int]] = []
-    for namespace in index.namespaces():
+    for namespace in index.namespaces.all():
         for chunk in namespace.chunks.values():
             for rank, shard in chunk.shards.items():
                 assert 0 <= rank < namespace.world_size and rank in namespace.layouts, (rank, namespace)
@@ -229,17 +230,17 @@ def _check_restored(index: Index) -> None:
 
 def _check_usable(index: Index) -> None:
     """The index goes on: all of the arena can be had again, and nothing is left of the old when that goes too."""
-    namespace = index.namespace("fuzz", 1, 0, bytes(32), 1)
+    namespace = index.namespaces.find("fuzz", 1, 0, bytes(32), 1)
     namespace.live += 1
     for number in range(index.allocator.capacity // PAGE + 1):
-        chunk = index.reserve(namespace, 0, number.to_bytes(HASH_BYTES, "big"), b"", 0, PAGE)
-        assert chunk is not None, f"no room for page {number} although nothing is held"
-        index.seal(chunk, 0)
+        (outcome,) = index.reserve_missing(namespace, 0, number.to_bytes(HASH_BYTES, "big"), b"", 0, PAGE)
+        assert isinstance(outcome, Reserved), f"no room for page {number} although nothing is held"
+        index.seal(outcome.chunk, 0)
     index.validate()
     namespace.live -= 1
     clear(index)
     index.validate()
-    assert index.allocator.free_bytes == index.allocator.capacity and not index.namespaces()
+    assert index.allocator.free_bytes == index.allocator.capacity and not index.namespaces.all()
     assert not index.records.used, index.records
 
 
@@ -340,7 +341,7 @@ def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
         (namespace.model, namespace.world_size, namespace.blocks_in_chunk, namespace.layouts.get(rank), rank, key): (
             shard.extents, shard.size, shard.checksum, chunk.position and chunk.position,
         )
-        for namespace in index.namespaces()
+        for namespace in index.namespaces.all()
         for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items()
         if shard.sealed
@@ -353,23 +354,24 @@ def _stored(pick: Choices) -> tuple[Index, bytearray]:
     index = Index(_allocator(), Lru(), Records(memoryview(table)))
     for _ in range(pick.below(40)):
         prompt, first, ranks = pick.below(4), pick.below(3), 1 + pick.below(2)
-        namespace = index.namespace(f"model-{ranks}" * pick.of((1, 20)), ranks, 0, bytes([ranks]) * 32, 2)
+        namespace = index.namespaces.find(f"model-{ranks}" * pick.of((1, 20)), ranks, 0, bytes([ranks]) * 32, 2)
         namespace.live += 1  # as for a registered engine
         for rank in range(ranks):
-            index.namespace(namespace.model, ranks, rank, bytes([ranks]) * 32, 2)
+            index.namespaces.find(namespace.model, ranks, rank, bytes([ranks]) * 32, 2)
         parent = ROOT if first == 0 else bytes([prompt, first - 1]) * 16
         for i in range(first, first + 1 + pick.below(3)):
             key = bytes([prompt, i]) * 16
             for rank in range(ranks):
-                if not index.missing(namespace, rank, key):
+                if not index.is_missing(namespace, rank, key):
                     continue
-                chunk = index.reserve(namespace, rank, key, parent, i + 1, 1 + pick.below(3 * PAGE))
-                if chunk is None:
+                (outcome,) = index.reserve_missing(namespace, rank, key, parent, i + 1, 1 + pick.below(3 * PAGE))
+                if not isinstance(outcome, Reserved):
                     continue
+                chunk = outcome.chunk
                 if pick.below(8):
                     index.seal(chunk, rank, pick.below(1 << 32))
                 else:
-                    index.discard(chunk, rank)
+                    index.remove(chunk, Reason.FAILED, rank)
             parent = key
     return index, table
 
@@ -401,7 +403,10 @@ def table(data: bytes) -> None:
         assert stored[name][:3] == shard[:3], f"{name}: stored {stored[name]}, restored {shard}"
     if not touched:
         recorded = sum(
-            shard.slot >= 0 for s in index.namespaces() for c in s.chunks.values() for shard in c.shards.values()
+            shard.slot is not None
+            for namespace in index.namespaces.all()
+            for chunk in namespace.chunks.values()
+            for shard in chunk.shards.values()
         )
         assert len(found) == recorded, f"{len(found)} shards came back of {recorded}"
     _check_usable(again)

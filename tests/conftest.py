@@ -75,8 +75,8 @@ def state(process: Path) -> str:
 def clear(index: Index, model: str = "") -> int:
     """Remove every chunk that nothing holds, of one model or of all; how many."""
     removals = Removals(index, step_chunks=3)
-    spaces = [space for space in index.namespaces() if model in ("", space.model)]
-    removal = removals.begin(spaces, None, hides=False, done=lambda _: [])
+    namespaces = [namespace for namespace in index.namespaces.all() if model in ("", namespace.model)]
+    removal = removals.begin(namespaces, None, hides=False, done=lambda _: [])
     while removals:
         removals.step()
     return removal.removed

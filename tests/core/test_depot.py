@@ -467,7 +467,7 @@ def test_all_models_whose_name_begins_so_are_forgotten_however_many_and_however_
         assert desk.ask(client, store(prompt("a", 2), model=name)) is True
     assert desk.ask(client, wire.Forget(long + "1")) == {"memory": 2}
     assert desk.ask(client, wire.Forget("team-x/")) == {"memory": 2 * 151}
-    assert {namespace.model for namespace in desk.index.namespaces() if namespace.chunks} == {
+    assert {namespace.model for namespace in desk.index.namespaces.all() if namespace.chunks} == {
         "team-y/m",
         "team-x",
         "a team-x/",
@@ -506,7 +506,7 @@ def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_not
     assert isinstance(answer, LayoutError) and "no such file" in str(answer)
     assert desk.depot.status().instances == 0
     assert desk.ask(b"one", wire.Unregister(1)) is None
-    assert desk.index.namespaces() == []
+    assert desk.index.namespaces.all() == []
 
 
 def test_a_layout_that_lies_outside_its_memory_is_refused_before_anything_is_mapped(desk: Desk) -> None:
@@ -973,7 +973,7 @@ class DepotMachine(RuleBasedStateMachine):
             desk.die(name)
         desk.settle()
         desk.assert_empty()
-        assert desk.index.namespaces() == []
+        assert desk.index.namespaces.all() == []
         assert all(mapped.closed for mapped in desk.mapped)
         status = desk.depot.status()
         assert [getattr(status, name) for name in ("clients", "sessions", "instances")] == [0, 0, 0]
@@ -981,3 +981,11 @@ class DepotMachine(RuleBasedStateMachine):
 
 TestDepotMachine = DepotMachine.TestCase
 TestDepotMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
+def test_a_store_of_which_a_later_part_is_refused_has_reserved_nothing() -> None:
+    desk = Desk(settings={"max_namespaces": 1})
+    desk.register(desk.hello())
+    parts = [shards(prompt("a", 2)), shards(prompt("b", 2), model="other", blocks=[4, 5, 6, 7])]
+    assert isinstance(desk.ask(b"one", wire.Store(1, 1, parts)), Busy)
+    desk.assert_empty()

@@ -15,7 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.core.forgetting import Removal, Removals
-from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace, State
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reason
 from kvdepot.errors import Busy
 from kvdepot.eviction import POLICIES
 from kvdepot.keys import HASH_BYTES, ROOT
@@ -26,7 +28,7 @@ from kvdepot.testing.faulty import MemoryTier
 from tests.conftest import SHM, StartDepot
 from tests.core.desk import Desk, lookup, prompt, retrieve, shards, store
 from tests.core.host import look, new_host
-from tests.core.shelf import Path, Shelf, key_of, keys
+from tests.core.shelf import Path, Shelf, key_of, keys, reserve, sealed
 from tests.core.shelf import prompt as keys_of
 
 
@@ -41,7 +43,7 @@ def finish(removals: Removals) -> None:
 
 def store_anew(shelf: Shelf, chain: list[bytes], number: int) -> None:
     """Chunk `number` of a chain, as the depot does it."""
-    assert shelf.index.missing(shelf.namespace, 0, chain[number - 1])
+    assert shelf.index.is_missing(shelf.namespace, 0, chain[number - 1])
     chunk = shelf.reserve(chain, number)
     assert chunk is not None
     shelf.index.seal(chunk, 0)
@@ -54,14 +56,14 @@ def shelf() -> Shelf:
 
 def test_a_chunk_that_is_stored_anew_while_all_are_cleared_stays(shelf: Shelf) -> None:
     removals = Removals(shelf.index, step_chunks=1)
-    spoilt, other = keys("a", 1), keys("b", 3)
-    shelf.store(spoilt)
+    corrupt, other = keys("a", 1), keys("b", 3)
+    shelf.store(corrupt)
     shelf.store(other)
-    shelf.index.condemn(shelf.namespace.chunks[spoilt[0]], 0)
+    shelf.index.mark_corrupt(shelf.namespace.chunks[corrupt[0]], 0)
     begin(removals, shelf.namespace, hides=False)
-    store_anew(shelf, spoilt, 1)
+    store_anew(shelf, corrupt, 1)
     finish(removals)
-    assert (shelf.matched(spoilt), shelf.matched(other)) == (1, 0)
+    assert (shelf.matched(corrupt), shelf.matched(other)) == (1, 0)
 
 
 # -- what is hidden
@@ -77,7 +79,7 @@ def test_what_is_forgotten_is_found_by_nobody_from_the_first_moment_on(shelf: Sh
     assert shelf.index.chunks == 8, "nothing has gone yet"
     while removals:
         assert shelf.matched(chain) == shelf.matched(loose) == 0
-        assert not any(shelf.index.sealed_shard(shelf.namespace, 0, key) for key in chain + loose)
+        assert not any(sealed(shelf.index, shelf.namespace, 0, key) for key in chain + loose)
         removals.step()
         shelf.index.validate()
     assert shelf.index.chunks == 5, "what is pinned goes when it is not"
@@ -115,13 +117,13 @@ def test_what_is_stored_after_a_removal_began_stays_also_behind_what_goes(shelf:
 
 def test_only_what_is_of_the_salt_and_the_namespaces_goes(shelf: Shelf) -> None:
     removals = Removals(shelf.index, step_chunks=1)
-    other = shelf.index.namespace("other", 1, 0, bytes(32), 4)
+    other = shelf.index.namespaces.find("other", 1, 0, bytes(32), 4)
     mine, plain = keys("mine", 2), keys("plain", 2)
     for namespace in (shelf.namespace, other):
         for salt, chain in ((b"s" * 16, mine), (b"", plain)):
             for number, key in enumerate(chain, 1):
                 parent = chain[number - 2] if number > 1 else b"root"
-                chunk = shelf.index.reserve(namespace, 0, key, parent, number, PAGE, salt)
+                chunk = reserve(shelf.index, namespace, 0, key, parent, number, PAGE, salt)
                 assert chunk is not None
                 shelf.index.seal(chunk, 0)
     begin(removals, shelf.namespace, salt=b"s" * 16)
@@ -137,7 +139,7 @@ def test_a_chain_of_which_only_the_middle_is_to_go_is_found_up_to_there(shelf: S
     for number in range(1, 6):  # an odd client: its salts change within a prompt
         parent = chain[number - 2] if number > 1 else b"root"
         salt = b"s" * 16 if number == 3 else b""
-        chunk = shelf.index.reserve(shelf.namespace, 0, chain[number - 1], parent, number, PAGE, salt)
+        chunk = reserve(shelf.index, shelf.namespace, 0, chain[number - 1], parent, number, PAGE, salt)
         assert chunk is not None
         shelf.index.seal(chunk, 0)
     begin(removals, shelf.namespace, salt=b"s" * 16)
@@ -151,11 +153,9 @@ def test_a_chain_of_which_only_the_middle_is_to_go_is_found_up_to_there(shelf: S
 def test_what_makes_room_while_it_is_being_forgotten_counts_as_forgotten(shelf: Shelf) -> None:
     removals = Removals(shelf.index, step_chunks=1)
     shelf.store(keys("old", 64))
-    told: list[Chunk] = []
-    shelf.index.evicting = told.append
     removal = begin(removals, shelf.namespace)
     shelf.store(keys("new", 5))
-    assert (shelf.index.evicted, told, removal.removed) == (0, [], 5)
+    assert (shelf.index.evicted, removal.removed) == (0, 5)
     finish(removals)
     assert removal.removed == 64 and shelf.matched(keys("new", 5)) == 5
 
@@ -169,9 +169,9 @@ def test_a_store_of_one_rank_from_before_ends_in_nothing_where_another_is_stored
     shelf.index.seal(late, 0)
     begin(removals, shelf.namespace)
     finish(removals)
-    assert not shelf.index.missing(shelf.namespace, 0, chain[0]), "the other rank's store from before is under way"
+    assert not shelf.index.is_missing(shelf.namespace, 0, chain[0]), "the other rank's store from before is under way"
     assert shelf.index.is_hidden(late)
-    shelf.index.discard(late, 1)
+    shelf.index.remove(late, Reason.FAILED, 1)
     for rank in (0, 1):
         chunk = shelf.reserve(chain, 1, rank)
         assert chunk is not None
@@ -448,16 +448,13 @@ class RemovalMachine(RuleBasedStateMachine):
 
     @initialize(step=st.sampled_from([1, 2, 5]), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, step: int, policy: str) -> None:
-        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy]())
+        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy](), watch=self.hear)
         self.removals = Removals(self.index, step)
         self.told: set[tuple[int, bytes]] = set()
-        self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
-            (chunk.namespace.number, chunk.key)
-        )
         self.namespaces: list[Namespace] = []
         for place, world in enumerate((1, 2)):
             for rank in range(world):
-                namespace = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
+                namespace = self.index.namespaces.find(f"model {place}", world, rank, bytes([place]) * 32, 4)
             namespace.live = 1
             self.namespaces.append(namespace)
         self.kept: dict[tuple[int, bytes], Kept] = {}
@@ -465,23 +462,26 @@ class RemovalMachine(RuleBasedStateMachine):
         self.pinned: list[list[Chunk]] = []
         self.clearing: list[tuple[Removal, set[int]]] = []  # and what it may take
 
+    def hear(self, chunk: Chunk, there: bool) -> None:
+        (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
+
     # -- storing
 
     def reserve(self, place: int, path: Path, rank: int, salt: bytes) -> Kept | None:
         namespace, key = self.namespaces[place], key_of(path)
-        if not self.index.missing(namespace, rank, key):
+        if not self.index.is_missing(namespace, rank, key):
             return None
-        handle = self.index.reserve(namespace, rank, key, key_of(path[:-1]), len(path), PAGE, salt)
+        handle = reserve(self.index, namespace, rank, key, key_of(path[:-1]), len(path), PAGE, salt)
         assert handle is not None
         kept = self.kept.get((place, key))
-        if kept is None or kept.handle is not handle or (kept.forgotten and not handle.doomed):
+        if kept is None or kept.handle is not handle or (kept.forgotten and handle.state is not State.PENDING_REMOVAL):
             kept = self.kept[place, key] = Kept(place, path, handle.salt, handle)
         return kept
 
     def seal(self, kept: Kept, rank: int) -> None:
         """As the depot does when the bytes have arrived."""
         if self.index.is_hidden(kept.handle):
-            self.index.discard(kept.handle, rank)
+            self.index.remove(kept.handle, Reason.FAILED, rank)
         else:
             assert not kept.forgotten, "what is forgotten on its way must not be sealed"
             self.index.seal(kept.handle, rank)
@@ -536,14 +536,14 @@ class RemovalMachine(RuleBasedStateMachine):
     def what_is_forgotten_is_given_to_nobody(self, place: int, path: Path) -> None:
         kept = self.kept.get((place, key_of(path)))
         for rank in range(place + 1):
-            found = self.index.sealed_shard(self.namespaces[place], rank, key_of(path))
+            found = sealed(self.index, self.namespaces[place], rank, key_of(path))
             assert found is None or (kept is not None and not kept.forgotten)
 
     @rule()
     def evict(self) -> None:
         victim = self.index.victim()
         if victim is not None:
-            self.index.evict(victim)
+            self.index.remove(victim, Reason.EVICTED)
             assert victim.gone
             self.forget_what_is_gone()
 
@@ -615,7 +615,7 @@ class RemovalMachine(RuleBasedStateMachine):
         begin(self.removals, *self.namespaces, hides=False)
         finish(self.removals)
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
-        assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces()
+        assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces.all()
         assert not self.told
 
 

@@ -11,11 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reason
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
 from tests.conftest import clear
-from tests.core.shelf import Path, Shelf, key_of, keys, prompt
+from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
 
 # -- the model
 
@@ -83,20 +85,20 @@ WORLDS = [1, 2, 1]
 class IndexMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, pages: int, policy: str) -> None:
-        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy]())
+        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy](), watch=self.hear)
         self.model = Model(pages * PAGE, WORLDS)
         self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
-        self.index.watch = lambda chunk, there: (self.told.add if there else self.told.discard)(
-            (chunk.namespace.number, chunk.key)
-        )
         self.namespaces: list[Namespace] = []
         for place, world in enumerate(WORLDS):
             for rank in range(world):
-                namespace = self.index.namespace(f"model {place}", world, rank, bytes([place]) * 32, 4)
+                namespace = self.index.namespaces.find(f"model {place}", world, rank, bytes([place]) * 32, 4)
             namespace.live = 1  # an engine is registered
             self.namespaces.append(namespace)
         self.open: list[tuple[Stored, int]] = []  # reservations
         self.pinned: list[tuple[list[Stored], list[Chunk]]] = []
+
+    def hear(self, chunk: Chunk, there: bool) -> None:
+        (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
 
     def watch_evictions(self, before: int, need: int, stored: bool, *spared: Stored | None) -> None:
         """What has gone since `before` bytes were used was allowed to go, and had to."""
@@ -133,8 +135,8 @@ class IndexMachine(RuleBasedStateMachine):
         room = model.capacity - used
         room += sum(c.size * len(c.ranks) for c in model.removable(chunk if known else None, chunk.before))
         parent_key = b"" if loose else key_of(path[:-1])
-        handle = self.index.reserve(
-            self.namespaces[place], rank, key, parent_key, 0 if loose else len(path), SIZES[place]
+        handle = reserve(
+            self.index, self.namespaces[place], rank, key, parent_key, 0 if loose else len(path), SIZES[place]
         )
         assert (handle is not None) == (size <= room), "there is room exactly when enough can be evicted"
         self.watch_evictions(used, size, handle is not None, chunk if known else None, chunk.before)
@@ -173,7 +175,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
         chunk, rank = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        self.index.discard(chunk.handle, rank)
+        self.index.remove(chunk.handle, Reason.FAILED, rank)
         del chunk.ranks[rank]
         if not chunk.ranks:
             self.model.drop(chunk)
@@ -204,7 +206,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(place=PLACES, path=PATHS, rank=st.integers(0, 1))
     def ask_for_one_shard(self, place: int, path: Path, rank: int) -> None:
         chunk = self.model.chunks.get((place, key_of(path)))
-        found = self.index.sealed_shard(self.namespaces[place], rank, key_of(path))
+        found = sealed(self.index, self.namespaces[place], rank, key_of(path))
         if chunk is not None and chunk.ranks.get(rank):
             assert found is chunk.handle
         else:
@@ -248,7 +250,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         for chunk, rank in self.open:
-            self.index.discard(chunk.handle, rank)
+            self.index.remove(chunk.handle, Reason.FAILED, rank)
         for _, held in self.pinned:
             self.index.release(held)
         for namespace in self.namespaces:
@@ -257,7 +259,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.validate()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
         assert self.index.allocator.free_bytes == self.model.capacity, "bytes leaked"
-        assert self.index.namespaces() == [] or not any(namespace.chunks for namespace in self.index.namespaces())
+        assert self.index.namespaces.all() == [] or not any(
+            namespace.chunks for namespace in self.index.namespaces.all()
+        )
 
 
 TestIndexMachine = IndexMachine.TestCase
@@ -389,7 +393,7 @@ def test_only_sealed_chunks_are_visible(shelf: Shelf) -> None:
     assert shelf.matched(chain) == 0
     shelf.index.seal(second, 0)
     assert shelf.matched(chain) == 0
-    assert shelf.index.sealed_shard(shelf.namespace, 0, chain[0]) is None
+    assert sealed(shelf.index, shelf.namespace, 0, chain[0]) is None
     shelf.index.seal(first, 0)
     assert shelf.matched(chain) == 2
 
@@ -412,9 +416,12 @@ def test_a_failed_store_of_one_rank_leaves_what_the_others_have_stored() -> None
     for rank in (0, 1):
         chunk = shelf.reserve(chain, 1, rank)
         assert chunk is not None
-        (shelf.index.seal if rank == 0 else shelf.index.discard)(chunk, rank)
+        if rank == 0:
+            shelf.index.seal(chunk, rank)
+        else:
+            shelf.index.remove(chunk, Reason.FAILED, rank)
     assert shelf.matched(chain) == 0
-    assert shelf.index.sealed_shard(shelf.namespace, 0, chain[0]) is not None
+    assert sealed(shelf.index, shelf.namespace, 0, chain[0]) is not None
     again = shelf.reserve(chain, 1, 1)
     assert again is not None
     shelf.index.seal(again, 1)
@@ -427,7 +434,10 @@ def test_a_gap_in_the_middle_ends_the_match_and_filling_it_mends_it(shelf: Shelf
     held = [shelf.reserve(chain, number) for number in range(1, 6)]
     for number, chunk in enumerate(held, 1):
         assert chunk is not None
-        (shelf.index.discard if number == 3 else shelf.index.seal)(chunk, 0)
+        if number == 3:
+            shelf.index.remove(chunk, Reason.FAILED, 0)
+        else:
+            shelf.index.seal(chunk, 0)
     assert shelf.matched(chain) == 2
     again = shelf.reserve(chain, 3)
     assert again is not None
@@ -458,14 +468,14 @@ def test_clear_keeps_what_is_pinned_or_being_stored_and_what_those_need(shelf: S
     assert clear(shelf.index) == 2
     assert (shelf.matched(pinned), shelf.matched(storing), shelf.matched(idle)) == (2, 1, 0)
     shelf.index.release(held)
-    shelf.index.discard(chunk, 0)
+    shelf.index.remove(chunk, Reason.FAILED, 0)
     assert clear(shelf.index) == 3
     assert shelf.index.allocator.free_bytes == shelf.index.allocator.capacity
 
 
 def test_a_chunk_larger_than_the_whole_space_evicts_nothing(shelf: Shelf) -> None:
     shelf.store(keys("c", 6))
-    assert shelf.index.reserve(shelf.namespace, 0, keys("big", 1)[0], b"root", 1, 7 * PAGE) is None
+    assert reserve(shelf.index, shelf.namespace, 0, keys("big", 1)[0], b"root", 1, 7 * PAGE) is None
     assert shelf.matched(keys("c", 6)) == 6
 
 
@@ -474,7 +484,7 @@ def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_
     pages = 1000
     index = Index(Allocator(0, pages * PAGE), Lru())
     sizes = {"small": 7, "large": 13}
-    namespaces = {name: index.namespace(name, 1, 0, name.encode(), 4) for name in sizes}
+    namespaces = {name: index.namespaces.find(name, 1, 0, name.encode(), 4) for name in sizes}
     for namespace in namespaces.values():
         namespace.live = 1
     full = split = 0
@@ -483,7 +493,7 @@ def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_
         chain = keys(f"{name}{number}", draw.randrange(1, 4))
         for position, key in enumerate(chain, 1):
             parent = chain[position - 2] if position > 1 else b"root"
-            chunk = index.reserve(namespaces[name], 0, key, parent, position, sizes[name] * PAGE)
+            chunk = reserve(index, namespaces[name], 0, key, parent, position, sizes[name] * PAGE)
             assert chunk is not None, f"store {number} found no room in {index}"
             split += len(chunk.shards[0].extents) > 1
             index.seal(chunk, 0)
@@ -496,21 +506,21 @@ def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_
 
 def test_a_namespace_is_found_again_only_by_what_agrees_with_it(shelf: Shelf) -> None:
     index = shelf.index
-    one = index.namespace("model", 2, 0, b"a" * 32, 4)
-    assert index.namespace("model", 2, 0, b"a" * 32, 4) is one
-    assert index.namespace("model", 2, 1, b"b" * 32, 4) is one, "another rank may lie differently"
+    one = index.namespaces.find("model", 2, 0, b"a" * 32, 4)
+    assert index.namespaces.find("model", 2, 0, b"a" * 32, 4) is one
+    assert index.namespaces.find("model", 2, 1, b"b" * 32, 4) is one, "another rank may lie differently"
     others = [
-        index.namespace("model", 2, 1, b"c" * 32, 4),
-        index.namespace("model", 1, 0, b"a" * 32, 4),
-        index.namespace("model", 2, 0, b"a" * 32, 8),
-        index.namespace("other", 2, 0, b"a" * 32, 4),
+        index.namespaces.find("model", 2, 1, b"c" * 32, 4),
+        index.namespaces.find("model", 1, 0, b"a" * 32, 4),
+        index.namespaces.find("model", 2, 0, b"a" * 32, 8),
+        index.namespaces.find("other", 2, 0, b"a" * 32, 4),
     ]
     assert len({id(namespace) for namespace in [one, *others]}) == 5
 
 
 def test_equal_keys_in_two_namespaces_are_two_chunks(shelf: Shelf) -> None:
     chain = keys("c", 2)
-    other = shelf.index.namespace("m", 1, 0, b"other layout".ljust(32), 4)
+    other = shelf.index.namespaces.find("m", 1, 0, b"other layout".ljust(32), 4)
     assert other is not shelf.namespace
     shelf.store(chain)
     assert shelf.index.match(other, b"".join(chain)).matched == 0
@@ -519,10 +529,10 @@ def test_equal_keys_in_two_namespaces_are_two_chunks(shelf: Shelf) -> None:
 def test_a_namespace_without_chunks_or_engines_is_forgotten(shelf: Shelf) -> None:
     shelf.store(keys("c", 2))
     shelf.namespace.live = 0
-    shelf.index.forget_namespace(shelf.namespace)
-    assert shelf.index.namespaces() == [shelf.namespace]
+    shelf.index.namespaces.forget(shelf.namespace)
+    assert shelf.index.namespaces.all() == [shelf.namespace]
     clear(shelf.index)
-    assert shelf.index.namespaces() == []
+    assert shelf.index.namespaces.all() == []
 
 
 def test_an_index_in_which_every_store_is_new_stays_as_fast_and_small(shelf: Shelf) -> None:

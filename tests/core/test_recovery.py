@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.index.recovery import Restored, restore
 from kvdepot.eviction import Lru
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRecord
 from tests.conftest import clear
+from tests.core.shelf import reserve, sealed
 
 START = 4096 + 64
 LAYOUT = b"l" * 32
@@ -46,8 +49,8 @@ def chain(name: str, chunks: int) -> list[bytes]:
 def put(index: Index, namespace: Namespace, keys: list[bytes], rank: int = 0, size: int = PAGE, first: int = 0) -> None:
     """Store chunks `first ..` of a chain."""
     for i in range(first, len(keys) - 1):
-        if index.missing(namespace, rank, keys[i + 1]):
-            chunk = index.reserve(namespace, rank, keys[i + 1], keys[i], i + 1, size)
+        if index.is_missing(namespace, rank, keys[i + 1]):
+            chunk = reserve(index, namespace, rank, keys[i + 1], keys[i], i + 1, size)
             assert chunk is not None
             index.seal(chunk, rank, checksum=i + 7)
 
@@ -56,7 +59,7 @@ def matched(index: Index, keys: list[bytes], model: str = "m", world_size: int =
     return max(
         (
             index.match(namespace, b"".join(keys[1:])).matched
-            for namespace in index.lookup_namespaces(model, world_size, 0)
+            for namespace in index.namespaces.for_lookup(model, world_size, 0)
         ),
         default=0,
     )
@@ -79,21 +82,21 @@ def facts(index: Index) -> Any:
                 if shard.sealed
             ),
         )
-        for namespace in index.namespaces()
+        for namespace in index.namespaces.all()
         if any(s.sealed for c in namespace.chunks.values() for s in c.shards.values())
     )
 
 
 def test_chains_ranks_namespaces_and_loose_chunks_come_back() -> None:
     index = make()
-    one = index.namespace("m", 1, 0, LAYOUT, 4)
-    two = index.namespace("n", 2, 0, LAYOUT, 2)
-    assert index.namespace("n", 2, 1, b"k" * 32, 2) is two
+    one = index.namespaces.find("m", 1, 0, LAYOUT, 4)
+    two = index.namespaces.find("n", 2, 0, LAYOUT, 2)
+    assert index.namespaces.find("n", 2, 1, b"k" * 32, 2) is two
     long, other = chain("a", 6), chain("b", 3)
     put(index, one, long)
     put(index, two, other)
     put(index, two, other[:3], rank=1, size=2 * PAGE)
-    loose = index.reserve(one, 0, b"x" * 32, b"", 0, PAGE)
+    loose = reserve(index, one, 0, b"x" * 32, b"", 0, PAGE)
     assert loose is not None
     index.seal(loose, 0)
     after, restored = restarted(index)
@@ -104,7 +107,7 @@ def test_chains_ranks_namespaces_and_loose_chunks_come_back() -> None:
     assert matched(after, other, "n", 2) == 2
     assert after.records.used == index.records.used
     # The rank that was missing is stored by the engine that comes back.
-    again = after.namespace("n", 2, 1, b"k" * 32, 2)
+    again = after.namespaces.find("n", 2, 1, b"k" * 32, 2)
     put(after, again, other, rank=1, size=2 * PAGE)
     assert matched(after, other, "n", 2) == 3
     after.validate()
@@ -112,10 +115,10 @@ def test_chains_ranks_namespaces_and_loose_chunks_come_back() -> None:
 
 def test_what_was_reserved_is_gone_and_its_space_is_free() -> None:
     index = make()
-    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
     keys = chain("a", 3)
     put(index, namespace, keys[:3])
-    assert index.reserve(namespace, 0, keys[3], keys[2], 3, 5 * PAGE) is not None
+    assert reserve(index, namespace, 0, keys[3], keys[2], 3, 5 * PAGE) is not None
     after, _ = restarted(index)
     assert matched(after, keys) == 2
     assert after.allocator.free_bytes == after.allocator.capacity - 2 * PAGE
@@ -124,7 +127,7 @@ def test_what_was_reserved_is_gone_and_its_space_is_free() -> None:
 
 def test_a_removed_chunk_does_not_come_back() -> None:
     index = make(pages=4)
-    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
     old, new = chain("a", 3), chain("b", 2)
     put(index, namespace, old)
     put(index, namespace, new)  # evicts the tail of the old one
@@ -133,36 +136,36 @@ def test_a_removed_chunk_does_not_come_back() -> None:
     assert clear(index) == 4
     after, restored = restarted(index, pages=4)
     assert (after.chunks, after.records.used, restored.damaged) == (0, 0, [])
-    assert after.namespaces() == []
+    assert after.namespaces.all() == []
 
 
 def test_a_layout_that_changed_meanwhile_does_not_see_the_old_chunks() -> None:
     index = make()
     keys = chain("a", 2)
-    put(index, index.namespace("m", 1, 0, LAYOUT, 4), keys)
+    put(index, index.namespaces.find("m", 1, 0, LAYOUT, 4), keys)
     after, _ = restarted(index)
-    other = after.namespace("m", 1, 0, b"other layout".ljust(32), 4)
+    other = after.namespaces.find("m", 1, 0, b"other layout".ljust(32), 4)
     assert other.chunks == {}
     assert other.number != 1
-    same = after.namespace("m", 1, 0, LAYOUT, 4)
+    same = after.namespaces.find("m", 1, 0, LAYOUT, 4)
     assert len(same.chunks) == 2
 
 
 def test_the_least_recently_stored_goes_first_after_a_restart() -> None:
     index = make(pages=3)
-    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
     names = ["a", "b", "c"]
     for name in names:
         put(index, namespace, chain(name, 1))
     after, _ = restarted(index, pages=3)
-    (namespace,) = after.namespaces()
+    (namespace,) = after.namespaces.all()
     put(after, namespace, chain("d", 1))
     assert [matched(after, chain(name, 1)) for name in [*names, "d"]] == [0, 1, 1, 1]
 
 
 def test_what_was_cut_off_is_dropped_alone_with_what_hangs_on_it_no_prefix() -> None:
     index = make(pages=8)
-    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
     keys = chain("a", 8)
     put(index, namespace, keys)
     places = {key: namespace.chunks[key].shards[0].extents[0][0] for key in keys[1:]}
@@ -172,8 +175,8 @@ def test_what_was_cut_off_is_dropped_alone_with_what_hangs_on_it_no_prefix() -> 
     assert len(lost) == len(restored.dropped) == 3
     assert all("cut off" in line for line in restored.dropped)
     assert matched(after, keys) == min(lost)
-    (namespace,) = after.namespaces()
-    after.namespace("m", 1, 0, LAYOUT, 4)
+    (namespace,) = after.namespaces.all()
+    after.namespaces.find("m", 1, 0, LAYOUT, 4)
     for i in lost:
         put(after, namespace, keys[: i + 2], first=i)
     assert matched(after, keys) == 8, "what is stored again joins what was left"
@@ -231,13 +234,13 @@ def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
     records.write(record(serial=1, checksum=11, extents=((START + PAGE, PAGE),)))
     after = make(memory=memory)
     assert restore(after).shards == 1
-    (namespace,) = after.namespaces()
+    (namespace,) = after.namespaces.all()
     assert namespace.chunks[b"k" * 32].shards[0].checksum == 22
 
 
 def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
     index = make(slots=3)
-    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
     keys = chain("a", 5)
     put(index, namespace, keys)
     assert matched(index, keys) == 5
@@ -252,30 +255,30 @@ def test_a_chunk_without_a_slot_serves_but_does_not_survive() -> None:
 # -- a chunk whose bytes are not what was stored
 
 
-def test_a_condemned_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_again() -> None:
+def test_a_corrupt_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_again() -> None:
     index = make()
-    namespace = index.namespace("m", 1, 0, LAYOUT, 4)
+    namespace = index.namespaces.find("m", 1, 0, LAYOUT, 4)
     keys, branch = chain("a", 5), chain("a", 5)
     put(index, namespace, keys)
     chunk = namespace.chunks[keys[3]]
     place = chunk.shards[0].extents
-    index.condemn(chunk, 0)
+    index.mark_corrupt(chunk, 0)
     index.validate()
     assert matched(index, branch) == 2
-    assert index.sealed_shard(namespace, 0, keys[3]) is None
+    assert sealed(index, namespace, 0, keys[3]) is None
     after, _ = restarted(index)
     assert matched(after, keys) == 2
     index.hold([chunk])
-    assert not index.missing(namespace, 0, keys[3]), "somebody still reads its bytes"
+    assert not index.is_missing(namespace, 0, keys[3]), "somebody still reads its bytes"
     index.release([chunk])
     put(index, namespace, keys)
     index.validate()
     assert chunk.shards[0].extents == place
     assert matched(index, keys) == 5
-    index.condemn(chunk, 0)
-    again = index.reserve(namespace, 0, keys[3], keys[2], 3, PAGE)
+    index.mark_corrupt(chunk, 0)
+    again = reserve(index, namespace, 0, keys[3], keys[2], 3, PAGE)
     assert again is chunk
-    index.discard(chunk, 0)
+    index.remove(chunk, Reason.FAILED, 0)
     index.validate()
     assert matched(index, keys) == 2
     clear(index)
@@ -298,14 +301,14 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
         keys = rng.choice(chains)
         model, world = rng.choice([("m", 1), ("n", 2)])
         rank = rng.randrange(world)
-        namespace = index.namespace(model, world, rank, LAYOUT + bytes([rank]), 4)
+        namespace = index.namespaces.find(model, world, rank, LAYOUT + bytes([rank]), 4)
         namespace.live = 1  # an engine is registered
         match rng.randrange(8):
             case 0 | 1 | 2 | 3:
                 i = rng.randrange(6)
                 size = rng.choice([PAGE, PAGE, 3 * PAGE - 100])
-                if index.missing(namespace, rank, keys[i + 1]):
-                    chunk = index.reserve(namespace, rank, keys[i + 1], rng.choice([keys[i], b""]), i + 1, size)
+                if index.is_missing(namespace, rank, keys[i + 1]):
+                    chunk = reserve(index, namespace, rank, keys[i + 1], rng.choice([keys[i], b""]), i + 1, size)
                     if chunk is not None:
                         reserved.append((chunk, rank))
             case 4 | 5 if reserved:
@@ -313,33 +316,33 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
                 if rng.random() < 0.7:
                     index.seal(chunk, rank, rng.randrange(2**64))
                 else:
-                    index.discard(chunk, rank)
+                    index.remove(chunk, Reason.FAILED, rank)
             case 6 if rng.random() < 0.2:
                 clear(index, rng.choice(["", "m"]))
             case 7:
                 sealed = [
-                    (c, r) for s in index.namespaces() for c in s.chunks.values()
+                    (c, r) for s in index.namespaces.all() for c in s.chunks.values()
                     for r, shard in c.shards.items() if shard.sealed
                 ]  # fmt: skip
                 if sealed and rng.random() < 0.3:
-                    index.condemn(*rng.choice(sealed))
+                    index.mark_corrupt(*rng.choice(sealed))
         index.validate()
     after, restored = restarted(index, pages)
     assert restored.dropped == [] and restored.damaged == []
     before = {
         (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for namespace in index.namespaces() for key, chunk in namespace.chunks.items()
-        for rank, shard in chunk.shards.items() if shard.sealed and shard.slot >= 0
+        for namespace in index.namespaces.all() for key, chunk in namespace.chunks.items()
+        for rank, shard in chunk.shards.items() if shard.slot is not None
     }  # fmt: skip
     found = {
         (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for namespace in after.namespaces()
+        for namespace in after.namespaces.all()
         for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items()
     }
     assert found == before
     assert index.unrecorded or len(found) == sum(
-        shard.sealed for s in index.namespaces() for c in s.chunks.values() for shard in c.shards.values()
+        shard.sealed for s in index.namespaces.all() for c in s.chunks.values() for shard in c.shards.values()
     )
     # Any damage to the table only loses records.
     data = bytearray(memory_of(index))
@@ -348,13 +351,13 @@ def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
     damaged, _ = restarted(index, pages, bytes(data))
     left = {
         (namespace.model, key, rank): (shard.extents, shard.size, shard.checksum)
-        for namespace in damaged.namespaces() for key, chunk in namespace.chunks.items()
+        for namespace in damaged.namespaces.all() for key, chunk in namespace.chunks.items()
         for rank, shard in chunk.shards.items()
     }  # fmt: skip
     assert left.items() <= before.items()
     # And the new one works.
     clear(after)
     fresh = chain("fresh", 3)
-    put(after, after.namespace("m", 1, 0, LAYOUT + b"\0", 4), fresh)
+    put(after, after.namespaces.find("m", 1, 0, LAYOUT + b"\0", 4), fresh)
     assert matched(after, fresh) == 3
     after.validate()

@@ -116,8 +116,8 @@ def test_another_model_shape_or_layout_never_gets_it(tier: MemoryTier, other: Ca
     here, there = new_host(tier), other(tier)
     chain = prompt("a", 3)
     here.find(b"one", store(chain))
-    model = there.index.namespaces()[0].model
-    world = there.index.namespaces()[0].world_size
+    model = there.index.namespaces.all()[0].model
+    world = there.index.namespaces.all()[0].world_size
     assert there.find(b"one", look(chain, model=model, world_size=world, readers=world)) == 0
 
 
@@ -309,7 +309,7 @@ def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) ->
     assert host.depot.tiering.status(0.0)[0].state == "up"
 
 
-def test_a_spoilt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:
+def test_a_corrupt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:
     faulty = FaultyTier(tier)
     here, there = new_host(tier), new_host(faulty)
     chain = prompt("a", 3)
@@ -338,7 +338,7 @@ def test_a_promise_that_is_not_kept_is_a_miss(tier: MemoryTier) -> None:
     host.assert_quiet()
 
 
-def test_a_chunk_that_is_spoilt_on_two_ranks_is_loaded_anew_on_both() -> None:
+def test_a_chunk_that_is_corrupt_on_two_ranks_is_loaded_anew_on_both() -> None:
     tier = MemoryTier()
     here, there = new_host(tier, world_size=2), new_host(tier, world_size=2)
     chain, ranks = prompt("a", 2), range(2)
@@ -356,7 +356,7 @@ def test_a_chunk_that_is_spoilt_on_two_ranks_is_loaded_anew_on_both() -> None:
     there.assert_quiet()
 
 
-def test_two_ranks_store_a_spoilt_chunk_anew_at_once() -> None:
+def test_two_ranks_store_a_corrupt_chunk_anew_at_once() -> None:
     host = new_host(world_size=2)
     chain, ranks = prompt("a", 2), range(2)
     for rank in ranks:
@@ -438,10 +438,10 @@ def test_no_chunk_is_broken_where_there_is_none(tier: MemoryTier) -> None:
     there.find(b"one", wire.Forget())
     here.find(b"one", store(chain))
     faulty.inject(corrupt=1)
-    assert there.find(b"one", look(prompt("a", 1))) == 0  # the first is loaded anew, and spoilt
+    assert there.find(b"one", look(prompt("a", 1))) == 0  # the first is loaded anew, and corrupt
     there.ask(b"one", wire.EndSession("holds the second"))
     assert there.index.chunks == 0
-    assert there.index._broken == 0
+    assert there.index._chains.broken == 0
 
 
 def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait(tier: MemoryTier) -> None:

@@ -207,7 +207,7 @@ def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() ->
 
 
 def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: MemoryTier) -> None:
-    """Models are collected after dooming, which drops the namespaces of which nothing is left."""
+    """Models are collected after the removal has begun, which drops the namespaces of which nothing is left."""
     host = Host(pages=64, settings={"keys": "/somewhere"}, tiers=[("disk:///d", tier)])
     host.tick(0.0, 1000.0)
     host.rest()
@@ -364,7 +364,7 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
 
 
 def test_what_expired_is_not_shown_again_by_another_ranks_shard(tier: MemoryTier) -> None:
-    """`seal` gives a doomed chunk its depth back; bisection does not look at `doomed`."""
+    """A chunk that is pending removal is not sealed, or bisection would find it."""
     here, there = new_host(tier, world_size=2), new_host(("disk:///d?write=off", tier), world_size=2, ttl_s=60)
     chain = prompt("a", 1)
     for rank in range(2):

@@ -15,12 +15,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvdepot.core.index.index import Index, Namespace
+from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.index import Index
 from kvdepot.eviction import POLICIES, Policy, Queue, Victim
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.simulate.replay import replay
 from kvdepot.simulate.traces import Trace, load
 from kvdepot.testing import traces
+from tests.core.shelf import reserve
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -35,7 +37,7 @@ class Cache:
     def __init__(self, name: str, chunks: int) -> None:
         self.policy = POLICIES[name]()
         self.index = Index(Allocator(0, chunks * PAGE), self.policy)
-        self.namespace: Namespace = self.index.namespace("m", 1, 0, bytes(32), 1)
+        self.namespace: Namespace = self.index.namespaces.find("m", 1, 0, bytes(32), 1)
         self.namespace.live = 1
 
     def ask(self, *prompt: object) -> int:
@@ -45,7 +47,7 @@ class Cache:
         self.index.hold(pin.chunks)
         stored = []
         for at in range(pin.matched, len(keys)):
-            chunk = self.index.reserve(self.namespace, 0, keys[at], keys[at - 1] if at else b"root", at + 1, PAGE)
+            chunk = reserve(self.index, self.namespace, 0, keys[at], keys[at - 1] if at else b"root", at + 1, PAGE)
             if chunk is None:
                 break
             stored.append(chunk)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import zmq
 
+from kvdepot.core.index.chunk import Chunk
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import Publisher
-from tests.core.shelf import Shelf
+from tests.core.shelf import Shelf, keys
 
 Believed = set[tuple[str, bytes]]
 
@@ -17,26 +17,31 @@ Believed = set[tuple[str, bytes]]
 class Desk:
     """A publisher on an index of the test's own; the test's thread is the deciding one."""
 
-    def __init__(
-        self, endpoint: str, pages: int = 64, most: int = 1 << 17, shelf: Shelf | None = None, **limits: int
-    ) -> None:
-        self.shelf = shelf or Shelf(pages)
+    def __init__(self, endpoint: str, pages: int = 64, most: int = 1 << 17, before: int = 0, **limits: int) -> None:
+        """before: so many chunks are there before the feed hears of any."""
+        self.feed = Feed(most)
+        self.watched = not before
+        self.shelf = Shelf(pages, watch=self.hear)
+        self.shelf.store(keys("before", before))
+        self.watched = True
         self.index = self.shelf.index
-        self.counters: Counter[str] = Counter()
-        self.feed = Feed(self.index, self.counters, most)
         self.context: zmq.Context[Any] = zmq.Context()
         self.endpoint = endpoint
         self.publisher = Publisher(self.feed, endpoint, 256, self.context, **limits)
 
+    def hear(self, chunk: Chunk, there: bool) -> None:
+        if self.watched:
+            self.feed.changed(chunk, there)
+
     def start(self) -> Desk:
-        self.feed.tick()
+        self.feed.tick(self.index)
         self.publisher.start()
         return self
 
     def there(self) -> Believed:
         return {
             (namespace.model, key)
-            for namespace in self.index.namespaces()
+            for namespace in self.index.namespaces.all()
             for key, chunk in namespace.chunks.items()
             if chunk.sealed == namespace.world_size
         }

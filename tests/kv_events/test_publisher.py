@@ -6,7 +6,6 @@ import random
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from kvdepot.protocol.curve import read_client_key
 from tests.cli.command import keygen
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, StartDepot, clear, eventually
-from tests.core.shelf import Shelf, keys
+from tests.core.shelf import keys
 from tests.kv_events.desk import Believed, Desk
 from tests.server.process import kill, run_serve
 
@@ -227,7 +226,7 @@ def test_chunks_of_one_key_and_two_models_are_two(start_desk: StartDesk, subscri
     desk, chain = start_desk().start(), keys("c", 2)
     router = subscribe(desk.endpoint)
     desk.shelf.store(chain)
-    first, desk.shelf.namespace = desk.shelf.namespace, desk.index.namespace("other", 1, 0, bytes(32), 4)
+    first, desk.shelf.namespace = desk.shelf.namespace, desk.index.namespaces.find("other", 1, 0, bytes(32), 4)
     desk.shelf.namespace.live = 1
     desk.shelf.store(chain)
     ready(desk, router)
@@ -265,7 +264,7 @@ def test_a_subscriber_that_loses_messages_believes_in_the_end_what_is_so(
             case 1:
                 namespace = desk.shelf.namespace
                 for chunk in list(namespace.chunks.values())[:2]:
-                    desk.index.doom(chunk)
+                    desk.index.hide(chunk)
             case _:
                 desk.shelf.store(keys(f"c{dice.randrange(10**6)}", dice.randrange(1, 6)))
         if step % 40 == 0:
@@ -304,9 +303,7 @@ def test_after_a_restart_nothing_of_the_old_server_is_believed(
 
 
 def test_what_is_there_before_the_feed_is_told_at_its_start(start_desk: StartDesk, subscribe: StartSubscriber) -> None:
-    shelf = Shelf(64)
-    shelf.store(keys("c", 7))
-    desk = start_desk(shelf=shelf).start()
+    desk = start_desk(before=7).start()
     router = subscribe(desk.endpoint)
     ready(desk, router)
     assert len(router.believed) == 7
@@ -322,19 +319,19 @@ def test_where_the_queue_is_full_nothing_is_believed_until_all_is_told_anew(
     desk.shelf.store(keys("c", 30))
     gone = keys("gone", 3)
     desk.shelf.store(gone)
-    assert desk.counters["kv_event_overflows"] == 1
+    assert desk.feed.overflows == 1
     desk.publisher.start()
     router = subscribe(desk.endpoint)
     router.wait(lambda: router.batches)
     assert router.believed == set()
 
     def told() -> bool:
-        desk.feed.tick()
+        desk.feed.tick(desk.index)
         return router.believed == desk.there()
 
     router.wait(told)
     assert len(router.believed) == 33
-    assert desk.counters["kv_event_overflows"] == 1
+    assert desk.feed.overflows == 1
 
 
 def test_what_goes_while_all_is_told_anew_is_not_believed(start_desk: StartDesk, subscribe: StartSubscriber) -> None:
@@ -344,13 +341,13 @@ def test_what_goes_while_all_is_told_anew_is_not_believed(start_desk: StartDesk,
     router = subscribe(desk.endpoint)
     router.wait(lambda: router.batches)
     eventually(lambda: repr(desk.feed).startswith("<Feed of 0"))
-    desk.feed.tick()
+    desk.feed.tick(desk.index)
     assert desk.feed._listing is not None
     clear(desk.index)
     desk.shelf.store(keys("new", 2))
 
     def told() -> bool:
-        desk.feed.tick()
+        desk.feed.tick(desk.index)
         return router.believed == desk.there()
 
     router.wait(told)
@@ -462,7 +459,7 @@ def test_connections_beyond_the_limit_are_shut(start_desk: StartDesk, monkeypatc
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    feed = Feed(Shelf(1).index, Counter())
+    feed = Feed()
     with socket.create_server(("127.0.0.1", 0)) as taken, zmq.Context() as context:
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Unavailable, match=url):

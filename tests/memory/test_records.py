@@ -53,7 +53,7 @@ def test_the_next_server_reads_what_was_written_and_not_erased(records: list[tup
     expected: dict[int, Record] = {}
     for record, erased in records:
         slot = one.write(record)
-        assert slot >= 0
+        assert slot is not None
         if erased:
             one.erase(slot)
             expected.pop(slot, None)
@@ -72,9 +72,9 @@ def test_without_a_free_slot_nothing_is_written_and_slots_come_back() -> None:
     memory = table(3)
     records = Records(memory)
     slots = [records.write(small(i)) for i in range(3)]
-    assert records.write(small(3)) == -1
+    assert records.write(small(3)) is None
     records.erase(slots[1])
-    assert records.write(small(4, extents=20)) == -1  # needs more than one
+    assert records.write(small(4, extents=20)) is None  # needs more than one
     assert records.used == 2
     assert records.write(small(5)) == slots[1]
     assert {record.key[-1] for record in found(memory).values() if isinstance(record, ShardRecord)} == {0, 2, 5}
@@ -89,7 +89,7 @@ def test_no_record_is_written_where_there_is_no_memory() -> None:
 
     records = Records(table(4096), ensure)
     written = 0
-    while records.write(small(written)) >= 0:
+    while records.write(small(written)) is not None:
         written += 1
     end = 0
     for offset, size in given_out[:-1]:

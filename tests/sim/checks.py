@@ -7,7 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.core.depot import Depot
-from kvdepot.core.index.index import Chunk, Index
+from kvdepot.core.index.chunk import Chunk, State, is_evictable
+from kvdepot.core.index.index import Index
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
@@ -77,7 +78,7 @@ class Checks:
         assert replaced == self.index._detached_bytes or (replaced > 0) == (self.index._detached_bytes > 0)
         assert tiering._demoting_bytes >= 0 and tiering.tier_lookups >= 0
         if self.host.forgettings.all:
-            for namespace in self.index.namespaces():
+            for namespace in self.index.namespaces.all():
                 for chunk in namespace.chunks.values():
                     for rank, shard in chunk.shards.items():
                         if shard.sealed:
@@ -97,10 +98,10 @@ class Checks:
     def check_sealed(self) -> int:
         """Every sealed shard contains what its key says; how many there are."""
         found = 0
-        for namespace in self.index.namespaces():
+        for namespace in self.index.namespaces.all():
             for chunk in namespace.chunks.values():
                 for rank, shard in chunk.shards.items():
-                    if shard.sealed and not shard.spoilt:
+                    if shard.sealed:
                         self.check_bytes(chunk, rank, "kept")
                         found += 1
         return found
@@ -108,13 +109,12 @@ class Checks:
     def _prefix(self, request: wire.Lookup) -> list[bytes]:
         """What memory has of what a lookup asks for, up to the first chunk that it has not."""
         keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
-        namespaces = self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)
+        namespaces = self.index.namespaces.for_lookup(request.model, request.world_size, request.blocks_in_chunk)
 
         def is_there(key: bytes) -> bool:
             chunks = [namespace.chunks.get(key) for namespace in namespaces]
             return bool(chunks) and all(
-                c is not None and c.sealed == request.world_size and not c.doomed and self._may_be_given(c)
-                for c in chunks
+                c is not None and c.state in (State.WHOLE, State.CHAINED) and self._may_be_given(c) for c in chunks
             )
 
         return list(itertools.takewhile(is_there, keys))
@@ -128,7 +128,7 @@ class Checks:
         return [
             [
                 (namespace.model, chunk.salt, self.host.forgettings.since(chunk))
-                for namespace in self.index.namespaces()
+                for namespace in self.index.namespaces.all()
                 if namespace.model == part.model
                 and (chunk := namespace.chunks.get(part.hashes[i : i + 32])) is not None
                 and part.rank in chunk.shards
@@ -151,7 +151,9 @@ class Checks:
         if not isinstance(value, int):
             return
         for i in range(value):
-            for namespace in self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk):
+            for namespace in self.index.namespaces.for_lookup(
+                request.model, request.world_size, request.blocks_in_chunk
+            ):
                 chunk = namespace.chunks[request.hashes[32 * i : 32 * (i + 1)]]
                 assert self._may_be_given(chunk), f"a lookup found {chunk.key.hex()[:8]}, which was forgotten"
         counters = self.world.counters
@@ -161,7 +163,7 @@ class Checks:
         given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
         lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
         # An engine of the same name and another layout may have come meanwhile: then both must have it.
-        alone = len(self.index.lookup_namespaces(request.model, request.world_size, request.blocks_in_chunk)) == 1
+        alone = len(self.index.namespaces.for_lookup(request.model, request.world_size, request.blocks_in_chunk)) == 1
         assert value >= len(near) or lost or not alone or (given_up and not value), (
             f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
         )
@@ -176,7 +178,7 @@ class Checks:
                 continue
             chunks = [
                 namespace.chunks[part.key]
-                for namespace in self.index.namespaces()
+                for namespace in self.index.namespaces.all()
                 if namespace.facts.get(part.facts.rank) == part.facts and part.key in namespace.chunks
             ]
             shards = [chunk.shards.get(part.facts.rank) for chunk in chunks]
@@ -201,10 +203,10 @@ class Checks:
     def _check_ages(self) -> None:
         """What is too old and not in use is gone."""
         ttl_s, wall = self.host.config.ttl_s, int(WALL + self.world.now)
-        for namespace in self.index.namespaces() if ttl_s else ():
+        for namespace in self.index.namespaces.all() if ttl_s else ():
             for chunk in namespace.chunks.values():
-                fresh = chunk.born + ttl_s > wall or chunk.sealed < namespace.world_size or chunk.doomed
-                assert fresh or not self.index.is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
+                fresh = chunk.born + ttl_s > wall or chunk.state not in (State.WHOLE, State.CHAINED)
+                assert fresh or not is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
 
     def _check_blocks(self, running: Any, task: Copy, piece: CopyPiece, memory: Memory, chunk: Chunk) -> None:
         """A living engine's blocks are touched only while they are lent for it."""

@@ -319,7 +319,7 @@ class Host:
             if pinned.boot == server.boot and self.world.now < pinned.ends:
                 namespaces = [
                     namespace
-                    for namespace in server.index.namespaces()
+                    for namespace in server.index.namespaces.all()
                     if namespace.model == pinned.model.name and namespace.world_size == pinned.model.world_size
                 ]
                 for key in pinned.keys:

@@ -152,10 +152,12 @@ class Server(Checks, Harness):
     def shards(self) -> dict[ShardName, int]:
         """What a restart must find: recorded shards, and how deep in its chain each is known to be."""
         found: dict[ShardName, int] = {}
-        for namespace in self.index.namespaces():
+        for namespace in self.index.namespaces.all():
             whole: set[bytes] = set()
             for chunk in sorted(namespace.chunks.values(), key=lambda chunk: chunk.depth):
-                recorded = {rank: shard for rank, shard in chunk.shards.items() if shard.sealed and shard.slot >= 0}
+                recorded = {
+                    rank: shard for rank, shard in chunk.shards.items() if shard.sealed and shard.slot is not None
+                }
                 chained = chunk.depth == 1 or (chunk.depth > 1 and chunk.parent.key in whole)
                 if chained and len(recorded) == namespace.world_size:
                     whole.add(chunk.key)
@@ -210,14 +212,16 @@ class Server(Checks, Harness):
 
     def _tear_record(self) -> None:
         """It may die while it writes a record: then some of that is there, and it must not count."""
-        shards = [s for n in self.index.namespaces() for c in n.chunks.values() for s in c.shards.values() if s.sealed]
+        shards = [
+            s for n in self.index.namespaces.all() for c in n.chunks.values() for s in c.shards.values() if s.sealed
+        ]
         if not shards or self.world.chance(0.5):
             return
         shard = self.world.random.choice(shards)
         table = self.bytes[: self.file.table_bytes]
         before = table.copy()
         record = ShardRecord(1, 0, self.world.random.randbytes(32), b"", 0, shard.extents, shard.size, 1 << 40, 0)
-        if self.index.records.write(record) >= 0:
+        if self.index.records.write(record) is not None:
             changed = np.flatnonzero(table != before)
             undone = changed[self.world.random.randrange(len(changed)) :]
             table[undone] = before[undone]
@@ -345,7 +349,7 @@ class Server(Checks, Harness):
         elif isinstance(request, wire.Forget):
             forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             self._removing.append(forgot)
-            for namespace in self.index.namespaces():
+            for namespace in self.index.namespaces.all():
                 for chunk in namespace.chunks.values():
                     if forgot.covers(namespace.model, chunk.salt):
                         self.condemned[chunk.key] = self.world.now
@@ -587,7 +591,7 @@ class Server(Checks, Harness):
         """Flip a bit of a sealed shard whose checksum is looked at."""
         shards = [
             shard
-            for namespace in self.index.namespaces()
+            for namespace in self.index.namespaces.all()
             for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
             if shard.sealed and shard.checksum and self.depot._sums(chunk.key)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.index.index import Chunk, Index
+from kvdepot.core.index.chunk import Chunk, State
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import NoRoom, Reservation
 from kvdepot.devices.cpu import HostTensors, _rows
 from kvdepot.errors import LayoutError
 from kvdepot.protocol import wire
@@ -115,13 +117,13 @@ class SealedIndex(Index):
         self.server.host.forgettings.arrived((chunk.namespace.layouts[rank], chunk.key, rank), loads)
         super().seal(chunk, rank, checksum, born)
 
-    def condemn(self, chunk: Chunk, rank: int) -> None:
+    def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
         self.server.condemned[chunk.key] = self.server.world.now
-        self.server.world.counters["flip_found"] += not chunk.doomed
-        super().condemn(chunk, rank)
+        self.server.world.counters["flip_found"] += chunk.state is not State.PENDING_REMOVAL
+        super().mark_corrupt(chunk, rank)
 
-    def reserve(self, *args: Any, **kwargs: Any) -> Chunk | None:
-        chunk = super().reserve(*args, **kwargs)
-        if chunk is None and not isinstance(self.server.doing, wire.Store):
+    def reserve_missing(self, *args: Any, **kwargs: Any) -> list[Reservation]:
+        outcomes = super().reserve_missing(*args, **kwargs)
+        if isinstance(outcomes[-1], NoRoom) and not isinstance(self.server.doing, wire.Store):
             self.server.world.counters["load_without_room"] += 1
-        return chunk
+        return outcomes

@@ -16,7 +16,10 @@ from kvdepot.core.clients import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index
+from kvdepot.core.index.chunk import State
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.namespaces import Namespaces
+from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.rates import Rates
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
@@ -200,7 +203,7 @@ def seals_what_did_not_arrive(patch: Patch) -> None:
 
 @breaks(0)
 def evicts_what_is_held(patch: Patch) -> None:
-    patch.setattr(index, "_evictable", lambda chunk: not chunk.children and not chunk.gone)
+    patch.setattr(index, "is_evictable", lambda chunk: not chunk.children and not chunk.gone)
 
 
 @breaks(5)
@@ -257,14 +260,15 @@ def ignores_checksums(patch: Patch) -> None:
 
 @breaks(0)
 def forgets_to_record(patch: Patch) -> None:
-    record = Index._record
+    record = Namespaces.record
 
-    def every_other(self: Any, chunk: Any, rank: int, shard: Any) -> None:
-        record(self, chunk, rank, shard)
-        if self._serial % 2:
-            self.records._wipe(shard.slot)
+    def every_other(self: Any, chunk: Any, rank: int, serial: int) -> None:
+        record(self, chunk, rank, serial)
+        slot = chunk.shards[rank].slot
+        if serial % 2 and slot is not None:
+            self._records._wipe(slot)
 
-    patch.setattr(Index, "_record", every_other)
+    patch.setattr(Namespaces, "record", every_other)
 
 
 @breaks(0)
@@ -353,7 +357,7 @@ def gives_room_back_at_the_deadline(patch: Patch) -> None:
                     self._index.release([arrival.chunk])
                     shard = arrival.chunk.shards[arrival.rank]
                     self._arriving_bytes -= shard.size
-                    self._index.discard(arrival.chunk, arrival.rank)
+                    self._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
                     del self._arrivals[name]
         return overdue(self, tier_lookup, now)
 
@@ -366,7 +370,8 @@ def takes_in_what_was_forgotten_on_its_way(patch: Patch) -> None:
 
     def welcoming(self: Any, tier: Any, arrivals: Any, *rest: Any) -> Any:
         for arrival in arrivals:
-            arrival.chunk.doomed = False
+            if arrival.chunk.state is State.PENDING_REMOVAL:
+                arrival.chunk.state = State.FILLING
         return arrived(self, tier, arrivals, *rest)
 
     patch.setattr(Tiering, "_arrived", welcoming)
@@ -457,7 +462,7 @@ def finds_what_is_being_removed(patch: Patch) -> None:
 @breaks(59)
 def gives_what_was_forgotten_while_it_was_copied(patch: Patch) -> None:
     def credulous(self: Any, chunk: Any, rank: int, got: int) -> bool:
-        return bool(self.index.sealed_shard(chunk.namespace, rank, chunk.key) or not chunk.shards[rank].spoilt)
+        return bool(chunk.shards[rank].sealed)
 
     patch.setattr(Depot, "_is_as_stored", credulous)
 

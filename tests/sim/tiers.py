@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from kvdepot.core.index.index import Chunk
+from kvdepot.core.index.chunk import Chunk
 from kvdepot.errors import KVDepotError
 from kvdepot.memory.copier import checksum, views
 from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier

@@ -104,7 +104,7 @@ def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], N
     report.problems += restored.dropped
     if restored.damaged:
         report.problems.append(f"{len(restored.damaged)} slots of the record table hold incomplete records")
-    report.namespaces = len(index.namespaces())
+    report.namespaces = len(index.namespaces.all())
     report.chunks, report.shards = restored.chunks, restored.shards
     report.used_bytes = index.allocator.capacity - index.allocator.free_bytes
     _check_bytes(fd, whole, index, data, report, told)
@@ -126,7 +126,7 @@ def _check_bytes(
 ) -> None:
     area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
     looked_at = 0
-    for namespace in index.namespaces():
+    for namespace in index.namespaces.all():
         for chunk in list(namespace.chunks.values()):
             if looked_at % _TOLD_CHUNKS == 0:
                 told(looked_at, report.chunks)
@@ -137,9 +137,10 @@ def _check_bytes(
                 report.summed_shards += 1
                 if checksum(area, shard.extents, shard.size) == shard.checksum:
                     continue
+                assert shard.slot is not None, "it was read from there"
                 place = shard.slot * SLOT_BYTES
                 if os.pread(fd, SLOT_BYTES, HEADER_BYTES + place) != data[place : place + SLOT_BYTES]:
                     continue  # evicted while we read it
                 name = f"shard {chunk.key.hex()[:16]} of rank {rank}"
                 report.problems.append(f"{name}: its bytes do not match its checksum")
-                index.condemn(chunk, rank)
+                index.mark_corrupt(chunk, rank)

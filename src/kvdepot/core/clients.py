@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from kvdepot.core.index.index import Chunk, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.tiering import TierLookup
 from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire

@@ -20,7 +20,9 @@ from kvdepot.config import Config
 from kvdepot.core.admission import check_names, check_salt, check_shards, check_targets, chunks_named, tenant_salt
 from kvdepot.core.clients import Action, Client, Instance, Lease, PendingLookup, Reply
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
-from kvdepot.core.index.index import Chunk, Index, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Absent, NoRoom, Present, Reason, Replaced, Reserved
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import Report
@@ -289,7 +291,7 @@ class Depot:
         check_names("", request.model)
         check_salt(request.salt)
         salt = tenant_salt(client.tenant, request.salt) if request.salt else None
-        tenants = [namespace for namespace in self.index.namespaces() if namespace.tenant == client.tenant]
+        tenants = [namespace for namespace in self.index.namespaces.all() if namespace.tenant == client.tenant]
         return [namespace for namespace in tenants if namespace.model.startswith(request.model)], salt
 
     def _count_chunks(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
@@ -302,7 +304,7 @@ class Depot:
     def _clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
         namespaces = [
             namespace
-            for namespace in self.index.namespaces()
+            for namespace in self.index.namespaces.all()
             if namespace.tenant == client.tenant and request.model in ("", namespace.model)
         ]
 
@@ -325,39 +327,33 @@ class Depot:
         operation = _Operation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
         complete = True
-        for part in request.shards:
+        namespaces = [self._namespace(instance, part) for part in request.shards]  # or it is refused with none reserved
+        for part, namespace in zip(request.shards, namespaces, strict=True):
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            namespace = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
             size = instance.layout.block_bytes * blocks
-            parent = part.parent
             salt = tenant_salt(client.tenant, part.salt)
             operation.requests.append((part.request, part.model, count))
-            for i in range(count):
-                key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-                chunk: Chunk | None
-                is_missing = self.index.missing(namespace, part.rank, key)
-                if is_missing or self.tiering.replace(namespace, part.rank, key):
-                    position = part.depth + i + 1 if parent else 0
-                    if is_missing:
-                        chunk = self.index.reserve(namespace, part.rank, key, parent, position, size, salt)
-                    else:
-                        chunk = namespace.chunks[key]
-                    if chunk is None:
+            outcomes = self.index.reserve_missing(
+                namespace, part.rank, part.hashes, part.parent, part.depth + 1, size, salt, self.wall
+            )
+            for i, outcome in enumerate(outcomes):
+                match outcome:
+                    case Reserved(chunk) | Replaced(chunk):
+                        if isinstance(outcome, Replaced):
+                            self.tiering.replaced(chunk, part.rank)
+                        operation.chunks.append((chunk, part.rank))
+                        extents, block_ids = chunk.shards[part.rank].extents, ids[i * blocks : (i + 1) * blocks]
+                        pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
+                    case Present():
+                        self.counters["known_chunks"] += 1
+                    case NoRoom():
                         # Without this chunk those behind it are useless: drop them too.
                         self.counters["dropped_chunks"] += count - i
                         asked = {"client": client.called, "request": part.request}
                         log.debug("%d chunks of a store dropped: no room for them", count - i, extra=asked)
                         complete = False
-                        break
-                    shard = chunk.shards[part.rank]
-                    operation.chunks.append((chunk, part.rank))
-                    pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], 0, self._sums(key)))
-                else:
-                    self.counters["known_chunks"] += 1
-                    self.index.renew(namespace, part.rank, key, self.wall)
-                parent = key if part.parent else b""
         operation.results = [complete]
         if not pieces:
             _tell("stored %d of %d new chunks", 0, operation)
@@ -375,20 +371,18 @@ class Depot:
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
             blocks = len(ids) // count
-            namespace = self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
+            namespace = self._namespace(instance, part)
             size = instance.layout.block_bytes * blocks
-            for i in range(count):
-                key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-                chunk = self.index.sealed_shard(namespace, part.rank, key)
+            for i, found in enumerate(self.index.find(namespace, part.rank, part.hashes)):
                 operation.results.append(False)
-                if chunk is None or chunk.shards[part.rank].size != size:
+                if isinstance(found, Absent) or found.shard.size != size:
                     self.counters["retrieve_misses"] += 1
                     continue
+                chunk, shard = found.chunk, found.shard
                 operation.places.append(len(operation.results) - 1)
                 operation.chunks.append((chunk, part.rank))
                 skip = part.skip_blocks if i == 0 else 0
-                shard = chunk.shards[part.rank]
-                summed = shard.checksum != 0 and self._sums(key)
+                summed = shard.checksum != 0 and self._sums(chunk.key)
                 pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
         self.index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup was the use
@@ -396,6 +390,11 @@ class Depot:
             self._end_retrieve(operation)
             return [Reply(client.identity, number, operation.results)]
         return self._start(operation, pieces, None, 0)
+
+    def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
+        """Where the chunks of a part that has been checked belong. Raises Busy."""
+        blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
+        return self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
 
     def _admit(self, client: Client, number: int) -> Instance:
         instance = client.instances.get(number)
@@ -449,11 +448,11 @@ class Depot:
 
     def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
         shard = chunk.shards[rank]
-        if shard.spoilt or self.index.removal_of(chunk) is not None:
-            return False  # found out, or forgotten, while it was copied
+        if not shard.sealed or self.index.is_forgotten(chunk):
+            return False  # found to be corrupt, or forgotten, while it was copied
         if got and shard.checksum and got != shard.checksum:
             self.counters["corrupt_chunks"] += 1
-            self.index.condemn(chunk, rank)
+            self.index.mark_corrupt(chunk, rank)
             return False
         return True
 
@@ -487,7 +486,7 @@ class Depot:
                 self.stored_bytes += chunk.shards[rank].size
                 sealed.append((chunk, rank))
             else:
-                self.index.discard(chunk, rank)
+                self.index.remove(chunk, Reason.FAILED, rank)
                 self.counters["failed_chunks"] += 1
         operation.results[0] &= len(sealed) == len(operation.chunks)
         _tell("stored %d of %d new chunks", len(sealed), operation)

@@ -5,20 +5,21 @@ law: what a removal that `hides` means is nobody's from the moment it begins, ho
 is stored after that moment stays.
 
 Chunks carry the number of removals that had begun when they came (`Chunk.generation`), and a removal means those from
-before its own. So core/index/index.py can tell what is hidden without a mark on each, and whoever is in the way of a
-store, or is to make room for one, goes at once (`Index.forestall`).
+before its own (`index.Scope`). So the index can tell what is hidden without a mark on each, and whoever is in the way
+of a store, or is to make room for one, goes at once (`Index.remove_forgotten`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reason
+from kvdepot.core.index.scope import Scope
 from kvdepot.errors import Busy
-
-if TYPE_CHECKING:
-    from kvdepot.core.index.index import Chunk, Index, Namespace
 
 __all__ = ["STEP_CHUNKS", "Removal", "Removals"]
 
@@ -29,20 +30,19 @@ _MOST = 16
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """One that is under way."""
+    """One that is under way. Where it hides, also what is held goes, once it is not; else that stays, and what it
+    needs."""
 
-    number: int
-    namespaces: dict[Namespace, None]  # in the order they were named in, so that two runs remove in one order
-    salt: bytes | None  # None: any
-    hides: bool  # also what is held, which goes when it is not; else that stays, and what it needs
+    scope: Scope
     counts: bool  # nothing goes: `removed` is what would
     done: Callable[[int], list[Any]]  # told how many chunks were removed or hidden
     left: list[Chunk] = field(default_factory=list)  # to be looked at, from the end on
-    removed: int = 0
     counted_bytes: int = 0  # where it only counts
 
-    def means(self, chunk: Chunk) -> bool:
-        return chunk.generation < self.number and chunk.namespace in self.namespaces and self.salt in (None, chunk.salt)
+    @property
+    def removed(self) -> int:
+        """Chunks that were removed, hidden or counted so far."""
+        return self.scope.removed
 
 
 class Removals:
@@ -73,13 +73,10 @@ class Removals:
         """
         if len(self._under_way) >= _MOST:
             raise Busy(f"{len(self._under_way)} requests to forget or clear are under way: wait until they are through")
-        self._index.generation += 1
-        removal = Removal(self._index.generation, dict.fromkeys(namespaces), salt, hides, counts, done)
-        for namespace in removal.namespaces:
+        removal = Removal(self._index.begin_removal(namespaces, salt, hides), counts, done)
+        for namespace in removal.scope.namespaces:
             removal.left += namespace.chunks.values()
         self._under_way.append(removal)
-        if hides:
-            self._index.hiding.append(removal)
         return removal
 
     def step(self) -> list[Removal]:
@@ -95,25 +92,22 @@ class Removals:
             if removal.left:
                 break
             through.append(self._under_way.pop(0))
-            if removal.hides:
-                self._index.hiding.remove(removal)
-            for namespace in () if removal.counts else removal.namespaces:
-                self._index.forget_namespace(namespace)
+            self._index.end_removal(removal.scope)
         return through
 
     def _look_at(self, chunk: Chunk, removal: Removal) -> None:
-        index = self._index
+        index, scope = self._index, removal.scope
         if removal.counts:
-            if removal.means(chunk) and index.is_there(chunk):
-                removal.removed += 1
+            if scope.means(chunk) and index.is_there(chunk):
+                scope.removed += 1
                 removal.counted_bytes += chunk.bytes
             return
-        if chunk.gone or index.forestall(chunk) or removal.hides:
+        if chunk.gone or index.remove_forgotten(chunk) or scope.hides:
             return
-        if not removal.means(chunk) or not index.is_evictable(chunk):
+        if not scope.means(chunk) or not is_evictable(chunk):
             return  # stored anew meanwhile, or held
-        before: Chunk | None = chunk.parent
-        removal.removed += 1
-        index.remove(chunk)
-        if before is not None and removal.means(before):
+        before = chunk.parent
+        scope.removed += 1
+        index.remove(chunk, Reason.DROPPED)
+        if before is not None and scope.means(before):
             removal.left.append(before)  # it may have been looked at already, and kept for this one's sake

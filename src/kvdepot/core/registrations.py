@@ -14,7 +14,8 @@ from typing import Any
 from kvdepot.config import Config
 from kvdepot.core.admission import check_names, check_shape
 from kvdepot.core.clients import Action, Client, Instance, Reply
-from kvdepot.core.index.index import Index, Namespace
+from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.index.index import Index
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError
 from kvdepot.memory.copier import Call, Mapped
 from kvdepot.protocol import wire
@@ -57,13 +58,13 @@ class Registrations:
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
         if known is None:
             size = instance.layout.block_bytes * blocks_in_chunk
-            known = self._index.namespace(
+            known = self._index.namespaces.find(
                 model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk, instance.tenant, size
             )
             is_new = not known.live and not known.chunks
             most = self._config.max_namespaces
-            if (is_new and len(self._index.namespaces()) > most) or len(instance.namespaces) >= most:
-                self._index.forget_namespace(known)
+            if (is_new and len(self._index.namespaces.all()) > most) or len(instance.namespaces) >= most:
+                self._index.namespaces.forget(known)
                 self._counters["namespaces_refused"] += 1
                 raise Busy(f"{most} models, shapes and layouts are known, the most that max_namespaces allows")
             known.live += 1
@@ -123,7 +124,7 @@ class Registrations:
     def _leave_namespaces(self, instance: Instance) -> None:
         for namespace in instance.namespaces.values():
             namespace.live -= 1
-            self._index.forget_namespace(namespace)
+            self._index.namespaces.forget(namespace)
         instance.namespaces.clear()
 
     def unmap(self, client: Client, instance: Instance) -> Call:

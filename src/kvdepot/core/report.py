@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvdepot import __version__
 from kvdepot.core.clients import Client
-from kvdepot.core.index.index import Namespace
+from kvdepot.core.index.chunk import Namespace
 from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Journal, Latencies
 from kvdepot.protocol.status import MOST_NAME, Device, Engine, HitRate, NamespaceStatus, Saved, Status
@@ -93,7 +93,7 @@ class Report:
         clients = depot.clients
         now = depot.now
         engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
-        namespaces = [namespace for namespace in index.namespaces() if tenant in ("", namespace.tenant)]
+        namespaces = [namespace for namespace in index.namespaces.all() if tenant in ("", namespace.tenant)]
         pinned_count, pinned_bytes = depot.sessions.kept_in_all(tenant)
         return Status(
             version=__version__,

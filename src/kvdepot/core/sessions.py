@@ -14,7 +14,8 @@ from typing import Any
 from kvdepot.config import Config
 from kvdepot.core.admission import check_hashes, check_names, check_salt, tenant_salt
 from kvdepot.core.clients import Action, Client, NoLease, PendingLookup, Reply, Session
-from kvdepot.core.index.index import Index, Namespace, Pin
+from kvdepot.core.index.chunk import Chunk, Namespace, Pin
+from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.tiering import Tiering
 from kvdepot.errors import Busy, KVDepotError
@@ -87,7 +88,7 @@ class Sessions:
     def _match(self, client: Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
         """Where to look, what is there of the prefix, and how many chunks of it are everywhere."""
         hashes = request.hashes
-        namespaces = self._index.lookup_namespaces(
+        namespaces = self._index.namespaces.for_lookup(
             request.model, request.world_size, request.blocks_in_chunk, client.tenant
         )
         pins = [self._index.match(namespace, hashes) for namespace in namespaces]
@@ -210,7 +211,8 @@ class Sessions:
         name = pending.owner.tenant, pending.lookup.request
         size = 0
         for pin in pins:
-            for chunk in pin.chunks:
+            for deepest in pin.chunks:
+                chunk: Chunk | None = deepest
                 while chunk is not None:
                     size += chunk.bytes
                     chunk = chunk.parent

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from kvdepot.core.index.index import Chunk, Index, Namespace, Shard
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_evictable
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Absent, Found, Reason, Replaced, Reserved
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
 from kvdepot.protocol.status import TierStatus
@@ -207,8 +209,6 @@ class Tiering:
         self._forgettings: set[Forgetting] = set()
         self.tier_lookups = 0
         self._wanted = 0  # shards that all tier lookups asked for
-        if any(tier.config.options.write == "on_evict" for tier in self._tiers):
-            index.evicting = self._leaves
 
     def __repr__(self) -> str:
         return f"<Tiering {len(self._tiers)} tiers, {self.tier_lookups} lookups, {len(self._arrivals)} shards arriving>"
@@ -286,11 +286,13 @@ class Tiering:
             namespace, hashes, first, end, chained, salt, now, done, {chunk.key: chunk for chunk in held}
         )
         tier_lookup.request = request
+        asked_for = hashes[first * HASH_BYTES : end * HASH_BYTES]
+        near = [self._index.find(namespace, rank, asked_for) for rank in range(namespace.world_size)]
         tier_lookup.wanted = [
             (i, rank)
             for i in range(first, end)
             for rank in range(namespace.world_size)
-            if not self._is_near(tier_lookup, i, rank)
+            if isinstance(near[rank][i - first], Absent) and self._arrival(namespace, rank, tier_lookup.key(i)) is None
         ]
         self._index.hold(list(tier_lookup.held.values()), use=False)
         self.tier_lookups += 1
@@ -314,10 +316,8 @@ class Tiering:
     def _is_near(self, tier_lookup: TierLookup, chunk: int, rank: int) -> bool:
         """Whether a shard is in memory, or on its way there."""
         key = tier_lookup.key(chunk)
-        return (
-            self._arrival(tier_lookup.namespace, rank, key) is not None
-            or self._index.sealed_shard(tier_lookup.namespace, rank, key) is not None
-        )
+        (found,) = self._index.find(tier_lookup.namespace, rank, key)
+        return isinstance(found, Found) or self._arrival(tier_lookup.namespace, rank, key) is not None
 
     def _arrival(self, namespace: Namespace, rank: int, key: bytes) -> _Arrival | None:
         """A shard's way into memory, if it is worth waiting for."""
@@ -397,32 +397,31 @@ class Tiering:
             arrival = self._arrival(namespace, rank, key)
             if arrival is not None:
                 near.append(arrival)
-            elif self._index.sealed_shard(namespace, rank, key) is None:
+            elif isinstance(self._index.find(namespace, rank, key)[0], Absent):
                 tier = tier_lookup.found.get((i, rank))
                 late = (namespace.number, key, rank) in self._arrivals  # of a tier whose circuit breaker is open
-                if tier is None or not (late or self._index.missing(namespace, rank, key)):
+                if tier is None or not (late or self._index.is_missing(namespace, rank, key)):
                     return None
                 far.append((rank, tier))
         if self._arriving_bytes + sum(namespace.sizes[rank] for rank, _ in far) > self._index.allocator.capacity // 2:
             return None
-        chunk: Chunk | None = namespace.chunks.get(key)
+        chunk = namespace.chunks.get(key)
         if far and self._is_being_forgotten(namespace, tier_lookup.salt if chunk is None else chunk.salt):
             return None  # a tier may have said that it has it before it was told to forget it
         fresh: list[_Arrival] = []
         for rank, tier in far:
             parent = b"" if not tier_lookup.chained else tier_lookup.key(i - 1) if i else ROOT
             position = i + 1 if tier_lookup.chained else 0
-            if (namespace.number, key, rank) in self._arrivals:
-                chunk = namespace.chunks[key] if self.replace(namespace, rank, key) else None
-            else:
-                chunk = self._index.reserve(
-                    namespace, rank, key, parent, position, namespace.sizes[rank], tier_lookup.salt
-                )
-            if chunk is None:  # no room: those of its other ranks are no use
+            (outcome,) = self._index.reserve_missing(
+                namespace, rank, key, parent, position, namespace.sizes[rank], tier_lookup.salt, is_load=True
+            )
+            if isinstance(outcome, Replaced):
+                self.replaced(outcome.chunk, rank)
+            elif not isinstance(outcome, Reserved):  # no room: those of its other ranks are no use
                 for arrival in fresh:
-                    self._index.discard(arrival.chunk, arrival.rank)
+                    self._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
                 return None
-            fresh.append(_Arrival(chunk, rank, tier, [], chunk.shards[rank]))
+            fresh.append(_Arrival(outcome.chunk, rank, tier, [], outcome.chunk.shards[rank]))
         for arrival in fresh:
             chunk, rank = arrival.chunk, arrival.rank
             self._arrivals[namespace.number, key, rank] = arrival
@@ -435,19 +434,14 @@ class Tiering:
             tier_lookup.waiting[arrival.tier] += 1
         return namespace.chunks[key]
 
-    def replace(self, namespace: Namespace, rank: int, key: bytes) -> bool:
-        """Reserve a shard anew that is on its way: whoever asks fills it now.
+    def replaced(self, chunk: Chunk, rank: int) -> None:
+        """A shard that was on its way has been reserved anew: whoever asked fills it now.
 
-        A load that is late or hangs must not keep out what is computed meanwhile, nor what another tier has. False
-        where none is on its way, or there is no room beside it.
+        A load that is late or hangs must not keep out what is computed meanwhile, nor what another tier has.
         """
-        arrival = self._arrivals.get((namespace.number, key, rank))
-        if arrival is None or self._index.replace(arrival.chunk, rank) is None:
-            return False
-        del self._arrivals[namespace.number, key, rank]
+        arrival = self._arrivals.pop((chunk.namespace.number, chunk.key, rank))
         arrival.replaced = True
         self._let_go(arrival)  # it goes, should whoever fills it fail
-        return True
 
     def _let_go(self, arrival: _Arrival) -> None:
         """Searches do not hold it any more."""
@@ -457,7 +451,7 @@ class Tiering:
 
     def _arrived(self, tier: _Tier, arrivals: list[_Arrival], outcome: Any, now: float) -> TierTasks:
         tier_tasks: TierTasks = []
-        spoilt: list[str] = []
+        corrupt: list[str] = []
         sealed: list[tuple[Chunk, int]] = []
         outcomes = outcome if isinstance(outcome, list) else [None] * len(arrivals)
         if isinstance(outcome, KVDepotError):
@@ -467,26 +461,25 @@ class Tiering:
                 log.debug("what a tier lookup found could not be loaded: %s", outcome, extra=_about(tier, tier_lookup))
         for arrival, header in zip(arrivals, outcomes, strict=True):
             chunk, rank = arrival.chunk, arrival.rank
-            namespace: Namespace = chunk.namespace
             self._arriving_bytes -= arrival.shard.size
             if header is False:
-                spoilt.append(self._facts(namespace, rank).name(chunk.salt, chunk.key))
+                corrupt.append(self._facts(chunk.namespace, rank).name(chunk.salt, chunk.key))
             if arrival.replaced:
                 self._index.give_back(arrival.shard)
                 continue
-            del self._arrivals[namespace.number, chunk.key, rank]
+            del self._arrivals[chunk.namespace.number, chunk.key, rank]
             if isinstance(header, Header) and not self._index.is_hidden(chunk):
                 chunk.shards[rank].tiers |= tier.bit
                 self._index.seal(chunk, rank, header.checksum, header.born)
                 sealed.append((chunk, rank))
             else:
                 self._let_go(arrival)
-                self._index.discard(chunk, rank)
+                self._index.remove(chunk, Reason.FAILED, rank)
         tier.counters["loaded_chunks"] += len(sealed)
         tier.counters["missed_chunks"] += sum(header is None for header in outcomes)
-        tier.counters["spoilt_chunks"] += len(spoilt)
-        if spoilt:
-            tier_tasks.append(Erase(Token(tier, _ignore), tier.number, spoilt, spoilt=True))
+        tier.counters["spoilt_chunks"] += len(corrupt)
+        if corrupt:
+            tier_tasks.append(Erase(Token(tier, _ignore), tier.number, corrupt, spoilt=True))
         for arrival in arrivals:
             for tier_lookup in arrival.tier_lookups:
                 tier_lookup.waiting[tier.number] -= 1
@@ -601,7 +594,7 @@ class Tiering:
                 break
             missing = [tier for tier in tiers if not _has_all(chunk, tier.bit)]
             if not missing:
-                self._index.evict(chunk)
+                self._index.remove(chunk, Reason.EVICTED)
                 continue
             demotion = _Demotion(chunk, chunk.bytes, chunk.used)
             self._index.hold([chunk], use=False)
@@ -624,14 +617,16 @@ class Tiering:
             self._demoting_bytes -= demotion.bytes
             self._index.release([chunk])
             short = self._index.allocator.free_bytes < self._low_bytes
-            if short and chunk.used == demotion.used and self._index.is_evictable(chunk):
-                self._index.evict(chunk)
+            if short and chunk.used == demotion.used and is_evictable(chunk):
+                self._index.remove(chunk, Reason.EVICTED)
 
-    def _leaves(self, chunk: Chunk) -> None:
-        """A chunk is evicted."""
-        for tier in self._tiers:
-            if tier.config.options.write == "on_evict" and not _has_all(chunk, tier.bit):
-                tier.counters["undemoted_chunks"] += 1
+    def _undemoted(self, tier: _Tier) -> dict[str, int]:
+        """How many chunks were evicted that this tier had not all of, where it was to get them."""
+        if tier.config.options.write != "on_evict":
+            return {}
+        saved = self._index.evicted_saved
+        count = self._index.evicted - sum(saved[tiers] for tiers in saved if tiers & tier.bit)
+        return {"undemoted_chunks": count} if count else {}
 
     # -- forgetting
 
@@ -743,6 +738,7 @@ class Tiering:
                 counters={
                     **(tier.usage.counters if tier.usage is not None else {}),
                     **tier.counters,
+                    **self._undemoted(tier),
                     "left_alone": tier.breaker.trips,
                 },
                 error=tier.error,

@@ -1,4 +1,4 @@
-"""Which chunk goes first when space is needed. Pure; called by index.py and by bounded tiers, on the deciding thread.
+"""Which chunk goes first when space is needed. Pure; called by the index and by bounded tiers, on the deciding thread.
 
 A policy is told of every chunk that comes (`insert`), is used (`use`), may be evicted (`add`) and leaves (`remove`),
 and names a victim. It never names one that `evictable` refuses: pinned, being copied, or with a chunk behind it in its
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -21,10 +21,10 @@ __all__ = ["Policy", "Queue", "Victim"]
 
 
 class Victim(msgspec.Struct, gc=False):
-    """What a policy needs to know of a chunk, and what it notes on it; index.Chunk is one."""
+    """What a policy needs to know of a chunk, and what it notes on it; core/index/chunk.py has one."""
 
     key: bytes = b""
-    parent: Any = None
+    parent: Victim | None = None
     """The chunk before it in its chain, where known. It is there at least as long as this one."""
     order: float = 0
     """Its date, as the policy counts: of one queue, the lowest goes first."""

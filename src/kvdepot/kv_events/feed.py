@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvdepot.core.index.index import Chunk, Index, Namespace
-from kvdepot.protocol.counters import Counters
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
 
 __all__ = ["AllBlocksCleared", "Belief", "BlockRemoved", "BlockStored", "Event", "Feed"]
 
@@ -61,18 +61,20 @@ _Change: TypeAlias = "tuple[bool, Namespace, bytes, bytes | None] | None"
 
 
 class Feed:
-    """What changes in an index, queued. `changed` and `tick` are for the deciding thread, the rest for the reader's."""
+    """What changes in an index, queued: its `watch` is to be `changed`.
 
-    def __init__(self, index: Index, counters: Counters, most: int = _MOST_QUEUED) -> None:
-        self._index = index
-        self._counters = counters
+    `changed` and `tick` are for the deciding thread, the rest for the reader's.
+    """
+
+    def __init__(self, most: int = _MOST_QUEUED) -> None:
+        self.overflows = 0  # how often the queue was full
         self._most = most
         self._queue: deque[_Change] = deque([None])
-        self._full = False
-        self._listing: Iterator[Chunk] | None = self._all()
+        self._full = False  # or closed: nothing more is queued
+        self._unlisted = True  # what is there is to be told from the start
+        self._listing: Iterator[Chunk] | None = None
         self._asleep = False  # set by the reader before it waits, cleared by whoever wakes it
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        index.watch = self.changed
 
     def __repr__(self) -> str:
         return f"<Feed of {len(self._queue)} changes{', full' * self._full}>"
@@ -86,8 +88,8 @@ class Feed:
         queue = self._queue
         if len(queue) >= self._most:
             # From here on nothing is known: whoever reads this believes in nothing, and hears it all anew later.
-            self._full, self._listing = True, None
-            self._counters["kv_event_overflows"] += 1
+            self._full, self._unlisted, self._listing = True, True, None
+            self.overflows += 1
             queue.append(None)
         else:
             before = chunk.parent
@@ -100,12 +102,12 @@ class Feed:
         self._asleep = False
         os.eventfd_write(self.wake, 1)
 
-    def tick(self) -> None:
+    def tick(self, index: Index) -> None:
         """Once a second: go on telling what was there before the feed was, or before its queue was full."""
         if len(self._queue) > self._most // 2:
             return
-        if self._full:
-            self._full, self._listing = False, self._all()
+        if self._unlisted:
+            self._full, self._unlisted, self._listing = False, False, _all(index)
         room = min(_LISTED_A_TICK, self._most // 2)
         while self._listing is not None and room:
             chunk = next(self._listing, None)
@@ -113,12 +115,8 @@ class Feed:
                 self._listing = None
                 return
             room -= 1
-            if self._index.is_there(chunk):
+            if index.is_there(chunk):
                 self.changed(chunk, True)
-
-    def _all(self) -> Iterator[Chunk]:
-        for namespace in self._index.namespaces():
-            yield from list(namespace.chunks.values())
 
     # -- the reader's
 
@@ -139,8 +137,13 @@ class Feed:
 
     def close(self) -> None:
         """When the reader is done with it."""
-        self._index.watch = None
+        self._full, self._unlisted, self._listing = True, False, None
         os.close(self.wake)
+
+
+def _all(index: Index) -> Iterator[Chunk]:
+    for namespace in index.namespaces.all():
+        yield from list(namespace.chunks.values())
 
 
 class Belief:

@@ -1,6 +1,6 @@
 """What survives the server's process: one record a sealed shard, and one a namespace, in the arena's own file.
 
-Written by core/index/index.py on the deciding thread; read by core/index/recovery.py when a server takes an arena over,
+Written by core/index/ on the deciding thread; read by core/index/recovery.py when a server takes an arena over,
 and by cli/check_arena.py. The one law: a shard's record stands only while its bytes are whole. It is written after the
 last byte has arrived and erased before the first byte can be overwritten, so whatever kills the server, what is
 recorded is true.
@@ -46,7 +46,7 @@ _STEP = 512
 
 
 class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=False):
-    """What makes chunks' bytes mean the same; see index.Namespace. `number` is how shards name it."""
+    """What makes chunks' bytes mean the same; see core/index/chunk.py. `number` is how shards name it."""
 
     number: int
     tenant: str
@@ -59,9 +59,9 @@ class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=Fa
 class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """One sealed shard.
 
-    parent, position: as in index.Chunk (empty, 0: loose). extents: as in memory/allocator.py.
+    parent, position: as in core/index/chunk.py (empty, 0: loose). extents: as in memory/allocator.py.
     size: bytes of KV in them. serial: shards sealed before this one. checksum: of the KV; 0 = none was made.
-    salt, born: as in index.Chunk.
+    salt, born: as in core/index/chunk.py.
     """
 
     namespace: int
@@ -112,13 +112,13 @@ class Records:
         """Slots in use."""
         return self._fresh - len(self._free)
 
-    def write(self, record: Record) -> int:
-        """Add a record; its slot, or -1 when there is no room for it."""
+    def write(self, record: Record) -> int | None:
+        """Add a record; its slot, or None when there is no room for it."""
         data = _encode(record)
-        slots = [slot for _ in range(0, len(data), _ROOM) if (slot := self._take()) >= 0]
+        slots = [slot for _ in range(0, len(data), _ROOM) if (slot := self._take()) is not None]
         if len(slots) * _ROOM < len(data):
             self._free += slots
-            return -1
+            return None
         following = _LAST
         for part in range(len(slots) - 1, -1, -1):
             piece = data[part * _ROOM : (part + 1) * _ROOM]
@@ -130,9 +130,9 @@ class Records:
             self._further[slots[0]] = slots[1:]
         return slots[0]
 
-    def erase(self, slot: int) -> None:
-        """Remove the record that `write` put at this slot; -1 is none."""
-        if slot < 0:
+    def erase(self, slot: int | None) -> None:
+        """Remove the record that `write` put at this slot; None: there is none."""
+        if slot is None:
             return
         for each in (slot, *self._further.pop(slot, ())):
             self._wipe(each)
@@ -141,13 +141,13 @@ class Records:
     def _wipe(self, slot: int) -> None:
         self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + 10] = bytes(10)
 
-    def _take(self) -> int:
+    def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
         if self._fresh == self._ready:
             step = min(_STEP, self.capacity - self._ready)
             if not step or not self._ensure(self._ready * SLOT_BYTES, step * SLOT_BYTES):
-                return -1
+                return None
             self._ready += step
         self._fresh += 1
         return self._fresh - 1

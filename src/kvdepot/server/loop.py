@@ -76,7 +76,7 @@ class Server:
         self._ticks = 0
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._tier_workers: list[TierWorker] = []
-        self._feed: Feed | None = None
+        self._feed = Feed() if config.kv_events else None
         if config.arena_bytes < smallest_arena():
             raise ArenaError(f"an arena of {config.arena_bytes} bytes cannot hold a chunk; raise --arena-gib")
         with contextlib.ExitStack() as closing:  # in the order of their end, from the last
@@ -102,8 +102,7 @@ class Server:
                 config, self.depot, self.boot, self.arena, shm.LeaseView, self._listener.tenant
             )
             closing.callback(self.connections.close)
-            if config.kv_events:
-                self._feed = Feed(self.depot.index, self.depot.counters)
+            if self._feed is not None:
                 guard = self._listener.guard
                 self._publisher = Publisher(self._feed, config.kv_events, config.chunk_size, context, guard)
                 closing.callback(self._publisher.close)
@@ -119,7 +118,8 @@ class Server:
         arena, config = self.arena, self._config
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
-        index = Index(allocator, POLICIES[config.policy](), records, config.ttl_s)
+        watch = self._feed.changed if self._feed is not None else None
+        index = Index(allocator, POLICIES[config.policy](), records, config.ttl_s, watch)
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
@@ -178,7 +178,7 @@ class Server:
         )  # fmt: skip
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
-            self._feed.tick()
+            self._feed.tick(self.depot.index)
             self._publisher.start()
         if self._web is not None:
             self._web.start()
@@ -230,7 +230,8 @@ class Server:
     def _tick(self) -> None:
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
-            self._feed.tick()
+            self._feed.tick(self.depot.index)
+            self.depot.counters["kv_event_overflows"] = self._feed.overflows
         self._listener.tick()
         report = self.depot.report
         report.http = self._web.address if self._web is not None else ""

@@ -25,7 +25,8 @@ from typing import TypeAlias
 import numpy as np
 from blake3 import blake3
 
-from kvdepot.core.index.index import Chunk, Index
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reserved
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -77,7 +78,7 @@ def replay(requests: Iterable[Request] | Trace, policy: str, capacity_blocks: in
 
 
 def _hits(trace: Trace, index: Index) -> int:
-    namespace = index.namespace("trace", 1, 0, b"", 1)
+    namespace = index.namespaces.find("trace", 1, 0, b"", 1)
     # Keys as evenly spread as those of real chunks, for policies may sample by them.
     noise = blake3(b"kvdepot simulate").digest(length=HASH_BYTES * max(trace.unique, 1))
     keys = np.frombuffer(noise, np.uint64).reshape(-1, HASH_BYTES // 8)
@@ -87,18 +88,10 @@ def _hits(trace: Trace, index: Index) -> int:
         pin = index.match(namespace, hashes)
         index.hold(pin.chunks)
         hits += pin.matched
-        position = pin.matched
-        start = position * HASH_BYTES
+        start = pin.matched * HASH_BYTES
         parent = hashes[start - HASH_BYTES : start] if start else ROOT
-        reserved: list[Chunk] = []
-        for at in range(start, len(hashes), HASH_BYTES):
-            key = hashes[at : at + HASH_BYTES]
-            position += 1
-            chunk = index.reserve(namespace, 0, key, parent, position, PAGE)
-            if chunk is None:
-                break
-            reserved.append(chunk)
-            parent = key
+        outcomes = index.reserve_missing(namespace, 0, hashes[start:], parent, pin.matched + 1, PAGE)
+        reserved = [outcome.chunk for outcome in outcomes if isinstance(outcome, Reserved)]
         for chunk in reserved:
             index.seal(chunk, 0)
         index.touch(reserved)

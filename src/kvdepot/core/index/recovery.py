@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvdepot.core.index.index import Chunk, Index, Namespace, Shard
+from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State
+from kvdepot.core.index.index import Index
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import NamespaceRecord, ShardRecord
 from kvdepot.protocol.keys import HASH_BYTES
@@ -50,15 +51,16 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
             _add_namespace(index, namespaces, slot, record, restored)
     shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
     shards.sort(key=_serial)  # as they were stored: neighbours in a chain are neighbours in memory, too
+    parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
-        _add_shard(namespaces[record.namespace], slot, record)
-    for namespace in namespaces.values():
-        _link(namespace)
+        _add_shard(namespaces[record.namespace], slot, record, parents[record.namespace])
+    for number, namespace in namespaces.items():
+        _link(namespace, parents[number])
     for namespace in namespaces.values():
         if not namespace.chunks:
             index.records.erase(namespace.slot)
     serial = shards[-1][1].serial if shards else 0
-    index.adopt(sorted((s for s in namespaces.values() if s.chunks), key=lambda namespace: namespace.number), serial)
+    index.adopt(sorted((n for n in namespaces.values() if n.chunks), key=lambda namespace: namespace.number), serial)
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
@@ -157,14 +159,15 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
     return ""
 
 
-def _add_shard(namespace: Namespace, slot: int, record: ShardRecord) -> None:
-    shard = Shard(record.extents, record.size, True, False, record.checksum, slot=slot)
+def _add_shard(namespace: Namespace, slot: int, record: ShardRecord, parents: dict[bytes, bytes]) -> None:
+    shard = Shard(record.extents, record.size, State.SEALED, record.checksum, slot=slot)
     taken = Allocator.rounded(record.size)
     chunk = namespace.chunks.get(record.key)
     if chunk is None:
+        parents[record.key] = record.parent
         namespace.chunks[record.key] = Chunk(
             key=record.key, salt=record.salt, born=record.born, namespace=namespace, used=record.serial,
-            shards={record.rank: shard}, sealed=1, position=record.position, parent=record.parent, bytes=taken,
+            shards={record.rank: shard}, sealed=1, position=record.position, bytes=taken,
         )  # fmt: skip
     else:
         chunk.born = min(chunk.born, record.born)
@@ -176,25 +179,26 @@ def _add_shard(namespace: Namespace, slot: int, record: ShardRecord) -> None:
     namespace.bytes += taken
 
 
-def _link(namespace: Namespace) -> None:
+def _link(namespace: Namespace, parents: dict[bytes, bytes]) -> None:
     """Make each parent's key the parent, if it is there, and chain what is whole together with all before it."""
     chunks = namespace.chunks
     for chunk in chunks.values():
-        before = chunks.get(chunk.parent) if chunk.position > 1 else None
+        before = chunks.get(parents[chunk.key]) if chunk.position > 1 else None
         if before is not None and before.position == chunk.position - 1:
             chunk.parent = before
             before.children += 1
-        else:
-            chunk.parent = None
     late = [chunk for chunk in chunks.values() if not _chain(chunk) and chunk.parent is not None]
-    for chunk in sorted(late, key=lambda chunk: int(chunk.position)):  # stored before their parents were
+    for chunk in sorted(late, key=lambda chunk: chunk.position):  # stored before their parents were
         _chain(chunk)
 
 
 def _chain(chunk: Chunk) -> bool:
-    position, before = chunk.position, chunk.parent
-    if position and (position == 1 or (before is not None and before.depth == position - 1)):
-        if chunk.sealed == chunk.namespace.world_size:
-            chunk.depth = position
+    """Give a chunk the state that follows from its shards and its parent; False where that may wait for the parent."""
+    if chunk.state is State.FILLING and chunk.sealed == chunk.namespace.world_size:
+        chunk.state = TRANSITIONS[chunk.state][Event.COMPLETE]
+    before = chunk.parent
+    if chunk.position == 1 or (before is not None and before.state is State.CHAINED):
+        if chunk.state is State.WHOLE:
+            chunk.state = TRANSITIONS[chunk.state][Event.CHAIN]
         return True
     return False

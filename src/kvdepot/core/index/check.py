@@ -1,0 +1,76 @@
+"""Whether an index agrees with itself: for tests and `kvdepot check`. It reads, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
+from kvdepot.memory.allocator import Allocator
+
+__all__ = ["Totals", "check"]
+
+_OF_SHARDS = {State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT}
+_OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
+
+
+@dataclass
+class Totals:
+    """What an index believes of all its chunks together."""
+
+    chunks: int
+    reserved: int
+    held: int
+    broken: int
+    detached_bytes: int
+
+
+def check(namespaces: Iterable[Namespace], allocator: Allocator, totals: Totals) -> None:
+    """Raise AssertionError unless every count, link and state agrees; O(n)."""
+    allocator.validate()
+    used = chunks = reserved = held = 0
+    children: dict[int, int] = {}
+    for namespace in namespaces:
+        total = 0
+        for key, chunk in namespace.chunks.items():
+            assert key == chunk.key and chunk.namespace is namespace and chunk.shards
+            _check_states(chunk, bool(totals.broken))
+            opened = sum(shard.is_open for shard in chunk.shards.values())
+            assert chunk.bytes == sum(n for s in chunk.shards.values() for _, n in s.extents)
+            assert namespace.slot is not None or not any(s.slot is not None for s in chunk.shards.values())
+            assert chunk.holds >= opened
+            if chunk.parent is not None:
+                children[id(chunk.parent)] = children.get(id(chunk.parent), 0) + 1
+            if is_evictable(chunk):
+                assert chunk.queued, f"{key.hex()} can be evicted but no policy knows it"
+            total += chunk.bytes
+            reserved += opened
+            held += chunk.holds
+        assert total == namespace.bytes
+        used += total
+        chunks += len(namespace.chunks)
+    for namespace in namespaces:
+        for chunk in namespace.chunks.values():
+            assert chunk.children == children.get(id(chunk), 0)
+    assert used + totals.detached_bytes == allocator.capacity - allocator.free_bytes, (used, allocator)
+    assert (chunks, reserved, held) == (totals.chunks, totals.reserved, totals.held)
+
+
+def _check_states(chunk: Chunk, is_any_broken: bool) -> None:
+    """The states of a chunk and its shards, and of the one before it."""
+    shards, before = chunk.shards.values(), chunk.parent
+    assert chunk.state in _OF_CHUNKS and not chunk.gone and all(shard.state in _OF_SHARDS for shard in shards)
+    assert all(shard.sealed for shard in shards if shard.slot is not None), "only what is sealed is recorded"
+    assert chunk.sealed == sum(shard.sealed for shard in shards)
+    if chunk.state is not State.PENDING_REMOVAL:
+        assert (chunk.state is State.FILLING) == (chunk.sealed < chunk.namespace.world_size)
+    else:
+        assert not is_evictable(chunk), "what is to be removed can be, and is there"
+    is_behind_a_chain = chunk.position == 1 or (before is not None and before.state is State.CHAINED)
+    if chunk.state is State.CHAINED:
+        is_behind_a_broken_one = before is not None and (before.broken or before.state is not State.CHAINED)
+        assert is_behind_a_chain or (is_behind_a_broken_one and is_any_broken)
+    if chunk.state is State.WHOLE:
+        assert not (chunk.position and is_behind_a_chain), "it is whole, and so is all before it"
+    if before is not None:
+        assert before.position == chunk.position - 1

@@ -1,0 +1,389 @@
+"""The table of states: walked by itself, and by everything that the index does to its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, IllegalTransition, Shard, State
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import NoRoom, Present, Reason, Replaced
+from kvdepot.eviction import Lru
+from kvdepot.memory.allocator import PAGE, Allocator
+from tests.core.shelf import Shelf, key_of, keys
+
+FIRST = {State.RESERVED, State.LOADING, State.FILLING}
+LAST = {State.FREED, State.GONE}
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("event", Event)
+def test_an_event_leads_to_the_state_in_the_table_or_is_refused(state: State, event: Event) -> None:
+    row = dict(TRANSITIONS[state])
+    if event in row:
+        assert TRANSITIONS[state][event] is row[event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"{event.name} .* {state.name}"):
+            TRANSITIONS[state][event]
+    assert dict(TRANSITIONS[state]) == row
+
+
+def test_every_state_is_reached_from_where_shards_and_chunks_begin_and_leads_to_an_end() -> None:
+    reached, new = set(FIRST), list(FIRST)
+    while new:
+        fresh = set(TRANSITIONS[new.pop()].values()) - reached
+        reached |= fresh
+        new += fresh
+    assert reached == set(State) == set(TRANSITIONS)
+    for state in State:
+        assert (state in LAST) == (not TRANSITIONS[state])
+        assert state in LAST or TRANSITIONS[state][Event.REMOVE] in LAST
+
+
+@given(st.sampled_from(sorted(FIRST)), st.lists(st.sampled_from(list(Event))))
+def test_no_walk_leads_from_shards_to_chunks(state: State, events: list[Event]) -> None:
+    of_shards = set(State) - {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL, State.GONE}
+    is_shard = state in of_shards
+    for event in events:
+        try:
+            state = TRANSITIONS[state][event]
+        except IllegalTransition:
+            assert event not in TRANSITIONS[state]
+        assert (state in of_shards) == is_shard
+
+
+# -- what the index does
+
+
+Seen = tuple[State, Event, State]
+
+
+class Observed(dict[State, Any]):
+    """The table, for the index to use, and every step that it takes by it."""
+
+    def __init__(self) -> None:
+        super().__init__({state: Row(state, self) for state in State})
+        self.seen: set[Seen] = set()
+
+
+class Row(dict[Event, State]):
+    def __init__(self, state: State, table: Observed) -> None:
+        super().__init__(TRANSITIONS[state])
+        self.state, self.table = state, table
+
+    def __getitem__(self, event: Event) -> State:
+        after = TRANSITIONS[self.state][event]
+        self.table.seen.add((self.state, event, after))
+        return after
+
+
+def facts(index: Index) -> Any:
+    """All that a step may change."""
+    return (
+        [
+            (c.key, c.state, c.sealed, c.children, c.holds, c.bytes, c.broken, c.gone, c.generation, c.born,
+             {rank: (s.state, s.extents, s.slot, s.checksum) for rank, s in c.shards.items()})
+            for namespace in index.namespaces.all()
+            for c in namespace.chunks.values()
+        ],
+        (index.chunks, index.reserved, index.held, index.evicted, index.allocator.free_bytes, index._chains.broken),
+        len(index.hiding), index._serial, index.records.used,
+    )  # fmt: skip
+
+
+class States(RuleBasedStateMachine):
+    """Any verb, on any shard, whether it is allowed or not: a chain of three chunks on two ranks."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.shelf = Shelf(64, world_size=2)
+        self.index = self.shelf.index
+        self.chain = keys("c", 3)
+        self.open: dict[tuple[int, int], Chunk] = {}  # by number and rank: reservations that nobody has replaced
+        self.replaced: list[Shard] = []
+        self.held: list[Chunk] = []
+        self.scopes: list[Any] = []
+
+    def chunk(self, number: int) -> Chunk | None:
+        return self.shelf.namespace.chunks.get(self.chain[number])
+
+    def attempt(self, verb: Callable[[], None], is_allowed: bool) -> bool:
+        """Do it, and see that it is refused with nothing changed unless it is allowed."""
+        before = facts(self.index)
+        if is_allowed:
+            verb()
+            return True
+        with pytest.raises((IllegalTransition, AssertionError, KeyError)):
+            verb()
+        assert facts(self.index) == before
+        return False
+
+    @rule(number=st.integers(0, 2), rank=st.integers(0, 1), is_load=st.booleans(), wall=st.sampled_from([None, 9]))
+    def reserve(self, number: int, rank: int, is_load: bool, wall: int | None) -> None:
+        old = self.chunk(number)
+        shard = None if old is None else old.shards.get(rank)
+        parent = self.chain[number - 1] if number else b"root"
+        (outcome,) = self.index.reserve_missing(
+            self.shelf.namespace, rank, self.chain[number], parent, number + 1, PAGE, b"", wall, is_load
+        )
+        assert not isinstance(outcome, NoRoom)
+        if isinstance(outcome, Present):
+            assert shard is not None
+            return
+        if isinstance(outcome, Replaced):
+            assert shard is not None and shard.state is State.REPLACED
+            self.replaced.append(shard)
+        assert outcome.chunk.shards[rank].state is (State.LOADING if is_load else State.RESERVED)
+        self.open[number, rank] = outcome.chunk
+
+    @rule(number=st.integers(0, 2))
+    def store(self, number: int) -> None:
+        for rank in range(2):
+            if (number, rank) not in self.open and self.index.is_missing(
+                self.shelf.namespace, rank, self.chain[number]
+            ):
+                self.reserve(number, rank, False, None)
+            self.seal(number, rank)
+
+    @rule(number=st.integers(0, 2), rank=st.integers(0, 1))
+    def seal(self, number: int, rank: int) -> None:
+        chunk = self.open.get((number, rank)) or self.chunk(number)
+        if chunk is not None:
+            may = (number, rank) in self.open and chunk.state is State.FILLING
+            if self.attempt(lambda: self.index.seal(chunk, rank), may):
+                del self.open[number, rank]
+
+    @rule(number=st.integers(0, 2), rank=st.integers(0, 1))
+    def fail(self, number: int, rank: int) -> None:
+        chunk = self.open.get((number, rank)) or self.chunk(number)
+        if chunk is not None:
+            is_open = (number, rank) in self.open
+            if is_open and len(chunk.shards) == 1 and chunk.holds > 1:
+                return  # whoever holds a chunk without a sealed shard lets go of it before that
+            if self.attempt(lambda: self.index.remove(chunk, Reason.FAILED, rank), is_open):
+                del self.open[number, rank]
+
+    @rule(number=st.integers(0, 2), rank=st.integers(0, 1))
+    def mark_corrupt(self, number: int, rank: int) -> None:
+        chunk = self.chunk(number)
+        if chunk is not None:
+            shard = chunk.shards.get(rank)
+            may = shard is not None and shard.state is State.SEALED
+            self.attempt(lambda: self.index.mark_corrupt(chunk, rank), may)
+
+    @rule(number=st.integers(0, 2), at_once=st.booleans())
+    def hide(self, number: int, at_once: bool) -> None:
+        chunk = self.chunk(number)
+        if chunk is not None:
+            self.index.hide(chunk, at_once)
+            assert chunk.gone or chunk.state is State.PENDING_REMOVAL
+
+    @rule(number=st.integers(0, 2), reason=st.sampled_from([Reason.EVICTED, Reason.DROPPED]))
+    def remove(self, number: int, reason: Reason) -> None:
+        chunk = self.chunk(number)
+        if chunk is not None:
+            may = not chunk.holds and not chunk.children
+            if self.attempt(lambda: self.index.remove(chunk, reason), may):
+                assert chunk.gone and chunk.state is State.GONE
+
+    @rule()
+    def begin_removal(self) -> None:
+        if len(self.scopes) < 3:
+            self.scopes.append(self.index.begin_removal([self.shelf.namespace], None, hides=True))
+
+    @precondition(lambda self: self.scopes)
+    @rule()
+    def end_removal(self) -> None:
+        for chunk in list(self.shelf.namespace.chunks.values()):
+            if not chunk.gone:
+                self.index.remove_forgotten(chunk)
+        self.index.end_removal(self.scopes.pop(0))
+
+    @rule(number=st.integers(0, 2))
+    def hold(self, number: int) -> None:
+        chunk = self.chunk(number)
+        if chunk is not None:
+            self.index.hold([chunk])
+            self.held.append(chunk)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        self.index.release([self.held.pop()])
+
+    @precondition(lambda self: self.replaced)
+    @rule()
+    def give_back(self) -> None:
+        shard = self.replaced.pop()
+        self.index.give_back(shard)
+        with pytest.raises(IllegalTransition):
+            self.index.give_back(shard)
+
+    @rule(end=st.integers(0, 3))
+    def queries_change_nothing(self, end: int) -> None:
+        before = facts(self.index)
+        hashes = b"".join(self.chain[:end])
+        pin = self.index.match(self.shelf.namespace, hashes)
+        assert pin.matched <= end
+        for rank in range(2):
+            self.index.find(self.shelf.namespace, rank, hashes)
+            for key in self.chain:
+                self.index.is_missing(self.shelf.namespace, rank, key)
+        assert facts(self.index) == before
+
+    @rule(rank=st.integers(0, 1), number=st.integers(0, 2), is_load=st.booleans())
+    def what_is_missing_can_be_reserved(self, rank: int, number: int, is_load: bool) -> None:
+        if self.index.is_missing(self.shelf.namespace, rank, self.chain[number]):
+            before = set(self.open)
+            self.reserve(number, rank, is_load, None)
+            assert set(self.open) == before | {(number, rank)}
+
+    @invariant()
+    def all_agrees(self) -> None:
+        if hasattr(self, "index"):
+            self.index.validate()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.release(self.held)
+        for (_, rank), chunk in self.open.items():
+            self.index.remove(chunk, Reason.FAILED, rank)
+        for shard in self.replaced:
+            self.index.give_back(shard)
+        for scope in self.scopes:
+            self.index.end_removal(scope)
+        while self.shelf.namespace.chunks:
+            self.index.hide(next(reversed(self.shelf.namespace.chunks.values())))
+        self.index.validate()
+        assert self.index.allocator.free_bytes == self.index.allocator.capacity
+        assert not self.index._chains._waiting and not self.index._chains.broken
+
+
+TestStates = States.TestCase
+TestStates.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that nothing takes would be no part of how chunks live."""
+    table = Observed()
+    for module in ("index", "chains"):
+        monkeypatch.setattr(f"kvdepot.core.index.{module}.TRANSITIONS", table)
+    shelf = Shelf(64, world_size=2)
+    index, namespace = shelf.index, shelf.namespace
+
+    def reserve(key: bytes, rank: int, parent: bytes = b"root", position: int = 1, **more: Any) -> Chunk:
+        (outcome,) = index.reserve_missing(namespace, rank, key, parent, position, PAGE, **more)
+        assert not isinstance(outcome, Present | NoRoom)
+        return outcome.chunk
+
+    # A chunk behind one that comes later, and both lost again to what a removal is and a bad byte.
+    first, second = keys("c", 2)
+    reserve(first, 0)
+    chunk = reserve(second, 0, first, 2)
+    reserve(second, 1, first, 2, is_load=True)
+    index.seal(chunk, 0)
+    index.seal(chunk, 1)
+    assert chunk.state is State.WHOLE
+    index.hide(chunk)
+    index.hold([head := reserve(first, 1, is_load=True)])
+    assert chunk.gone and not head.gone
+    index.remove(head, Reason.FAILED, 0)
+    index.remove(head, Reason.FAILED, 1) if head.holds < 2 else index.seal(head, 1)
+    index.mark_corrupt(head, 1)
+    index.release([head])
+    assert head.state is State.FILLING
+    reserve(first, 1, is_load=True)
+    loading = head.shards[1]
+    reserve(first, 1)
+    assert loading.state is State.REPLACED
+    index.give_back(loading)
+    index.seal(head, 1)
+    index.remove(reserve(first, 0, is_load=True), Reason.FAILED, 0)
+    index.hold([head])
+    index.hide(head, at_once=False)
+    reserve(first, 0)
+    index.remove(head, Reason.FAILED, 0)
+    index.hide(head)
+    index.release([head])
+    assert head.gone
+    # Whole chunks, with and without a chain, and what can happen to them.
+    for chained in (True, False):
+        for end in ("corrupt", "hidden", "hidden at once", "evicted"):
+            shelf.store([key := key_of((chained, end))], loose=not chained)  # type: ignore[arg-type]
+            chunk = namespace.chunks[key]
+            assert chunk.state is (State.CHAINED if chained else State.WHOLE)
+            if end == "evicted":
+                index.remove(chunk, Reason.EVICTED)
+                continue
+            index.hold([chunk])
+            if end == "corrupt":
+                index.mark_corrupt(chunk, 1)
+            else:
+                index.hide(chunk, at_once=end != "hidden")
+            if end == "hidden":
+                index.reserve_missing(namespace, 0, key, b"root", 1, PAGE, wall=9)
+                assert chunk.state is (State.CHAINED if chained else State.WHOLE)
+            index.release([chunk])
+            assert chunk.gone == (end == "hidden at once")
+            if end == "corrupt":
+                index.seal(reserve(key, 1), 1)
+                index.mark_corrupt(chunk, 1)
+                index.remove(chunk, Reason.DROPPED)
+    shelf.store([key_of(("filling",))])  # type: ignore[arg-type]
+    index.mark_corrupt(chunk := namespace.chunks[key_of(("filling",))], 0)  # type: ignore[arg-type]
+    index.hold([chunk])
+    index.hide(chunk)
+    index.release([chunk])
+    index.validate()
+    allowed = {(state, event, after) for state, row in TRANSITIONS.items() for event, after in row.items()}
+    assert table.seen == allowed, allowed - table.seen
+
+
+# -- chains
+
+
+def test_a_chunk_that_was_sealed_before_its_parents_is_chained_with_them() -> None:
+    shelf = Shelf(8)
+    chain = keys("c", 4)
+    chunks = [shelf.reserve(chain, number) for number in range(1, 5)]
+    for number in (3, 2, 1):
+        chunk = chunks[number]
+        assert chunk is not None
+        shelf.index.seal(chunk, 0)
+        assert chunk.state is State.WHOLE and shelf.matched(chain) == 0
+    assert chunks[0] is not None
+    shelf.index.seal(chunks[0], 0)
+    assert [chunk.depth for chunk in chunks if chunk] == [1, 2, 3, 4]
+    assert shelf.index.match(shelf.namespace, b"".join(chain)).chunks == [chunks[3]]
+
+
+def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -> None:
+    shelf = Shelf(8)
+    chain = keys("c", 2)
+    first, second = (shelf.reserve(chain, number) for number in (1, 2))
+    assert first is not None and second is not None
+    shelf.index.seal(second, 0)
+    shelf.index.remove(first, Reason.FAILED, 0)
+    assert not shelf.index._chains._waiting
+    again = shelf.reserve(chain, 1)
+    assert again is not None
+    shelf.index.seal(again, 0)
+    assert second.state is State.WHOLE and shelf.matched(chain) == 2
+    shelf.index.validate()
+
+
+def test_a_refused_step_leaves_a_plain_index_as_it_was() -> None:
+    index = Index(Allocator(0, 8 * PAGE), Lru())
+    namespace = index.namespaces.find("m", 1, 0, bytes(32), 4)
+    (outcome,) = index.reserve_missing(namespace, 0, keys("c", 1)[0], b"root", 1, PAGE)
+    assert not isinstance(outcome, Present | NoRoom)
+    index.seal(outcome.chunk, 0)
+    with pytest.raises(IllegalTransition, match=r"SEAL .* SEALED"):
+        index.seal(outcome.chunk, 0)
+    index.validate()
