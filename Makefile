@@ -13,7 +13,7 @@ EVERYTHING := $(VENV)/dev $(VENV)/vllm
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine gets it back"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
-	@echo "make test       all tests: the unit part, real faults (four files at a time, then those that want the machine), real vLLM engines; make test-fast: the unit part alone"
+	@echo "make test       all tests: the unit part, real faults (four files at a time), real vLLM engines; make test-fast: the unit part alone"
 	@echo "                a test that fails is run again, once and alone: if it passes then, the last lines name it as FLAKY"
 	@echo "make sim        10,000 simulated lives of server, clients and engines; SEED=n make sim replays one"
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"

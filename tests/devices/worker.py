@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvdepot.protocol.layout import TensorView
+from tests.conftest import HANG_S
 from tests.devices.tensors import DTYPES, Bytes, Model, Placed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -260,17 +261,17 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(HANG_S)
         self._ours.close()
 
     def close(self) -> None:
         """Let it end, which it does without tidying up: so do engines. Safe twice."""
         self._ours.close()
         try:
-            self.process.wait(20)
+            self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(HANG_S)
 
 
 def main() -> None:

@@ -336,7 +336,7 @@ def test_a_page_that_nobody_looks_at_asks_nothing(site: Site, open_page: OpenPag
         page.wait_for_timeout(2500)
         return len(site.asked) == before
 
-    eventually(asks_nothing, 20.0)  # once what was under way has come
+    eventually(asks_nothing)  # once what was under way has come
     asked = len(site.asked)
     page.evaluate(hide + "document.dispatchEvent(new Event('visibilitychange')); }", False)
     eventually(lambda: len(site.asked) > asked)
@@ -739,7 +739,7 @@ def test_what_the_page_shows_is_what_a_real_server_says(
     assert engine.scheduler.wait_lookup_result("r", 10.0) == 512
     engine.worker.submit_retrieve_request("r", LoadStoreOp(list(range(8, 16)), token_ids=tokens), None)
     eventually(lambda: engine.worker.get_finished(set())[1])
-    status = eventually(lambda: (now := ask(port, "/v1/status")) and now["saved"]["tokens"] == 512 and now, 20.0)
+    status = eventually(lambda: (now := ask(port, "/v1/status")) and now["saved"]["tokens"] == 512 and now)
     page = open_page(f"http://127.0.0.1:{port}/")
     shows(page, "#saved-tokens", "512")
     assert rows(page, "namespaces") == [[engine.model, "8 KiB", "<0.1%", "2", "50.0%", "1"]]
@@ -760,12 +760,12 @@ def test_the_page_comes_back_by_itself_after_a_real_server_was_killed(
     start_depot: StartDepot, port: int, open_page: OpenPage
 ) -> None:
     first = start_depot("--http", f"127.0.0.1:{port}")
-    boot = eventually(lambda: ask(port, "/v1/status"), 20.0)["boot"]
+    boot = eventually(lambda: ask(port, "/v1/status"))["boot"]
     page = open_page(f"http://127.0.0.1:{port}/")
     first.process.kill()
     shows(page, "#state", "Not")
     start_depot("--http", f"127.0.0.1:{port}", name=first.name)
-    eventually(lambda: (now := ask(port, "/v1/status")) and now["boot"] != boot, 30.0)
+    eventually(lambda: (now := ask(port, "/v1/status")) and now["boot"] != boot)
     page.wait_for_selector(".verdict[data-level=good]")
 
 
