@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from kvdepot.protocol.layout import TensorView
-from tests.conftest import HANG_S
 from tests.devices.tensors import DTYPES, Bytes, Model, Placed
 
 ROOT = Path(__file__).parent.parent.parent
+HANG_S = 120.0
+"""As in tests/conftest.py, which each of these processes would take long to import."""
 GRANULE = 2 << 20
 ALIGNMENT = 512
 """Of tensors in an allocation, as torch's allocator does it."""
@@ -214,7 +215,7 @@ class Engine(GpuMemory):
 
     def run(self, request: str, ids: list[int], tokens: list[int], is_store: bool) -> tuple[bool, list[int]]:
         self.begin(request, ids, tokens, is_store)
-        return self.end(request, 30.0)
+        return self.end(request, HANG_S)
 
     def disconnect(self) -> None:
         self.adapter.shutdown()
