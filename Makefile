@@ -13,7 +13,7 @@ EVERYTHING := $(VENV)/dev $(VENV)/vllm
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
-	@echo "make test       all tests: unit tests, real faults (four files at a time, then those that need the machine to themselves), real vLLM engines; make test-fast: unit tests only"
+	@echo "make test       all tests: unit tests, real faults (four files at a time), real vLLM engines; make test-fast: unit tests only"
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"

@@ -7,6 +7,8 @@ rivals are zstd at its fastest level on the very bytes, and AES-256-GCM from one
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +18,7 @@ import torch
 import zstandard
 from common import Scale, say
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from report import Figure, at_least
+from report import Figure, at_least, at_most
 from torch import Tensor
 from torch.nn import functional
 
@@ -69,6 +71,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         "AES-GCM, decrypt": lambda: cipher.decrypt_into(nonce, sealed, None, out.data),
     }
     speeds = _speeds(work, size, scale.codec_runs)
+    kept = {what: _kept_waiting(work[what], scale.codec_runs) for what in codecs}
     decode("compress")
     if not np.array_equal(out, kv):
         raise RuntimeError("what was decompressed is not what was compressed")
@@ -83,7 +86,35 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         at_least("KV decompressed by a tier", "GB/s", speeds["decompress"], speeds["plain zstd, decompress"], 0.7),
         at_least("KV encrypted by a tier", "GB/s", speeds["encrypt"], speeds["AES-GCM, encrypt"], 0.3),
         at_least("KV decrypted by a tier", "GB/s", speeds["decrypt"], speeds["AES-GCM, decrypt"], 0.3),
+        at_most("another thread waits while a tier compresses KV", "ms", *kept["compress"], 0.6),
+        at_most("another thread waits while a tier encrypts KV", "ms", *kept["encrypt"], 0.6),
     ]
+
+
+def _kept_waiting(once: Callable[[], object], runs: int) -> tuple[list[float], list[float]]:
+    """Milliseconds that another thread had to wait at the longest, and those that the work computed, of each run."""
+    longest, computed = [], []
+    interval = sys.getswitchinterval()
+
+    def work() -> None:
+        begun = time.thread_time()
+        once()
+        computed.append((time.thread_time() - begun) * 1000)
+
+    try:
+        sys.setswitchinterval(5.0)  # whoever does not let go of the GIL keeps it
+        for _ in range(runs):
+            thread, waited_s, last = threading.Thread(target=work), 0.0, time.perf_counter()
+            thread.start()
+            while thread.is_alive():
+                os.sched_yield()  # lets go of the GIL
+                now = time.perf_counter()
+                waited_s, last = max(waited_s, now - last), now
+            thread.join()
+            longest.append(waited_s * 1000)
+    finally:
+        sys.setswitchinterval(interval)
+    return longest, computed
 
 
 def _speeds(work: dict[str, Callable[[], object]], size: int, runs: int) -> dict[str, Sequence[float]]:

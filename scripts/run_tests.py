@@ -1,6 +1,6 @@
 """Run the parts of the test suite, and run again, once and alone, each test that failed.
 
-    python scripts/run_tests.py [unit] [faults] [alone] [vllm]
+    python scripts/run_tests.py [unit] [faults] [vllm]
 
 A test that passes the second time is flaky: the last lines name it, its first failure stays in the output above, and
 the run succeeds. A test that fails twice fails the run, and so does what is no failure of a single test: more than
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,8 +25,7 @@ import pytest
 WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # to import it takes ten seconds
 PARTS = {
     "unit": ["-m", "not vllm and not faults", "-n", "2", "--dist", "loadfile", *WITHOUT_VLLM],
-    "faults": ["-m", "faults and not alone", "-n", "4", "--dist", "loadfile", *WITHOUT_VLLM],  # they wait, mostly
-    "alone": ["-m", "faults and alone", *WITHOUT_VLLM],
+    "faults": ["-m", "faults", "-n", "4", "--dist", "loadfile", *WITHOUT_VLLM],  # they wait, mostly
     "vllm": ["-m", "vllm", "-n", "2", "--dist", "loadfile", "tests"],
 }
 MOST = 5
@@ -99,7 +99,9 @@ def run_pytest(arguments: list[str]) -> tuple[Outcome, int]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "outcome.json")
         command = [sys.executable, "-m", "pytest", "-p", "scripts.run_tests", f"--outcome={report}", *arguments]
-        status = subprocess.run(command, check=False).returncode
+        # Hundreds of processes begin with the same modules: the first compiles them for all.
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        status = subprocess.run(command, env=environ, check=False).returncode
         if not report.exists():  # it was killed, or never began
             return Outcome(broken=["it ended without a report"]), status or 1
         return Outcome(**json.loads(report.read_text())), status

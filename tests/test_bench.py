@@ -71,6 +71,8 @@ EXPECTED = (
         "KV decompressed by a tier",
         "KV encrypted by a tier",
         "KV decrypted by a tier",
+        "another thread waits while a tier compresses KV",
+        "another thread waits while a tier encrypts KV",
     ]
     + [f"disk {what} 8 MiB, {threads}" for threads in ("1 thread", "4 threads") for what in ("write", "read")]
     + ["disk start with 100k objects, counted"]

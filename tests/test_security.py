@@ -33,7 +33,7 @@ from kvdepot.protocol import curve, wire
 from kvdepot.protocol.handshake import Offer
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.cli.command import keygen, run
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.ports import free_port
 from tests.protocol.raw import Raw
 
@@ -442,7 +442,7 @@ def test_a_server_with_keys_and_no_clients_lets_nobody_in(
     (keys / "clients.toml").write_text("")
     server = Depot("--keys", str(keys), arena_mib=4)
     try:
-        eventually(lambda: "serving at" in server.logged(), 30.0)
+        eventually(lambda: "serving at" in server.logged())
         assert asks(server, keys / "alice.key", 1.0) is None
     finally:
         server.close()
@@ -670,7 +670,7 @@ def test_tenants_are_kept_apart_by_the_server_that_takes_an_arena_over(
     engine = Engine(first, keys / "carol.key")
     engine.store(tokens)
     first.process.kill()
-    first.process.wait(10)
+    first.process.wait(HANG_S)
     engine.close()
     second = start_depot("--keys", str(keys), url=first.url, name=first.name)
     assert second.status()["chunks"] == 1

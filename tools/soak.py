@@ -57,6 +57,8 @@ GROWTH = 0.02
 PAUSE_S = 40.0
 """Longer than any deadline of a client."""
 STUCK_S = 60.0
+RELEASED_S = 5.0
+"""After so long a server has released all that a dead client held."""
 CLIENTS = {"token": 2, "hash": 3}
 """Connections of an engine: its scheduler's and one a rank."""
 
@@ -308,6 +310,8 @@ class Soak:
         self.leases |= child.leases
         self.dead += child.counts
         self.faults_found += child.wrong
+        if self.status():  # there is a server to notice it
+            self.until("an engine died", lambda: [name for name in child.leases if (SHM / name).exists()], RELEASED_S)
 
     # -- the parts
 

@@ -40,6 +40,8 @@ BLOCKS = 192
 WORDS = 512  # uint64 a block in each of the two layers
 MAX_CHUNKS = 8
 RUNNING = 6
+STEP_S = 1.5
+"""A step that takes longer is a failure: whatever happens to a server, an engine never waits for it."""
 SLOW_S = 3.0
 LATE_S = 20.0
 """A lookup, load or end that takes longer is a failure: faults and the deadlines after them are shorter."""
@@ -182,7 +184,7 @@ class Engine:
 
     def step(self) -> bool:
         """One engine step; whether anything moved."""
-        before = sum(self.counts.values())
+        begun, before = time.monotonic(), sum(self.counts.values())
         self.counts["steps"] += 1
         self.resting = self.paused and len(self.awaited) == self.world_size
         if not (self.resting or self.reconnecting) and len(self.requests) < RUNNING:
@@ -195,6 +197,8 @@ class Engine:
             if not request.aborted and self.random.random() < 0.005:
                 self.abort(request)
         self.hear()
+        if (took := time.monotonic() - begun) > STEP_S:
+            self.wrong.append(f"a step took {took:.1f} s")
         if not self.requests and self.reconnecting:
             self.counts["reconnects"] += 1
             self.shutdown()

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import HANG_S
+
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 
 
@@ -85,7 +87,7 @@ class Terminal:
 
     def end(self) -> int:
         """Wait until it ends by itself; its exit code."""
-        code = self.process.wait(30)
+        code = self.process.wait(HANG_S)
         os.close(self.inner)
         self._reader.join(10)
         os.close(self.outer)
@@ -94,7 +96,7 @@ class Terminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(HANG_S)
 
 
 @contextmanager

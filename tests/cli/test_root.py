@@ -12,7 +12,7 @@ import click
 import pytest
 
 from kvdepot import cli
-from tests.conftest import Depot
+from tests.conftest import HANG_S, Depot
 
 
 def test_a_mistyped_command_or_option_is_answered_with_the_one_that_was_meant(
@@ -110,7 +110,7 @@ def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot)
         assert process.stdout and process.stderr
         json.loads(process.stdout.readline())
         process.stdout.close()
-        assert process.wait(20) == 1
+        assert process.wait(HANG_S) == 1
         assert process.stderr.read() == ""
 
 

@@ -21,7 +21,7 @@ from kvdepot.status import Engine as EngineStatus
 from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.tiers.servers import need
 
 # -- status
@@ -191,7 +191,7 @@ def test_top_draws_what_the_server_holds_within_80_by_24_and_ends_with_q(depot: 
         assert "lookups/s" in top.text and "Lookup" in top.text
         assert top.process.poll() is None
         top.press("q")
-        after = termios.tcgetattr(top.inner) if top.process.wait(20) == 0 else None
+        after = termios.tcgetattr(top.inner) if top.process.wait(HANG_S) == 0 else None
         assert after == top.before, "the terminal is left as it was"
         assert top.end() == 0
     assert "\x1b[?1049h" in top.raw and "\x1b[?1049l" in top.raw
@@ -226,10 +226,10 @@ def test_top_waits_for_a_server_that_goes_away_and_is_interrupted_with_130(start
     with terminal("top", "--url", depot.url, "--interval", "0.1", columns=120) as top:
         eventually(lambda: "q quits" in top.text)
         depot.stop()
-        eventually(lambda: "no kvdepot server answers" in top.text or "gone" in top.text, 20.0)
+        eventually(lambda: "no kvdepot server answers" in top.text or "gone" in top.text)
         again = start_depot(url=depot.url, arena_mib=8)
         seen = len(top.raw)
-        eventually(lambda: f"pid {again.process.pid}" in CONTROL.sub("", top.raw[seen:]), 20.0)
+        eventually(lambda: f"pid {again.process.pid}" in CONTROL.sub("", top.raw[seen:]))
         top.process.send_signal(signal.SIGINT)
         assert top.end() == 130
         assert "Traceback" not in top.text and "\x1b[?1049l" in top.raw

@@ -21,7 +21,7 @@ def test_open_prints_an_address_that_answers_and_the_token_that_changes_need(sta
     at = f"127.0.0.1:{free_port()}"
     depot = start_depot("--http", at, arena_mib=8)
     which = ("--url", depot.url)
-    address = eventually(lambda: run("open", *which).stdout.strip(), 30.0)
+    address = eventually(lambda: run("open", *which).stdout.strip())
     place, _, told = address.partition("/#token=")
     assert place == f"http://{at}"
     token = run("token", *which).stdout.strip()
@@ -43,7 +43,7 @@ def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_want
     need(modules=["litestar", "uvicorn", "prometheus_client"])
     at = f"127.0.0.1:{free_port()}"
     first = start_depot("--http", at, arena_mib=8)
-    eventually(lambda: run("open", "--url", first.url, KVDEPOT_HTTP=at).returncode == 0, 30.0)
+    eventually(lambda: run("open", "--url", first.url, KVDEPOT_HTTP=at).returncode == 0)
     second = start_depot("--http", at, arena_mib=8)
     eventually(lambda: "cannot bind HTTP to" in second.logged())
     done = run("open", "--url", second.url, KVDEPOT_HTTP=at)
@@ -52,7 +52,7 @@ def test_open_gives_the_token_to_nobody_who_has_the_address_that_the_server_want
     _, found = doctor("--url", second.url, KVDEPOT_HTTP=at)
     assert found["web page"][0]["state"] == "warn" and "another program listens at" in found["web page"][0]["text"]
     assert first.stop() == 0
-    address = eventually(lambda: run("open", "--url", second.url).stdout.strip(), 30.0)
+    address = eventually(lambda: run("open", "--url", second.url).stdout.strip())
     assert address == f"http://{at}/#token={run('token', '--url', second.url).stdout.strip()}"
 
 

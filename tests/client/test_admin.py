@@ -15,7 +15,7 @@ from kvdepot.client import MessageQueueClient, admin
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 
 pytestmark = pytest.mark.faults
 
@@ -95,7 +95,7 @@ def test_to_reset_without_a_server_says_that_something_may_be_left(
         fill(client, tensors, "model@1", 1)
         depot.process.send_signal(signal.SIGKILL)
         if how == "gone before":
-            depot.process.wait(20)
+            depot.process.wait(HANG_S)
         assert admin.reset(client, "model@1") is False
         assert "chunks of model@1 may remain stored: kvdepot:" in caplog.text
     finally:

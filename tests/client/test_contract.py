@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterator
@@ -37,8 +36,7 @@ from kvdepot.client import scheduler as client_scheduler
 from kvdepot.client.contract import pack_block_ids
 from kvdepot.client.scheduler import Cached, Unanswered
 from kvdepot.keys import ROOT, ChunkChain
-from tests.conftest import Depot, StartDepot, eventually, suspend
-from tests.metronome import ran_s
+from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
 
 CHUNK = 256
 BLOCK = 64
@@ -1003,13 +1001,12 @@ def test_tensors_that_cannot_be_described_are_refused_with_their_shapes(depot: D
     worker.shutdown()
 
 
-def test_a_rank_outside_the_world_is_refused_and_shutdown_stays_quick(depot: Depot) -> None:
+def test_a_rank_outside_the_world_is_refused_and_shutdown_ends(depot: Depot) -> None:
     worker = LMCacheMPWorkerAdapter(depot.url, depot.context, unique("model"), 2, 2, BLOCK)
     with pytest.raises(errors.BadRequest, match="rank 2 of world size 2"):
         worker.register_kv_caches(make_caches())
-    started = time.monotonic()
-    worker.shutdown()
-    assert ran_s(started) < 2.0
+    with ends():
+        worker.shutdown()
 
 
 # -- get_finished
@@ -1135,7 +1132,7 @@ def test_a_retrieve_is_reported_once_and_needs_no_report_of_the_engine(engine: E
 def test_a_store_reads_its_blocks_only_after_its_event(engine: Engine) -> None:
     worker, caches, event, tokens = engine.worker, engine.caches[0], Later(), prompt(CHUNK)
     worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=tokens), event)
-    assert event.asked.wait(10.0)
+    assert event.asked.wait(HANG_S)
     barrier(worker)
     for tensor in caches.values():
         tensor.random_(0, 256)
@@ -1151,7 +1148,7 @@ def test_a_retrieve_writes_its_blocks_only_after_its_event(engine: Engine) -> No
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
     before = read_blocks(caches, [4, 5, 6, 7])
     worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), event)
-    assert event.asked.wait(10.0)
+    assert event.asked.wait(HANG_S)
     barrier(worker)
     assert worker.get_finished(set()) == (None, None)
     assert read_blocks(caches, [4, 5, 6, 7]) == before
@@ -1188,12 +1185,10 @@ def test_stores_that_are_given_up_before_their_event_are_never_sent(depot: Depot
 
 def test_submitting_and_polling_never_wait_for_an_event(engine: Engine) -> None:
     worker, event = engine.worker, Later()
-    started = time.monotonic()
     for i in range(20):
         worker.submit_store_request(f"r{i}", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), event)
         worker.get_finished({f"r{i}"})
-    assert ran_s(started) < 1.0
-    event.happen()
+    event.happen()  # after all of them
     done: set[str] = set()
     eventually(lambda: done.update(worker.get_finished(set())[0] or ()) or len(done) == 20)
 
@@ -1235,8 +1230,8 @@ def test_what_is_no_event_raises_or_fails_and_no_request_is_stuck(engine: Engine
             submit("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), event)
         except errors.KVDepotError:
             continue  # said at once; the other way is to report it as failed
-    assert eventually(lambda: worker.get_finished({"r"})[0], timeout_s=2.0) == {"r"}
-    eventually(lambda: worker.get_finished(set()) and not worker.retrieve_futures, timeout_s=2.0)
+    assert eventually(lambda: worker.get_finished({"r"})[0]) == {"r"}
+    eventually(lambda: worker.get_finished(set()) and not worker.retrieve_futures)
 
 
 # -- pins and sessions
@@ -1262,7 +1257,7 @@ def quiet_engine(quiet_depot: Depot, make_engine: MakeEngine) -> Iterator[Engine
     assert held(quiet_depot) == (0, 0)
     yield engine
     engine.close()
-    eventually(lambda: held(quiet_depot) == (0, 0), timeout_s=5.0)
+    eventually(lambda: held(quiet_depot) == (0, 0))
 
 
 @pytest.mark.parametrize("mode", ["tokens", "hashes"])
@@ -1350,7 +1345,7 @@ def test_pins_of_an_engine_that_shuts_down_are_released(quiet_depot: Depot, quie
     assert quiet_engine.lookup("r", token_ids=tokens) == CHUNK
     assert held(quiet_depot)[0] == 1
     quiet_engine.scheduler.shutdown()
-    eventually(lambda: held(quiet_depot) == (0, 0), timeout_s=5.0)
+    eventually(lambda: held(quiet_depot) == (0, 0))
 
 
 def test_pinned_chunks_are_not_evicted_and_unpinned_ones_are(make_engine: MakeEngine, start_depot: StartDepot) -> None:
@@ -1397,34 +1392,29 @@ def test_after_shutdown_nothing_hangs(depot: Depot) -> None:
 def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
     engine = Engine(depot)
     engine.worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Later())
-    started = time.monotonic()
-    engine.close()
-    assert ran_s(started) < 3.0
+    with ends():
+        engine.close()
     assert engine.worker.get_finished({"r"}) == ({"r"}, None)
 
 
-def test_with_the_server_dead_lookups_give_0_quickly_stores_are_dropped_and_shutdown_is_bounded(
+def test_with_the_server_dead_lookups_give_0_stores_are_dropped_and_shutdown_is_bounded(
     start_depot: StartDepot,
 ) -> None:
     server = start_depot()
     engine, tokens = Engine(server), prompt(CHUNK)
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
     server.process.kill()
-    server.process.wait(10)
-    started = time.monotonic()
-    assert engine.lookup(token_ids=tokens) == 0
-    assert ran_s(started) < 2.0
+    server.process.wait(HANG_S)
+    with ends():
+        assert engine.lookup(token_ids=tokens) == 0
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)))
     assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=tokens)) == {4, 5, 6, 7}
-    again = time.monotonic()
-    assert engine.lookup(token_ids=tokens) == 0
-    assert ran_s(again) < 0.5
+    engine.scheduler.maybe_submit_lookup_request("again", token_ids=tokens)
+    assert engine.scheduler.check_lookup_result("again") == 0, "it waits for a server that it knows to be gone"
     engine.scheduler.end_session("r")
-    ended = time.monotonic()
-    engine.close()
-    engine.close()
-    assert ran_s(ended) < 2.0
-    assert ran_s(started) < 6.0
+    with ends():
+        engine.close()
+        engine.close()
 
 
 @pytest.mark.faults
@@ -1443,12 +1433,10 @@ def test_a_server_that_does_not_answer_gives_0_in_time_and_ends_no_store_until_i
     assert isinstance(caught.value, errors.DeadlineExceeded)
     worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), None)
     worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), None)
-    started = time.monotonic()
     assert engine.lookup(token_ids=tokens) == 0
-    assert time.monotonic() - started > 0.5 and ran_s(started) < 3.0
     assert worker.get_finished({"s"}) == (None, None)  # it may still read and write the blocks
     server.process.kill()
-    server.process.wait(10)
+    server.process.wait(HANG_S)
     stored: set[str] = set()
     loaded: set[str] = set()
 
@@ -1458,7 +1446,7 @@ def test_a_server_that_does_not_answer_gives_0_in_time_and_ends_no_store_until_i
         loaded.update(second or ())
         return stored == {"s"} and loaded == {"r"}
 
-    eventually(both, timeout_s=5.0)
+    eventually(both)
     assert worker.get_block_ids_with_load_errors() == {4, 5, 6, 7}
     engine.close()
 
@@ -1470,7 +1458,7 @@ def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_dep
     engine, tokens = Engine(first), prompt(CHUNK)
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
     first.process.kill()
-    first.process.wait(10)
+    first.process.wait(HANG_S)
     if silence == "asked while it was down":
         assert engine.lookup(token_ids=tokens) == 0
         engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
@@ -1485,7 +1473,7 @@ def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_dep
         assert engine.retrieve(LoadStoreOp([4, 5, 6, 7], token_ids=fresh)) == set()
         return True
 
-    eventually(works, timeout_s=5.0)
+    eventually(works)
     assert read_blocks(engine.caches[0], [4, 5, 6, 7]) == read_blocks(engine.caches[0], [0, 1, 2, 3])
     assert second.status()["instances"] == 1
     engine.close()
@@ -1494,7 +1482,7 @@ def test_a_restarted_server_gets_the_engine_registered_again_by_itself(start_dep
 
 def kill(server: Depot) -> None:
     server.process.kill()
-    server.process.wait(10)
+    server.process.wait(HANG_S)
 
 
 def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: list[int]) -> None:
@@ -1623,7 +1611,7 @@ def test_a_server_that_restarts_with_another_chunk_size_is_never_asked_for_wrong
     first = start_depot()
     engine, tokens = Engine(first), prompt(2 * CHUNK)
     first.process.kill()
-    first.process.wait(10)
+    first.process.wait(HANG_S)
     start_depot(url=first.url, name=first.name, chunk_size=2 * CHUNK)
     engine.store(LoadStoreOp(list(range(8)), token_ids=tokens))
     eventually(lambda: engine.worker.get_finished(set()) == (None, None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from kvdepot.adapters import LoadStoreOp
 from kvdepot.client.operation import Began, Operation
 from kvdepot.errors import Busy, DeadlineExceeded, Unavailable
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually
 from tests.server.process import kill
 
 
@@ -54,7 +54,7 @@ def test_each_operation_is_told_once_with_what_it_did(engine: Engine) -> None:
         ("lookup", 3, 2, 0, None),
         ("retrieve", 3, 2, 2048, None),
     ]
-    assert all(len(each.requests) == 1 and 0 < each.took_s < 20 for each in told)
+    assert all(len(each.requests) == 1 and each.took_s > 0 for each in told)
     assert all(begun <= each.began.wall_ns <= time.time_ns() for each in told)
     assert [len(each.stored) for each in told] == [0, 64, 0, 0]
 
@@ -79,7 +79,7 @@ def test_what_fails_is_told_with_its_error(start_depot: StartDepot) -> None:
     kill(server)
     assert engine.lookup(list(range(CHUNK))) == 0
     engine.worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=list(range(CHUNK))), None)
-    eventually(lambda: engine.worker.get_finished({"s"})[0], 60.0)
+    eventually(lambda: engine.worker.get_finished({"s"})[0])
     assert [(each.kind, each.chunks, each.done, each.size_bytes) for each in told] == [
         ("lookup", 1, 0, 0),
         ("store", 1, 0, 0),
@@ -132,20 +132,26 @@ def test_each_operation_is_a_span_in_the_trace_of_its_request(engine: Engine) ->
 @pytest.mark.faults
 @pytest.mark.usefixtures("_needs_otel")
 def test_a_collector_that_never_answers_holds_nobody_up() -> None:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
     from kvdepot.client.tracing import Spans
 
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        exporter = OTLPSpanExporter(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", timeout=1)
-        processor = BatchSpanProcessor(exporter, max_queue_size=512, max_export_batch_size=64)
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(processor)
-        spans, begun = Spans(provider), time.monotonic()
+    asked, answer = threading.Event(), threading.Event()
+
+    class Silent(SpanExporter):
+        def export(self, spans: object) -> SpanExportResult:
+            asked.set()
+            answer.wait(2 * HANG_S)
+            return SpanExportResult.SUCCESS
+
+    processor = BatchSpanProcessor(Silent(), max_queue_size=512, max_export_batch_size=64)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    spans = Spans(provider)
+    with ends():
         for number in range(1000):  # more than the queue takes
             spans(Operation("lookup", [f"r{number}"], Began.now(), 0.001, 3, 1))
-        assert time.monotonic() < begun + 10.0  # an export alone takes a second
-        silent.close()
-        provider.shutdown()
+        assert asked.wait(HANG_S)
+    answer.set()
+    provider.shutdown()

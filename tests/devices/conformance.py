@@ -29,7 +29,7 @@ from kvdepot.protocol.layout import Layout, build_layout
 from tests.devices.tensors import DTYPES, KINDS, Bytes, Model, Worker
 
 ARENA_PAGES = 96
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 ROUNDS = 100
 
 

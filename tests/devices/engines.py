@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from tests.conftest import Depot, eventually
+from tests.conftest import HANG_S, Depot, eventually
 from tests.devices.tensors import Bytes, Model
 from tests.devices.worker import WorkerProcess
 
@@ -49,7 +49,7 @@ class Engine:
         return f"r{self.number}"
 
     def end(self, request: str) -> tuple[bool, list[int]]:
-        ended: tuple[bool, list[int]] = self.process.call("end", request, 30.0)
+        ended: tuple[bool, list[int]] = self.process.call("end", request, HANG_S)
         return ended
 
     def store(self, ids: list[int], tokens: list[int]) -> bool:

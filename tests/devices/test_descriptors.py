@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 
 from kvdepot.devices.cuda import descriptors
 from kvdepot.errors import DeviceError, LayoutError
-from tests.conftest import eventually
+from tests.conftest import HANG_S, eventually
 from tests.devices.peers import is_stopped
-from tests.metronome import ran_s
 
 pytestmark = pytest.mark.faults
 
@@ -408,10 +407,8 @@ print(descriptors.offer("broken", [1, 1], broken).hex(), flush=True)
 
 
 def test_a_worker_that_takes_the_connection_and_never_answers_is_left(socket_file: Path) -> None:
-    began = time.monotonic()
     with listening(socket_file, lambda _: None), pytest.raises(DeviceError, match="in time"):
         fetch_all(handle_of(socket_file), patience_s=0.2)
-    assert time.monotonic() - began > 0.15 and ran_s(began) < 5
 
 
 def test_a_worker_that_does_not_even_take_the_connection_is_left(socket_file: Path) -> None:
@@ -435,13 +432,13 @@ def test_a_worker_that_hands_out_drop_by_drop_has_as_much_time_in_all(socket_fil
         # Who leaves with an answer unread ends the connection with a reset.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError), Path(os.devnull).open() as null:
             while connection.recv(1000):
-                asked.append(time.monotonic())
-                time.sleep(0.5)
+                asked.append(connection)
+                time.sleep(0.05)  # all of it would take a minute
                 socket.send_fds(connection, [msgspec.msgpack.encode([1] * 64)], [null.fileno()] * 64)
 
     with listening(socket_file, serve), pytest.raises(DeviceError, match="in time"):
-        fetch_all(handle_of(socket_file, 1 << 16), patience_s=4.0)
-    assert 2 < len(asked) < 10
+        fetch_all(handle_of(socket_file, 1 << 16), patience_s=1.0)
+    assert asked
 
 
 @pytest.mark.parametrize(
@@ -595,7 +592,7 @@ def test_a_worker_killed_between_two_messages_is_an_error(start_worker: Callable
     pieces = descriptors.fetch(worker.handle)
     next(pieces)
     worker.process.kill()
-    worker.process.wait(20)
+    worker.process.wait(HANG_S)
     with pytest.raises(DeviceError, match="gone"):
         list(pieces)
     assert open_files() == before
@@ -629,7 +626,7 @@ if not (child := os.fork()):
         assert fetch_all(theirs) == [(b"0 of worker", 5)]
         assert len(fetch_all(worker.handle)) == 3
         worker.process.kill()
-        worker.process.wait(20)
+        worker.process.wait(HANG_S)
         descriptors.sweep()
         assert not worker.path.exists()
         assert fetch_all(theirs) == [(b"0 of worker", 5)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.devices.engines import BLOCK, BLOCKS, Engine, round_trips_at_once, settled, tokens_of
 from tests.standin.machine import Machine
 
@@ -119,7 +119,7 @@ def test_a_server_killed_in_mid_copy_fails_the_blocks_of_a_retrieve_and_the_next
         request = engine.begin(list(range(8, 16)), tokens_of(1, 2), False)
         eventually(lambda: machine.is_held(depot.process.pid))
         depot.process.kill()
-        depot.process.wait(20)
+        depot.process.wait(HANG_S)
     assert engine.end(request)[1] == list(range(8, 16))
     eventually(lambda: machine.contexts(0) == {engine.pid})
     after = engine.process.read()

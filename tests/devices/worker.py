@@ -24,6 +24,8 @@ from kvdepot.protocol.layout import TensorView
 from tests.devices.tensors import DTYPES, Bytes, Model, Placed
 
 ROOT = Path(__file__).parent.parent.parent
+HANG_S = 120.0
+"""As in tests/conftest.py, which each of these processes would take long to import."""
 GRANULE = 2 << 20
 ALIGNMENT = 512
 """Of tensors in an allocation, as torch's allocator does it."""
@@ -213,7 +215,7 @@ class Engine(GpuMemory):
 
     def run(self, request: str, ids: list[int], tokens: list[int], is_store: bool) -> tuple[bool, list[int]]:
         self.begin(request, ids, tokens, is_store)
-        return self.end(request, 30.0)
+        return self.end(request, HANG_S)
 
     def disconnect(self) -> None:
         self.adapter.shutdown()
@@ -260,17 +262,17 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(HANG_S)
         self._ours.close()
 
     def close(self) -> None:
         """Let it end, which it does without tidying up: so do engines. Safe twice."""
         self._ours.close()
         try:
-            self.process.wait(20)
+            self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(HANG_S)
 
 
 def main() -> None:

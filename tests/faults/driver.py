@@ -7,7 +7,6 @@ out. `start` begins traffic, which goes on between commands until `stop`. All of
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -18,16 +17,10 @@ import traceback
 from typing import Any
 
 from tests.faults.engine import ToyEngine
+from tests.programs import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _PACE_S = 0.002
 """What a toy engine's forward pass takes."""
-
-
-def die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class Child:

@@ -16,7 +16,7 @@ from kvdepot.errors import ArenaError
 from kvdepot.keys import HASH_BYTES, ChunkChain
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
-from tests.conftest import SHM, Depot, StartDepot
+from tests.conftest import HANG_S, SHM, Depot, StartDepot
 from tests.faults.conftest import MakeEngine
 from tests.faults.engine import ToyEngine
 
@@ -53,13 +53,13 @@ def refused(depot: Depot) -> str:
     """What a server says that does not start on this arena."""
     other = Depot(url=depot.url, name=depot.name, **OPTIONS)
     try:
-        assert other.process.wait(20) == 1
+        assert other.process.wait(HANG_S) == 1
         said = other.logged()
         assert "Traceback" not in said
         return said
     finally:
         other.process.kill()
-        other.process.wait(20)
+        other.process.wait(HANG_S)
         other.context.term()
         other.log.close()
 

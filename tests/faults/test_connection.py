@@ -14,12 +14,10 @@ import pytest
 
 from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.conftest import StartDriver, settled
-from tests.metronome import ran_s, stalled_s
 from tests.ports import free_port
 
 pytestmark = pytest.mark.faults
 
-STEP_S = 1.5
 STALE_S = 10.0
 """After so long a client suspects that an answer was lost (client/connection.py)."""
 GREETING_BYTES = 64
@@ -142,7 +140,6 @@ def test_engines_whose_connections_are_cut_again_and_again_go_on_and_lose_nothin
 ) -> None:
     chance = random.Random(4)
     drivers = [start_driver(proxy.url, seed=seed, blocks=160, width=64) for seed in range(2)]
-    began = time.monotonic()
     for driver in drivers:
         driver.tell("start", families=60, running=8)
     for _ in range(15):
@@ -151,13 +148,10 @@ def test_engines_whose_connections_are_cut_again_and_again_go_on_and_lose_nothin
     for driver in drivers:
         driver.tell("stats")
         # Its registration is back; blocks of transfers whose answers were lost are, after STALE_S.
-        waited = time.monotonic()
-        while not (stats := driver.tell("stats")).get("loaded_blocks", 0):
-            assert ran_s(waited) < 2 * STALE_S, (stats, driver.tell("under_way"), served.status())
+        eventually(lambda driver=driver: driver.tell("stats").get("loaded_blocks", 0))
         stats = driver.tell("stop")
         print(stats)
         assert not stats["wrong"]
-        assert stats["step_max_s"] < STEP_S + stalled_s(began)
     assert settled(served)["instances"] == 2
     assert drivers[0].tell("hits", families=list(range(60)), chunks=6) > 0
     assert not drivers[0].tell("stats")["wrong"]
@@ -169,12 +163,9 @@ def test_while_a_connection_stalls_lookups_answer_0_and_no_transfer_ends(
     driver = start_driver(proxy.url, width=64)
     assert driver.tell("store", family=1, chunks=6) is True
     proxy.stall()
-    began = time.monotonic()
     begun = sorted([driver.tell("begin_store", family=2, chunks=6), driver.tell("begin_retrieve", family=1, chunks=6)])
     for family in (1, 2, 3):
         assert driver.tell("lookup", family=family, chunks=6) == 0
-    stats = driver.tell("stats")
-    assert stats["lookup_max_s"] < STEP_S + stalled_s(began)
     assert driver.tell("under_way") == begun
     proxy.go_on()
     retrieve, store = begun
@@ -195,11 +186,8 @@ def test_an_engine_whose_answers_were_cut_off_ends_its_transfers_by_taking_its_r
     retrieve = driver.tell("begin_retrieve", family=1, chunks=6)
     proxy.cut()  # what was under way in both directions is lost, and nobody says so
     proxy.go_on()
-    began = time.monotonic()
     driver.tell("end_store", request_id=store)
     driver.tell("end_retrieve", request_id=retrieve)
-    assert ran_s(began) < 2 * STALE_S
-    print(f"both ended {time.monotonic() - began:.2f} s after the cut")
     assert driver.tell("store", family=2, chunks=6) is True
     assert driver.tell("hits", families=[1, 2], chunks=6) == 12
     assert not driver.tell("stats")["wrong"]
@@ -232,9 +220,7 @@ def test_a_session_whose_end_was_cut_off_holds_no_pins_once_the_connection_is_ba
         status = served.status()
         return bool(reached and status["sessions"] == status["holds"] == 0)
 
-    began = time.monotonic()
-    eventually(has_ended, 10.0 if noticed else 2 * STALE_S)
-    print(f"its pins were gone {time.monotonic() - began:.2f} s after the connection was back")
+    eventually(has_ended)
 
 
 def test_a_slow_connection_only_costs_time(served: Depot, proxy: Proxy, start_driver: StartDriver) -> None:
@@ -248,7 +234,7 @@ def test_a_slow_connection_only_costs_time(served: Depot, proxy: Proxy, start_dr
         loaded += driver.tell("stats").get("loaded_blocks", 0)
         return loaded > 100
 
-    eventually(enough, 60.0)
+    eventually(enough)
     stats = driver.tell("stop")
     assert not stats["wrong"] and not stats["worker"].get("chunks_failed")
     assert proxy.passed_bytes > 10_000

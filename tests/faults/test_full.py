@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SHM, Depot, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
 from tests.faults.conftest import Driver, Nursery, StartDriver
 
 pytestmark = pytest.mark.faults
@@ -127,7 +127,7 @@ class Elsewhere:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
-            process.wait(20)
+            process.wait(HANG_S)
         assert self._holder.stdout is not None and self._holder.stderr is not None
         for stream in (self.logs, self._holder.stdout, self._holder.stderr):
             stream.close()

@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Driver, StartDriver, Watcher, settled
-from tests.metronome import stalled_s
 
 pytestmark = pytest.mark.faults
-
-STEP_S = 1.5
-"""The most that a step of an engine may sleep because of a fault."""
 
 
 def kill(depot: Depot) -> None:
     depot.process.kill()
-    depot.process.wait(20)
+    depot.process.wait(HANG_S)
 
 
 def again(start_depot: StartDepot, depot: Depot, *flags: str, **options: Any) -> Depot:
@@ -32,7 +28,7 @@ def again(start_depot: StartDepot, depot: Depot, *flags: str, **options: Any) ->
 
 def recovered(*drivers: Driver) -> None:
     """Wait until engines that did nothing to reach the new server reach it."""
-    eventually(lambda: all(driver.tell("reaches_server") for driver in drivers), 5.0)
+    eventually(lambda: all(driver.tell("reaches_server") for driver in drivers))
 
 
 def traffic(drivers: list[Driver], **options: Any) -> None:
@@ -40,62 +36,37 @@ def traffic(drivers: list[Driver], **options: Any) -> None:
         driver.tell("start", **options)
 
 
-class Judge:
-    """Asks engines what they did since they were asked last: no wrong byte, and no step that waited."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self.steps = self.requests = 0
-        self.step_max_s = self.lookup_max_s = 0.0
-
-    def look(self, drivers: list[Driver]) -> list[dict[str, Any]]:
-        now = time.monotonic()  # a step that is under way when they answer is one of the next time
-        all_stats = [driver.tell("stats") for driver in drivers]
-        held_up_s = stalled_s(self._since)
-        self._since = now
-        for stats in all_stats:
-            assert not stats["wrong"]
-            assert stats["step_max_s"] < STEP_S + held_up_s, stats
-            assert stats["lookup_max_s"] < STEP_S + held_up_s, stats
-            self.steps += stats["steps"]
-            self.requests += stats.get("requests", 0)
-            self.step_max_s = max(self.step_max_s, stats["step_max_s"])
-            self.lookup_max_s = max(self.lookup_max_s, stats["lookup_max_s"])
-        return all_stats
-
-    def __repr__(self) -> str:
-        return (
-            f"{self.steps} steps, {self.requests} requests; the longest step took {self.step_max_s:.3f} s, the longest "
-            f"lookup {self.lookup_max_s:.3f} s"
-        )
+def done(drivers: list[Driver]) -> list[dict[str, Any]]:
+    """What engines did since they were asked last; no byte of it was wrong."""
+    all_stats = [driver.tell("stats") for driver in drivers]
+    assert not any(stats["wrong"] for stats in all_stats)
+    return all_stats
 
 
-def test_engines_go_on_at_once_when_the_server_is_killed_while_they_store_and_retrieve(
+def test_engines_go_on_when_the_server_is_killed_while_they_store_and_retrieve(
     start_depot: StartDepot, start_driver: StartDriver
 ) -> None:
     chance = random.Random(1)
     options: dict[str, Any] = {"arena_mib": 24, "chunk_size": 64}
     depot = start_depot(**options)
     drivers = [start_driver(depot.url, seed=seed, blocks=160, width=64) for seed in range(3)]
-    judge = Judge()
     traffic(drivers, families=60, running=8)
     for number in range(12):
         time.sleep(chance.uniform(0.02, 0.3))  # the moment of the kill
         kill(depot)
-        judge.look(drivers)
+        done(drivers)
         if number % 2:  # some requests end while there is no server
-            eventually(lambda: all(stats.get("requests", 0) for stats in judge.look(drivers)))
+            eventually(lambda: all(stats.get("requests", 0) for stats in done(drivers)))
         depot = again(start_depot, depot, **options)
-    eventually(lambda: all(stats.get("loaded_blocks", 0) for stats in judge.look(drivers)))
+    eventually(lambda: all(stats.get("loaded_blocks", 0) for stats in done(drivers)))
     for driver in drivers:
         assert not driver.tell("stop")["wrong"]
-    print(judge)
     assert drivers[0].tell("hits", families=list(range(60)), chunks=6) > 0
     assert not drivers[0].tell("stats")["wrong"]
     assert settled(depot)["instances"] == 3
 
 
-def test_a_server_started_within_100_ms_has_the_chunks_back_and_engines_register_by_themselves(
+def test_a_server_started_at_once_has_the_chunks_back_and_engines_register_by_themselves(
     start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:
     options: dict[str, Any] = {"arena_mib": 128, "chunk_size": 64}
@@ -106,31 +77,21 @@ def test_a_server_started_within_100_ms_has_the_chunks_back_and_engines_register
     for family in sealed:
         assert keeper.tell("store", family=family, chunks=6) is True
     traffic(drivers, families=60)
-    judge = Judge()
-    for number in range(3):
-        eventually(lambda: all(stats.get("loaded_blocks", 0) for stats in judge.look(drivers)))
-        began = time.monotonic()
+    for _ in range(3):
+        eventually(lambda: all(stats.get("loaded_blocks", 0) for stats in done(drivers)))
         kill(depot)
         depot = again(start_depot, depot, **options)
-        answered_s = time.monotonic() - began
         recovered(keeper, *drivers)
-        recovered_s = time.monotonic() - began
-        hits = keeper.tell("hits", families=sealed, chunks=6)
-        print(
-            f"round {number}: the server answers {answered_s:.3f} s after the kill, every engine is back after "
-            f"{recovered_s:.3f} s, {hits} of 600 chunks are"
-        )
-        assert hits >= 594
-        judge.look([keeper, *drivers])
+        assert keeper.tell("hits", families=sealed, chunks=6) >= 594
+        done([keeper, *drivers])
     for driver in drivers:
         stats = driver.tell("stop")
         assert not stats["wrong"]
-    print(judge)
     watcher = watch(depot)
     assert watcher.status()["instances"] == 3
     for driver in (keeper, *drivers):
         driver.kill()
-    watcher.released_s()
+    watcher.wait_released()
 
 
 def test_what_was_being_written_when_the_server_was_killed_is_gone_after_its_restart(
@@ -211,7 +172,7 @@ def test_an_arena_of_another_format_version_is_refused_with_what_to_do_and_left_
     before = path.read_bytes()
     other = Depot(url=depot.url, name=depot.name, arena_mib=4)
     try:
-        assert other.process.wait(20) == 1
+        assert other.process.wait(HANG_S) == 1
         said = other.logged()
         assert "version" in said and "remove" in said and str(path) in said
         assert path.read_bytes() == before

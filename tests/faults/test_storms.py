@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.conftest import StartDepot
 from tests.faults.conftest import StartDriver, settled
-from tests.metronome import stalled_s
 
 pytestmark = pytest.mark.faults
 
@@ -21,7 +18,6 @@ def test_storms_of_preemptions_and_aborts_leak_nothing_and_change_no_byte(
 ) -> None:
     depot = start_depot(arena_mib=8, chunk_size=64)  # a quarter of the prompts: it evicts all the time
     drivers = [start_driver(depot.url, seed=seed, blocks=160, width=64) for seed in range(2)]
-    began = time.monotonic()
     for driver in drivers:
         driver.send("run", steps=1500, preempt=preempt, abort=abort, families=100, running=10)
     for driver in drivers:
@@ -31,7 +27,6 @@ def test_storms_of_preemptions_and_aborts_leak_nothing_and_change_no_byte(
         assert stats["requests"] > 30 and stats["loaded_blocks"] > 50
         assert stats.get("preemptions", 0) >= 500 * preempt - 100 and stats["aborts"] >= 500 * abort - 100
         assert stats["worker"].get("stores_given_up", 0) >= (5 if preempt > 0.1 else 0)
-        assert stats["step_max_s"] < 1.5 + stalled_s(began)
     for driver in drivers:
         assert driver.tell("hits", families=list(range(100)), chunks=6) > 0
         assert not driver.tell("stats")["wrong"]

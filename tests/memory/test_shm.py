@@ -34,7 +34,7 @@ def test_the_lease_of_a_client_that_died_unseen_is_swept(start_depot: StartDepot
     assert died.returncode == -signal.SIGKILL
     lease = SHM / died.stdout.strip()
     server = server or start_depot(arena_mib=4)
-    eventually(lambda: not lease.exists(), timeout_s=5.0)
+    eventually(lambda: not lease.exists())
     assert works(server)
     assert "Traceback" not in server.logged()
 

@@ -378,7 +378,7 @@ def test_a_refused_registration_under_a_used_instance_gives_the_old_memory_back(
     assert type(known.ask(wire.Register(1, layout(memory), "m", 1, 5, 2))) is errors.BadRequest
     known.send(wire.encode_request(99, wire.Unregister(1)))
     assert known.receive(timeout_s=1.0) == (99, None)
-    eventually(lambda: mapped() == 0, timeout_s=2.0)
+    eventually(lambda: mapped() == 0)
 
 
 def test_unregistering_what_never_was_is_fine(known: Raw) -> None:

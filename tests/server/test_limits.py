@@ -9,7 +9,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -300,11 +299,11 @@ def test_more_clients_than_open_files_allow_are_refused_and_served_when_others_h
             finally:
                 client.close()
 
-        eventually(another_is_served, 15.0)
+        eventually(another_is_served)
         eventually(lambda: living.ask(wire.Status()).result(10.0)["clients"] == 1)
-    before, begun = cpu_s(server.process.pid), time.monotonic()
+    before = cpu_s(server.process.pid)
     living.wait(lambda: False, 2.0)
-    assert (cpu_s(server.process.pid) - before) / (time.monotonic() - begun) < 0.1, "an idle server spins"
+    assert cpu_s(server.process.pid) - before < 0.5, "an idle server spins"
     assert "open files allows" in server.logged()
     living.close()
 
@@ -372,7 +371,6 @@ def resident_mib(server: Depot) -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["lookups", "status", "garbage", "reads nothing"])
 def test_one_that_floods_is_refused_while_others_are_answered_and_the_servers_memory_stays(
     start_depot: StartDepot, kind: str

@@ -19,7 +19,7 @@ from tests.ports import free_port
 
 __all__ = ["Host", "Master", "needed"]
 
-START_S = 30.0
+START_S = 120.0
 
 
 def program() -> Path:

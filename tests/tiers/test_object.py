@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-import time
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -16,8 +15,7 @@ import pytest
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
-from tests.conftest import eventually
-from tests.metronome import ran_s
+from tests.conftest import ends, eventually
 from tests.ports import free_port
 from tests.tiers.servers import BUCKET, S3Server, need
 
@@ -168,10 +166,8 @@ def test_a_server_that_was_killed_is_an_error_and_its_successor_is_found(own_ser
         lambda: tier.remove([name_of(1)]),
         lambda: tier.forget("", ""),
     ):
-        begun = time.monotonic()
-        with pytest.raises(TierError):
+        with ends(), pytest.raises(TierError):
             call()
-        assert ran_s(begun) < 5.0
     own_server.start()
     tier.usage()
     assert get(tier, 1) is None  # this server's memory went with it
@@ -191,11 +187,9 @@ def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_
             lambda: tier.write([Blob(name, [memoryview(data)]) for name in names]),
             lambda: tier.forget("", ""),
         ):
-            begun = time.monotonic()
-            with pytest.raises(TierError, match="TimedOut"):
+            with ends(), pytest.raises(TierError, match="TimedOut"):
                 call()
-            assert ran_s(begun) < 4.0, call
-    eventually(lambda: alive(tier), 20.0)
+    eventually(lambda: alive(tier))
     assert get(tier, 1, len(data)) == data
 
 
@@ -299,10 +293,8 @@ def test_an_answer_that_ends_early_or_stalls_is_never_taken_for_the_object() -> 
     for hang in (False, True):
         with Unwilling(200, bytes(2_000_000), whole, hang) as broken:
             tier = parse(url(broken.endpoint, "&retries=0&timeout_s=0.5")).open()
-            begun = time.monotonic()
-            with pytest.raises(TierError):
+            with ends(), pytest.raises(TierError):
                 get(tier, 1, 3_000_000)
-            assert ran_s(begun) < 5.0
 
 
 def test_credentials_that_cannot_be_had_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,10 +303,8 @@ def test_credentials_that_cannot_be_had_are_an_error_in_time(monkeypatch: pytest
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     tier = parse(url(f"http://127.0.0.1:{free_port()}", "&timeout_s=1&retries=1")).open()
-    begun = time.monotonic()
-    with pytest.raises(TierError):
+    with ends(), pytest.raises(TierError):
         tier.find([name_of(1)])
-    assert ran_s(begun) < 5.0
 
 
 # -- directories

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ import pytest
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier, parse
-from tests.conftest import eventually
-from tests.metronome import ran_s
+from tests.conftest import ends, eventually
 from tests.tiers.servers import RedisServer, need, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
@@ -397,10 +395,8 @@ def test_a_server_that_hangs_is_an_error_in_time_and_is_used_again_when_it_goes_
             lambda: tier.remove([name_of(1)]),
             lambda: tier.forget("", ""),
         ):
-            begun = time.monotonic()
-            with pytest.raises(TierError, match="imeout"):
+            with ends(), pytest.raises(TierError, match="imeout"):
                 call()
-            assert ran_s(begun) < 4.0
     tier.usage()
     assert get(tier, 1, len(data)) in (data, None)  # the server may have received UNLINK
     assert put(tier, 2, data) and get(tier, 2, len(data)) == data
@@ -418,7 +414,7 @@ def test_a_server_that_loads_its_data_is_not_there_yet(start: Start, open_tier: 
     server.start()
     with pytest.raises(TierError, match=r"(?i)loading"):
         tier.usage()
-    eventually(lambda: alive(tier), 20.0)
+    eventually(lambda: alive(tier))
     assert get(tier, 99) == bytes(1000)
 
 
@@ -484,11 +480,9 @@ def test_a_cluster_with_a_node_that_hangs_is_an_error_in_time(cluster: list[Redi
     assert tier.write(blobs) == [True] * 30
     with cluster[1].stopped():
         for call in (lambda: tier.find(names), lambda: tier.write(blobs), tier.usage):
-            begun = time.monotonic()
-            with pytest.raises(TierError):
+            with ends(), pytest.raises(TierError):
                 call()
-            assert ran_s(begun) < 4.0
-    eventually(lambda: all(one.cli("cluster", "info").startswith("cluster_state:ok") for one in cluster), 20.0)
+    eventually(lambda: all(one.cli("cluster", "info").startswith("cluster_state:ok") for one in cluster))
     assert eventually(lambda: alive(tier))
     assert tier.find(names) == [True] * 30
 

@@ -1,6 +1,10 @@
-"""A vLLM engine in a process of its own, driven by JSON lines: one command in on stdin, one answer out.
+"""vLLM engines in processes of their own, each driven by JSON lines: one command in, one answer out.
 
-Run as `python child.py ENGINE_ARGS_JSON`. Commands: run (a list of requests, together), add (one request, and wait
+Run as `python -m tests.vllm.child FD PARENT`: vLLM is imported once, which takes longer than to start an engine. Then
+each message on the socket FD forks a process (`fork`), or waits for one that has ended (`wait`). An engine reads its
+commands from the socket that came with its message, and logs to the file that came with it. All die with PARENT.
+
+Commands: run (a list of requests, together), add (one request, and wait
 until its depot lookup has ended), step (one), finish (step until all are done), meet (wait until the scheduler and the
 worker know of a server that is there), reset (the engine's own prefix cache), reset all
 (and what the depot has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
@@ -9,28 +13,51 @@ failed chunks (retrieved in vain so far), stop.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
+import socket
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # vLLM prints to stdout; answers must not mix with it
+from tests.programs import die_with_parent
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
-from vllm.lora.request import LoRARequest  # noqa: E402
+MESSAGE_BYTES = 1 << 20
+USED = (
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.lora.worker_manager",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.phi3",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.models.deepseek_v4",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What vLLM imports when an engine starts; one that is missing here, or gone from vLLM, costs time only."""
 
 
 class Child:
     def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.results: dict[str, Any] = {}
 
     def add(self, request: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
         prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
         if request.get("salt"):
             prompt["cache_salt"] = request["salt"]
@@ -53,6 +80,8 @@ class Child:
             assert time.monotonic() < deadline, "the lookup was not answered"
 
     def meet(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
         clients = [self.scheduler.connector._scheduler._depot.client, get_kv_transfer_group()._worker._depot.client]
         deadline = time.monotonic() + 30
         for client in clients:
@@ -83,6 +112,8 @@ class Child:
         return results
 
     def handle(self, command: dict[str, Any]) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
         match command["do"]:
             case "run":
                 for request in command["requests"]:
@@ -112,19 +143,19 @@ class Child:
         raise ValueError(command)
 
 
-def say(answer: Any) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+def serve(channel: socket.socket, arguments: dict[str, Any]) -> None:
+    """One engine, until it is told to stop or its channel ends. Raises what it failed with, which it has told."""
 
+    def say(answer: Any) -> None:
+        channel.sendall(json.dumps(answer).encode() + b"\n")
 
-def main() -> None:
     try:
-        child = Child(json.loads(sys.argv[1]))
+        child = Child(arguments)
     except Exception as exc:
         say({"error": f"{type(exc).__name__}: {exc}"})
         raise
     say({"ok": "started"})
-    for line in sys.stdin:
+    for line in channel.makefile("r"):
         command = json.loads(line)
         if command["do"] == "stop":
             break
@@ -136,6 +167,65 @@ def main() -> None:
     with contextlib.suppress(Exception):
         child.engine.engine_core.shutdown()
     say({"ok": "stopped"})
+
+
+def end(run: Callable[..., None], *arguments: Any) -> NoReturn:
+    """End this process with `run`, but without taking all of vLLM's modules apart, which takes longer than a test."""
+    code = 0
+    try:
+        run(*arguments)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def import_vllm() -> None:
+    """All that an engine imports but kvdepot, which notes when it was imported: an engine's start, to it."""
+    import vllm
+
+    assert vllm.LLM
+    for name in USED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    assert "kvdepot.integrations" not in sys.modules
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
+    gc.collect()
+    gc.freeze()  # an engine's start collects garbage several times
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    import_vllm()
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 2)
+        if not message:
+            return
+        asked = json.loads(message)
+        if asked["do"] == "wait":
+            _, status = os.waitpid(asked["pid"], 0)
+            requests.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        sys.stdout.flush()
+        me = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(me)
+            requests.close()
+            channel, log = fds
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            os.environ.clear()
+            os.environ.update(asked["environ"])
+            end(serve, socket.socket(fileno=channel), asked["arguments"])
+        for fd in fds:
+            os.close(fd)
+        requests.send(json.dumps(pid).encode())
 
 
 if __name__ == "__main__":

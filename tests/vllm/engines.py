@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import random
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,9 +21,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-CHILD = Path(__file__).with_name("child.py")
-START_S = 240
-ANSWER_S = 180
+ROOT = Path(__file__).parents[2]
+START_S = 600
+ANSWER_S = 300
+END_S = 120
+ENVIRON = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive",
+    "TORCH_COMPILE_DISABLE": "1",
+}  # fmt: skip
+BLOCKS = 512
+"""Of 128 tokens, or of 16 with MLA: prompts have less than 2,048 tokens here, and mostly run one at a time."""
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
@@ -115,6 +128,53 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [generator.randrange(3, 1000) for _ in range(tokens)]
 
 
+class Nursery:
+    """The process that has imported vLLM and forks engines (see child.py)."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(START_S)
+        self._lock = threading.Lock()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.child", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env=self._environ() | {"OPENBLAS_NUM_THREADS": "1"},  # a process that forks must have one thread
+            )
+
+    def _environ(self) -> dict[str, str]:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        return os.environ | ENVIRON | {"PYTHONPATH": path}
+
+    def fork(self, arguments: dict[str, Any], channel: socket.socket, log: int) -> int:
+        """An engine with vLLM's `arguments` and this process's environment; its process id."""
+        message = json.dumps({"do": "fork", "arguments": arguments, "environ": self._environ()}).encode()
+        with self._lock:
+            socket.send_fds(self._channel, [message], [channel.fileno(), log])
+            return int(json.loads(self._channel.recv(64)))
+
+    def wait(self, pid: int) -> int:
+        """The exit code of an engine that has ended, or is about to."""
+        with self._lock:
+            self._channel.send(json.dumps({"do": "wait", "pid": pid}).encode())
+            return int(json.loads(self._channel.recv(64)))
+
+    def close(self) -> None:
+        self._channel.close()
+        self._process.kill()
+        self._process.wait(END_S)
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The one of this process."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
 class Engine:
     """One vLLM engine with `KVDepotConnector`, in a process of its own."""
 
@@ -122,7 +182,7 @@ class Engine:
         self, model: Path, url: str, role: str = "kv_both", extra: dict[str, Any] | None = None, **arguments: Any
     ) -> None:
         options = {
-            "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True,
+            "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
             "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "disable_log_stats": False,
             "kv_transfer_config": {
                 "kv_connector": "KVDepotConnector",
@@ -130,16 +190,13 @@ class Engine:
                 "kv_connector_extra_config": {"kvdepot.url": url, **(extra or {})},
             },
         } | arguments  # fmt: skip
-        environ = os.environ | {
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
-            "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": os.pathsep.join([str(CHILD.parents[2]), os.environ.get("PYTHONPATH", "")]),
-        }  # fmt: skip
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environ,
-        )  # fmt: skip
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self.pid = nursery().fork(options, theirs, self.log.fileno())
+        self._process = os.pidfd_open(self.pid)
+        self._lines = self._channel.makefile("r")
+        self._exit_code: int | None = None
         self.number = 0
 
     def wait_started(self) -> Engine:
@@ -153,13 +210,11 @@ class Engine:
         return str(caught.value)
 
     def _answer(self, timeout_s: float) -> Any:
-        assert self.process.stdout is not None
-        watchdog = threading.Timer(timeout_s, self.process.kill)
-        watchdog.start()
+        self._channel.settimeout(timeout_s)
         try:
-            line = self.process.stdout.readline()
-        finally:
-            watchdog.cancel()
+            line = self._lines.readline()
+        except (TimeoutError, ConnectionError):
+            line = ""
         answer = json.loads(line) if line else {"error": "the engine died, or did not answer in time"}
         if "error" in answer:
             raise EngineError(f"{answer['error']}\n{self.logged()[-6000:]}")
@@ -170,9 +225,7 @@ class Engine:
         return self.log.read()
 
     def tell(self, do: str, **command: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
+        self._channel.sendall(json.dumps({"do": do, **command}).encode() + b"\n")
         return self._answer(ANSWER_S)
 
     def request(self, tokens: list[int], **options: Any) -> dict[str, Any]:
@@ -190,17 +243,25 @@ class Engine:
         self.tell("reset")
         return self.run(tokens, **options)
 
+    def wait(self) -> int:
+        """Wait until the process has ended by itself; its exit code."""
+        if self._exit_code is None:
+            assert select.select([self._process], [], [], END_S)[0], f"still there:\n{self.logged()[-4000:]}"
+            self._exit_code = nursery().wait(self.pid)
+        return self._exit_code
+
     def stop(self) -> None:
         self.tell("stop")
-        assert self.process.wait(60) == 0, self.logged()[-4000:]
+        assert self.wait() == 0, self.logged()[-4000:]
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(20)
-        for stream in (self.process.stdin, self.process.stdout, self.log):
-            if stream is not None:
-                stream.close()
+        if self._exit_code is None:
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            self.wait()
+        os.close(self._process)
+        self._lines.close()
+        self._channel.close()
+        self.log.close()
 
 
 class EngineError(Exception):

@@ -66,7 +66,7 @@ def stored(urls: dict[str, str], models: dict[str, Path]) -> Iterator[Stored]:
         assert engine.run(TOKENS)["cached"] == 0
         answer = engine.run(TOKENS)
         engine.stop()
-        eventually(lambda: all(tier["counters"].get("saved_chunks", 0) >= 4 for tier in depot.status()["tiers"]), 30)
+        eventually(lambda: all(tier["counters"].get("saved_chunks", 0) >= 4 for tier in depot.status()["tiers"]))
         yield Stored(urls, answer, depot)
     finally:
         engine.close()
@@ -98,7 +98,7 @@ def test_an_engine_elsewhere_gets_the_same_tokens_through(
     try:
         assert depot.status()["chunks"] == 0, "its memory begins empty"
         engine: Engine = request.getfixturevalue("second")
-        eventually(lambda: engine.run_fresh(OTHER)["cached"], 60)  # both halves of it have met this depot
+        eventually(lambda: engine.run_fresh(OTHER)["cached"])  # both halves of it have met this depot
         through = engine.run_fresh(TOKENS)
         own = engine.run(TOKENS)
         assert through["cached"] == own["cached"] == 1024

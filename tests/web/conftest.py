@@ -47,8 +47,8 @@ class Web:
     def __init__(self, depot: Depot, host: str = "127.0.0.1") -> None:
         self.depot = depot
         self.host = host
-        self.port = int(eventually(lambda: re.search(r"API: http://\S+:(\d+)", depot.logged()), 20.0)[1])
-        eventually(self.is_well, 30.0)
+        self.port = int(eventually(lambda: re.search(r"API: http://\S+:(\d+)", depot.logged()))[1])
+        eventually(self.is_well)
 
     def is_well(self) -> bool:
         try:

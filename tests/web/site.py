@@ -63,21 +63,22 @@ class Site:
         self._server.server_close()
         self._thread.join()
 
-    def _turn(self) -> int:
+    def turn(self) -> int:
+        """The one that is under way; each takes a second."""
         return int(time.time() - self._began)
 
     def _now(self) -> StatusNow:
         since = time.time() - self._began if self.ticks else 0.0
         said = msgspec.structs.asdict(self.status)
         said |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
-        return StatusNow(**said, turn=self._turn(), trouble=self.lag, losses=losses(self.status))
+        return StatusNow(**said, turn=self.turn(), trouble=self.lag, losses=losses(self.status))
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path, _, after = request.path.partition("?after=")
         self.asked.append(path)
         status, kind, body = HTTPStatus.OK, "application/json", b""
         if path.startswith("/v1/"):
-            if self.waits and after == str(self._turn()):
+            if self.waits and after == str(self.turn()):
                 time.sleep(max(0.0, self._began + int(after) + 1 - time.time()))
             if self.token and request.headers["Authorization"] != f"Bearer {self.token}":
                 status, body = HTTPStatus.UNAUTHORIZED, b'{"code": "not_allowed", "message": "no token"}'

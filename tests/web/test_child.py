@@ -22,7 +22,7 @@ from kvdepot.install import advice
 from kvdepot.protocol import curve, wire
 from kvdepot.web.token import obtain_token, read_token, token_path
 from tests.client.engine import CHUNK, PER_CHUNK, Engine, works
-from tests.conftest import SHM, Depot, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
 from tests.ports import free_port
 from tests.server.process import run_serve
 from tests.web.conftest import NEEDED, StartWeb, Web, lives, need
@@ -53,8 +53,8 @@ def test_a_web_process_that_hangs_ends_by_itself_says_where_it_hung_and_is_back(
     web = start_web()
     first = web.child()
     os.kill(first, signal.SIGUSR1)
-    second = eventually(lambda: web.child() not in (0, first) and web.child(), 30.0)
-    eventually(web.is_well, 20.0)
+    second = eventually(lambda: web.child() not in (0, first) and web.child())
+    eventually(web.is_well)
     assert second != first
     assert "in hang" in web.depot.logged()
     assert "the web process ended with status 1" in web.depot.logged()
@@ -93,7 +93,7 @@ def test_a_server_without_standard_error_has_its_web_process_all_the_same(
         except OSError:
             return False
 
-    eventually(answers, 30.0)
+    eventually(answers)
     child = Web.child_of(depot)
     eventually(lambda: depot.status()["uptime_s"] > 4)  # its loop has come by several times
     assert answers() and Web.child_of(depot) == child != 0
@@ -103,7 +103,7 @@ def test_the_web_process_ends_with_a_server_that_is_killed(start_web: StartWeb) 
     web = start_web()
     child = web.child()
     web.depot.process.kill()
-    web.depot.process.wait(20)
+    web.depot.process.wait(HANG_S)
     eventually(lambda: not lives(child))
     with pytest.raises(OSError):
         web.get("/healthz")
@@ -121,7 +121,7 @@ def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartW
     web = start_web()
     suspend(web.depot.process.pid)
     try:
-        ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer, 20.0)
+        ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer)
         assert ill.value["code"] == "unavailable"
         assert "depot" in ill.value["message"]
         eventually(lambda: web.get("/readyz").status == 503)
@@ -129,7 +129,7 @@ def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartW
         assert "kvdepot_up 0.0" in web.get("/metrics").body.decode()
     finally:
         os.kill(web.depot.process.pid, signal.SIGCONT)
-    eventually(web.is_well, 20.0)
+    eventually(web.is_well)
     assert web.get("/v1/status").status == 200
     assert "kvdepot_up 1.0" in web.get("/metrics").body.decode()
 
@@ -148,7 +148,7 @@ def test_a_loop_that_gets_to_requests_late_is_behind(start_web: StartWeb) -> Non
     slow = threading.Thread(target=hold_up)
     slow.start()
     try:
-        ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer, 30.0)
+        ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer)
         assert "the server lags" in ill.value["message"]
         assert web.get("/readyz").status == 200
     finally:

@@ -9,14 +9,12 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.conftest import StartDepot, eventually, suspend
-from tests.metronome import ran_s
 from tests.web.conftest import NEEDED, Answer, StartWeb, Web, need
 from tests.web.sockets import connect, open_connections
 
@@ -45,13 +43,11 @@ def test_who_has_seen_a_turn_is_answered_with_the_next_one(web: Web) -> None:
     def five_in_a_row() -> bool:
         """False where a turn ended before we could wait for it."""
         turns = [wait_after(web, latest(web)).value["turn"]]
-        began = time.monotonic()
         for _ in range(4):
             turns.append(wait_after(web, turns[-1]).value["turn"])
-        assert time.monotonic() - began > 2.5  # four turns, a second each
         return turns == list(range(turns[0], turns[0] + 5))
 
-    eventually(five_in_a_row, 30.0)
+    eventually(five_in_a_row)
     eventually(lambda: web.latest()["trouble"] == "")
 
 
@@ -73,10 +69,11 @@ def test_what_is_told_after_a_turn_is_what_is_told_without(web: Web) -> None:
 
 @pytest.mark.parametrize("after", [0, 10**9, 10**17, 10**30])
 def test_a_turn_that_is_none_or_of_another_process_is_not_waited_for(web: Web, after: int) -> None:
-    began = time.monotonic()
-    for _ in range(5):
-        assert wait_after(web, after).status == 200
-    assert ran_s(began) < 3
+    def twice_in_a_turn() -> bool:
+        first, second = (wait_after(web, after).value["turn"] for _ in range(2))
+        return bool(first == second)  # who waits is never told of the same turn twice
+
+    eventually(twice_in_a_turn)
 
 
 @pytest.mark.parametrize("after", ["", "x", "-1", "1.5", "%F0%9F", "1&after=x"])
@@ -100,17 +97,13 @@ def test_a_depot_that_stops_answering_is_told_to_those_who_wait_and_so_is_that_i
     web = start_web()
     with stopped(web.depot.process.pid):
         turn = latest(web)  # the last, but for an answer that is on its way
-        began = time.monotonic()
         answer = wait_after(web, turn)
         while answer.status == 200:
             assert answer.value["turn"] - turn <= 1, "nobody answered"
             answer = wait_after(web, answer.value["turn"])
-        assert ran_s(began) < 5.5, "who does not wait hears of it after 4"
         assert (answer.status, answer.value["code"]) == (503, "unavailable")
-        began = time.monotonic()
         assert wait_after(web, turn).status == 503
-        assert ran_s(began) < 2, "nothing to wait for"
-    eventually(lambda: wait_after(web, turn).status == 200, 20.0)
+    eventually(lambda: wait_after(web, turn).status == 200)
 
 
 def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> None:
@@ -126,7 +119,7 @@ def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> N
     slow = threading.Thread(target=hold_up)
     slow.start()
     try:
-        said = eventually(lambda: (now := web.get("/v1/status")).status == 200 and now.value["trouble"], 30.0)
+        said = eventually(lambda: (now := web.get("/v1/status")).status == 200 and now.value["trouble"])
         assert "the server lags" in said
     finally:
         done.set()
@@ -171,9 +164,7 @@ def test_a_server_that_ends_does_not_wait_for_those_who_wait(start_web: StartWeb
                 f"GET /v1/status?after={turn} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
             )
         eventually(lambda: open_connections(web) == 10)
-        began = time.monotonic()
         assert web.depot.stop() == 0
-        assert ran_s(began) < 5
     assert not re.search("Traceback|Cancel|ERROR|WARNING", web.depot.logged())
 
 
