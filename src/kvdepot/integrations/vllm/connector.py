@@ -98,12 +98,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            asking = SchedulerClient(client, spec)
-            self.connector_scheduler = SchedulerHalf(vllm_config, asking, ranks, settings.save_decode)
+            depot = SchedulerClient(client, spec)
+            self.connector_scheduler = SchedulerHalf(vllm_config, depot, ranks, settings.save_decode)
         else:
             # The scheduler ends pins once a prompt is stored; and two engines may well number their requests alike.
-            moving = WorkerClient(client, spec, unpins=False)
-            self.connector_worker = WorkerHalf(vllm_config, moving, rank)
+            worker = WorkerClient(client, spec, unpins=False)
+            self.connector_worker = WorkerHalf(vllm_config, worker, rank)
         log.info("kvdepot: %s at %s as %s", role.name.lower(), settings.url, model)
 
     @property
