@@ -107,8 +107,8 @@ def forget(
 ) -> int:
     """Remove chunks from memory and from all tiers, including shared ones: by model, by salt, or all.
 
-    Exit code 1 if something may be left: a tier failed, or may hold chunks of models whose names begin with NAME but that
-    this server does not know; give those names in full. Running requests may store such chunks again.
+    Exit code 1 if something may be left: a tier failed, or may hold chunks of models whose names begin with NAME but
+    that this server does not know; give those names in full. Running requests may store such chunks again.
     """
     if everything and (model or salt):
         raise ConfigError("--all forgets everything: give either --all, or --model and --salt")
