@@ -142,13 +142,12 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
         if request_id in self._lookups:
             return
         if token_ids is not None:
-            chunks = len(token_ids) // self.chunk_size
-            hashes = b""
-            if chunks:
-                _, hashes = self.mq_client.chains.name(request_id, token_ids, self.chunk_size, 0, chunks)
+            hashes, size = b"", self.spec.chunk_tokens
+            if chunks := len(token_ids) // size:
+                _, hashes = self.mq_client.chains.name(request_id, token_ids, size, 0, chunks)
         else:
             assert block_hashes is not None
-            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
+            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.spec.blocks_in_chunk)))
         self.submit_lookup(request_id, hashes, chained=token_ids is not None)
 
     def check_lookup_result(self, request_id: str) -> int | None:
