@@ -268,7 +268,7 @@ def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(sit
     page = open_page()
     site.trouble = "the server has not answered for 4.2 s"
     shows(page, "#state", "Not answering")
-    assert text(page, "#reasons").startswith("The depot has not answered for 4.2 s. Engines compute for themselves")
+    assert text(page, "#reasons").startswith("The server has not answered for 4.2 s. Engines recompute everything")
     assert "The figures below are from" in text(page, "#since")
     site.trouble = ""
     page.wait_for_selector(".verdict[data-level=good]")
@@ -278,7 +278,7 @@ def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open
     page = open_page()
     site.lag = "the server lags: its last answer took 1.4 s"
     shows(page, "#state", "Working, with warnings")
-    assert text(page, "#reasons") == "The depot is behind: its last answer took 1.4 s."
+    assert text(page, "#reasons") == "The server lags: its last answer took 1.4 s."
     site.lag = ""
     page.wait_for_selector(".verdict[data-level=good]")
 
@@ -299,7 +299,7 @@ def test_chunks_that_find_no_room_are_something_to_look_at_for_as_long_as_it_las
     times = [now - 400 + i for i in range(401)]
     drops = [3.0 if i > 390 else 0.0 for i in range(401)]
     site.history = {"times_s": times, "series": {"dropped_chunks_s": drops}}
-    page = open_page(wait_for="h1:has-text('something to look at')")
+    page = open_page(wait_for="h1:has-text('with warnings')")
     assert "30 chunks were dropped in the last 5 min" in text(page, "#reasons")
     drops.reverse()
     page.reload()
