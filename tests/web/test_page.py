@@ -482,7 +482,7 @@ def test_a_value_with_none_beside_it_is_drawn(site: Site, open_page: OpenPage) -
     site.history = {"times_s": times, "series": {"retrieve_p50_s": values}}
     page = open_page(color_scheme="light")
     orange = page.eval_on_selector(
-        "figure:has-text('How long') canvas",
+        "figure:has-text('Request latency') canvas",
         "canvas => { const all = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
         " let found = 0; for (let i = 0; i < all.length; i += 4)"
         " if (all[i + 3] > 200 && all[i] - all[i + 2] > 100) found++; return found; }",
