@@ -420,7 +420,7 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"user": 0}, "must not be root"), ({"settings": {"http": "off"}}, "settings.http: the chart sets it itself")],
+    [({"user": 0}, "must not be root"), ({"settings": {"http": "off"}}, "settings.http: the chart sets this")],
 )
 def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=said):

@@ -267,7 +267,7 @@ def test_a_depot_that_does_not_answer_is_told_from_a_page_that_is_not_served(sit
     page = open_page()
     site.trouble = "the server has not answered for 4.2 s"
     shows(page, "#state", "Not answering")
-    assert text(page, "#reasons").startswith("The depot has not answered for 4.2 s. Engines compute for themselves")
+    assert text(page, "#reasons").startswith("The server has not answered for 4.2 s. Engines recompute everything")
     assert "The figures below are from" in text(page, "#since")
     site.trouble = ""
     page.wait_for_selector(".verdict[data-level=good]")
@@ -277,7 +277,7 @@ def test_a_depot_that_is_slow_to_answer_is_something_to_look_at(site: Site, open
     page = open_page()
     site.lag = "the server lags: its last answer took 1.4 s"
     shows(page, "#state", "Working, with warnings")
-    assert text(page, "#reasons") == "The depot is behind: its last answer took 1.4 s."
+    assert text(page, "#reasons") == "The server lags: its last answer took 1.4 s."
     site.lag = ""
     page.wait_for_selector(".verdict[data-level=good]")
 
@@ -298,7 +298,7 @@ def test_chunks_that_find_no_room_are_something_to_look_at_for_as_long_as_it_las
     times = [now - 400 + i for i in range(401)]
     drops = [3.0 if i > 390 else 0.0 for i in range(401)]
     site.history = {"times_s": times, "series": {"dropped_chunks_s": drops}}
-    page = open_page(wait_for="h1:has-text('something to look at')")
+    page = open_page(wait_for="h1:has-text('with warnings')")
     assert "30 chunks were dropped in the last 5 min" in text(page, "#reasons")
     drops.reverse()
     page.reload()
@@ -481,7 +481,7 @@ def test_a_value_with_none_beside_it_is_drawn(site: Site, open_page: OpenPage) -
     site.history = {"times_s": times, "series": {"retrieve_p50_s": values}}
     page = open_page(color_scheme="light")
     orange = page.eval_on_selector(
-        "figure:has-text('How long') canvas",
+        "figure:has-text('Request latency') canvas",
         "canvas => { const all = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
         " let found = 0; for (let i = 0; i < all.length; i += 4)"
         " if (all[i + 3] > 200 && all[i] - all[i + 2] > 100) found++; return found; }",
