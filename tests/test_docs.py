@@ -328,9 +328,8 @@ def test_the_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> Non
 
 def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
     source = ast.parse((SOURCE / "integrations" / "vllm" / "identity.py").read_text())
-    (settings,) = [n.value for n in source.body if isinstance(n, ast.Assign) and _name(n.targets[0]) == "_SETTINGS"]
-    assert isinstance(settings, ast.Dict)
-    read = {f"kvdepot.{name}" for key in settings.keys if key is not None for name in _strings(key)}
+    (settings,) = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
+    read = {f"kvdepot.{_name(field.target)}" for field in settings.body if isinstance(field, ast.AnnAssign)}
     assert set(re.findall(r"^\| `(kvdepot\.\w+)` \|", (DOCS / "vllm.md").read_text(), re.M)) == read
     told = [
         found for page in PAGES for found in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text(), re.S)
