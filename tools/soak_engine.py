@@ -115,7 +115,7 @@ class Engine:
         self.free = list(range(BLOCKS))
         self.requests: dict[str, Request] = {}
         self.failed: list[set[int]] = [set() for _ in range(world_size)]
-        self.reported: dict[str, None] = {}  # finished lately; told twice now and then, as vLLM does
+        self.returned: list[set[str]] = [set() for _ in range(world_size)]  # by rank: told as finished in the last call
         self.paused = False
         self.resting = False
         self.reconnecting = False
@@ -203,7 +203,7 @@ class Engine:
             self.counts["reconnects"] += 1
             self.shutdown()
             self.workers = []  # what they remember goes before the new ones begin to
-            self.reported.clear()
+            self.returned = [set() for _ in range(self.world_size)]
             self.connect()
             self.reconnecting = False
         elif self.random.random() < 0.0003:
@@ -342,9 +342,11 @@ class Engine:
                 request.told = True
                 request.since = time.monotonic()
                 request.ending = set(range(self.world_size))
-        again = {name for name in self.reported if self.random.random() < 0.02}
         for rank, worker in enumerate(self.workers):
+            # Asynchronous scheduling repeats a report in the calls that directly follow an id's return.
+            again = {name for name in sorted(self.returned[rank]) if self.random.random() < 0.3}
             finished, loaded = worker.get_finished(fresh | again)
+            self.returned[rank] = again | set(finished or ())
             self.failed[rank] |= worker.get_block_ids_with_load_errors()
             for name in loaded or ():
                 request = self.requests.get(name)
@@ -376,9 +378,6 @@ class Engine:
         self.scheduler.end_session(request.name)
         self.counts["done"] += 1
         del self.requests[request.name]
-        self.reported[request.name] = None
-        if len(self.reported) > 64:
-            del self.reported[next(iter(self.reported))]
 
     def give_back(self, request: Request) -> None:
         for block in request.blocks:
