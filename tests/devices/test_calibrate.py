@@ -109,12 +109,12 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
     assert machine.used_bytes(0) == 0
     gpu = Gpu(cuda, first, 64 * MIB)
     try:
-        with cuda.current(gpu.context), gpu.ways.slot():
+        with cuda.current(gpu.context), gpu.copy_paths.slot():
             pass  # it stays, for the next copy
         before = holdings(machine)
         found = calibrate.measure(gpu)
         assert holdings(machine) == before
-        ways = gpu.ways.there
+        ways = gpu.copy_paths.there
     finally:
         gpu.close()
     assert set(ways) == {"dma", "kernel", "staged"}

@@ -20,15 +20,15 @@ from kvdepot.memory.copier import CopyPiece
 from kvdepot.protocol.layout import build_layout
 from tests.conftest import eventually
 from tests.devices.conformance import TIMEOUT_S, DeviceConformance, arena_of
+from tests.devices.copy_paths import SMALL_PIECES, STAGING, CopyPathsConformance, prepare
 from tests.devices.tensors import Model
-from tests.devices.ways import SMALL_PIECES, STAGING, WaysConformance, prepare
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 
 pytestmark = pytest.mark.faults  # a worker process each
 
 
-class OnStandIn(WaysConformance):
+class OnStandIn(CopyPathsConformance):
     """The suite on GPU 1 of two, with a worker that sees it as its GPU 0."""
 
     version: ClassVar[int] = 13000

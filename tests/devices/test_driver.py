@@ -53,9 +53,9 @@ def test_what_the_driver_refuses_can_travel_to_another_process(machine: Machine)
 def test_where_the_gpu_sees_registered_memory_elsewhere_no_address_goes_to_it_as_it_is(
     machine: Machine, is_store: bool
 ) -> None:
+    from kvdepot.devices.cuda.copy_paths import CopyPaths
     from kvdepot.devices.cuda.driver import load
     from kvdepot.devices.cuda.plan import Plan
-    from kvdepot.devices.cuda.ways import Ways
 
     driver = load()
     area = mmap.mmap(-1, SIZE * COUNT)
@@ -64,7 +64,7 @@ def test_where_the_gpu_sees_registered_memory_elsewhere_no_address_goes_to_it_as
     steps = np.arange(COUNT, dtype=np.uint64) * np.uint64(SIZE)
     context = driver.retain(0)
     with driver.current(context):
-        ways = Ways(driver, 0, 64 << 20)
+        ways = CopyPaths(driver, 0, 64 << 20)
         assert ways.there == ("dma",) and ways.without
         device = int(driver.call("cuMemAlloc", len(host)))
         driver.call("cuMemHostRegister", host.ctypes.data, len(host), 3)

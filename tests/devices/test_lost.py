@@ -12,8 +12,8 @@ from kvdepot.devices import Devices
 from kvdepot.memory.allocator import PAGE
 from tests.conftest import eventually
 from tests.devices.conformance import DeviceConformance, arena_of
+from tests.devices.copy_paths import STAGING, prepare
 from tests.devices.tensors import Model
-from tests.devices.ways import STAGING, prepare
 from tests.devices.worker import WorkerProcess
 from tests.standin.machine import Machine
 

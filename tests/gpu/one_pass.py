@@ -10,9 +10,9 @@ import sys
 
 import numpy as np
 
+from kvdepot.devices.cuda.copy_paths import CopyPaths
 from kvdepot.devices.cuda.driver import load
 from kvdepot.devices.cuda.plan import Plan
-from kvdepot.devices.cuda.ways import Ways
 
 COUNT = 300
 SIZES = (16, 48, 1024, 4096, 16384, 40960)
@@ -34,7 +34,7 @@ def main() -> int:
     there = np.empty(COUNT, np.uint64)
     there[order] = np.concatenate(([0], np.cumsum(sizes[order])[:-1])).astype(np.uint64)
     plan = Plan(np.uint64(device) + there, np.uint64(host) + ends - sizes, sizes)
-    ways = Ways(driver, 0, STAGING)
+    ways = CopyPaths(driver, 0, STAGING)
     if ways.without:
         print(ways.without, file=sys.stderr)
         return 77

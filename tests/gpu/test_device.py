@@ -14,8 +14,8 @@ import pytest
 from kvdepot.devices import Devices
 from kvdepot.protocol.layout import build_layout
 from tests.devices.conformance import DeviceConformance, arena_of
+from tests.devices.copy_paths import CopyPathsConformance
 from tests.devices.tensors import Model
-from tests.devices.ways import WaysConformance
 from tests.devices.worker import WorkerProcess
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ def host_bytes() -> int:
     return int(next(line for line in status if line.startswith("RssAnon:")).split()[1]) << 10
 
 
-class OnGpu(WaysConformance):
+class OnGpu(CopyPathsConformance):
     """On GPU 0. What other processes take meanwhile would be taken for ours: the GPU must be idle."""
 
     asking: WorkerProcess

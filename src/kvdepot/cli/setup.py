@@ -40,27 +40,27 @@ def calibrate(gpu: str, as_json: bool) -> int:
     """Measure every copy path between GPUs and pinned memory, as a server does when a GPU's first worker registers.
     Prints the speed of each and which one is used. Neither needs nor affects a server."""
     staging_bytes = load().gpu_staging_mib << 20
-    from kvdepot.devices.cuda import calibrate as ways
+    from kvdepot.devices.cuda import calibrate as measuring
     from kvdepot.devices.cuda.driver import load as load_driver
     from kvdepot.devices.cuda.gpus import Gpu
 
     found = []
     cuda = load_driver()
-    uuids = ways.find(cuda, gpu)
+    uuids = measuring.find(cuda, gpu)
     for number, uuid in enumerate(uuids):
         with progress() as told:
             told(f"measuring {uuid}", number, len(uuids))
             device = Gpu(cuda, uuid, staging_bytes)
             try:
-                figures = ways.measure(device)
+                figures = measuring.measure(device)
             finally:
                 device.close()
         if as_json:
-            found.append({"uuid": uuid, "name": device.name, "figures": figures, "without": device.ways.without})
+            found.append({"uuid": uuid, "name": device.name, "figures": figures, "without": device.copy_paths.without})
             continue
-        print(f"{device.name} {uuid}", *ways.table(figures), sep="\n", flush=True)
-        if device.ways.without:
-            print(f"the copy kernel is not available: {device.ways.without}", flush=True)
+        print(f"{device.name} {uuid}", *measuring.table(figures), sep="\n", flush=True)
+        if device.copy_paths.without:
+            print(f"the copy kernel is not available: {device.copy_paths.without}", flush=True)
     if as_json:
         print_json(msgspec.to_builtins(found))
     return 0

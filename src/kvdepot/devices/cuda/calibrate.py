@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from kvdepot.devices.cuda.copy_paths import Choice
 from kvdepot.devices.cuda.plan import Plan
-from kvdepot.devices.cuda.ways import Choice
 from kvdepot.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def measure(gpu: Gpu) -> list[Figure]:
             figures.append(Figure(PEAK, is_store, _SCRATCH_BYTES, _speed(gpu, one, is_store, "dma")))
         for size in SIZES:
             for is_store in (True, False):
-                for way in gpu.ways.there:
+                for way in gpu.copy_paths.there:
                     # The first run finds caches cold, and tells how many copies are enough to be measured.
                     few = min(_FIRST_COPIES, _RUN_BYTES // size)
                     seconds = _seconds(gpu, _plan(device, host, size, few), is_store, way)
@@ -116,14 +116,14 @@ def _speed(gpu: Gpu, plan: Plan, is_store: bool, way: str) -> float:
 
 
 def _seconds(gpu: Gpu, plan: Plan, is_store: bool, way: str) -> float:
-    with gpu.ways.slot() as slot:
+    with gpu.copy_paths.slot() as slot:
         begun = time.perf_counter()
-        gpu.ways.run(plan, is_store, slot, way)
+        gpu.copy_paths.run(plan, is_store, slot, way)
         return time.perf_counter() - begun
 
 
 def choose(figures: Sequence[Figure]) -> Choice:
-    """What ways.py goes by. Between two sizes the smaller one's way is taken: some ways are bad for small copies."""
+    """The copy path for each size. Between two sizes the smaller one's is taken: some are bad for small copies."""
     choice: Choice = {}
     for is_store in (True, False):
         steps: list[tuple[int, str]] = []

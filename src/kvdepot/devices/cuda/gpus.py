@@ -1,7 +1,8 @@
 """The GPUs in use and their workers' tensors: the server's end. Imported when the first worker registers from one.
 
 Wires the files of this folder together: `driver` (calls), `sharing` and `descriptors` (a worker's allocation, mapped
-here), `pins` (the arena, registered), `plan` (which bytes go where), `ways` and `kernel` (how), `calibrate` (how best).
+here), `pins` (the arena, registered), `plan` (which bytes go where), `copy_paths` and `kernel` (how), `calibrate` (how
+best).
 
 A GPU is in use from its first worker's registration to its last one's end; everything taken of it goes then: context,
 mappings, staging buffers, registrations of the arena. The one law: on a GPU that no worker registered from, not a byte.
@@ -15,11 +16,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from kvdepot.devices.cuda import calibrate
+from kvdepot.devices.cuda.copy_paths import Choice, CopyPaths
 from kvdepot.devices.cuda.driver import Driver, DriverError, load
 from kvdepot.devices.cuda.pins import PIECE_BYTES, Pins
 from kvdepot.devices.cuda.plan import Planner
 from kvdepot.devices.cuda.sharing import Opened, open_allocation
-from kvdepot.devices.cuda.ways import Choice, Ways
 from kvdepot.errors import DeviceError
 from kvdepot.memory.copier import CopyPiece, Mapped, Memory
 from kvdepot.protocol.layout import Layout
@@ -46,7 +47,7 @@ class Gpu:
         self.context_bytes, self.context = calibrate.cost_of(uuid, lambda: driver.retain(self.device))
         try:
             with driver.current(self.context):
-                self.ways = Ways(driver, self.device, staging_bytes)
+                self.copy_paths = CopyPaths(driver, self.device, staging_bytes)
         except BaseException:
             driver.release(self.device)
             raise
@@ -58,7 +59,7 @@ class Gpu:
         """Give back all that was taken of this GPU. No copy may be under way."""
         try:
             with self.driver.current(self.context):
-                self.ways.close()
+                self.copy_paths.close()
         except DeviceError as exc:
             log.error("could not release %r cleanly: %s", self, exc)
         try:
@@ -99,8 +100,8 @@ class DeviceTensors(Mapped):
             with ExitStack() as held:
                 held.enter_context(gpu.driver.current(gpu.context))
                 pinned = held.enter_context(pins.used(plan))
-                slot = held.enter_context(gpu.ways.slot())
-                (gpu.ways.run if pinned else gpu.ways.run_unpinned)(plan, is_store, slot)
+                slot = held.enter_context(gpu.copy_paths.slot())
+                (gpu.copy_paths.run if pinned else gpu.copy_paths.run_unpinned)(plan, is_store, slot)
         except DeviceError as exc:
             gpu.failure = str(exc)
             raise
@@ -188,13 +189,13 @@ class Gpus:
                 "(vLLM: --gpu-memory-utilization)"
             ) from exc
         log.info("%s %s is in use", gpu.name, uuid)
-        if gpu.ways.without:
-            log.warning("small copies to %s will be slow: %s", uuid, gpu.ways.without)
+        if gpu.copy_paths.without:
+            log.warning("small copies to %s will be slow: %s", uuid, gpu.copy_paths.without)
         try:
             if uuid not in self._choices:
                 with self._measuring:
                     self._choices[uuid] = calibrate.choose(calibrate.measure(gpu))
-            gpu.ways.choice = self._choices[uuid]
+            gpu.copy_paths.choice = self._choices[uuid]
         except DeviceError as exc:
             log.warning("could not measure the copy paths of %s: %s", uuid, exc)
         except BaseException:
@@ -231,8 +232,8 @@ class Gpus:
                 name=gpu.name,
                 registrations=gpu.registrations,
                 context_bytes=gpu.context_bytes,
-                staging_bytes=gpu.ways.device_bytes,
-                ways={"store": gpu.ways.choice[True], "retrieve": gpu.ways.choice[False]},
+                staging_bytes=gpu.copy_paths.device_bytes,
+                ways={"store": gpu.copy_paths.choice[True], "retrieve": gpu.copy_paths.choice[False]},
                 pinned_bytes=self.pins.pinned_bytes,
                 failure=gpu.failure,
             )

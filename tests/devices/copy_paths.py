@@ -24,7 +24,7 @@ STAGING = 4 * (SMALL_TABLE * 24 + (48 << 10))
 
 def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
     """The server's GPUs, with small pinned pieces and what would be measured settled: store, retrieve."""
-    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in (".gpus", ".pins", ".ways"))
+    cuda, pins, how = (import_module(f"kvdepot.devices.cuda{part}") for part in (".gpus", ".pins", ".copy_paths"))
     for module in (cuda, pins):
         patch.setattr(module, "PIECE_BYTES", SMALL_PIECES)
     patch.setattr(how, "_TABLE_ROWS", SMALL_TABLE)
@@ -36,7 +36,7 @@ def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
     return gpus
 
 
-class WaysConformance(DeviceConformance):
+class CopyPathsConformance(DeviceConformance):
     """A subclass says where its workers are to be had: `start_worker`."""
 
     ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
@@ -80,8 +80,8 @@ class WaysConformance(DeviceConformance):
         mapped = devices.map(build_layout(other.make(model), model.axes))
         gpu = next(iter(devices._gpus._gpus.values()))  # type: ignore[union-attr]
         try:
-            if not set(cls.ways) <= set(gpu.ways.there):
-                pytest.skip(gpu.ways.without)
+            if not set(cls.ways) <= set(gpu.copy_paths.there):
+                pytest.skip(gpu.copy_paths.without)
             yield
         finally:
             mapped.close()

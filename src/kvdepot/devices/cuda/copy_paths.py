@@ -1,4 +1,4 @@
-"""The ways to run a plan of copies between a GPU and pinned memory, and the choice among them.
+"""The copy paths: ways to run a plan of copies between a GPU and pinned memory, and the choice among them.
 
     dma      the copy engines, one call for all copies; takes no processor of the GPU, slow for small copies
     kernel   a few programs of the GPU read or write the pinned memory themselves
@@ -25,11 +25,11 @@ from kvdepot.devices.cuda.kernel import TILE_BYTES, CopyKernel
 from kvdepot.devices.cuda.plan import Plan, merge
 from kvdepot.errors import DeviceError
 
-__all__ = ["WAYS", "Choice", "Slot", "Ways"]
+__all__ = ["COPY_PATHS", "Choice", "CopyPaths", "Slot"]
 
 log = logging.getLogger(__name__)
 
-WAYS = ("dma", "kernel", "staged")
+COPY_PATHS = ("dma", "kernel", "staged")
 Choice: TypeAlias = dict[bool, list[tuple[int, str]]]
 """By direction (is_store): rising `(bytes, way)`: which way serves copies of so many bytes and more."""
 
@@ -93,8 +93,8 @@ class Slot:
                 setattr(self, name, 0)
 
 
-class Ways:
-    """All copies of one GPU. The kernel, and with it two of the ways, may be missing; `without` says why."""
+class CopyPaths:
+    """All copies of one GPU. The kernel, and with it two of the copy paths, may be missing; `without` says why."""
 
     def __init__(self, driver: Driver, device: int, staging_bytes: int) -> None:
         """staging_bytes: what all slots together may take of the GPU's memory for buffers and tables."""
@@ -127,8 +127,8 @@ class Ways:
 
     @property
     def there(self) -> tuple[str, ...]:
-        """The ways that can be gone here."""
-        return WAYS if self._kernel is not None else WAYS[:1]
+        """Those that work here."""
+        return COPY_PATHS if self._kernel is not None else COPY_PATHS[:1]
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
