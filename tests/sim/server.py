@@ -430,13 +430,13 @@ class Server(Checks, Harness):
             return
         world = self.world
         self.doing = None
-        before = {client.identity for client in self.depot.clients}
+        before = [client.identity for client in self.depot.clients]
         if self.draining:
             self.act(self.connections.drop_dead())
         else:
             Harness.tick(self, self.now, WALL + self.now)
             self._check_ages()
-        for identity in before - {client.identity for client in self.depot.clients}:
+        for identity in [identity for identity in before if self.depot.client(identity) is None]:
             world.note(f"{self!r} finds {self._links[identity].name} dead")
             world.counters["clients_found_dead"] += 1
             for waiting in (self._lookups, self._retrieves):

@@ -161,9 +161,9 @@ def releases_pins_early(patch: Patch) -> None:
 def keeps_the_pins_of_the_dead(patch: Patch) -> None:
     died = Depot.died
 
-    def forgetful(self: Any, identity: bytes) -> Any:
+    def forgetful(self: Any, identity: bytes, *rest: Any) -> Any:
         self._clients[identity].sessions.clear()
-        return died(self, identity)
+        return died(self, identity, *rest)
 
     patch.setattr(Depot, "died", forgetful)
 

@@ -123,7 +123,7 @@ def test_a_stopped_loop_is_told_of_by_healthz_until_it_goes_on(start_web: StartW
     try:
         ill = eventually(lambda: (answer := web.get("/healthz")).status == 503 and answer)
         assert ill.value["code"] == "unavailable"
-        assert "depot" in ill.value["message"]
+        assert "has not answered" in ill.value["message"]
         eventually(lambda: web.get("/readyz").status == 503)
         assert web.get("/v1/status").status == 503
         assert "kvdepot_up 0.0" in web.get("/metrics").body.decode()

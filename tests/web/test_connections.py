@@ -86,7 +86,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(web: Web) -> None:
         eventually(lambda: open_connections(web) == 128)
         for _ in range(20):
             assert web.get("/healthz").status == 200
-        assert open_connections(web) <= 128
+        eventually(lambda: open_connections(web) <= 128)  # one that is shut for another is there an instant longer
 
 
 @contextlib.contextmanager

@@ -61,10 +61,10 @@ class Report:
         """Keep an event."""
         self.journal.note(self._depot.wall, kind, text)
 
-    def reach(self, obstacle: str) -> None:
-        """Once a second: why no new client can find this server, if so."""
+    def reach(self, obstacle: str, where: str = "") -> None:
+        """Once a second: why no new client can find this server, if so. where: for the log alone; others see it all."""
         if obstacle and not self.unreachable:
-            log.error("%s: no new engine can connect; restart the server", obstacle)
+            log.error("%s (%s): no new engine can connect; restart the server", obstacle, where)
             self.note("unreachable", obstacle)
         self.unreachable = obstacle
 

@@ -235,19 +235,19 @@ class Server:
         self._listener.tick()
         report = self.depot.report
         report.http = self._web.address if self._web is not None else ""
-        report.reach(self._obstacle())
+        report.reach(*self._obstacle())
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # clients that died before they were met
             self._copier.submit(Call(None, shm.sweep_leases))
         gc.collect(1)
 
-    def _obstacle(self) -> str:
-        """Why no new client finds us: others may have removed our files, or put theirs in their place."""
+    def _obstacle(self) -> tuple[str, str]:
+        """Why no new client finds us, and where: others may have removed our files, or put theirs in their place."""
         if self.arena.is_lost():
-            return f"{self.arena.path} was removed or replaced"
+            return "the arena's file in /dev/shm was removed or replaced", str(self.arena.path)
         if self._listener.binding.is_lost:
-            return f"another file has replaced the socket {self._config.url}"
-        return ""
+            return "another file has replaced the unix socket", self._config.url
+        return "", ""
 
     # -- the end
 

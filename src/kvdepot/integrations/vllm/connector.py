@@ -220,7 +220,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
-        self._worker.load(self._orders)
+        self._worker.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only once all its layers are there."""

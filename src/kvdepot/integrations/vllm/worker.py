@@ -94,7 +94,7 @@ class WorkerHalf:
         if orders.preempted:
             self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
 
-    def load(self, orders: Orders) -> None:
+    def start_loads(self, orders: Orders) -> None:
         """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
         self._compare_models(orders)
         if orders.void:
