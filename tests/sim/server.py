@@ -24,6 +24,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import _SEAL_BYTES as SEAL_BYTES
 from kvdepot.protocol.handshake import SECRET_BYTES, is_sealed
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.status import Status
 from kvdepot.testing.harness import Harness
 from kvdepot.testing.simulation import Link
 from kvdepot.tiers.worker import Erase, Load, Save, TierTask
@@ -402,7 +403,8 @@ class Server(Checks, Harness):
         value = reply.value
         self._hear_answer((reply.client, reply.number), value)
         link = self._links[reply.client]
-        self.world.note(f"{link.name} < {int.from_bytes(reply.number, 'little')} {value!r:.60}")
+        said = "a status" if isinstance(value, Status) else f"{value!r:.60}"  # which has our pid
+        self.world.note(f"{link.name} < {int.from_bytes(reply.number, 'little')} {said}")
         if isinstance(value, KVDepotError):
             self.world.counters[f"answer_{type(value).__name__}"] += 1
         elif isinstance(value, wire.Welcome):
