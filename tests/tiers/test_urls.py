@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 import traceback
@@ -149,6 +150,8 @@ def test_nothing_that_is_said_of_a_tier_holds_a_piece_of_its_password(
     place: str, password: str, is_quoted: bool
 ) -> None:
     assume(is_quoted or "}@" in place or "@" not in password)  # else what follows its @ is the host
+    # Without a scheme before it, what stands before its :// is one.
+    assume(is_quoted or not place.startswith("{}") or not re.match(r"[A-Za-z][A-Za-z0-9+.\-]*://", password))
     url = place.format(quote(password, safe="") if is_quoted else password)
     said = [shown(url), redact(f"an error of {url}: {password}", [password])] if is_quoted else [shown(url)]
     try:
