@@ -14,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from tests.conftest import eventually
 
 ROOT = Path(__file__).parents[2]
 START_S = 600
@@ -59,6 +62,16 @@ HYBRID: dict[str, Any] = {
     "max_position_embeddings": 4096, "sliding_window": 512, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
     "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+
+
+_OLDER_S = 3.0
+"""Files that changed in the last two seconds before an engine's start may be newer than the engine: not shared."""
+_written = 0.0  # when this process last wrote a model or an adapter
+
+
+def _note_written() -> None:
+    global _written
+    _written = time.time()
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -103,6 +116,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     for name, shape in shapes.items():
         weights[f"{name}.weight"] = (torch.randn(*shape, generator=generator) * 0.1).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _note_written()
     return folder
 
 
@@ -120,6 +134,7 @@ def write_lora(folder: Path, seed: int) -> Path:
     (folder / "adapter_config.json").write_text(
         json.dumps({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"})
     )
+    _note_written()
     return folder
 
 
@@ -190,6 +205,7 @@ class Engine:
                 "kv_connector_extra_config": {"kvdepot.url": url, **(extra or {})},
             },
         } | arguments  # fmt: skip
+        eventually(lambda: time.time() > _written + _OLDER_S)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._channel, theirs = socket.socketpair()
         with theirs:

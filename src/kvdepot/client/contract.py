@@ -378,7 +378,7 @@ class MessageQueueClient(Client):
     def submit_request(
         self, request_type: RequestType, payloads: list[Any], response_cls: type[Any] | None = None
     ) -> MessagingFuture[Any]:
-        """Send a request of the contract; see client/py for its payloads. Raises BadRequest for wrong ones."""
+        """Send a request of the contract; see client/socket.py for its payloads. Raises BadRequest for wrong ones."""
         expected = get_response_class(request_type) if response_cls is None else response_cls
         if request_type in NEEDS_CHUNK_SIZE and not self.chunk_size:
             self.learn_chunk_size(CONNECT_S)

@@ -129,7 +129,7 @@ class Connections:
         client = self._depot.client(reply.client)
         if client is None or client.seal is None:
             return frame
-        # The last two go to who may have lost the key.
+        # Proof and UnknownClient go unsealed: the client may have lost its key.
         return frame if isinstance(value, wire.Proof | UnknownClient) else client.seal.close(frame)
 
     # -- hello

@@ -5,7 +5,7 @@ law: what a removal that `hides` means is nobody's from the moment it begins, ho
 is stored after that moment stays.
 
 Chunks carry the number of removals that had begun when they came (`Chunk.generation`), and a removal means those from
-before its own (`index.Scope`). So the index can tell what is hidden without a mark on each, and whoever is in the way
+before its own (`scope.Scope`). So the index can tell what is hidden without a mark on each, and whoever is in the way
 of a store, or is to make room for one, goes at once (`Index.remove_forgotten`).
 """
 

@@ -753,7 +753,7 @@ def _has_all(chunk: Chunk, bit: int) -> bool:
 
 
 def _batches(items: list[Any], size: Callable[[Any], int]) -> Iterable[list[Any]]:
-    """Runs of at most MOST_PARTS items and about _ERRAND_BYTES."""
+    """Runs of at most MOST_PARTS items and about _TASK_BYTES."""
     batch: list[Any] = []
     taken = 0
     for item in items:

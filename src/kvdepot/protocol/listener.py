@@ -42,7 +42,7 @@ class Listener:
     def __init__(self, context: zmq.Context[Any], url: str, keys: str, most_bytes: int) -> None:
         """Listen. keys: their folder; empty: everybody of this user may come in. most_bytes: of a message.
 
-        Raises ConfigError, Unavailable; then the caller destroys `context`, which has sockets by now.
+        Raises ConfigError, Unavailable; then the caller must destroy `context`, which already has open sockets.
         """
         self.socket = socket = context.socket(zmq.ROUTER)
         self._keys: ServerKeys | None = None
@@ -84,7 +84,7 @@ class Listener:
         return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
 
     def tenant(self, user: str) -> str:
-        """Whose chunks a user reaches; empty: those of nobody in particular."""
+        """Whose chunks a user reaches; empty: the default tenant."""
         return "" if self._keys is None else self._keys.tenant(user)
 
     def admit(self, user: str) -> Key | None:

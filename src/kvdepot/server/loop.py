@@ -61,7 +61,7 @@ _BATCH = 128
 
 
 class Server:
-    """One depot at one endpoint. Raises KVDepotError where it cannot have its places, with nothing left behind."""
+    """One depot at one endpoint. Raises KVDepotError if an endpoint or the arena is taken, and releases what it has."""
 
     def __init__(self, config: Config) -> None:
         # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
@@ -76,10 +76,10 @@ class Server:
         self._ticks = 0
         self._outcomes: deque[tuple[Any, Any]] = deque()
         self._tier_workers: list[TierWorker] = []
-        self._feed = Feed() if config.kv_events else None
+        self._feed: Feed | None = None
         if config.arena_bytes < smallest_arena():
             raise ArenaError(f"an arena of {config.arena_bytes} bytes cannot hold a chunk; raise --arena-gib")
-        with contextlib.ExitStack() as closing:  # in the order of their end, from the last
+        with contextlib.ExitStack() as closing:  # closed in reverse order
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             closing.callback(self._close_wake)
             events = [config.kv_events, replay_endpoint(config.kv_events)] if config.kv_events else []
@@ -90,13 +90,15 @@ class Server:
             self.arena = Arena(config.arena, config.arena_bytes, self.boot)
             closing.callback(self._close_arena)
             context = zmq.Context()
-            closing.callback(context.destroy, linger=0)
+            # `term` waits for the publisher's thread; a listener that failed at the start has left sockets open.
+            closing.callback(lambda: context.term() if self._serves else context.destroy(linger=0))
             self._listener = Listener(context, config.url, config.keys, config.max_message_mib << 20)
             closing.callback(self._listener.close)
             closing.callback(self._stop_tier_workers)
             self._tier_workers += start_workers(config.tier_configs, config.ttl_s, self.arena, self._report)
             self._devices = Devices(self.arena, config.gpu_staging_mib << 20)
             devices = self._devices
+            self._feed = Feed() if config.kv_events else None
             self.depot = Depot(config, self._restore(), devices.map, config.tier_configs, devices.status, self.boot)
             self.connections = Connections(
                 config, self.depot, self.boot, self.arena, shm.LeaseView, self._listener.tenant
@@ -258,7 +260,7 @@ class Server:
         self._act(self.depot.stop_waiting())
         deadline = time.monotonic() + self._config.drain_s
         while (self.depot.operations or self.depot.tiering.busy) and (left := deadline - time.monotonic()) > 0:
-            select.select([self._wake], [], [], left)
+            zmq.zmq_poll([(self._wake, zmq.POLLIN)], int(left * 1000) + 1)
             self._collect()
         if self.depot.operations:
             log.warning("%d operations did not end within %g s", self.depot.operations, self._config.drain_s)

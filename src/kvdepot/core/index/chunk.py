@@ -2,8 +2,8 @@
 
 Plain data: core/index/index.py alone changes it. The one law: a state changes by the table. What happens to a shard or
 a chunk is an `Event`; an event that its state does not allow is a bug of ours and raises `IllegalTransition` before
-anything is changed. That is an AssertionError: a server goes down by it, for to answer it as an error and to go on in a
-state that nobody has thought of could serve wrong bytes.
+anything is changed. That is an AssertionError and takes the server down: to go on in an unforeseen state could serve
+wrong bytes.
 
     of a shard    RESERVED, LOADING -> SEALED -> CORRUPT -> RESERVED, LOADING
     of a chunk    FILLING -> WHOLE -> CHAINED, and back to FILLING; PENDING_REMOVAL -> FILLING
@@ -27,7 +27,7 @@ __all__ = ["TRANSITIONS", "Chunk", "Event", "IllegalTransition", "Namespace", "P
 
 
 class State(IntEnum):
-    """Of a shard, or of a chunk. (An IntEnum, for the table is asked at each step and an Enum's hash is slow.)"""
+    """Of a shard, or of a chunk. (An IntEnum, because the table is asked at every step and hashing an Enum is slow.)"""
 
     # of a shard
     RESERVED = 0
