@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deploy.observability import alerts, dashboard
 
 from kvdepot.config import Config, load
-from kvdepot.observability import alerts, dashboard
 from tests.programs import module, run, tool
 
 if sys.version_info >= (3, 11):
@@ -73,7 +73,7 @@ def test_the_wheel_is_pure_python_and_holds_the_package_alone(tmp_path: Path) ->
     names = contents(wheel)
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"kvdepot"}
     assert not [name for name in names if re.search(r"(^|/)(tests?|conftest\.py|__pycache__)(/|$)|\.so$|\.pyc$", name)]
-    assert {"kvdepot/py.typed", "kvdepot/observability/dashboard.py"} <= names
+    assert {"kvdepot/py.typed", "kvdepot/core/depot.py"} <= names
 
 
 def test_an_unpacked_sdist_builds_the_same_wheel(tmp_path: Path) -> None:

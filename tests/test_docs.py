@@ -345,7 +345,7 @@ def test_what_the_pages_tell_vllm_is_what_the_connector_reads() -> None:
 
 # -- the architecture, the internals, the decisions, the glossary
 
-_ELSEWHERE = {"observability": "web", "testing": "simulate"}
+_ELSEWHERE = {"testing": "simulate"}
 """Folders of the source -> whose page of the internals has them, too."""
 
 

@@ -25,7 +25,7 @@ LAYERS = """
     adapters contract keys metrics status
     web
     server
-    observability testing
+    testing
     cli
     integrations
 """

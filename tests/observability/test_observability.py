@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deploy.observability import alerts, dashboard
 
 from kvdepot.metrics import BOUNDS_S, Latency
-from kvdepot.observability import alerts, dashboard
 from kvdepot.status import Device, HitRate, NamespaceStatus, Reuse, Saved, Status, TierStatus
 from tests.programs import module, run, tool
 
@@ -136,14 +136,17 @@ def test_the_operating_guide_has_a_line_for_every_alert_in_their_order() -> None
 
 
 def test_the_chart_carries_the_dashboard_and_the_alerts_as_they_are() -> None:
-    again = "write it anew: python -m kvdepot.observability"
+    again = "write it anew: python -m deploy.observability"
     assert (CHART / "files" / "alerts.yaml").read_text() == alerts.render(), f"{again} alerts"
     assert (CHART / "files" / "dashboard.json").read_text() == dashboard.render(), f"{again} dashboard"
 
 
 def test_the_module_prints_what_the_chart_carries() -> None:
     for what, file in (("alerts", "alerts.yaml"), ("dashboard", "dashboard.json")):
-        assert run(sys.executable, "-m", "kvdepot.observability", what) == (CHART / "files" / file).read_text()
+        assert (
+            run(sys.executable, "-m", "deploy.observability", what, cwd=DEPLOY.parent)
+            == (CHART / "files" / file).read_text()
+        )
 
 
 LABELS = 'job="kvdepot", instance="host:7077"'

@@ -26,7 +26,7 @@ counters.SERVER += (
 import msgspec
 from rich.console import Console
 from kvdepot.cli import view
-from kvdepot.observability import alerts
+from deploy.observability import alerts
 from kvdepot.protocol.status import Status
 from kvdepot.web.prometheus import families
 from prometheus_client.openmetrics.exposition import generate_latest

@@ -1,16 +1,16 @@
-"""`python -m kvdepot.observability dashboard|alerts`: print the Grafana dashboard, or the Prometheus alert rules."""
+"""`python -m deploy.observability dashboard|alerts`: print the Grafana dashboard, or the Prometheus alert rules."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from kvdepot.observability import alerts, dashboard
+from deploy.observability import alerts, dashboard
 
 
 def main() -> int:
     """Print one of them; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m kvdepot.observability", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m deploy.observability", description=__doc__)
     parser.add_argument("what", choices=("alerts", "dashboard"))
     what = parser.parse_args().what
     sys.stdout.write(alerts.render() if what == "alerts" else dashboard.render())

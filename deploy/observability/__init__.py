@@ -1,6 +1,6 @@
 """What watches a depot from outside: a Grafana dashboard and Prometheus alert rules, made from Python.
 
-`python -m kvdepot.observability dashboard` and `... alerts` print them. Nothing of the server is imported, and nothing
+`python -m deploy.observability dashboard` and `... alerts` print them. Nothing of the server is imported, and nothing
 of the server imports this. The one law: a name that a query uses is a name that `/metrics` has.
 """
 
