@@ -20,7 +20,7 @@ from kvdepot.testing import traces
 
 __all__ = ["run"]
 
-SIMPLER = ("lru", "s3fifo", "ageing")
+SIMPLER = ("lru", "s3fifo")
 MADE: dict[str, Callable[[int, int], traces.Prompts]] = {
     "scans": traces.scan_heavy,
     "a loop": traces.loop,

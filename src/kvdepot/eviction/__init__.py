@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvdepot.eviction.adaptive import Adaptive
-from kvdepot.eviction.ageing import Ageing
 from kvdepot.eviction.lru import Lru
 from kvdepot.eviction.policy import Policy, Queue, Victim
 from kvdepot.eviction.s3fifo import S3Fifo
-from kvdepot.eviction.wtinylfu import WTinyLfu
 
-__all__ = ["POLICIES", "Ageing", "Lru", "Policy", "Queue", "S3Fifo", "Victim", "WTinyLfu"]
+__all__ = ["POLICIES", "Lru", "Policy", "Queue", "S3Fifo", "Victim"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
-    "ageing": Ageing,
     "lru": Lru,
     "s3fifo": S3Fifo,
-    "wtinylfu": WTinyLfu,
 }
