@@ -6,6 +6,7 @@ is, and what a device needs (a driver, a context, pinned memory) is taken when t
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -46,12 +47,11 @@ def _check_plain(tensor: object, name: object) -> None:
 
     Asked before the storage is touched: of some tensors that hold none, touching it kills the process.
     """
-    import torch
-
+    torch = sys.modules.get("torch")  # until it has been imported, nothing is a torch.Tensor
     if not isinstance(name, str) or name != name.encode(errors="ignore").decode():
         raise LayoutError(f"a layer's name must be valid UTF-8 text, not {name!r:.80}")
     called = name or "tensor"
-    if not isinstance(tensor, torch.Tensor):
+    if torch is None or not isinstance(tensor, torch.Tensor):
         if hasattr(tensor, "untyped_storage"):
             return  # made to look like a tensor, over memory that torch does not have
         kind = type(tensor)
