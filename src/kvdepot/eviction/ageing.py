@@ -11,15 +11,15 @@ __all__ = ["Ageing"]
 
 
 class Ageing:
-    """Least frequently used first, where a use counts for less with time: half after 0.3 turnovers of the cache
-    (LRFU, Lee et al., 2001).
+    """Least frequently used first; a use's weight halves every 0.3 turnovers of the cache (LRFU, Lee et al., 2001).
 
-    `order` is the logarithm of the sum of all uses so weighted, seen from the beginning of time: it changes with
-    uses only, and the frequency of a parent is exactly its own and its descendants'.
+    `order` is the logarithm of the weighted sum of all uses. Weights grow with time instead of decaying, so `order`
+    changes with uses only, and a parent's frequency is exactly the sum of its own and its descendants'.
     """
 
     _HALF_LIFE = 0.3
-    """Turnovers. Longer favours what was popular long ago, which finished chats are; by far shorter is LRU."""
+    """In turnovers. A longer one favours chunks that were popular long ago, such as finished chats; a much shorter one
+    is LRU."""
 
     def __init__(self) -> None:
         self._clock = 0.0  # half-lives
@@ -59,7 +59,7 @@ class Ageing:
 
 
 _TICK = 1e-9
-"""Half-lives: nothing but an order among what happens between two insertions."""
+"""In half-lives: so small that it only orders the uses between two insertions."""
 
 
 def _sum(one: float, other: float) -> float:

@@ -1,4 +1,4 @@
-"""The policy `wtinylfu`, and the sketch by which it counts."""
+"""The policy `wtinylfu`, and the sketch with which it counts uses."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _WINDOW, _PROBATION, _PROTECTED = 1, 2, 3
 
 
 class WTinyLfu:
-    """New chunks wait in a window, a hundredth of the chunks; what leaves it must be used more often than what the main
-    part would lose for it (Einziger et al., ACM ToS 2017). The main part is a segmented LRU; a sketch counts uses."""
+    """New chunks enter a window, a hundredth of all; one that leaves it stays only if it was used more often than the
+    main part's victim (Einziger et al., ACM ToS 2017). The main part is a segmented LRU; a sketch counts uses."""
 
     def __init__(self) -> None:
         self._clock = 0
         self._queues = {place: Queue(place) for place in (_WINDOW, _PROBATION, _PROTECTED)}
         self._counts = {_WINDOW: 0, _PROBATION: 0, _PROTECTED: 0}  # chunks that belong there, evictable or not
         self._sketch = Sketch()
-        self._room_made = False  # since the last insertion
+        self._room_made = False  # whether a chunk was evicted since the last insertion
 
     def __repr__(self) -> str:
         return f"<WTinyLfu {sum(map(len, self._queues.values()))} queued, {self._counts} chunks>"
 
     def insert(self, chunk: Victim) -> None:
-        chunk.place = _WINDOW if self._room_made else _PROBATION  # where there is room nothing is lost for it
+        chunk.place = _WINDOW if self._room_made else _PROBATION  # it need not pass the window while there is room
         self._room_made = False
         self._counts[chunk.place] += 1
         chunk.uses = 0
@@ -81,7 +81,7 @@ class WTinyLfu:
             chunk = self._queues[place].pop(evictable)
             if chunk is None or chunk.place == place:
                 return chunk
-            self.add(chunk)  # a use, or a child that went, has moved it
+            self.add(chunk)  # a use, or the removal of a child, has moved it
 
     def _frequency(self, chunk: Victim) -> int:
         return self._sketch.estimate(chunk.key) + chunk.uses
@@ -94,13 +94,13 @@ class WTinyLfu:
         before: Victim | None = chunk.parent
         if before is not None and not before.gone:
             before.order = max(before.order, chunk.order)
-            before.uses = min(15, before.uses + self._frequency(chunk) - 1)  # insertion was no use of what is before it
+            before.uses = min(15, before.uses + self._frequency(chunk) - 1)  # its insertion was not a use of the parent
             if before.place < chunk.place:
                 self._move(before, chunk.place)
 
 
 class Sketch:
-    """How often each of many keys was counted, up to 15 and roughly (count-min); all halves now and then."""
+    """A count-min sketch: approximate counts of many keys, up to 15; all are halved from time to time."""
 
     __slots__ = ("_additions", "_rows", "_width")
 
@@ -112,14 +112,14 @@ class Sketch:
         self._additions = 0
 
     def resize(self, keys: int) -> None:
-        """Make it wide enough for so many keys; what was counted stays."""
+        """Make it wide enough for this number of keys; keeps the counts."""
         while self._width < keys:
             self._width *= 2
             self._rows = [row + row for row in self._rows]
 
     def _cells(self, key: bytes) -> tuple[int, int, int, int]:
         mask = self._width - 1
-        bits = crc32(key)  # hash() would differ from run to run
+        bits = crc32(key)  # hash() differs between processes
         return (
             bits * 0x9E3779B97F4A7C15 >> 32 & mask,
             bits * 0xC2B2AE3D27D4EB4F >> 32 & mask,
