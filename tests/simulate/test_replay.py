@@ -397,7 +397,7 @@ def test_an_empty_trace_is_said_to_be_empty(tmp_path: Path, capsys: pytest.Captu
     assert main(["simulate", written(tmp_path, "\n"), "--json", "--policy", "lru,belady"]) == 0
     out, err = capsys.readouterr()
     assert [(row["requests"], row["hit_rate"]) for row in json.loads(out)] == [(0, 0.0)] * 2
-    assert "holds no requests" in err
+    assert "contains no requests" in err
 
 
 @pytest.mark.parametrize(

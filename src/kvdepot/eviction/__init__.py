@@ -1,6 +1,6 @@
-"""Which chunk goes first when space is needed: policy.py says what a policy is; each has a file.
+"""Eviction policies: policy.py defines the interface; each policy has a file.
 
-Pure; called by the index and by bounded tiers, on the deciding thread.
+No I/O; the index calls them on the deciding thread, bounded tiers under their own locks.
 """
 
 from __future__ import annotations

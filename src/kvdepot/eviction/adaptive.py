@@ -1,28 +1,28 @@
-"""The policy `adaptive`: first goes what, by the traffic so far, is least likely to be missed soon (see policy.py).
+"""The policy `adaptive`: evicts the chunks that, judging by the traffic so far, are least likely to be used soon.
 
-It replays no other policy. It measures how soon chunks come back, by what can be known of them, and ranks by that:
+It does not simulate other policies. It measures how soon chunks come back, depending on what is known about them:
 
-- Chunks that are alike form a **class**: how often they were used (0, 1, 2-3, 4-7, 8 or more times), and whether
-  they were stored behind a chunk that was a hit, as the next turn of a chat is. Those of a class that were last used
-  in the same **epoch**, a sixteenth of a turnover of the cache, form a **cohort**: nothing tells them apart, so they
-  have one rank.
-- A chunk that was evicted stays in its cohort as a **ghost** (its key) until it comes back, or until there are more
-  ghosts than chunks. So what is missed is seen as well as what is hit.
-- Once an epoch each class's hazard is estimated by age: chunks that came back over chunks that could have. The rank
-  of a cohort is its Gittins index: the most uses for each epoch of room that keeping it, for as long as is best from
-  now on, will yield (J. C. Gittins, 1979; of caches see Beckmann et al., "LHD", NSDI 2018). The lowest goes first.
+- Similar chunks form a **class**: how often they were used (0, 1, 2-3, 4-7, 8 or more times), and whether they were
+  stored behind a chunk that was a hit, like the next turn of a chat. Chunks of a class that were last used in the same
+  **epoch**, a sixteenth of a turnover of the cache, form a **cohort** and share one rank.
+- An evicted chunk stays in its cohort as a **ghost** (its key) until it comes back, or until there are more ghosts than
+  chunks. So misses are measured as well as hits.
+- Once per epoch each class's hazard is estimated by age: chunks that came back over chunks that could have. The rank of
+  a cohort is its Gittins index: the highest number of uses per epoch of occupied space that keeping it, up to the best
+  time to evict it, yields (J. C. Gittins, 1979; for caches see Beckmann et al., "LHD", NSDI 2018). The lowest goes
+  first.
 
-Where chunks come back soon or never, the index falls with age and this is LRU; where uses are what tells, it is LFU;
-in a flood of prompts that nobody asks for again new chunks go first; in a loop larger than the cache, the youngest.
-Little evidence counts little: estimates lean on those of all classes, and these on 1 / age.
+If chunks come back soon or never, the index falls with age, and this is LRU; if the number of uses predicts the next,
+it is LFU. In a flood of prompts that never repeat it evicts new chunks first; in a loop larger than the cache, the
+youngest. Estimates from few events are pulled towards those of all classes, and these towards 1 / age.
 
-**Chains.** Only the end of a chain can go, so only ends are measured. A chunk behind which another is stored leaves its
-cohort; when the one behind it goes, it inherits date and uses, and joins the cohort that they give.
+**Chains.** Only the end of a chain can be evicted, so only ends are measured. A chunk leaves its cohort when another is
+stored behind it; when that one is removed, the chunk inherits its date and uses, and joins the cohort for them.
 
-**Known weaknesses.** Chunks of one prompt come back together, so hits are fewer events than they look, and in a cache
-with room for a few dozen prompts what was measured is noise: there it was found up to 2.5 points of hit rate below LRU
-(chats, agents), and up to 1.6 below S3-FIFO where a few prompts are popular in a flood of others. What it learned
-in one phase of the traffic costs it up to a turnover of the cache in the next.
+**Known weaknesses.** Chunks of one prompt come back together, so hits are fewer independent events than they seem. In a
+cache for a few dozen prompts the measurements are noise: it was up to 2.5 points of hit rate below LRU (chats, agents),
+and up to 1.6 below S3-FIFO with a few popular prompts in a flood of others. When the traffic changes, it needs up to a
+turnover of the cache to adapt.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from kvdepot.eviction.policy import Victim
 __all__ = ["Adaptive"]
 
 _EPOCHS = 16
-"""Epochs a turnover: as many uses and insertions as there are chunks."""
+"""Epochs per turnover; a turnover is as many uses and insertions as there are chunks."""
 _SHORTEST = 32
-"""Events an epoch has at least: what an epoch costs must be shared."""
+"""Minimum number of events in an epoch, to spread the cost of starting one."""
 _MOST_USES = 8
 _CLASSES = 10
 _CLASS = tuple(2 * min(4, uses.bit_length()) for uses in range(_MOST_USES + 1))
-"""By uses; one more where the chunk followed a hit."""
+"""Class by uses; plus one if the chunk followed a hit."""
 _ENDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Ages in epochs are measured in these ranges, each from the end of the one before."""
+"""Ends of the ranges in which ages are measured, in epochs; each starts at the end of the one before."""
 _AGES = len(_ENDS)
 _MIDDLES = tuple(end * 0.75 for end in _ENDS)
 _WIDTHS = tuple(end - start for start, end in zip((0, *_ENDS), _ENDS, strict=False))
 _OLDEST = _ENDS[-1] - 1
 _AGE = tuple(age.bit_length() for age in range(_OLDEST + 1))
-"""The range of each age; what is older is counted as `_OLDEST`."""
+"""The range of each age; higher ages count as `_OLDEST`."""
 _PRIOR = tuple(0.5 / (middle + _EPOCHS / 4) for middle in _MIDDLES)
-"""Uses an epoch that are expected at an age of which nothing is known."""
+"""Expected uses per epoch at an age without measurements."""
 _TRUST_AGE, _TRUST_CLASS, _TRUST = 2.0, 10.0, 20.0
-"""How many uses must be seen until what was measured counts as much as what was expected: for an age, a class, both."""
+"""Measured uses at which the measurement weighs as much as the expectation: for an age, a class, both."""
 _ENOUGH = 500.0
-"""Below so many uses nothing is forgotten; above it, at most `_FORGOTTEN` an epoch."""
+"""Up to this many uses nothing is forgotten; above it, at most `_FORGOTTEN` per epoch."""
 _FORGOTTEN = 0.3 / _EPOCHS
 
 
@@ -69,7 +69,7 @@ class _Cohort:
     def __init__(self, epoch: int, kind: int) -> None:
         self.epoch = epoch
         self.kind = kind
-        self.members: dict[int, Victim] = {}  # by id(); the last is the end of the chain that was cut last
+        self.members: dict[int, Victim] = {}  # by id(); the last one to join is evicted first
         self.at_risk = 0  # members and ghosts
         self.rank = 0.0
         self.listed = False  # in the heap of ranks
@@ -82,14 +82,14 @@ class Adaptive:
         self._chunks = 0
         self._queued = 0
         self._epoch = 0
-        self._left = _SHORTEST  # events until the next
+        self._left = _SHORTEST  # events until the next epoch
         self._cohorts: dict[int, _Cohort] = {}  # by epoch * _CLASSES + class, which is a chunk's `place`
         self._order: list[tuple[float, int, int, _Cohort]] = []  # heap of cohorts that may have members
-        # Key -> place * 16 + uses, the one evicted first first. (Not a plain dict: see S3Fifo.)
+        # Key -> place * 16 + uses, in the order of eviction. (Not a plain dict: see S3Fifo.)
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         self._uses = [[0.0] * _AGES for _ in range(_CLASSES)]  # chunks that came back
-        self._risk = [[0.0] * _AGES for _ in range(_CLASSES)]  # epochs that chunks could have
-        self._factor = [1.0] * _CLASSES  # a class's hazard over the one that all have at that age
+        self._risk = [[0.0] * _AGES for _ in range(_CLASSES)]  # epochs in which chunks could have come back
+        self._factor = [1.0] * _CLASSES  # ratio of a class's hazard to that of all classes at the same age
         self._rank = [[0.0] * _AGES for _ in range(_CLASSES)]
         self._learn()
 
@@ -128,7 +128,7 @@ class Adaptive:
         chunk.place = self._epoch * _CLASSES + _CLASS[chunk.uses] + chunk.follows
 
     def touch(self, chunk: Victim) -> None:
-        """Nothing: of one cohort, what came last goes first, and that is the tail."""
+        """Does nothing: within a cohort the last one to join is evicted first, and that is the tail."""
 
     def add(self, chunk: Victim) -> None:
         if chunk.queued:
@@ -167,7 +167,7 @@ class Adaptive:
             self._leave(chunk)
         ghosts = self._ghosts
         if evicted:
-            self._forget(ghosts.pop(chunk.key, None))  # a chunk of another namespace has the same key
+            self._forget(ghosts.pop(chunk.key, None))  # a chunk of another namespace may have the same key
             cohort = self._cohorts.get(chunk.place)
             if cohort is None:
                 cohort = self._cohorts[chunk.place] = _Cohort(*divmod(chunk.place, _CLASSES))
@@ -183,7 +183,7 @@ class Adaptive:
             epoch = max(before.place, chunk.place) // _CLASSES
             before.place = epoch * _CLASSES + _CLASS[before.uses] + before.follows
 
-    # -- what happens to cohorts
+    # -- cohorts
 
     def _leave(self, chunk: Victim) -> _Cohort:
         cohort = self._cohorts[chunk.place]
@@ -202,7 +202,7 @@ class Adaptive:
         self._uses[cohort.kind][_AGE[min(self._epoch - cohort.epoch, _OLDEST)]] += 1
 
     def _list(self, cohort: _Cohort) -> None:
-        """Give it the rank of its age, between those measured: or a whole range of ages would go at once."""
+        """Rank it by its age, interpolated, because otherwise a whole range of ages would be evicted at once."""
         cohort.listed = True
         age = min(self._epoch - cohort.epoch, _OLDEST) + 0.5
         at = _AGE[int(age)]
@@ -213,7 +213,7 @@ class Adaptive:
         cohort.rank = ranks[at] + (ranks[at + 1] - ranks[at]) * min(1.0, max(0.0, part))
 
     def _next_epoch(self) -> None:
-        """Count who was at risk in the epoch that ends, learn, and put the cohorts in their new order. O(cohorts)."""
+        """Count the chunks at risk in the epoch that ends, learn, and reorder the cohorts. O(cohorts)."""
         self._left = max(_SHORTEST, self._chunks // _EPOCHS)
         now = self._epoch
         risk = self._risk
@@ -236,9 +236,9 @@ class Adaptive:
         heapq.heapify(self._order)
 
     def _learn(self) -> None:
-        """Hazards and ranks from what was counted."""
+        """Compute hazards and ranks from the counts."""
         factor = self._factor
-        hazard = []  # of all classes, in proportion to their factors, by age
+        hazard = []  # of all classes, weighted by their factors, by age
         for age in range(_AGES):
             came = sum(uses[age] for uses in self._uses)
             could = sum(risk[age] * factor[kind] for kind, risk in enumerate(self._risk))
@@ -261,13 +261,13 @@ class Adaptive:
 
 
 def _gittins(hazards: list[float]) -> list[float]:
-    """For each age, the highest that uses over time can be when kept from then to an age of one's choice."""
+    """For each age, the highest ratio of expected uses to time, over all ages up to which the chunk could be kept."""
     ranks = [0.0] * _AGES
-    best: list[tuple[float, float]] = []  # stretches of ages, the youngest last: chance of a use, expected time
+    best: list[tuple[float, float]] = []  # ranges of ages, the youngest last: probability of a use, expected time
     for age in range(_AGES - 1, -1, -1):
         chance = 1 - exp(-hazards[age] * _WIDTHS[age])
         time = chance / hazards[age]
-        while best and best[-1][0] * time > chance * best[-1][1]:  # going on yields more than stopping here
+        while best and best[-1][0] * time > chance * best[-1][1]:  # keeping it longer yields more
             more, longer = best.pop()
             time += (1 - chance) * longer
             chance += (1 - chance) * more

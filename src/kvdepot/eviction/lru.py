@@ -23,13 +23,7 @@ class Lru:
         self._clock += 1
         chunk.order = self._clock
 
-    def use(self, chunk: Victim) -> None:
-        self._clock += 1
-        chunk.order = self._clock
-
-    def touch(self, chunk: Victim) -> None:
-        self._clock += 1
-        chunk.order = self._clock
+    use = touch = insert
 
     def add(self, chunk: Victim) -> None:
         if not chunk.queued:

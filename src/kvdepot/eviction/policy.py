@@ -1,12 +1,12 @@
-"""Which chunk goes first when space is needed. Pure; called by the index and by bounded tiers, on the deciding thread.
+"""The interface of eviction policies, and a queue that they share. No I/O; see __init__.py for the callers.
 
-A policy is told of every chunk that comes (`insert`), is used (`use`), may be evicted (`add`) and leaves (`remove`),
-and names a victim. It never names one that `evictable` refuses: pinned, being copied, or with a chunk behind it in its
-chain. So a chain always loses its tail first, whatever the policy.
+The index calls a policy when a chunk is inserted (`insert`), used (`use`), becomes evictable (`add`) and is removed
+(`remove`), and asks it for a victim. A policy never names a chunk that `evictable` refuses: one that is pinned, being
+copied, or has a chunk behind it. So a chain always loses its tail first, whatever the policy.
 
-**Chains.** A request that hits a chain uses its deepest chunk only, though it needs all before it as much. That is
-made up when a chunk leaves: what it knew (when, how often it was used) goes to its parent, which can be evicted only
-from then on. A tier without chains leaves `parent` None.
+**Chains.** A request that hits a chain uses its deepest chunk only, although it needs the whole chain. To make up for
+that, a chunk's date and uses pass to its parent when the chunk is removed, which is also when the parent may become
+evictable. A tier without chains leaves `parent` None.
 """
 
 from __future__ import annotations
@@ -21,65 +21,65 @@ __all__ = ["Policy", "Queue", "Victim"]
 
 
 class Victim(msgspec.Struct, gc=False):
-    """What a policy needs to know of a chunk, and what it notes on it; core/index/chunk.py has one."""
+    """A policy's view of a chunk, and the policy's own fields on it. core/index/chunk.py extends it."""
 
     key: bytes = b""
     parent: Victim | None = None
-    """The chunk before it in its chain, where known. It is there at least as long as this one."""
+    """The chunk before it in its chain, if known. It exists at least as long as this one."""
     order: float = 0
-    """Its date, as the policy counts: of one queue, the lowest goes first."""
+    """Its date, in the policy's own measure; a queue evicts the lowest first."""
     uses: int = 0
-    """How often it was used, as the policy counts."""
+    """How often it was used, in the policy's own measure."""
     place: int = 0
-    """Where in the policy it belongs."""
+    """The part of the policy that it belongs to."""
     follows: bool = False
-    """Whether it was stored behind a chunk that a request had found, or behind one of which that is so."""
+    """Whether it was stored behind a chunk that was a hit, directly or through other chunks."""
     hit: bool = False
     """Whether it was used since it was stored."""
     queued: int = 0
-    """Which of the policy's queues holds it, counted from 1; 0 = none."""
+    """The number of the queue that holds it, from 1; 0 = none."""
     gone: bool = False
 
 
 class Policy(Protocol):
-    """What core/index/index.py asks of an eviction policy. No call may change the chunk's key or parent."""
+    """The interface of an eviction policy. A policy must not change a chunk's key or parent."""
 
     def insert(self, chunk: Victim) -> None:
-        """`chunk` is new, or back after it left. Once, before all other calls; it cannot be evicted before `add`."""
+        """`chunk` is new, or back after it was removed. The first call for it; it is not evictable before `add`."""
 
     def use(self, chunk: Victim) -> None:
-        """A request found `chunk`. Once a request, however often that touches it."""
+        """A request hit `chunk`. Called once per request."""
 
     def touch(self, chunk: Victim) -> None:
-        """Date `chunk` as if it were used now, which it was not: no more than an order among what is new."""
+        """Refresh the date of `chunk` without a use, to order new chunks."""
 
     def add(self, chunk: Victim) -> None:
-        """`chunk` may be evicted from now on, or again. It may be known already; told when a hold or child went."""
+        """`chunk` may have become evictable, because a hold or child was removed. It may be queued already."""
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
-        """The chunk to evict next, or None when there is none.
+        """Take the chunk to evict next out of its queue; None if there is none.
 
-        It is in no queue then: `remove` follows, or, where it is kept after all, `add`, and it has its old place.
+        The caller then calls `remove`, or, if it keeps the chunk, `add`, which restores its old place.
         """
 
     def remove(self, chunk: Victim, evicted: bool) -> None:
-        """`chunk` leaves, whether it is queued or not; its `gone` is set and its parent is still known.
+        """`chunk` is removed, queued or not; `gone` is set and the parent is still known.
 
-        evicted: for lack of room, so that it may be missed; else it was dropped, or never arrived.
+        evicted: to make room, so it may be missed; otherwise it was dropped, or its copy failed.
         """
 
 
 _MOVED = 4
-"""Entries that a queue moves at once where it gets rid of what is gone."""
+"""Entries that a queue moves at once while it discards those that are gone."""
 
 
 class Queue:
     """Chunks by `order`, each at most once.
 
-    A heap that is corrected when a chunk comes up: using a chunk only writes its date, so a hit costs O(1), and every
-    use is paid for by at most one later correction, O(log n). What is not evictable when it comes up is dropped and
-    comes back through `push`. Once more than half of it is gone, what is not moves to another heap, a little with each
-    that goes: to do so at once would stop the server for a tenth of a second where there are hundreds of thousands.
+    A heap that is corrected lazily: using a chunk only changes its date, so a hit costs O(1), and each use causes at
+    most one later correction, O(log n), when the chunk reaches the top. A chunk that is not evictable then is dropped,
+    and returns by `push`. When more than half of the entries are gone, the others move to a new heap, a few with each
+    removal, because moving hundreds of thousands at once would stop the server for a tenth of a second.
     """
 
     __slots__ = ("_gone", "_heap", "_number", "_old", "_serial")
@@ -88,8 +88,8 @@ class Queue:
         self._number = number
         self._heap: list[tuple[float, int, Victim]] = []
         self._old: list[tuple[float, int, Victim]] = []  # a heap too, emptied from its end
-        self._serial = 0  # equal dates go in the order in which they came
-        self._gone = 0  # in both
+        self._serial = 0  # orders equal dates by the time of their push
+        self._gone = 0  # entries in both heaps
 
     def __len__(self) -> int:
         return len(self._heap) + len(self._old)
@@ -100,7 +100,7 @@ class Queue:
         heapq.heappush(self._heap, (chunk.order, self._serial, chunk))
 
     def pop(self, evictable: Callable[[Victim], bool]) -> Victim | None:
-        """The one with the lowest date."""
+        """Take out the evictable chunk with the lowest date; None if there is none."""
         while True:
             heap, old = self._heap, self._old
             if old and (not heap or old[0] < heap[0]):
@@ -120,7 +120,7 @@ class Queue:
                 return chunk
 
     def sweep(self) -> None:
-        """One of those queued is gone."""
+        """A queued chunk is gone: count it, and discard such entries gradually."""
         self._gone += 1
         if not self._old and self._gone > 4 + len(self._heap) // 2:
             self._old, self._heap = self._heap, []
@@ -128,6 +128,6 @@ class Queue:
             entry = self._old.pop()
             if entry[2].gone:
                 self._gone = max(0, self._gone - 1)
-                entry[2].queued = 0  # a disk's object that could not be removed is there once more
+                entry[2].queued = 0  # it may return: a disk's object that could not be removed does
             else:
                 heapq.heappush(self._heap, entry)

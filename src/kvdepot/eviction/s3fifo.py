@@ -14,17 +14,17 @@ _SMALL, _MAIN = 1, 2
 
 
 class S3Fifo:
-    """Two FIFO queues (Yang et al., SOSP 2023): what is new passes through the small one, a tenth of the chunks, and
-    only what is used there, or comes back soon after, gets into the main one."""
+    """Two FIFO queues (Yang et al., SOSP 2023): new chunks pass through the small one, a tenth of all; only those that
+    are used there, or come back soon after, enter the main one."""
 
     def __init__(self) -> None:
         self._clock = 0
         self._small = Queue(_SMALL)
         self._main = Queue(_MAIN)
         self._chunks = 0
-        self._in_small = 0  # chunks that belong there, whether or not they can be evicted now
-        # What left the small queue lately, oldest first; at most as many as chunks. (The first of a plain dict is found
-        # by stepping over all that were deleted before it, which makes removing many chunks quadratic.)
+        self._in_small = 0  # chunks that belong there, evictable or not
+        # Keys recently evicted from the small queue, oldest first; at most as many as chunks. (Not a plain dict, which
+        # finds its first key by skipping all deleted ones: removing many would be quadratic.)
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
 
     def __repr__(self) -> str:

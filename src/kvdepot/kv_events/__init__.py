@@ -1,1 +1,1 @@
-"""What is stored and removed, published as vLLM publishes it."""
+"""KV events: changes of the index, published in vLLM's format."""

@@ -1,9 +1,9 @@
-"""What changes in an index, as vLLM's KV events: fed by the deciding thread, read by another.
+"""Changes of the index as vLLM's KV events: queued by the deciding thread, read by the publisher's.
 
-core/index/index.py tells a `Feed` of each chunk that comes or goes; the publisher's thread takes changes from it and
-makes events of them, by what its subscribers believe so far (`Belief`). The one law: the deciding thread appends to a
-bounded queue and does nothing else. Where that is full it says that nothing is there, and then anew, a little each
-second, what is.
+core/index/index.py reports each chunk that becomes visible or invisible to a `Feed`. The publisher's thread takes these
+changes and turns them into events, given what its subscribers know so far (`Belief`). Invariant: the deciding thread
+only appends to a bounded queue. When the queue is full, it reports that everything is gone, and then lists the existing
+chunks again, some each second.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["AllBlocksCleared", "Belief", "BlockRemoved", "BlockStored", "Event",
 
 MEDIUM = "CPU"
 BATCH = 512
-"""Chunks that one message tells of at most."""
+"""Maximum number of chunks in one message."""
 _MOST_QUEUED = 1 << 17
 _LISTED_A_TICK = 1 << 13
-"""Chunks that the deciding thread tells of in one go, when all must be told anew: some milliseconds."""
+"""Chunks that the deciding thread lists per tick during a full resync; takes some milliseconds."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Chunks are there, each behind the one before it. Field by field as vLLM has it."""
+    """Chunks were stored, each behind the one before it. The fields are vLLM's."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -43,7 +43,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Chunks are there no more."""
+    """Chunks were removed."""
 
     block_hashes: list[bytes]
     medium: str | None
@@ -52,18 +52,18 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """Nothing is there."""
+    """All chunks were removed."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 _Change: TypeAlias = "tuple[bool, Namespace, bytes, bytes | None] | None"
-"""Whether a chunk is there, its namespace, key and parent; None: forget all that was said."""
+"""Whether a chunk exists, its namespace, key and parent; None: all chunks are gone."""
 
 
 class Feed:
-    """What changes in an index, queued: its `watch` is to be `changed`.
+    """A queue of an index's changes; `changed` is the index's `watch`.
 
-    `changed` and `tick` are for the deciding thread, the rest for the reader's.
+    The deciding thread calls `changed` and `tick`, the reader's thread the rest.
     """
 
     def __init__(self, most: int = _MOST_QUEUED) -> None:
@@ -71,9 +71,9 @@ class Feed:
         self._most = most
         self._queue: deque[_Change] = deque([None])
         self._full = False  # or closed: nothing more is queued
-        self._unlisted = True  # what is there is to be told from the start
+        self._unlisted = True  # whether the existing chunks must be listed (again)
         self._listing: Iterator[Chunk] | None = None
-        self._asleep = False  # set by the reader before it waits, cleared by whoever wakes it
+        self._asleep = False  # set by the reader before it waits, cleared by the thread that wakes it
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def __repr__(self) -> str:
@@ -82,12 +82,12 @@ class Feed:
     # -- the deciding thread
 
     def changed(self, chunk: Chunk, there: bool) -> None:
-        """A chunk is visible now, or not any more. Saying so twice does no harm."""
+        """A chunk became visible, or invisible. Reporting the same change twice is harmless."""
         if self._full:
             return
         queue = self._queue
         if len(queue) >= self._most:
-            # From here on nothing is known: whoever reads this believes in nothing, and hears it all anew later.
+            # Changes are lost from here on: subscribers discard everything, and get a new listing later.
             self._full, self._unlisted, self._listing = True, True, None
             self.overflows += 1
             queue.append(None)
@@ -103,7 +103,7 @@ class Feed:
         os.eventfd_write(self.wake, 1)
 
     def tick(self, index: Index) -> None:
-        """Once a second: go on telling what was there before the feed was, or before its queue was full."""
+        """Called once a second: continue listing the chunks that existed before the feed, or before the overflow."""
         if len(self._queue) > self._most // 2:
             return
         if self._unlisted:
@@ -121,7 +121,7 @@ class Feed:
     # -- the reader's
 
     def take(self, most: int) -> list[_Change]:
-        """The oldest changes."""
+        """Remove and return the oldest changes, at most this many."""
         taken: list[_Change] = []
         queue = self._queue
         while queue and len(taken) < most:
@@ -129,14 +129,14 @@ class Feed:
         return taken
 
     def may_sleep(self) -> bool:
-        """Whether nothing is there to take; after that, `wake` becomes readable when something is."""
+        """Whether the queue is empty; if so, `wake` becomes readable when a change arrives."""
         self._asleep = True
         if self._queue:
             self._asleep = False
         return self._asleep
 
     def close(self) -> None:
-        """When the reader is done with it."""
+        """Stop queueing, and close `wake`; called when the reader has ended."""
         self._full, self._unlisted, self._listing = True, False, None
         os.close(self.wake)
 
@@ -147,14 +147,14 @@ def _all(index: Index) -> Iterator[Chunk]:
 
 
 class Belief:
-    """What a subscriber that has read everything believes to be there: parents by key, by namespace."""
+    """What a subscriber that has read every message believes to exist: parents by key, by namespace."""
 
     def __init__(self) -> None:
         self.there: dict[Namespace, dict[bytes, bytes | None]] = {}
         self.count = 0
 
     def apply(self, changes: list[_Change], chunk_tokens: int) -> list[Event]:
-        """Take changes in; the events that tell of them."""
+        """Apply changes; returns the events that report them."""
         events: list[Event] = []
         removed = False
         for change in changes:
@@ -179,11 +179,11 @@ class Belief:
                 if not keys:
                     del self.there[namespace]
                 _add_removed(events, namespace, key)
-        # What was removed last, of all there was: one word for it, however it was told.
+        # If this removed the last chunk, one event is enough.
         return [AllBlocksCleared()] if removed and not self.count else events
 
     def listing(self, chunk_tokens: int) -> Iterator[list[Event]]:
-        """All of it as of now, a message's events at a time; `messages` of them."""
+        """Events that list everything as of now, in batches of one message; `messages` of them."""
         known = [(namespace, key, parent) for namespace, keys in self.there.items() for key, parent in keys.items()]
 
         def batches() -> Iterator[list[Event]]:
@@ -197,7 +197,7 @@ class Belief:
 
     @property
     def messages(self) -> int:
-        """How many messages tell of all of it."""
+        """The number of messages in a listing."""
         return max(1, -(-self.count // BATCH))
 
 

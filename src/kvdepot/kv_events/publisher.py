@@ -1,25 +1,25 @@
-"""What is in memory, told to routers: vLLM's KV events over ZeroMQ, so that requests go where their prefix lies.
+"""Publishes the contents of memory to routers: vLLM's KV events over ZeroMQ, for prefix-aware routing.
 
-A `Publisher` encodes and sends what a feed (kv_events/feed.py) tells, on a thread of its own. The one law: a subscriber
-that reads every message, or asks for what it missed, never believes of a chunk that it is there once that is no longer
-so, for longer than the messages take.
+A `Publisher` encodes and sends the changes of a feed (kv_events/feed.py) on a thread of its own. Invariant: a
+subscriber that reads every message, or asks for what it missed, believes in a removed chunk only for as long as the
+messages take.
 
-Keys are kvdepot's own, not hashes of vLLM's blocks: whoever routes computes them from a prompt's tokens, as
-`ChunkChain(chunk_size, derive_root())` does (protocol/keys.py; what else goes into a root or a key: `root` and `extras`
-of integrations/vllm/identity.py). A router that knows only vLLM's hashes listens to the engines instead, where the
-connector tells what it knows (integrations/vllm/events.py).
+Keys are kvdepot's own, not hashes of vLLM's blocks. A router computes them from a prompt's tokens, with
+`ChunkChain(chunk_size, derive_root())` (protocol/keys.py; for what else enters a root or a key, see `root` and `extras`
+in integrations/vllm/identity.py). A router that knows only vLLM's hashes subscribes to the engines instead, whose
+connector publishes them (integrations/vllm/events.py).
 
-A message is `[topic, seq, payload]` as vLLM's own publisher sends it (vllm/distributed/kv_events.py, 0.32): seq is 8
-bytes, big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A
-`BlockStored` names chunks that follow each other by their keys; its `token_ids` are empty, for the depot does not know
-them. A parent of None is a prompt's start, or not known. `ownership` is the namespace: the model as `kvdepot status`
-lists it, behind `TENANT/` where there are tenants; chunks of one key and two namespaces are two. Only memory is told
-of: what tiers have they remove without a word.
+A message is `[topic, seq, payload]` as in vLLM's own publisher (vllm/distributed/kv_events.py, 0.32): seq is 8 bytes,
+big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A `BlockStored`
+names consecutive chunks by their keys; its `token_ids` are empty, because the depot does not know them. A parent of
+None is a prompt's start, or unknown. `ownership` is the namespace: the model as `kvdepot status` lists it, prefixed
+with `TENANT/` if it belongs to a tenant; chunks with the same key in two namespaces are different. Only the contents of
+memory are published, because tiers do not report what they remove.
 
-Numbers begin at the nanosecond of the server's start, so a restarted server's are above all before and a subscriber
-sees a gap. Each second without an event an empty batch tells of a gap at the end. To what was missed the replay
-socket answers: 8 bytes with the first number that is wanted, sent as vLLM's subscribers do; then comes what was sent
-since, or, where that is not kept any more, `AllBlocksCleared` and all that is there, under the latest numbers.
+Sequence numbers begin at the nanosecond of the server's start, so those of a restarted server are higher, and a
+subscriber sees a gap. After each second without an event an empty batch reveals a gap at the end. The replay socket
+takes 8 bytes, the first number wanted, as vLLM's subscribers send them. It replies with everything sent since, or, if
+that is no longer kept, with `AllBlocksCleared` and a listing of all chunks, under the latest numbers.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ END = (-1).to_bytes(8, "big", signed=True)
 _LAST = (b"", END, b"")
 _KEPT_MESSAGES = 20_000
 _KEPT_BYTES = 64 << 20
-"""Messages are kept for replays up to these limits, and beyond them as many as tell of all that is there."""
+"""Limits of the messages kept for replays; as many as a full listing takes are always kept."""
 _BEAT_S = 1.0
 _GATHER_S = 0.01
 _MARGIN = 64
-"""Messages that a replay of all that is there repeats at its end, for subscribers that stop reading a replay at the
-number before the message that showed them the gap."""
+"""Messages that a full listing repeats at its end, for subscribers that stop reading a replay at the number before the
+message that revealed the gap."""
 _MOST_CONNECTIONS = 64
-"""Subscribers and replays together: each takes a descriptor."""
+"""Subscribers and replays together; each takes a descriptor."""
 _MOST_UNREAD = 1024
-"""Messages that wait for one subscriber; it asks for the others. Subscribers share the memory of one that waits."""
+"""Messages queued for one subscriber; it must ask for those beyond. Subscribers share the memory of a message."""
 _MOST_WAITING = 64
-"""Replays that wait for their turn."""
+"""Replays waiting for their turn."""
 _REPLAY_S = 10.0
-"""A replay whose reader takes nothing for so long is over."""
+"""A replay ends if its reader takes nothing for this long."""
 _AT_ONCE = 16
-"""Messages of a replay between two looks at what is new."""
+"""Messages of a replay that are sent before new changes are checked."""
 _REST = 4.0
-"""Replays rest so many times as long as they work: they must not keep the interpreter's lock from who decides."""
+"""Replays pause this many times as long as they work, so that they do not keep the GIL from the deciding thread."""
 _PAUSE_S = 0.1
-"""In the middle of a replay no rest is longer: who reads it would take it for the end. What is left is for later."""
+"""The longest pause within a replay, because a reader would take a longer one for the end. The rest follows later."""
 _RETRY_MS = 10
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Where replays are asked for: the next TCP port, or the unix socket of that name with `.replay` behind it."""
+    """The endpoint for replays: the next TCP port, or the unix socket with `.replay` appended to its name."""
     if endpoint.startswith("tcp://"):
         host, _, port = endpoint.rpartition(":")
         return f"{host}:{int(port) + 1}"
@@ -84,7 +84,7 @@ def replay_endpoint(endpoint: str) -> str:
 
 
 class _Sent:
-    """Numbers of messages, and the latest of them, kept for replays."""
+    """The sequence numbers, and the latest messages, kept for replays."""
 
     def __init__(self, kept_messages: int, kept_bytes: int) -> None:
         self._limits = kept_messages, kept_bytes
@@ -94,11 +94,11 @@ class _Sent:
 
     @property
     def first(self) -> int:
-        """The number of the oldest that is kept."""
+        """The number of the oldest message that is kept."""
         return self.last - len(self._messages) + 1
 
     def add(self, payload: bytes, listing: int) -> int:
-        """Keep a message; its number. listing: at least as many are kept as tell of all that is there."""
+        """Keep a message; returns its number. listing: messages in a full listing; more than that many are kept."""
         messages = self._messages
         messages.append(payload)
         self.last += 1
@@ -109,7 +109,7 @@ class _Sent:
         return self.last
 
     def since(self, start: int) -> list[bytes]:
-        """Messages from this number on, which is kept, or the next."""
+        """Messages from this number on; it must be that of a kept message, or the next."""
         return list(itertools.islice(self._messages, start - self.first, None))
 
 
@@ -126,9 +126,9 @@ class Publisher:
         kept_messages: int = _KEPT_MESSAGES,
         kept_bytes: int = _KEPT_BYTES,
     ) -> None:
-        """Listen; `start` publishes. guard: sets a socket's keys before it listens. Raises Unavailable.
+        """Listen; `start` begins to publish. guard: sets up a socket's keys before it listens. Raises Unavailable.
 
-        The place is the caller's (endpoints.Claim) until the context has ended.
+        The caller must hold the endpoint (endpoints.Claim) until the context has been terminated.
         """
         self._feed = feed
         self._endpoint = endpoint
@@ -137,12 +137,12 @@ class Publisher:
         self._sent = _Sent(kept_messages, kept_bytes)
         self._encode = msgspec.msgpack.Encoder().encode
         self._next_beat = 0.0
-        self._waiting: dict[bytes, int] = {}  # who asks for a replay, from which number on; oldest first
-        self._replay: Iterator[tuple[bytes, ...]] | None = None  # of the first that waits
+        self._waiting: dict[bytes, int] = {}  # replays: client -> first number wanted; oldest first
+        self._replay: Iterator[tuple[bytes, ...]] | None = None  # of the first of them
         self._unsent: tuple[bytes, ...] | None = None
         self._give_up_at = 0.0
         self._rest_until = 0.0
-        self._owed_s = 0.0  # of rest
+        self._owed_s = 0.0  # pauses still to be made
         self._connections = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvdepot-kv-events", daemon=True)
@@ -156,7 +156,7 @@ class Publisher:
         try:
             for socket, url in ((self._pub, endpoint), (self._router, replay_endpoint(endpoint))):
                 socket.setsockopt(zmq.LINGER, 200)
-                socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # what they may send us
+                socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # of incoming messages
                 guard(socket)
                 self._monitors.append(Monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
                 listen(socket, url)
@@ -168,12 +168,12 @@ class Publisher:
         return f"<Publisher at {self._endpoint}: {self._belief.count} chunks, message {self._sent.last}>"
 
     def start(self) -> None:
-        """Publish from now on."""
+        """Start to publish."""
         self._thread.start()
         log.info("KV events at %s, replays at %s", self._endpoint, replay_endpoint(self._endpoint))
 
     def close(self) -> None:
-        """Say that nothing is there any more, and end, and the feed with it. Blocks a second at most. Once."""
+        """Publish `AllBlocksCleared`, end the thread and close the feed. Blocks for a second at most. Call it once."""
         self._stopping = True
         self._feed.rouse()
         if self._thread.ident is None:
@@ -204,7 +204,7 @@ class Publisher:
                 for ready, _ in poller.poll(wait_ms):
                     self._hear(ready)
             self._publish([AllBlocksCleared()])
-        except Exception:  # the top of a thread: whoever listens hears no beat any more, and the depot goes on
+        except Exception:  # the top of a thread: subscribers see no more heartbeats, and the depot keeps working
             log.exception("KV events are no longer published")
         finally:
             self._close_sockets()
@@ -215,24 +215,24 @@ class Publisher:
         elif ready == self._feed.wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._feed.wake)
-            # What comes with the first change is told with it: a message each would have the deciding thread fight
-            # for the interpreter's lock all the time.
+            # Changes that closely follow the first one join its message, because a message for each would make the
+            # deciding thread wait for the GIL all the time.
             time.sleep(0.0 if self._stopping else _GATHER_S)
         else:
             self._count_connections()
 
     def _drain(self) -> None:
-        """Publish what is queued, in order."""
+        """Publish the queued changes, in order."""
         while not self._stopping and (changes := self._feed.take(kv_feed.BATCH)):
             events = self._belief.apply(changes, self._chunk_tokens)
             if events:
                 self._publish(events)
-            time.sleep(0)  # gives the interpreter's lock away: the deciding thread must not wait for us
+            time.sleep(0)  # release the GIL, so that the deciding thread does not wait for us
 
     def _publish(self, events: list[Event]) -> None:
         payload = self._encode((time.time(), events))
         seq = self._sent.add(payload, self._belief.messages)
-        self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload))  # drops for who does not read: a gap
+        self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload))  # dropped for slow readers, who see a gap
         self._next_beat = time.monotonic() + _BEAT_S
 
     # -- replays, one after the other
@@ -247,7 +247,7 @@ class Publisher:
                     self._waiting.setdefault(frames[0], int.from_bytes(frames[2], "big"))
 
     def _answer(self) -> None:
-        """Send a little of the replay whose turn it is, and see to its rest."""
+        """Send part of the current replay, then pause."""
         began = time.monotonic()
         if not self._waiting or began < self._rest_until:
             return
@@ -278,20 +278,20 @@ class Publisher:
                     if now < self._give_up_at:
                         self._unsent = message
                         return
-                except zmq.ZMQError as exc:  # gone
+                except zmq.ZMQError as exc:  # the client is gone
                     log.debug("replay ended: %s", exc.strerror)
             self._replay = None
             del self._waiting[who]
 
     def _messages(self, start: int) -> Iterator[tuple[bytes, ...]]:
-        """A replay's messages, as of now: what was sent from number `start` on, or all that is there."""
+        """A replay's messages, as of now: everything sent from number `start` on, or a full listing."""
         sent, belief = self._sent, self._belief
         if sent.first <= start <= sent.last + 1:
             return itertools.chain(_numbered(start, sent.since(start)), iter([_LAST]))
-        # Numbers for the listing that nobody has who asks for one, and the messages behind them once more: they end in
-        # what is there now, too.
+        # The listing reuses recent numbers, which a client that asks for one has not seen. The messages after those
+        # numbers are repeated behind it; they lead to the same state.
         last = max(sent.first + belief.messages - 1, sent.last - _MARGIN)
-        assert last <= sent.last, "fewer messages are kept than tell of all that is there"
+        assert last <= sent.last, "fewer messages are kept than a full listing takes"
         now = time.time()
         listing = (self._encode((now, events)) for events in belief.listing(self._chunk_tokens))
         again = sent.since(last + 1)

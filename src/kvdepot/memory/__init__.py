@@ -1,1 +1,1 @@
-"""Bytes in /dev/shm, their records, where each goes, and the threads that copy. Decides nothing."""
+"""Shared memory, the arena, its records and allocator, and the copy threads. It makes no decisions about chunks."""

@@ -1,9 +1,9 @@
-"""Which bytes of the arena are free. Pure arithmetic; called by core/index/index.py on the deciding thread.
+"""The allocator: which bytes of the arena are free. No I/O; called by core/index/ on the deciding thread.
 
-The one law: a request for `n` bytes succeeds whenever `n` bytes are free. Chunks of different models have
-different sizes and free each other's room in pieces, so an allocation may be several extents; it is
-one extent wherever one of a larger size class is free. Free neighbours are joined at once. Extents are multiples
-of a page, and free ones are kept by size class (powers of two), so both ways are O(1) for the usual case.
+Invariant: a request for `n` bytes succeeds whenever `n` bytes are free. Chunks of different models have different sizes
+and fragment the space, so an allocation may consist of several extents; it is one extent if one of a larger size class
+is free. Adjacent free extents are joined at once. Extents are multiples of a page, and free ones are kept by size class
+(powers of two), so allocating and freeing are O(1) in the usual case.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Allocator:
         return -(-size // PAGE) * PAGE
 
     def allocate(self, size: int) -> Extents | None:
-        """Take `size` bytes (rounded up to pages); None when fewer are free."""
+        """Allocate `size` bytes (rounded up to pages); None if fewer are free."""
         assert size > 0, size
         need = self.rounded(size)
         if need > self.free_bytes:
@@ -59,7 +59,7 @@ class Allocator:
         return tuple(taken)
 
     def free(self, extents: Extents) -> None:
-        """Give back what `allocate` returned."""
+        """Free the extents that `allocate` returned."""
         for start, length in extents:
             end = start + length
             assert self.start <= start < end <= self.end, (start, length)
@@ -75,7 +75,7 @@ class Allocator:
             self._insert(start, end - start)
 
     def occupy(self, taken: Iterable[tuple[int, int, int]]) -> None:
-        """Take extents `(offset, bytes, whatever)`, in rising order and apart, of a space that is all free. O(n)."""
+        """Allocate these extents `(offset, bytes, ignored)`: ascending, disjoint; all must still be free. O(n)."""
         assert self.free_bytes == self.capacity
         self._forget_all()
         at = self.start
@@ -93,15 +93,15 @@ class Allocator:
         self.free_bytes = 0
 
     def _take(self, need: int) -> tuple[int, int]:
-        """Take out a free extent of at least `need` bytes, or else one of the largest."""
-        # popitem, not iteration: stepping over a dict's deleted entries again and again would be O(n).
+        """Remove and return a free extent of at least `need` bytes, or else one of the largest size class."""
+        # popitem, because iterating skips a dict's deleted entries each time, which would be O(n).
         classes = self._by_class
         own = need.bit_length()
         if classes[own]:
             start, _ = classes[own].popitem()
             if self._starts[start] >= need:
                 return self._forget(start)
-            classes[own][start] = None  # sizes in this class lie on both sides of `need`: one look, no search
+            classes[own][start] = None  # this class has sizes below and above `need`: try one, do not search
         for level in (*range(own + 1, len(classes)), *range(own, -1, -1)):
             if classes[level]:
                 return self._forget(classes[level].popitem()[0])
@@ -124,7 +124,7 @@ class Allocator:
         self._forget(start)
 
     def validate(self) -> None:
-        """Raise AssertionError unless the free extents are disjoint, joined and add up."""
+        """Raise AssertionError unless the free extents are disjoint, joined, and add up to `free_bytes`."""
         previous_end = -1
         total = 0
         for start, length in sorted(self._starts.items()):

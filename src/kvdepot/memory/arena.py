@@ -1,10 +1,10 @@
-"""The memory that holds the chunks: one named shared-memory file. Made by the server, written by memory/copier.py.
+"""The arena: the named shared-memory file that holds the chunks. The server creates it; copy and tier threads write it.
 
-The one law: never a byte larger than asked, and no page is touched that the kernel has not given us. What lies where in
-the file: memory/arena_header.py.
+Invariants: the file is never larger than requested, and no page is touched before the kernel has allocated it.
+memory/arena_header.py describes the file's contents.
 
-A server that finds a file of its name takes it over with all that is in it, once the lock on it is free. It refuses
-a file it does not understand: removing somebody's data is the user's to decide.
+A server that finds a file of that name takes it over with its contents, once its lock is free. It refuses a file that
+it does not understand, because only the user may decide to remove it.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ _LOCK_WAIT_S = 0.3
 
 
 def _table_bytes(size: int) -> int:
-    """Bytes of the table in an arena of `size` bytes: whole pages."""
+    """Bytes of the table of records in an arena of `size` bytes, in whole pages."""
     return -(-size // ARENA_BYTES_A_SLOT * SLOT_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def smallest_arena() -> int:
-    """Bytes of an arena that holds a chunk of one page."""
+    """Size in bytes of an arena that holds one chunk of one page."""
     return HEADER_BYTES + mmap.PAGESIZE + CHUNKS_OFFSET + mmap.PAGESIZE
 
 
 class Arena:
-    """A named file of `size` bytes in /dev/shm, locked for this process as long as it lives."""
+    """A named file of `size` bytes in /dev/shm, locked by this process as long as it lives."""
 
     def __init__(self, name: str, size: int, boot: bytes) -> None:
-        """Create the file, or take over the one a dead server left.
+        """Create the file, or take over the one that a dead server left.
 
-        Raises ArenaError when a living server owns it, it is not ours, or /dev/shm is too small.
+        Raises ArenaError if a running server owns it, it is not ours, or /dev/shm is too small.
         """
         self.name = name
         self.size = size
         self.path = shm.shm_path(name)
         self.secret = os.urandom(SECRET_BYTES)
-        """By which clients tell that this server can write here (protocol/handshake.py)."""
+        """Proves to clients that this server can write the arena (protocol/handshake.py)."""
         self.taken_over = False
         self.whole = 0
-        """Bytes from the start that the last server's file still had when we took it over."""
-        # Linux closes a dead process's descriptors from the lowest number up, and ends their files the other way round.
-        # So the lock is free only when every driver has ended what it did for us, as long as the file is open under no
-        # number higher than a driver's: it is opened at the start, and must not be duplicated later.
+        """Bytes from the start that the previous server's file still had when we took it over."""
+        # Linux closes a dead process's descriptors in ascending order, but releases their files in reverse. The lock
+        # must become free only after every driver has stopped its work for us, so the arena's descriptor must have a
+        # lower number than any driver's: it is opened first, and must not be duplicated later.
         self._fd = self._open()
         try:
             self.header = self._claim(boot)
@@ -70,7 +70,7 @@ class Arena:
         self.address = self.bytes.ctypes.data
         shm.advise_huge(self.address, size)
         shm.do_not_fork(self.address, size)
-        self.populated = HEADER_BYTES  # bytes from the start that have memory; written by one thread
+        self.populated = HEADER_BYTES  # bytes from the start that are allocated; written by one thread
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -90,8 +90,8 @@ class Arena:
             raise ArenaError(str(exc)) from exc
 
     def _claim(self, boot: bytes) -> Header:
-        """Lock the file, bring it to its size, and say what its header must be."""
-        deadline = time.monotonic() + _LOCK_WAIT_S  # a client that looks whether we live holds it for an instant
+        """Lock the file, give it its size, and write and return its header."""
+        deadline = time.monotonic() + _LOCK_WAIT_S  # a client that checks whether we live locks it for an instant
         while not locks.lock(self._fd):
             if time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -110,7 +110,7 @@ class Arena:
                 f"{room / 2**30:.2f} GiB free; lower --arena-gib or enlarge {shm.SHM}"
             )
         if found is None:
-            os.ftruncate(self._fd, 0)  # a server died before it had begun: nothing in there is to be trusted
+            os.ftruncate(self._fd, 0)  # a server died before it had written the header: trust none of the contents
             os.ftruncate(self._fd, self.size)
             return self._write_header(Header(self.size, _table_bytes(self.size), boot))
         self.whole = min(found.size, os.fstat(self._fd).st_size)
@@ -119,7 +119,7 @@ class Arena:
                 f"{self.path} is truncated, or the requested size is too small for its contents "
                 f"({self.whole} bytes, {self.size} requested): raise --arena-gib or remove the file"
             )
-        # Until `settle`, the header says how far the bytes in there are the old ones: should we die before.
+        # In case we die before `settle`, the header gives the size of the old contents.
         header = self._write_header(found._replace(size=min(self.whole, self.size), boot=boot))
         os.ftruncate(self._fd, self.size)
         return header
@@ -129,7 +129,7 @@ class Arena:
             return mmap.mmap(self._fd, self.size)
         except OSError as exc:
             if not self.taken_over:
-                self.path.unlink(missing_ok=True)  # made a moment ago, and ours: we hold its lock
+                self.path.unlink(missing_ok=True)  # just created, and ours: we hold its lock
             raise ArenaError(
                 f"an arena of {self.size / 2**30:.2f} GiB cannot be mapped: {exc.strerror}; lower --arena-gib or raise "
                 "`ulimit -v`"
@@ -138,28 +138,28 @@ class Arena:
     def _write_header(self, header: Header) -> Header:
         try:
             os.pwrite(self._fd, self.secret, SECRET_OFFSET)
-            os.pwrite(self._fd, header.pack(), 0)  # not through the mapping: without memory that would be a SIGBUS
+            os.pwrite(self._fd, header.pack(), 0)  # not through the mapping: if memory is full, that raises SIGBUS
         except OSError as exc:
             raise ArenaError(f"arena {self.path} cannot be written: {exc.strerror}") from exc
         return header
 
     def settle(self) -> None:
-        """What was in the file has been taken over: from now on all of it counts."""
+        """Set the header's size to the new one, once the old contents have been taken over."""
         self.header = self._write_header(self.header._replace(size=self.size))
 
     def is_lost(self) -> bool:
-        """Whether the name no longer leads to our file, so that no new client can find it.
+        """Whether the name no longer leads to our file, so that new clients cannot find it.
 
-        Nothing gives it back: Linux links no file anew whose last name is gone.
+        This cannot be repaired: Linux does not allow a file to be linked again once its last name is gone.
         """
         return self._fd >= 0 and not locks.leads_to(self.path, self._fd)
 
     def table(self) -> memoryview:
-        """The memory of the table of records."""
+        """The table of records, mapped."""
         return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + self.header.table_bytes]
 
     def read_table(self) -> bytearray:
-        """What the table holds, read so that pages never written are given no memory."""
+        """The contents of the table; reading them allocates no memory for pages that were never written."""
         return self.header.read_table(self._fd)
 
     def ensure_table(self, offset: int, size: int) -> bool:
@@ -167,7 +167,7 @@ class Arena:
         return self.ensure(HEADER_BYTES + offset, size)
 
     def start_populating(self) -> None:
-        """Give the pages memory in the background, from the start: a first touch costs 30 times a copy."""
+        """Start to allocate the pages in the background, because first touching a page costs 30 times a copy."""
         self._thread = threading.Thread(target=self._populate, name="kvdepot-populate", daemon=True)
         self._thread.start()
 
@@ -175,16 +175,16 @@ class Arena:
         while self.populated < self.size and not self._stop.is_set():
             step = min(_STEP, self.size - self.populated)
             if not shm.populate(self.address + self.populated, step):
-                return  # /dev/shm is full: `ensure` tells whoever needs these pages
+                return  # /dev/shm is full; `ensure` will fail for these pages
             self.populated += step
 
     def ensure(self, offset: int, size: int) -> bool:
-        """Make sure that a range has memory before it is written; False when there is none. Any thread."""
+        """Allocate the pages of a range before it is written; False if memory is full. Any thread."""
         start = offset - offset % mmap.PAGESIZE
         return offset + size <= self.populated or shm.populate(self.address + start, offset + size - start)
 
     def close(self, remove: bool = True) -> None:
-        """Stop populating, unmap, and remove the file (the lock goes with it). Safe twice."""
+        """Stop populating, remove the file if `remove`, and close it, which releases the lock. May be called twice."""
         if self._fd < 0:
             return
         self._stop.set()
@@ -196,6 +196,6 @@ class Arena:
         self._fd = -1
 
     def remove(self) -> None:
-        """Remove the file, unless another one lies there now. It stays locked until `close`, or our end."""
+        """Remove the file, unless another one has taken its name. It stays locked until `close` or our end."""
         if not self.is_lost():
             self.path.unlink(missing_ok=True)

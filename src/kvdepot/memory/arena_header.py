@@ -1,12 +1,11 @@
-"""An arena's file as others than its server see it: the header that says what it is, and whether its server lives.
+"""The header of an arena's file, and a client's check whether the arena's server lives.
 
-Used by memory/arena.py, cli/check_arena.py and the client, which imports no more than it must. The one law: nothing
-here needs the arena's memory.
+Used by memory/arena.py, cli/check_arena.py and the client, so it imports little. Nothing here maps the arena.
 
-    page 0               the header: what this file is
-    table_bytes          one record a sealed shard (memory/records.py): what the next server needs to know
+    page 0               the header
+    table_bytes          one record per sealed shard (memory/records.py), for the next server
     64 bytes             see CHUNKS_OFFSET
-    the rest             chunks; `memory/allocator.py` decides where
+    the rest             chunks, allocated by memory/allocator.py
 
     header, offset  0, 8 bytes    magic
             offset  8, uint32     format version
@@ -14,7 +13,7 @@ here needs the arena's memory.
             offset 16, uint64     file size in bytes
             offset 24, uint64     table_bytes
             offset 32, 8 bytes    boot id of the server that owns it now
-            offset 64, 32 bytes   secret of that server, new with each boot id; not part of the sum (handshake.py)
+            offset 64, 32 bytes   secret of that server, new with each boot id; not covered by the CRC (handshake.py)
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ __all__ = ["CHUNKS_OFFSET", "HEADER_BYTES", "MAGIC", "SECRET_OFFSET", "Header", 
 
 HEADER_BYTES = mmap.PAGESIZE
 CHUNKS_OFFSET = 64
-"""How far behind a page's start chunks begin: as far as KV does in the files that torch makes.
+"""Offset of the chunks from the start of a page; the same as that of KV in torch's shared-memory files.
 
-Copying to an address a little ahead of the source modulo 4096 is 4 times as slow (the processor takes each load
-for one of the store before it); with equal offsets neither direction is.
+A copy to an address slightly above the source, modulo 4096, is 4 times as slow (4K aliasing: the CPU takes each load
+for a dependency of the preceding store); with equal offsets both directions are fast.
 """
 MAGIC = shm.ARENA_MAGIC
 VERSION = 2
@@ -59,7 +58,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, fd: int, path: object) -> Header | None:
-        """The header of an arena's file; None where nobody has begun to write one. Raises ArenaError."""
+        """Read the header of an arena's file; None if none was written yet. Raises ArenaError if it is not valid."""
         data = os.pread(fd, _HEADER.size, 0)
         if not data.strip(b"\0"):
             return None
@@ -75,40 +74,40 @@ class Header(NamedTuple):
         if header.pack() != data:
             raise ArenaError(
                 f"the header of {path} is damaged: remove the file (`kvdepot check --fix` does; its chunks are "
-                "recomputed when they are asked for)"
+                "recomputed on demand)"
             )
         return header
 
     @staticmethod
     def is_damaged(fd: int) -> bool:
-        """Whether this is an arena of our format with something wrong in its header."""
+        """Whether this is an arena of our format; for one whose header `read` refuses."""
         return os.pread(fd, 12, 0) == MAGIC + VERSION.to_bytes(4, "little")
 
     def read_table(self, fd: int) -> bytearray:
-        """What the table holds, up to where the file ends; pages that were never written are given no memory."""
+        """The contents of the table, up to the file's end; allocates no memory for pages that were never written."""
         data = bytearray(self.table_bytes)
         done = 0
         with memoryview(data) as left:
-            while read := os.preadv(fd, [left[done:]], HEADER_BYTES + done):  # Linux reads 2 GiB at once at most
+            while read := os.preadv(fd, [left[done:]], HEADER_BYTES + done):  # Linux reads at most 2 GiB at once
                 done += read
         del data[done:]
         return data
 
     @property
     def chunks_start(self) -> int:
-        """Where chunks begin."""
+        """Offset of the first chunk in the file."""
         return HEADER_BYTES + self.table_bytes + CHUNKS_OFFSET
 
 
 class Watch:
-    """A client's view of an arena: tells whether the server of one boot still lives.
+    """A client's view of an arena: tells whether the server with one boot id still lives.
 
-    secret: what that server keeps there, where only its own user can read it.
+    secret: that server's secret, which only its own user can read.
     """
 
     def __init__(self, name: str, boot: bytes) -> None:
-        """Raises LayoutError when the file cannot be seen from here or others may read it, Unavailable when it is no
-        arena that a living server of this boot owns, Busy without descriptors."""
+        """Raises LayoutError if the file is not visible here or others can open it, Unavailable if it is not an arena
+        owned by a running server with this boot id, Busy if there are no free descriptors."""
         self._boot = boot
         self._fd = shm.open_shared(name, os.O_RDONLY)
         try:
@@ -125,14 +124,14 @@ class Watch:
             raise
 
     def is_gone(self) -> bool:
-        """True once that server can touch no memory any more: its lock is free, or another boot holds it."""
+        """Whether that server can no longer touch any memory: its lock is free, or a server with another boot id holds
+        it."""
         if self._fd < 0 or not locks.is_locked(self._fd):
             return True
         head = os.pread(self._fd, _HEADER.size, 0)
         return head[:8] == MAGIC and head[-8:] != self._boot and len(head) == _HEADER.size
 
     def close(self) -> None:
-        """Safe twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

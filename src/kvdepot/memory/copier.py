@@ -1,15 +1,15 @@
-"""Copy threads: they move KV bytes between the mapped tensors of workers and the arena, and report back.
+"""Copy threads: they move KV bytes between the mapped tensors of workers and the arena, and report the outcome.
 
-The server gives tasks; how bytes move is the device's (`Mapped`, one subclass a kind of device, in `devices/`). Each
-device has lanes of its own, so that no copy waits for another's bus. The one law: it decides nothing. It copies what
-a task says, and says whether every byte arrived.
+The server's loop submits tasks; each kind of device (`devices/`) has a subclass of `Mapped` that moves the bytes. Each
+device has lanes of its own, so that no copy waits for another device's bus. Copy threads decide nothing: they execute a
+task, and report whether every byte arrived.
 
-A chunk lies in the arena segment by segment, and its extents are filled in order (protocol/layout.py,
+A chunk is stored in the arena segment by segment, and its extents are filled in order (protocol/layout.py,
 memory/allocator.py):
 
     logical bytes of a chunk     [seg 0: block 0..n-1][seg 1: block 0..n-1] ...
     segment s                    [n * before(s), n * before(s) + n * size(s))      before = sizes of earlier segments
-    extents                      [0, len 0)[len 0, len 0 + len 1) ...              cut anywhere, at page multiples
+    extents                      [0, len 0)[len 0, len 0 + len 1) ...              cut at any multiple of a page
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Ids = npt.NDArray[np.intp]
 
 
 class Memory(Protocol):
-    """What copies need of the arena (arena.Arena)."""
+    """The part of `arena.Arena` that copies use."""
 
     bytes: Bytes
 
@@ -50,31 +50,31 @@ class Memory(Protocol):
 
 @dataclass(slots=True)
 class CopyPiece:
-    """One chunk of one rank: its place in the arena and its blocks; the first `skip` blocks stay as they are."""
+    """One chunk of one rank: its extents in the arena and its blocks; the first `skip` blocks are not written."""
 
     extents: Extents
     block_ids: Ids
     skip: int = 0
     summed: bool = False
-    """Whether its checksum is wanted."""
+    """Whether to compute its checksum."""
 
 
 class Mapped(ABC):
-    """A worker's paged KV tensors as this process reaches them: what every device must give.
+    """A worker's paged KV tensors, mapped in this process; each kind of device has a subclass.
 
-    Used by copy threads, several at a time; `close` alone when no copy is under way.
+    Several copy threads use it at once; `close` is called only when no copy is in progress.
     """
 
     layout: Layout
     task_bytes: int
-    """A copy task is about this long: enough that handing it over costs little of it."""
+    """Approximate bytes of one copy task: large enough to make the cost of handing it over negligible."""
 
     def lane(self, is_store: bool) -> str:
-        """Whose turn a copy must await; copies of the empty lane go loads first."""
+        """The lane whose threads run a copy; the empty one is the CPU's."""
         return ""
 
     def whole(self) -> bool:
-        """Whether the tensors can still be touched."""
+        """Whether all of the tensors' memory is still there, so that touching it is safe."""
         return True
 
     @abstractmethod
@@ -83,15 +83,15 @@ class Mapped(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give them up, and all that was taken for their sake. Safe twice."""
+        """Unmap them and release everything that was acquired for them. May be called twice."""
 
 
 @dataclass(slots=True)
 class Copy:
-    """Copy `pieces` between `mapped` and the arena. `token` is the caller's and comes back with the outcome.
+    """Copy `pieces` between `mapped` and the arena. `token` is reported with the outcome.
 
-    A store checks the client's `fence` after its last byte: raised to `ticket` or beyond, it has failed. The outcome is
-    one checksum a piece, of the arena's bytes (0 where none is wanted), or None when it failed.
+    A store reads the client's `fence` after its last byte, and fails if that is `ticket` or higher. The outcome is one
+    checksum per piece, of the arena's bytes (0 if not requested), or None if the copy failed.
     """
 
     token: Any
@@ -101,7 +101,7 @@ class Copy:
     fence: Callable[[], int] | None = None
     ticket: int = 0
     whole: Callable[[], bool] | None = None
-    """`mapped.whole`, or what remembers its answer for all tasks of one operation: asking costs a call a file."""
+    """`mapped.whole`, or a function that caches its result for all tasks of one operation (one system call a file)."""
 
 
 @dataclass(slots=True)
@@ -111,13 +111,13 @@ class Call:
     token: Any
     run: Callable[[], Any]
     lane: str = ""
-    """Whose threads it may keep."""
+    """The lane whose threads run it."""
 
 
 class Copier:
-    """Copy threads. Outcomes are handed to `report(token, outcome)` on a copy thread.
+    """The copy threads. They call `report(token, outcome)`.
 
-    The outcome of a Copy is told there; that of a Call is its value, or the KVDepotError it raised.
+    `Copy` describes its outcome; that of a `Call` is its value, or the KVDepotError it raised.
     """
 
     def __init__(self, arena: Memory, threads: int, report: Callable[[Any, Any], None]) -> None:
@@ -127,20 +127,20 @@ class Copier:
 
     @property
     def threads(self) -> int:
-        """Those that copy from and to the processor's own memory."""
+        """The number of threads that copy from and to CPU memory."""
         return len(self.lanes[""].threads)
 
     def submit(self, task: Copy | Call) -> None:
-        """Queue a task; the deciding thread, which alone calls this, bounds how many there are."""
+        """Queue a task. Only the deciding thread calls this; it limits how many there are."""
         name = task.mapped.lane(task.is_store) if isinstance(task, Copy) else task.lane
         lane = self.lanes.get(name)
         if lane is None:
-            # Two: while one waits for the bus, the other says what it is to do next.
+            # Two threads: while one waits for the bus, the other prepares the next copy.
             lane = self.lanes[name] = Lane(name, 2, self._run)
         lane.put(task)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Finish what is queued, then end the threads. Blocks until they have; False where some hang."""
+        """Finish the queued tasks, then end the threads. Blocks; False if some have not ended at the timeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for lane in self.lanes.values():
             lane.stop()
@@ -159,7 +159,7 @@ class Copier:
             log.exception("a copy task failed")
             outcome = None
         token = task.token
-        del task  # its mapping must be free to close once the outcome is known
+        del task  # it refers to the mapping, which may be closed once the outcome is known
         self._report(token, outcome)
 
 
@@ -185,19 +185,19 @@ class Lane:
             self._ready.notify()
 
     def stop(self) -> None:
-        """Run what is queued, then end; `join` waits for that."""
+        """End the threads after the queued tasks; `join` waits for them."""
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
 
     def join(self, deadline: float | None) -> bool:
-        """Whether all threads have ended. Blocks until they have, or until the deadline (of time.monotonic)."""
+        """Whether all threads have ended. Blocks until then, or until the deadline (of time.monotonic)."""
         for thread in self.threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self.threads)
 
     def take(self) -> Copy | Call | None:
-        """The next task; waits for one. None: there are no more."""
+        """The next task; blocks until there is one. None: there will be no more."""
         with self._ready:
             while not (self.loads or self.stores or self._stopping):
                 self._ready.wait()
@@ -208,11 +208,11 @@ class Lane:
     def _run(self) -> None:
         while (task := self.take()) is not None:
             self._run_task(task)
-            task = None  # its mapping must be free to close while we wait for the next
+            task = None  # it refers to the mapping, which may be closed while we wait for the next task
 
 
 def copy(arena: Memory, task: Copy) -> list[int] | None:
-    """Run one task; its outcome. Blocks while the bytes move. Raises DeviceError."""
+    """Run one task; returns its outcome. Blocks while the bytes move. Raises DeviceError."""
     if not (task.whole or task.mapped.whole)():
         log.warning("a client truncated its shared memory: copy skipped")
         return None
@@ -225,7 +225,7 @@ def copy(arena: Memory, task: Copy) -> list[int] | None:
         checksum(arena.bytes, piece.extents, block_bytes * len(piece.block_ids)) if piece.summed else 0
         for piece in task.pieces
     ]
-    # Read after the last byte: whoever raised the fence before that may have reused the blocks.
+    # The fence is read after the last byte: a client that raised it before may already reuse the blocks.
     return sums if task.fence is None or task.fence() < task.ticket else None
 
 
@@ -238,7 +238,7 @@ def checksum(memory: Bytes, extents: Extents, size: int) -> int:
 
 
 def views(memory: Bytes, extents: Extents, start: int, size: int) -> list[Bytes]:
-    """The arena's bytes under a chunk's logical bytes `[start, start + size)`, in order."""
+    """The arena's bytes for a chunk's logical bytes `[start, start + size)`, in order."""
     if len(extents) == 1:
         offset = extents[0][0] + start
         return [memory[offset : offset + size]]

@@ -1,11 +1,10 @@
-"""What survives the server's process: one record a sealed shard, and one a namespace, in the arena's own file.
+"""Records that survive the server's process, in the arena's file: one per sealed shard, and one per namespace.
 
-Written by core/index/ on the deciding thread; read by core/index/recovery.py when a server takes an arena over,
-and by cli/check_arena.py. The one law: a shard's record stands only while its bytes are whole. It is written after the
-last byte has arrived and erased before the first byte can be overwritten, so whatever kills the server, what is
-recorded is true.
+Written by core/index/ on the deciding thread; read by core/index/recovery.py when a server takes an arena over, and by
+cli/check_arena.py. Invariant: a shard has a record only while its bytes are complete. It is written after the last byte
+has arrived and erased before the first byte can be overwritten, so the records are true whenever the server dies.
 
-The table is an array of slots. A record is msgpack, cut over as many slots as it needs (one, for most):
+The table is an array of slots. A record is msgpack, split over as many slots as it needs (usually one):
 
     offset  0, uint32   CRC-32 of the rest of the slot
     offset  4, uint32   number of the next slot of this record; 0xFFFFFFFF: this is the last
@@ -13,9 +12,9 @@ The table is an array of slots. A record is msgpack, cut over as many slots as i
     offset  9, uint8    bytes of the record in this slot
     offset 10           those bytes
 
-The first slot is written last and erased first. A slot that was being written when the server died has a wrong sum.
+The first slot is written last and erased first. A slot that was being written when the server died has a wrong CRC.
 
-The table has a slot for each 16 KiB of the arena; real chunks are far larger. Without a free slot a chunk is used
+The table has a slot for each 16 KiB of the arena; real chunks are far larger. A shard that finds no free slot is used
 like any other, but does not survive the server (`Index.unrecorded`).
 """
 
@@ -42,11 +41,11 @@ _ROOM = 118
 _LAST = 0xFFFFFFFF
 _FREE, _FIRST, _FURTHER = 0, 1, 2
 _STEP = 512
-"""Slots that get memory at once."""
+"""Slots whose pages are allocated at once."""
 
 
 class NamespaceRecord(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=False):
-    """What makes chunks' bytes mean the same; see core/index/chunk.py. `number` is how shards name it."""
+    """A namespace; see core/index/chunk.py. Records of shards refer to it by `number`."""
 
     number: int
     tenant: str
@@ -60,7 +59,7 @@ class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False)
     """One sealed shard.
 
     parent, position: as in core/index/chunk.py (empty, 0: loose). extents: as in memory/allocator.py.
-    size: bytes of KV in them. serial: shards sealed before this one. checksum: of the KV; 0 = none was made.
+    size: bytes of KV in them. serial: running number of its seal. checksum: of the KV; 0 = none was computed.
     salt, born: as in core/index/chunk.py.
     """
 
@@ -85,24 +84,24 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 @dataclass
 class Contents:
-    """What a table holds: whole records with their slots, and the slots that belong to none."""
+    """The contents of a table: complete records with their first slots, and the slots that belong to none."""
 
     records: list[tuple[int, Record]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
 
 
 class Records:
-    """The table in `memory` (a whole number of slots). Not thread-safe: the deciding thread's."""
+    """The table in `memory` (a whole number of slots). Not thread-safe; the deciding thread owns it."""
 
     def __init__(self, memory: memoryview, ensure: Callable[[int, int], bool] = lambda offset, size: True) -> None:
-        """ensure: make sure that bytes `[offset, offset + size)` of `memory` can be written; False where they can't."""
+        """ensure(offset, size): make sure that these bytes of `memory` can be written; False if they cannot."""
         self._memory = memory
         self._ensure = ensure
         self.capacity = len(memory) // SLOT_BYTES
         self._free: list[int] = []
         self._fresh = 0  # slots from here on were never used
-        self._ready = 0  # slots up to here have memory
-        self._further: dict[int, list[int]] = {}  # first slot -> the others, where there are any
+        self._ready = 0  # slots before this one are allocated
+        self._further: dict[int, list[int]] = {}  # first slot -> the others, for records with several
 
     def __repr__(self) -> str:
         return f"<Records {self.used} of {self.capacity} slots>"
@@ -113,7 +112,7 @@ class Records:
         return self._fresh - len(self._free)
 
     def write(self, record: Record) -> int | None:
-        """Add a record; its slot, or None when there is no room for it."""
+        """Add a record; returns its first slot, or None if there is no room for it."""
         data = _encode(record)
         slots = [slot for _ in range(0, len(data), _ROOM) if (slot := self._take()) is not None]
         if len(slots) * _ROOM < len(data):
@@ -131,7 +130,7 @@ class Records:
         return slots[0]
 
     def erase(self, slot: int | None) -> None:
-        """Remove the record that `write` put at this slot; None: there is none."""
+        """Remove the record that `write` put at this slot; None: do nothing."""
         if slot is None:
             return
         for each in (slot, *self._further.pop(slot, ())):
@@ -153,11 +152,11 @@ class Records:
         return self._fresh - 1
 
     def read(self, data: bytes | bytearray | None = None) -> Contents:
-        """All records of a table that another server wrote, of which this one knows nothing yet.
+        """Read all records of a table that an earlier server wrote. Call it before anything is written.
 
-        data: the table's bytes, where the caller can read them without touching memory that was never written; up to
-            the last whole slot, where they are cut off.
-        Slots that belong to no whole record are wiped and free.
+        data: the table's bytes, if the caller can read them without touching pages that were never written; they may be
+            truncated.
+        Wipes and frees the slots that do not belong to a complete record.
         """
         data = bytes(self._memory) if data is None else data
         contents = Contents()
@@ -195,7 +194,7 @@ class Records:
 
 
 def _follow(data: bytes | bytearray, slot: int, end_slot: int) -> tuple[bytes, list[int]]:
-    """What a record holds from its second slot on, and which slots that is; none where they do not lead to its end."""
+    """The rest of a record from its second slot on, and these slots; no slots if they do not lead to its end."""
     text = b""
     slots: list[int] = []
     while slot < end_slot and len(slots) < end_slot:

@@ -1,20 +1,20 @@
 """Files in /dev/shm.
 
-Used by the server (arena, mapping clients' tensors) and the client (its lease). Who owns a file locks it as long as it
-lives (locks.py). A child that a process forks gets neither descriptor nor mapping: a lease is held open by its mapping
-alone, which no fork inherits (MADV_DONTFORK), and a server's descriptors are closed in what Python forks.
+Used by the server (arena, mapping clients' tensors) and the client (its lease). The owner of a file locks it as long as
+it lives (locks.py). A forked child inherits neither: a lease is held open by its mapping alone, which a fork does not
+inherit (MADV_DONTFORK), and a server's descriptors are closed in the processes that Python starts.
 
 A **lease** is a client's page of shared memory:
 
     offset 0, uint64     fence: stores whose ticket is <= this number must not become visible
-    offset 8, 16 bytes   secret: whoever says hello with this lease must prove to know it (protocol/handshake.py)
-    offset 24, uint8     left: 1 once the client has closed its connection; of who was killed or crashed it stays 0
+    offset 8, 16 bytes   secret: the client of this lease must prove that it knows it (protocol/handshake.py)
+    offset 24, uint8     left: 1 once the client has closed its connection; stays 0 if it was killed or crashed
 
-The names of leases can be seen by every user of the host, the page only by its own; so the secret proves, over a TCP
-port that any user can reach, that a client is of this user.
+Every user of the host can see the names of leases, but only the owner can read the page. So the secret proves that a
+client belongs to this user, even over a TCP port that any user can reach.
 
-A client raises its fence before it lets the engine reuse blocks that a store may still be reading. The server reads
-the fence after it has copied and before it seals: a copy that ended before the fence rose is whole.
+A client raises its fence before it lets the engine reuse blocks that a store may still be reading. The server reads the
+fence after it has copied and before it seals, so a copy that is sealed ended before the fence was raised.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 _LEASE = "kvdepot-card-"
 ARENA_MAGIC = b"kvdepot\0"
-"""How every arena begins (memory/arena.py)."""
+"""The first bytes of every arena (memory/arena_header.py)."""
 _SECRET = slice(8, 24)
 _LEFT = 24
 _MAKING_S = 60.0
-"""A file under a hidden name that is older than this has no owner who is about to show it."""
+"""A file that has had a hidden name for longer than this was left by a dead process."""
 SECRET_BYTES = 16
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
@@ -65,18 +65,18 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def shm_path(name: str) -> Path:
-    """The file of a shared-memory name. Raises LayoutError for what is no plain name."""
+    """The path of a shared-memory file. Raises LayoutError if the name is not a plain file name."""
     if not _NAME.fullmatch(name) or name in {".", ".."}:
         raise LayoutError(f"{name[:64]!r} is not the name of a shared-memory file")
     return SHM / name
 
 
 def open_shared(name: str, flags: int = os.O_RDWR) -> int:
-    """Open a shared-memory file of this user. Raises LayoutError for anything else, Busy where the system is short of
-    descriptors; the caller closes."""
+    """Open a shared-memory file of this user; the caller closes it. Raises LayoutError for anything else, Busy if there
+    are no free descriptors."""
     path = shm_path(name)
     try:
-        # Without O_NONBLOCK a pipe that lies there would hold us up until somebody writes to it.
+        # Without O_NONBLOCK, opening a named pipe would block until another process opens it for writing.
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as exc:
         raise _failed(f"shared memory {name} cannot be opened", exc) from exc
@@ -88,16 +88,16 @@ def open_shared(name: str, flags: int = os.O_RDWR) -> int:
 
 
 def _failed(what: str, exc: OSError) -> KVDepotError:
-    """An open or a mapping that failed: Busy when it may succeed later, for others have left."""
+    """The error for a failed open or mapping: Busy if it may succeed later, when other clients have left."""
     kind = Busy if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else LayoutError
     return kind(f"{what}: {exc.strerror}")
 
 
 def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
-    """Map `size` bytes of an engine's file, readable and writable; the mapping and the file, the caller's to close.
+    """Map `size` bytes of an engine's file, readable and writable. Returns mapping and descriptor; the caller closes.
 
-    Raises LayoutError when it is smaller, or no file for KV tensors: a copy into an arena or a lease would write
-    what kvdepot itself relies on. Raises Busy where the system is short of descriptors or address space.
+    Raises LayoutError if the file is smaller, or is an arena or a lease: a copy into those would overwrite kvdepot's
+    own state. Raises Busy if there are no free descriptors or address space.
     """
     if _LEASE in name:
         raise LayoutError(f"shared memory {name} is a client's lease, not KV tensors")
@@ -118,38 +118,38 @@ def map_shared(name: str, size: int) -> tuple[mmap.mmap, int]:
 
 
 def populate(address: int, size: int) -> bool:
-    """Give every page of a mapped range memory now; False where there is none left.
+    """Allocate every page of a mapped range now; False if memory is full.
 
-    Blocks (about 3 s a GiB the first time) without the GIL. A page that could not be had would otherwise
-    kill the process with SIGBUS at the first touch.
+    Blocks without the GIL (about 3 s per GiB the first time). Otherwise, touching a page that cannot be allocated would
+    kill the process with SIGBUS.
     """
     return bool(_libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0)
 
 
 def advise_huge(address: int, size: int) -> None:
-    """Ask for huge pages; the kernel may say no."""
+    """Ask for huge pages; the kernel may refuse."""
     _libc.madvise(address, size, _MADV_HUGEPAGE)
 
 
 def do_not_fork(address: int, size: int) -> None:
-    """Keep a mapping, and with it the open file and its lock, out of processes that this one forks."""
+    """Do not let forked processes inherit a mapping, and with it the open file and its lock."""
     _libc.madvise(address, size, _MADV_DONTFORK)
 
 
 class Lease:
-    """The client's side: makes the page, holds its lock, raises the fence. Close removes it.
+    """The client's side: creates the page, holds its lock, raises the fence, and removes the page when closed.
 
-    In a process that the client's forks it is nobody's: it does nothing there.
+    In a forked child it does nothing.
     """
 
     def __init__(self) -> None:
-        """Raises ArenaError, with nothing left behind."""
+        """Raises ArenaError, and then leaves nothing behind."""
         self._owner = os.getpid()
         self._address = 0
         self.name = f"{_LEASE}{os.urandom(8).hex()}"
         self.secret = os.urandom(SECRET_BYTES)
         path = SHM / self.name
-        hidden = path.with_name(f".{self.name}")  # see `is_being_made`: locked before anyone can take it for stale
+        hidden = path.with_name(f".{self.name}")  # until it is locked, so that nobody takes it for stale
         fd = -1
         try:
             fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -174,7 +174,7 @@ class Lease:
 
     @staticmethod
     def _map(fd: int) -> int:
-        """Not Python's mmap, which keeps a descriptor of its own."""
+        """Map the page with libc, because Python's mmap keeps a descriptor of its own."""
         address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -193,12 +193,12 @@ class Lease:
         return self._address != 0 and os.getpid() == self._owner
 
     def raise_fence(self, ticket: int) -> None:
-        """From now on no store with a ticket up to this one becomes visible."""
+        """Prevent stores with a ticket up to this one from becoming visible."""
         if self._is_ours():
             self._fence.value = max(self._fence.value, ticket)
 
     def close(self) -> None:
-        """Say goodbye and remove the page; the lock goes with it. Safe twice."""
+        """Mark the client as having left, and remove the page, which releases the lock. May be called twice."""
         if self._is_ours():
             self._left.value = 1
             (SHM / self.name).unlink(missing_ok=True)
@@ -230,12 +230,12 @@ class LeaseView:
 
     @property
     def secret(self) -> bytes:
-        """What only a client of this user can know."""
+        """The client's secret, which only processes of this user can read."""
         return self._page[_SECRET]
 
     @property
     def fence(self) -> int:
-        """Stores with a ticket up to this are void; all of them once the lease is closed, for its client is dead."""
+        """Stores with a ticket up to this are void; all once the lease is closed, because its client is dead."""
         try:
             return self._fence[0]
         except ValueError:
@@ -245,11 +245,11 @@ class LeaseView:
         return locks.is_locked(self._fd)
 
     def has_left(self) -> bool:
-        """Whether the client closed its connection, so that its end is no death."""
+        """Whether the client closed its connection, as opposed to having died."""
         return self._page[_LEFT] != 0
 
     def close(self, remove: bool) -> None:
-        """Unmap; with `remove`, take the file of a dead client away."""
+        """Unmap and close it; remove: also remove the file, for a dead client."""
         if self._fd >= 0:
             if remove:
                 _remove(SHM / self.name)
@@ -260,7 +260,7 @@ class LeaseView:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a dead client's file. False where there is none, or what lies there now cannot be removed."""
+    """Remove a dead client's file. False if it does not exist or cannot be removed."""
     try:
         path.unlink()
     except OSError:
@@ -269,23 +269,23 @@ def _remove(path: Path) -> bool:
 
 
 def is_being_made(path: Path) -> bool:
-    """Whether a file under a hidden name is so young that its owner may be about to lock it and give it its own name.
+    """Whether a file with a hidden name is so young that its owner may be about to lock and rename it.
 
-    Raises OSError where it is gone.
+    Raises OSError if it is gone.
     """
     return path.name.startswith(".") and time.time() - path.lstat().st_mtime < _MAKING_S
 
 
 def sweep_leases() -> int:
-    """Remove leases of clients that died while no server watched; how many. Leases of the living stay."""
+    """Remove leases of clients that died while no server watched them; returns how many. Keeps those of the living."""
     removed = 0
     for path in SHM.glob(f"*{_LEASE}*"):
         try:
             if is_being_made(path):
-                continue  # about to be locked, which even a look whether it is may thwart
+                continue  # its owner is about to lock it, and would fail while we check the lock
             fd = open_shared(path.name)
         except (KVDepotError, OSError):
-            continue  # another user's, or gone by now
+            continue  # another user's, or already gone
         try:
             if not locks.is_locked(fd):
                 removed += _remove(path)

@@ -1,1 +1,1 @@
-"""What both ends agree on: messages, keys, layouts, the status, how they find and prove each other."""
+"""The protocol that client and server share: messages, keys, layouts, status, endpoints and authentication."""

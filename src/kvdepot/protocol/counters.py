@@ -1,5 +1,5 @@
-"""Everything that a server counts, in one table. The status, Prometheus, command line, page, alerts and documentation
-take names and texts from it.
+"""The table of all counters. The status, Prometheus, command line, page, alerts and documentation take names and texts
+from it.
 
 To add a counter, add a line here and count it. Counters start at 0 with the server and only increase.
 """
@@ -157,7 +157,7 @@ SERVER = (
         "Give the client its key, or find out who it is.", is_event=True,
     ),
     Counted(
-        "handshakes_refused", "connections", "Connections without a key, or that failed ZeroMQ's handshake.",
+        "handshakes_refused", "connections", "Connections that had no key or failed ZeroMQ's handshake.",
         "handshakes refused", _REQUESTS, "Give the client its key, or find out who it is.",
     ),
 )  # fmt: skip
@@ -232,14 +232,14 @@ TIER = (
 
 
 class Counters(dict[str, int]):
-    """The server's counts: all of `SERVER`, from 0. Raises KeyError for another name."""
+    """The server's counts: all of `SERVER`, starting at 0. Raises KeyError for any other name."""
 
     def __init__(self) -> None:
         super().__init__((counted.name, 0) for counted in SERVER)
 
 
 def refusal(counted: Counted) -> str:
-    """What was refused, if the counter counts refusals by limits or keys; else empty."""
+    """What was refused, if the counter counts refusals by limits or keys; otherwise empty."""
     return counted.name.removesuffix(_REFUSED) if counted.name.endswith(_REFUSED) else ""
 
 

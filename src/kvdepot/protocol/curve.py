@@ -1,14 +1,14 @@
-"""Keys: who may use a server that others than its own user can reach.
+"""CURVE keys: who may use a server that other users or hosts can reach.
 
-CURVE (https://rfc.zeromq.org/spec/26) encrypts a connection and proves both ends. `kvdepot keygen` writes a folder, the
-server reads all of it, a client one file. The one law: no secret leaves its file, in no message, repr or log.
+CURVE (https://rfc.zeromq.org/spec/26) encrypts a connection and authenticates both ends. `kvdepot keygen` writes a
+folder; the server reads all of it, each client one file. Invariant: no secret appears in a message, repr or log.
 
     DIR/server.key      public, secret
-    DIR/CLIENT.key      public, secret, server: what this client needs, the server's public key with it
-    DIR/clients.toml    [CLIENT] with public and, where it is bound to one, tenant: who may in
+    DIR/CLIENT.key      public, secret, server: this client's key pair, and the server's public key
+    DIR/clients.toml    [CLIENT] with public and, if it is bound to one, tenant: who is admitted
 
-`Gate` answers ZeroMQ's question about a client that has proved to own a key (ZAP, https://rfc.zeromq.org/spec/27). It
-runs on the server's loop: a question waits in its socket like any message.
+`Gate` answers ZeroMQ's authentication requests (ZAP, https://rfc.zeromq.org/spec/27) for clients that have proved that
+they own a key. It runs on the server's loop: a request waits in its socket like any message.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _DOMAIN = b"kvdepot"
 _ALL_TENANTS = b"kvdepot-all-tenants"
-"""Of sockets that tell of every tenant's chunks."""
+"""ZAP domain of sockets that publish every tenant's chunks."""
 _MOST_BYTES = 16 << 20
-"""Of a file of keys."""
+"""Bytes read of a key file."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Key:
     server: bytes = b""
 
     def use(self, socket: zmq.Socket[Any]) -> None:
-        """Make a client's socket speak CURVE with its server. Before it connects."""
+        """Make a client's socket use CURVE with its server. Call it before the socket connects."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
@@ -69,7 +69,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Client:
-    """Whom a key belongs to. tenant: the only one whose chunks it can reach; empty: not bound to one."""
+    """The owner of a key. tenant: the only one whose chunks it can reach; empty if it is not bound to one."""
 
     name: str
     tenant: str = ""
@@ -87,9 +87,9 @@ class ServerKeys:
         return next((client.tenant for client in self.clients.values() if client.name == user), "")
 
     def admit(self, name: str) -> Key:
-        """A key for a client of no tenant, which is in no file and ends with the server.
+        """Make a key for a client without a tenant. The key is in no file and ends with the server.
 
-        name: one that no file can hold, so that nobody else is taken for it.
+        name: not a valid name in a key file, so no other client can have it.
         """
         assert not _NAME.fullmatch(name), name
         public, secret = zmq.curve_keypair()
@@ -98,7 +98,7 @@ class ServerKeys:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether nobody outside this host can reach an endpoint."""
+    """Whether only processes of this host can reach an endpoint."""
     if not url.startswith("tcp://"):
         return True
     host = url[len("tcp://") :].rpartition(":")[0].strip("[]")
@@ -107,11 +107,11 @@ def is_loopback(url: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, an interface, or all of them
+        return False  # a host name, an interface, or all interfaces
 
 
 def refuse_open(url: str) -> None:
-    """Raise ConfigError for an endpoint that other hosts can reach, where no keys say who may use it."""
+    """Raise ConfigError for an endpoint that other hosts can reach; for servers without keys."""
     if not is_loopback(url):
         raise ConfigError(
             f"{url} can be reached from other hosts, so clients need keys: make them with `kvdepot keygen "
@@ -123,7 +123,10 @@ def refuse_open(url: str) -> None:
 
 
 def read_file(path: Path, is_secret: bool) -> bytes:
-    """A file that nobody else may have read, or written. Raises ConfigError, which says nothing of what is in it."""
+    """Read a file that other users cannot change and, if it is secret, cannot read.
+
+    Raises ConfigError; its text contains nothing of the file.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
@@ -159,14 +162,14 @@ def _key_text(path: Path, table: dict[str, Any], name: str) -> bytes:
 
 
 def read_client_key(path: str | Path) -> Key:
-    """A client's key file. Raises ConfigError where it is missing, not a key, or others can read it."""
+    """Read a client's key file. Raises ConfigError if it is missing, not a key, or readable by others."""
     path = Path(path)
     table = _read(path, is_secret=True)
     return Key(_key_text(path, table, "public"), _key_text(path, table, "secret"), _key_text(path, table, "server"))
 
 
 def read_server_keys(folder: str | Path) -> ServerKeys:
-    """All that a server needs of a folder of keys. Raises ConfigError."""
+    """Read the server's key and its clients' from a folder of keys. Raises ConfigError."""
     folder = Path(folder)
     path = folder / f"{_SERVER}.key"
     table = _read(path, is_secret=True)
@@ -196,10 +199,10 @@ def _read_clients(folder: Path) -> dict[bytes, Client]:
 
 
 def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> list[Path]:
-    """Add keys to a folder: the server's unless it is there, and one for each client; the files written.
+    """Add keys to a folder: the server's if it is missing, and one for each client. Returns the files written.
 
-    Never overwrites: raises ConfigError, before anything is written, for a client that has a key, or where nothing
-    would be added. The folder is made for this user alone; one that others can look into is refused.
+    Never overwrites: raises ConfigError, before it writes anything, if a client already has a key or there is nothing
+    to add. Creates the folder for this user alone, and refuses one that others can read.
     """
     folder = Path(folder)
     wrong = next((name for name in (*clients, *([tenant] if tenant else [])) if not _NAME.fullmatch(name)), None)
@@ -211,12 +214,12 @@ def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> li
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise ConfigError(f"others than user {os.geteuid()} can read {folder}: chmod it to 700")
+            raise ConfigError(f"users other than {os.geteuid()} can read {folder}: chmod it to 700")
         path = folder / f"{_SERVER}.key"
         known = {client.name for client in _read_clients(folder).values()}
         taken = [name for name in clients if name in known or (folder / f"{name}.key").exists()]
         if taken or (not clients and path.exists()):
-            raise ConfigError(f"{folder} has a key of {' and '.join(taken) or 'the server'} already")
+            raise ConfigError(f"{folder} already has a key of {' and '.join(taken) or 'the server'}")
         written = []
         if not path.exists():
             public, secret = zmq.curve_keypair()
@@ -231,7 +234,7 @@ def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> li
             try:
                 _write(folder / CLIENTS, entry, f"\n[{name}]\n")
             except OSError:
-                path.unlink()  # a key that no server would know
+                path.unlink()  # no server would know this key
                 raise
             written.append(path)
     except OSError as exc:
@@ -240,7 +243,7 @@ def generate(folder: str | Path, clients: Sequence[str], tenant: str = "") -> li
 
 
 def _write(path: Path, values: dict[str, bytes], heading: str = "") -> None:
-    """Make a file that only this user can read; with a heading, add to it. What cannot be whole is taken back."""
+    """Create a file that only this user can read; with a heading, append to it. Undoes a partial write."""
     once = os.O_APPEND if heading else os.O_EXCL
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | once, 0o600)
     before = os.fstat(fd).st_size
@@ -259,10 +262,7 @@ def _write(path: Path, values: dict[str, bytes], heading: str = "") -> None:
 
 
 class Gate:
-    """Lets clients in by their public keys.
-
-    One for a ZeroMQ context, made before the socket that it guards is bound.
-    """
+    """Admits clients by their public keys. One per ZeroMQ context, created before the guarded socket is bound."""
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys) -> None:
         self._clients = keys.clients
@@ -271,14 +271,17 @@ class Gate:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def guard(self, socket: zmq.Socket[Any], key: Key, all_tenants: bool = False) -> None:
-        """Let only clients with known keys reach a socket; all_tenants: and with no tenant. Before it is bound."""
+        """Admit only clients with known keys to a socket. Call it before the socket is bound.
+
+        all_tenants: admit only those that are not bound to a tenant.
+        """
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, _ALL_TENANTS if all_tenants else _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, nobody gets in
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, ZeroMQ admits nobody
 
     def answer(self) -> bool:
-        """Answer one question; whether the client was let in. What it is called goes into `User-Id`."""
+        """Answer one request; returns whether the client was admitted. Its name becomes the message's `User-Id`."""
         frames = self.socket.recv_multipart()
         client = None
         if len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE":
@@ -286,7 +289,7 @@ class Gate:
             if known is not None and (frames[2] == _DOMAIN or (frames[2] == _ALL_TENANTS and not known.tenant)):
                 client = known
         verdict = (b"200", b"", client.name.encode(), b"") if client else (b"400", b"no such key", b"", b"")
-        with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
+        with contextlib.suppress(zmq.ZMQError):  # the connection is gone
             self.socket.send_multipart((b"1.0", frames[1] if len(frames) > 1 else b"", *verdict), zmq.NOBLOCK)
         return client is not None
 

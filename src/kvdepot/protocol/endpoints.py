@@ -1,7 +1,7 @@
-"""Where sockets listen: unix sockets for this user alone, each for one process.
+"""Binding sockets to endpoints: unix sockets are for this user alone, and each belongs to one process.
 
-Used by server/ and kv_events/publisher.py on the deciding thread. The one law: no file is taken away that is somebody
-else's. ZeroMQ by itself removes whatever lies where it is to listen.
+Used by the server's loop and kv_events/publisher.py on the deciding thread. Invariant: no file of another user or
+program is removed. (ZeroMQ itself removes whatever file is at the path it binds to.)
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Binding", "Claim", "holder", "listen", "silence"]
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
-"""What the name of a unix socket's lock ends in; the file says who has it."""
+"""Suffix of a unix socket's lock file, which names the process that holds it."""
 _ASIDE = ".full"
-"""What a unix socket's name ends in while there is no room for more connections."""
+"""Suffix of a unix socket's name while the server accepts no more connections."""
 _MOST_PATH = 107
 _CONNECT_S = 1.0
 _NO_ANSWER = (
-    "the process listening at {url} does not answer: it is stopped or hangs, is no kvdepot server, or has --keys and "
-    "does not know this client's key (KVDEPOT_KEY)"
+    "the process listening at {url} does not answer: it is stopped or hangs, is not a kvdepot server, or has --keys "
+    "and does not know this client's key (KVDEPOT_KEY)"
 )
 
 
 def listen(listener: zmq.Socket[Any], url: str) -> None:
-    """Bind a socket; what it makes in the file system is for this user alone. Raises Unavailable."""
+    """Bind a socket; a unix socket's file is accessible to this user alone. Raises Unavailable."""
     old = os.umask(0o177)
     try:
         listener.bind(url)
@@ -49,12 +49,12 @@ def listen(listener: zmq.Socket[Any], url: str) -> None:
 
 
 class Binding:
-    """A socket bound to an endpoint. Where that is a unix socket, others may remove or replace its file meanwhile."""
+    """A socket bound to an endpoint. If that is a unix socket, others may later remove or replace its file."""
 
     def __init__(self, listener: zmq.Socket[Any], url: str) -> None:
         """Bind. Raises Unavailable."""
         self.is_lost = False
-        """Whether something else lies where our file was, so that no new client can find us."""
+        """Whether another file is at our path, so that new clients cannot connect."""
         self._socket = listener
         self._url = url
         has_path = url.startswith("ipc://") and not is_open_to_all(url)
@@ -71,7 +71,7 @@ class Binding:
         self._file = self._path.lstat() if self._path is not None else None
 
     def hide(self, hidden: bool) -> None:
-        """Move the unix socket out of the clients' sight, or back: those that are connected stay so."""
+        """Rename the unix socket so that no client can connect, or rename it back. Connected clients stay connected."""
         if self._path is None or hidden == self._is_hidden:
             return
         aside = self._path.with_name(self._path.name + _ASIDE)
@@ -86,7 +86,7 @@ class Binding:
             self._is_hidden = hidden
 
     def look(self) -> None:
-        """See whether our file is where it was; listen anew where it was removed."""
+        """Check that our file is still in place; bind again if it was removed."""
         if self._path is None or self._file is None or self._is_hidden:
             return
         try:
@@ -104,7 +104,7 @@ class Binding:
 
 
 def holder(url: str) -> str:
-    """Who has the lock of a unix socket, as far as it says: `pid N`, or `a process`; empty: nobody, or it has none."""
+    """Who holds the lock of a unix socket: `pid N`, or `a process` if the file does not say; empty if nobody does."""
     if not url.startswith("ipc://") or is_open_to_all(url):
         return ""
     try:
@@ -118,7 +118,7 @@ def holder(url: str) -> str:
 
 
 def _read_holder(fd: int) -> str:
-    """What `Claim` wrote: `pid N`, with its host or container where that is not ours; empty where there is nothing."""
+    """What `Claim` wrote: `pid N`, with the host or container if that is not ours; empty if there is nothing."""
     pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").strip().partition(" ")
     if not pid.isdecimal():
         return ""
@@ -126,23 +126,23 @@ def _read_holder(fd: int) -> str:
 
 
 def silence(url: str) -> str:
-    """Why nobody answers where somebody listens, and what to do; empty where nobody does. Blocks for a second."""
+    """Why a process that listens does not answer, and what to do; empty if none listens. Blocks for up to a second."""
     who = holder(url)
     if not who:
         return _NO_ANSWER.format(url=url) if is_open_to_all(url) and _accepts(url) else ""
-    said = f"the kvdepot server at {url} ({who}) holds its socket but does not answer"
+    finding = f"the kvdepot server at {url} ({who}) holds its socket but does not answer"
     pid = who.removeprefix("pid ")
     if pid.isdecimal() and _is_stopped(pid):
-        return f"{said} because it is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
+        return f"{finding} because it is stopped (SIGSTOP, Ctrl-Z); continue it with `kill -CONT {pid}`"
     end = f"`kill -9 {pid}`" if pid.isdecimal() else "SIGKILL"
     return (
-        f"{said}: it hangs (kill it with {end}; the next one takes over its chunks), or has --keys and does not know "
-        "this client's key (KVDEPOT_KEY)"
+        f"{finding}: it hangs (kill it with {end}; the next one takes over its chunks), or has --keys and does not "
+        "know this client's key (KVDEPOT_KEY)"
     )
 
 
 def _accepts(url: str) -> bool:
-    """Whether somebody takes connections at a TCP port or an abstract unix socket."""
+    """Whether a process accepts connections at a TCP port or an abstract unix socket."""
     place = url.partition("://")[2]
     try:
         if place.startswith("@"):
@@ -165,15 +165,15 @@ def _is_stopped(pid: str) -> bool:
 
 
 class Claim:
-    """The sole right to listen at an endpoint; only unix sockets need one. `close` it when ZeroMQ is done with it."""
+    """The exclusive right to listen at an endpoint; only unix sockets need one. Close it after ZeroMQ's socket."""
 
     def __init__(self, url: str, setting: str) -> None:
-        """setting: what to change where the place is taken. Raises Unavailable."""
+        """setting: which setting to change if the endpoint is taken; for the error. Raises Unavailable."""
         self._url = url
         self._setting = setting
         self._fd = -1
         if not url.startswith("ipc://") or is_open_to_all(url):
-            return  # the kernel gives a port or an abstract name to one socket
+            return  # the kernel itself gives a port or an abstract name to one socket only
         self._path = Path(url[len("ipc://") :])
         self._lock = self._path.with_name(self._path.name + _LOCK)
         if len(os.fsencode(self._path)) > _MOST_PATH:
@@ -201,7 +201,7 @@ class Claim:
                 raise Unavailable(f"cannot listen on {self._url}: {folder} belongs to another user")
 
     def _take(self) -> bool:
-        """Lock the place; False where the lock's file went meanwhile, and the lock is worth nothing."""
+        """Lock the endpoint; False if the lock file was removed in the meantime, which makes the lock worthless."""
         fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if not locks.lock(fd):
             who = _read_holder(fd)
@@ -231,13 +231,13 @@ class Claim:
             try:
                 asking.connect(os.fspath(self._path))
             except (ConnectionRefusedError, FileNotFoundError):
-                return  # left behind by a process that is gone
+                return  # left behind by a process that has ended
             except BlockingIOError:
-                pass  # there are just too many that want in
+                pass  # its backlog is full
         raise Unavailable(f"another program listens on {self._url}; stop it, or choose another {self._setting}")
 
     def _give_back(self) -> None:
-        """Let others have the place, and what lies there."""
+        """Release the lock; the socket's file stays."""
         if self._fd >= 0:
             if locks.leads_to(self._lock, self._fd):
                 self._lock.unlink(missing_ok=True)
@@ -245,7 +245,7 @@ class Claim:
             self._fd = -1
 
     def close(self) -> None:
-        """Remove the socket's file, and let others have the place."""
+        """Remove the socket's file and release the lock."""
         if self._fd >= 0 and locks.leads_to(self._lock, self._fd):  # else another server may be there
             self._path.unlink(missing_ok=True)
         self._give_back()

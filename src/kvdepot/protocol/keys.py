@@ -1,13 +1,12 @@
-"""Names for KV bytes: the chained hash of the tokens, and what else changes the bytes.
+"""Names of chunks: a chained hash of the tokens and of everything else that changes the KV bytes.
 
 Called by the client (adapters, connector), never by the server: tokens do not leave the engine's process.
-The one law: equal keys mean equal bytes. So everything that changes the KV of a chunk is hashed from a
-fixed root: the tokens of the chunk and of all chunks before it, and the salt, LoRA adapter and multimodal
-items of the request. What is fixed for an engine (model, weights, dtype, parallel shape) is the namespace, and the
-server keeps namespaces apart.
+Invariant: equal keys mean equal bytes. So the hash covers everything that changes the KV of a chunk: the tokens of the
+chunk and of all chunks before it, and the salt, LoRA adapter and multimodal items of the request. What is fixed for an
+engine (model, weights, dtype, parallel shape) is the namespace, and the server keeps namespaces apart.
 
-The chain is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), 32 bytes, over the parent's hash and
-the token ids as little-endian uint32. No process seed enters, so it is equal on every host and after every restart.
+The chain is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), 32 bytes, over the parent's hash and the token ids as
+little-endian uint32. It uses no seed of the process, so it is equal on every host and after every restart.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash", "sa
 
 HASH_BYTES = 32
 ROOT = blake3(b"kvdepot chunk chain 1").digest()
-"""Parent of the first chunk of a prompt that has nothing but tokens."""
+"""Parent of the first chunk of a prompt whose KV depends on its tokens alone."""
 
 _ENGINE_ROOT = blake3(b"kvdepot engine hash 1").digest()
 _SALTS = blake3(b"kvdepot salt 1").digest()
@@ -45,20 +44,20 @@ def derive_root(*parts: tuple[str, str]) -> bytes:
 
 
 def salt_tag(salt: str) -> bytes:
-    """16 bytes that stand for a cache salt where chunks are to be forgotten by it; empty for none."""
+    """16 bytes that identify a cache salt, so that its chunks can be forgotten; empty for no salt."""
     return bytes(_derive(_SALTS, salt.encode())[:16]) if salt else b""
 
 
 def _derive(parent: bytes, text: bytes) -> bytes:
-    """A hash that depends on more than tokens, in BLAKE3's key derivation mode: no tokens can spell their way to it."""
+    """Hash what is not tokens, in BLAKE3's key derivation mode, so that no sequence of tokens collides with it."""
     derived: bytes = blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
     return derived
 
 
 def engine_hash(chunk_hash: bytes) -> bytes:
-    """The 32-byte key for a hash the engine computed itself (hash mode), of any length.
+    """The 32-byte key for a hash of any length that the engine computed itself (hash mode).
 
-    Hashed under a root of its own, so an engine's hash can never equal one of our chain.
+    It has a root of its own, so it never equals a hash of our chain. Raises BadRequest if it is not bytes.
     """
     if not isinstance(chunk_hash, bytes):
         raise BadRequest(f"a block hash must be bytes, not {type(chunk_hash).__name__}")
@@ -66,7 +65,7 @@ def engine_hash(chunk_hash: bytes) -> bytes:
 
 
 class _Reached:
-    """Last item of a chain's token list: notes that a comparison got as far as here (see `_is_prefix`)."""
+    """Last item of a chain's token list; records that a comparison reached it (see `_is_prefix`)."""
 
     __slots__ = ("reached",)
     __hash__ = None  # type: ignore[assignment]
@@ -88,8 +87,7 @@ class _Reached:
 class ChunkChain:
     """The chunk hashes of one growing prompt; every token is hashed once.
 
-    `hashes` is the concatenation of the 32-byte hashes of all full chunks so far. Not thread-safe: one
-    thread at a time may extend or read it.
+    `hashes` is the concatenation of the 32-byte hashes of all full chunks so far. Not thread-safe.
     """
 
     __slots__ = ("_tokens", "chunk_size", "hashes", "root")
@@ -115,30 +113,30 @@ class ChunkChain:
         return bytes(self.hashes[first * HASH_BYTES : end * HASH_BYTES])
 
     def _is_prefix(self, token_ids: Sequence[int]) -> bool:
-        """Whether the tokens hashed so far are the head of `token_ids`.
+        """Whether `token_ids` starts with the tokens hashed so far.
 
-        One pass in C without a copy: comparing two lists stops at the first item that differs, and
-        our list ends in a sentinel that notes being asked. Equal int objects cost 1 ns each.
+        One pass in C without a copy: comparing two lists stops at the first item that differs, and our list ends in a
+        sentinel that records the comparison. Identical int objects cost 1 ns each.
         """
         sentinel: _Reached = self._tokens[-1]
         sentinel.reached = False
         tokens = token_ids if isinstance(token_ids, list) else list(token_ids)
         hashed = len(self._tokens) - 1
         if len(tokens) == hashed:
-            tokens = [*tokens, 0]  # the sentinel is asked only where the other list has an item too
+            tokens = [*tokens, 0]  # the sentinel is compared only if the other list has an item too
         try:
             _ = self._tokens < tokens
         except TypeError:
-            return False  # something in there is no number: hashing it says so
+            return False  # an item is not a number; hashing it raises
         return sentinel.reached
 
     def extend(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:
-        """Make `hashes` those of `token_ids`: its full chunks, the tail left out.
+        """Make `hashes` those of the full chunks of `token_ids`; the tail is ignored.
 
-        token_ids: the prompt from its start, ids in `[0, 2**32)`. Where the tokens hashed before are its
-            head, only what is new is hashed; where they are not, everything is.
-        extras: `(token position, bytes)` in order: what else the KV at a position depends on, such as
-            the hash of an image; hashed into the chunk that holds the position.
+        token_ids: the prompt from its start, ids in `[0, 2**32)`. If it starts with the tokens hashed before, only the
+            new ones are hashed, otherwise all.
+        extras: `(token position, bytes)` in order: what else the KV at a position depends on, such as the hash of an
+            image; hashed into the chunk that contains the position.
         Raises BadRequest for anything that is not a token id.
         """
         size = self.chunk_size
@@ -169,7 +167,7 @@ class ChunkChain:
 
 
 def pack_ids(ids: Sequence[int], what: str) -> bytes:
-    """Ids as little-endian uint32. Raises BadRequest, which says `what` they are, for anything else."""
+    """Pack ids as little-endian uint32. Raises BadRequest, which calls them `what`, for anything else."""
     try:
         packed = array("I", ids)
     except (OverflowError, TypeError) as exc:

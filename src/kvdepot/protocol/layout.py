@@ -1,11 +1,10 @@
-"""What a block is: segments of bytes in memory that the server can map.
+"""Layouts: where the bytes of each block are, as segments of memory that the server can map.
 
-Used by the client to describe its paged KV tensors, and by the server to check the description. No torch,
-no I/O. The one law: a block is bytes. Nothing here knows formats by name (NHD, HND, MLA, fp8); strides
-say all there is to say.
+Used by the client to describe its paged KV tensors, and by the server to check the description. No torch, no I/O.
+A block is bytes: no format is known by name (NHD, HND, MLA, fp8); shapes and strides are enough.
 
-A layer's tensor of any shape has one **block axis**. Fix a block id and what is left is one or more
-runs of contiguous bytes; each run is a **segment**, the same in every block, one block stride apart:
+A tensor of any shape has one **block axis**. The bytes of one block form one or more contiguous runs; each run is a
+**segment**, the same in every block, one block stride apart:
 
     segment s of block b:   [offset + b * stride, offset + b * stride + size)
 
@@ -28,15 +27,15 @@ from kvdepot.errors import LayoutError
 __all__ = ["Layout", "Mapping", "Segment", "TensorView", "build_layout", "find_block_axes"]
 
 MAX_SEGMENTS = 1 << 16
-"""Segments in one layout; more means tensors so scattered that copying them piece by piece is hopeless."""
+"""Segments in one layout; tensors more scattered than this cannot be copied at a useful speed."""
 MAX_HANDLE = 4096
-"""Bytes of what a device's driver needs to map an allocation."""
+"""Bytes of a mapping's handle."""
 
 
 class TensorView(NamedTuple):
     """One layer's paged KV as strided bytes in a shared mapping. Strides and offset in bytes.
 
-    mapping, device, handle: as in Mapping.
+    mapping, device, handle: as in `Mapping`.
     """
 
     name: str
@@ -52,9 +51,9 @@ class TensorView(NamedTuple):
 
 
 class Mapping(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that holds KV tensors, and its bytes: a file in /dev/shm by its name, or an allocation of a device.
+    """Memory that holds KV tensors: a file in /dev/shm, by its name, or an allocation of a device. size: in bytes.
 
-    device: empty for the processor's memory, else the GPU's UUID. handle: what the device's driver needs to map it.
+    device: empty for CPU memory, otherwise the GPU's UUID. handle: what the device's driver needs to map it.
     """
 
     name: str
@@ -73,10 +72,10 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Where every byte of every block of one worker lies.
+    """Where the bytes of each block of one worker are.
 
-    `fingerprint` (32 bytes) is equal for two layouts exactly when the bytes of a chunk mean the same:
-    same layers, dtypes, shapes and byte order within a block; the number of blocks does not enter.
+    `fingerprint` (32 bytes) is equal for two layouts exactly when the bytes of a chunk mean the same: same layers,
+    dtypes, shapes and byte order within a block. It does not depend on the number of blocks.
     """
 
     mappings: list[Mapping]
@@ -91,11 +90,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def device(self) -> str:
-        """Where the tensors are: empty for the processor's memory, else a GPU's UUID."""
+        """Where the tensors are: empty for CPU memory, otherwise a GPU's UUID."""
         return self.mappings[0].device if self.mappings else ""
 
     def check(self) -> None:
-        """Raise LayoutError unless every byte of every block lies inside its mapping."""
+        """Raise LayoutError unless every byte of every block is inside its mapping."""
         if len(self.fingerprint) != 32:
             raise LayoutError(f"layout fingerprint has {len(self.fingerprint)} bytes, not 32")
         if self.num_blocks < 1 or not self.segments or not self.mappings:
@@ -121,15 +120,15 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[int]:
-    """The block axis of each layer from shapes alone, for callers that gave no descriptor.
+    """Find the block axis of each layer from its shape, for callers that did not name it.
 
-    An axis is possible when every layer has it with the same number of blocks. The block axis is axis 0
-    (`[num_blocks, ...]`), or axis 1 behind a K/V axis of two (`[2, num_blocks, ...]`). Where both
-    could be, `block_tokens` (tokens a block; 0 = unknown) helps: an axis after the block axis then has that size,
-    alone or fused with others; and five axes that begin with two, or four where the tokens follow the second, are K
-    and V apart, for a paged cache of two blocks serves nobody. A tensor that may hold several layers is not read: six
-    axes or more, or a longer axis between the block axis and the tokens (`[layers, 2, blocks, tokens, ...]`). Raises
-    LayoutError, with the shapes, unless exactly one reading is left.
+    An axis is possible if every layer has it with the same number of blocks. The block axis is axis 0
+    (`[num_blocks, ...]`), or axis 1 behind a K/V axis of two (`[2, num_blocks, ...]`). If both are possible,
+    `block_tokens` (tokens per block; 0 = unknown) decides: an axis after the block axis then has that size, alone or
+    fused with others. Five axes that begin with two, or four with the tokens in the third, are separate K and V,
+    because a paged cache of two blocks would be useless. A tensor that may hold several layers is rejected: six axes
+    or more, or a longer axis between the block axis and the tokens (`[layers, 2, blocks, tokens, ...]`). Raises
+    LayoutError, with the shapes, unless exactly one interpretation is left.
     """
     if not views:
         raise LayoutError("no KV tensors were given")
@@ -165,7 +164,7 @@ def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[
 
 
 def _may_hold_layers(shape: Sequence[int], axis: int, block_tokens: int) -> bool:
-    """Whether what looks like the block axis may be one of layers, and the blocks follow it."""
+    """Whether the presumed block axis may be an axis of layers, with the blocks behind it."""
     if len(shape) >= 6:
         return True
     inner = list(shape[axis + 1 :])
@@ -174,9 +173,9 @@ def _may_hold_layers(shape: Sequence[int], axis: int, block_tokens: int) -> bool
 
 
 def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layout:
-    """Describe tensors whose block axes are known. Raises LayoutError when they can't be described.
+    """Describe tensors whose block axes are known. Raises LayoutError if they cannot be described.
 
-    Segments that lie side by side in memory, as those of fused or cross-layer tensors do, become one.
+    Adjacent segments, such as those of fused or cross-layer tensors, are merged.
     """
     if len(views) != len(block_axes) or not views:
         raise LayoutError(f"{len(views)} KV tensors but {len(block_axes)} block axes")
@@ -199,13 +198,13 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         runs, run_bytes = _runs(view, axis)
         stride = view.strides[axis]
         if num_blocks == 1:
-            stride = max(stride, run_bytes)  # the stride of an axis of one says nothing
+            stride = max(stride, run_bytes)  # the stride of an axis of size one is arbitrary
         segments += [Segment(number, view.offset + run, stride, run_bytes) for run in runs]
         identity.update(_meaning(view, axis))
         if len(segments) > MAX_SEGMENTS:
             raise LayoutError(f"KV tensors need more than {MAX_SEGMENTS} segments per block")
     segments = _merge(segments)
-    # What merged decides the order of a chunk's bytes, so it is part of their meaning.
+    # Merging changes the order of a chunk's bytes, so the merged sizes are part of their meaning.
     identity.update(msgspec.msgpack.encode([segment.size for segment in segments]))
     layout = Layout(
         mappings=list(mappings.values()),
@@ -218,7 +217,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
 
 
 def _runs(view: TensorView, axis: int) -> tuple[list[int], int]:
-    """Contiguous runs of one block: their offsets in rising order, and the bytes of each."""
+    """Contiguous runs of one block: their offsets in ascending order, and the size of each in bytes."""
     inner = sorted(
         (stride, size)
         for i, (stride, size) in enumerate(zip(view.strides, view.shape, strict=True))
@@ -244,7 +243,7 @@ def _runs(view: TensorView, axis: int) -> tuple[list[int], int]:
 
 
 def _meaning(view: TensorView, axis: int) -> bytes:
-    """What a block's bytes mean, as bytes: name, dtype, shape, and which inner axis lies outside which."""
+    """The meaning of a block's bytes, encoded: name, dtype, shape, and the order of the inner axes in memory."""
     inner = [i for i in range(len(view.shape)) if i != axis and view.shape[i] > 1]
     order = sorted(inner, key=lambda i: -view.strides[i])
     sizes = [view.shape[i] for i in range(len(view.shape)) if i != axis]
@@ -252,7 +251,7 @@ def _meaning(view: TensorView, axis: int) -> bytes:
 
 
 def _merge(segments: list[Segment]) -> list[Segment]:
-    """Join segments that follow each other in memory in every block. Order is kept."""
+    """Join segments that are adjacent in memory in every block. Keeps the order."""
     merged: list[Segment] = []
     for segment in segments:
         last = merged[-1] if merged else None

@@ -1,9 +1,9 @@
-"""What the server listens on: its socket, with which keys, and how many connections the process can bear.
+"""The server's listening socket: its keys, and a limit on connections.
 
-Made and turned by server/loop.py on its one thread. The one law: the process never runs out of file descriptors by
-connections, for ZeroMQ then ends it (unix sockets) or spins (TCP). So connections are counted. When there are as many
-as there are descriptors for, a unix socket is moved to where nobody looks for it until some have gone, and what comes
-in beyond that is shut at once. (Unbinding would cut off those that are connected.)
+Used by server/loop.py on the deciding thread. Invariant: connections never exhaust the process's file descriptors,
+because ZeroMQ would then abort it (unix sockets) or spin (TCP). So connections are counted. At the limit, a unix socket
+is renamed until some clients have disconnected, and further connections are shut down at once. (Unbinding would
+disconnect the clients.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Listener"]
 log = logging.getLogger(__name__)
 
 RECEIVED, SENT = 32, 1024
-"""Messages of one client that wait in ZeroMQ, each way."""
+"""Messages of one client that ZeroMQ queues, in each direction."""
 _CLIENT_FILES = 2
 """Descriptors of a client besides its connection: its lease, open and mapped."""
 _WATCHED = (
@@ -40,9 +40,9 @@ class Listener:
     """One endpoint, bound to a ROUTER socket."""
 
     def __init__(self, context: zmq.Context[Any], url: str, keys: str, most_bytes: int) -> None:
-        """Listen. keys: their folder; empty: everybody of this user may come in. most_bytes: of a message.
+        """Listen. keys: a folder of keys; empty admits all processes of this user. most_bytes: length of a message.
 
-        Raises ConfigError, Unavailable; then the caller must destroy `context`, which already has open sockets.
+        Raises ConfigError, Unavailable; the caller must then destroy `context`, which already has open sockets.
         """
         self.socket = socket = context.socket(zmq.ROUTER)
         self._keys: ServerKeys | None = None
@@ -56,62 +56,62 @@ class Listener:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        # Who finds the queue full tries again: so a crowd does not come in faster than we hear of it.
+        # A client that finds the backlog full tries again, so clients do not connect faster than we can count them.
         socket.setsockopt(zmq.BACKLOG, max(1, min(128, hard // 64)))
-        # Messages that wait for us, and for a client that does not read: what one client can make us keep.
+        # These bound the memory that one client can use: requests that wait for us, and replies it does not read.
         socket.setsockopt(zmq.RCVHWM, RECEIVED)
         socket.setsockopt(zmq.SNDHWM, SENT)
-        # ZeroMQ drops the connection above this; up to it, the sender is told (core/connections.py).
+        # ZeroMQ drops the connection above this size; below it, the sender gets an error (core/connections.py).
         socket.setsockopt(zmq.MAXMSGSIZE, 4 * most_bytes)
         self._monitor = Monitor(socket, _WATCHED)
         self._connections = 0
         self._most = 1 << 30
         self.binding = Binding(socket, url)
         self.wake_up = cast(int, socket.getsockopt(zmq.FD))
-        """The descriptor by which ZeroMQ tells that connections which were silent have something for us."""
+        """ZeroMQ's notification descriptor; readable when an idle connection has something for us."""
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
-        """What to wait for besides the socket itself; hand what is ready to `turn`."""
+        """The sockets to poll besides `socket`; pass those that are ready to `turn`."""
         return [self._monitor.socket] if self._gate is None else [self._monitor.socket, self._gate.socket]
 
     def take(self) -> tuple[list[bytes], str]:
-        """The next message's frames, and the user that sent it (empty without keys). Raises zmq.Again."""
+        """The next message's frames, and the name of its key's owner (empty without keys). Raises zmq.Again."""
         if self._keys is None:
             return self.socket.recv_multipart(zmq.NOBLOCK), ""
         frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         return [frame.bytes for frame in frames], str(frames[-1].get("User-Id"))
 
     def tenant(self, user: str) -> str:
-        """Whose chunks a user reaches; empty: the default tenant."""
+        """The tenant whose chunks a user can reach; empty: the default tenant."""
         return "" if self._keys is None else self._keys.tenant(user)
 
     def admit(self, user: str) -> Key | None:
-        """A new key for a process of our own, where clients need one."""
+        """A new key for a process of our own; None if clients need no keys."""
         return None if self._keys is None else self._keys.admit(user)
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Another socket of the server, which tells of all tenants: with keys, for who has one and no tenant."""
+        """With keys, admit only clients without a tenant to another socket of the server."""
         if self._gate is not None and self._keys is not None:
             self._gate.guard(socket, self._keys.key, all_tenants=True)
 
     def share_out(self, clients: int) -> tuple[int, int]:
-        """Divide the descriptors that are left: the most clients (at most `clients`), and files of KV tensors."""
+        """Divide the free descriptors: the maximum number of clients (at most `clients`), and of files of tensors."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         left = limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
-        # For what is accepted before we hear of it.
+        # A reserve for connections that ZeroMQ accepts before it tells us.
         left -= min(1024, max(16, left // 8))
         most = max(1, min(clients, left // (_CLIENT_FILES + 2)))
         if most < clients:
             log.warning("the limit of %d open files allows %d clients, not %d", limit, most, clients)
-        # Half of the rest is for those that connect to be told that there are too many, or to look and go.
+        # Half of the rest is for clients that connect only to be refused, or to ask something and disconnect.
         spare = max(0, left - (_CLIENT_FILES + 1) * most)
         self._most = most + spare // 2
         return most, spare - spare // 2
 
     def turn(self, ready: zmq.Socket[Any], counters: Counters) -> None:
-        """Something has happened at one of `sockets`: take it in, count what was refused."""
+        """Process the events of one of `sockets`; count refusals."""
         if self._gate is not None and ready is self._gate.socket:
             counters["keys_refused"] += not self._gate.answer()
             return
@@ -130,13 +130,13 @@ class Listener:
                 counters["handshakes_refused"] += 1
 
     def tick(self) -> None:
-        """Let clients in again where there is room again, or where somebody has removed our unix socket."""
+        """Accept clients again after the limit was reached, or after our unix socket was removed."""
         if self._connections < self._most:
             self.binding.hide(False)
         self.binding.look()
 
     def close(self) -> None:
-        """Stop listening; replies that wait in ZeroMQ go out within a second."""
+        """Stop listening; ZeroMQ may send queued replies for another second."""
         self.binding.hide(False)
         self._monitor.close()
         if self._gate is not None:

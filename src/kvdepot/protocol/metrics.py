@@ -1,8 +1,7 @@
-"""What the server counts while it works: how long requests take, and what has happened lately. Increments only.
+"""Request latencies, and a journal of recent events.
 
-`Latencies` and `Journal` are server/loop.py's and core/report.py's, on the deciding thread; what they hold is rendered
-by others, elsewhere, from a Status (protocol/status.py), `percentile` too. The one law: to count costs a microsecond at
-most, and what is kept has a bound.
+core/ fills `Latencies` and `Journal` on the deciding thread; the command line, the page and Prometheus read them in a
+Status (protocol/status.py). Counting takes a microsecond at most, and everything kept is bounded.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ __all__ = ["BOUNDS_S", "Event", "Journal", "Latencies", "Latency", "percentile"]
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
-"""Upper ends of the buckets that times fall into, inclusive; one more is for what took longer."""
+"""Upper bounds of the latency buckets, inclusive; one more bucket holds the rest."""
 _MOST_EVENTS = 100
 _MOST_TEXT = 200
 
 
 class Latency(msgspec.Struct):
-    """Times of one kind of request, from its receipt to its answer."""
+    """Latencies of one kind of request, from receipt to answer."""
 
     request: str
     count: int = 0
@@ -36,24 +35,24 @@ class Latency(msgspec.Struct):
 
 
 class Latencies:
-    """Requests under way, and how long those took that have been answered."""
+    """Requests in progress, and the latencies of those that were answered."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, Latency] = {}
-        self._asked: dict[bytes, dict[bytes, tuple[str, float]]] = {}  # by client and number: kind, when
+        self._asked: dict[bytes, dict[bytes, tuple[str, float]]] = {}  # by client and request id: kind, start
 
     def __repr__(self) -> str:
         return f"<Latencies of {sum(kind.count for kind in self._kinds.values())} requests>"
 
     def begin(self, client: bytes, number: bytes, kind: str, now: float) -> None:
-        """A request has come in."""
+        """A request was received."""
         self._asked.setdefault(client, {})[number] = kind, now
 
     def end(self, client: bytes, number: bytes, failed: bool, now: float) -> None:
-        """It is answered. What never began (it could not be read, say) is not counted."""
+        """It was answered. Requests that never began (those that could not be decoded) are not counted."""
         asked = self._asked.get(client, {})
         kind, began = asked.pop(number, ("", 0.0))
-        if not asked:  # or those who never say who they are would stay for ever
+        if not asked:  # otherwise clients that never complete the handshake would stay forever
             self._asked.pop(client, None)
         if not kind:
             return
@@ -67,18 +66,18 @@ class Latencies:
         latency.buckets[bisect_left(BOUNDS_S, took)] += 1
 
     def gone(self, client: bytes) -> None:
-        """What this client still waits for will not be answered."""
+        """Forget this client's requests; they will not be answered."""
         self._asked.pop(client, None)
 
     def figures(self) -> list[Latency]:
-        """One a kind of request that was ever answered, by name."""
+        """One for each kind of request that was ever answered, sorted by name."""
         return [self._kinds[kind] for kind in sorted(self._kinds)]
 
 
 def percentile(buckets: Sequence[int], share: float) -> float:
-    """The time (s) within which this share of requests was answered, as even within a bucket; NaN: of none.
+    """The time (s) within which this share of requests was answered; NaN if there were none.
 
-    Of what took longer than the last bound nobody knows how much longer: that bound.
+    Interpolates linearly within a bucket. Times beyond the last bound count as that bound.
     """
     wanted = share * sum(buckets)
     below, low = 0, 0.0
@@ -91,7 +90,7 @@ def percentile(buckets: Sequence[int], share: float) -> float:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that people may want to know of: when (seconds since 1970), its kind, and a sentence."""
+    """An event for operators: when (seconds since 1970), its kind, and a sentence."""
 
     wall_s: float
     kind: str
@@ -108,7 +107,7 @@ class Journal:
         return f"<Journal of {len(self._events)} events>"
 
     def note(self, wall_s: float, kind: str, text: str) -> None:
-        """Keep an event; the oldest goes when there are too many."""
+        """Add an event; the oldest is dropped when there are too many."""
         self._events.append(Event(wall_s, kind, text[:_MOST_TEXT]))
 
     def events(self) -> list[Event]:

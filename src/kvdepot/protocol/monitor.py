@@ -1,9 +1,9 @@
-"""What becomes of a ZeroMQ socket's connections: made, broken, refused.
+"""Connection events of a ZeroMQ socket: made, broken, refused.
 
-ZeroMQ's own thread, which all sockets of a context share, tells of these through a PAIR socket, and waits for ever
-where it cannot: after the reader has closed, or while the queue is full. So the reader is closed last, and the queue
-has no bound but the rate of connections. Not `zmq.utils.monitor`: it brings asyncio and a tenth of a server's start;
-nor `get_monitor_socket`, which names its address by descriptor, and an earlier socket's may not be gone yet.
+ZeroMQ's I/O thread, which all sockets of a context share, sends these events through a PAIR socket, and blocks forever
+if it cannot: after the reader has closed, or while the queue is full. So the reader is closed last, and the queue is
+unbounded. `zmq.utils.monitor` is not used because it imports asyncio, a tenth of a server's start; nor is
+`get_monitor_socket`, which names its address by descriptor: an earlier socket's may still exist.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _libc = ctypes.CDLL(None)
 class Monitor:
     """The events of `socket` that are in the mask `events` (`zmq.EVENT_...`), from now until `close`.
 
-    `socket` must be of the thread that makes and closes this. Raises zmq.ZMQError where no socket is left.
+    Create and close it on the thread of `socket`. Raises zmq.ZMQError if the context has no sockets left.
     """
 
     def __init__(self, socket: zmq.Socket[Any], events: int) -> None:
         self._watched = socket
         address = f"inproc://kvdepot-{os.urandom(16).hex()}"
         self.socket: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        """To be polled for input."""
+        """Poll this for input."""
         try:
             self.socket.setsockopt(zmq.RCVHWM, 0)
             socket.monitor(address, events)
@@ -43,9 +43,9 @@ class Monitor:
             raise
 
     def read(self) -> Iterator[tuple[int, int]]:
-        """Each event since the last look, and its number: a descriptor, or what ZeroMQ says of the kind.
+        """Each event since the last call, with its value: a descriptor, or as ZeroMQ defines for the event.
 
-        Never blocks. Ends early where the context has ended.
+        Never blocks. Ends early if the context was terminated.
         """
         try:
             while True:
@@ -54,12 +54,12 @@ class Monitor:
             return
 
     def close(self) -> None:
-        """Before the socket that is watched is closed. Safe twice, and after the context has ended."""
+        """Close this before the watched socket. May be called twice, and after the context was terminated."""
         with contextlib.suppress(zmq.ZMQError):
             self._watched.disable_monitor()
         self.socket.close(linger=0)
 
 
 def shut(fd: int) -> None:
-    """End a connection without closing its descriptor, which is somebody else's; nothing where it is no connection."""
+    """Shut down a connection without closing its descriptor, which ZeroMQ owns. Ignores other descriptors."""
     _libc.shutdown(fd, 2)

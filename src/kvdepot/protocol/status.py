@@ -1,7 +1,7 @@
-"""What a server says of itself: the one schema that command line, HTTP, page and metrics read. Plain data.
+"""The status of a server: the schema that command line, HTTP, page and metrics read. Plain data.
 
-Filled in by core/report.py, answered to `wire.Status`; `read` is for whoever asked. Sizes in bytes, times in
-seconds, counters since the server's start. The one law: names here are promises; what is new is added, with a default.
+core/report.py fills it in as the answer to `wire.Status`; clients decode it with `read`. Sizes in bytes, times in
+seconds, counters since the server's start. Invariant: names here do not change; new fields have a default.
 """
 
 from __future__ import annotations

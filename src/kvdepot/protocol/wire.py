@@ -1,17 +1,17 @@
-"""What travels between client and server: messages, and nothing that reads or writes a socket.
+"""Messages between client and server, and their encoding. Nothing here reads or writes a socket.
 
-Used by client/socket.py and server/loop.py. One frame a message, both ways, in msgpack (https://msgpack.org), never
-pickle:
+Used by client/socket.py and core/connections.py. One frame per message in both directions, in msgpack
+(https://msgpack.org), never pickle:
 
     request   [id: 8 bytes][body]             body = one of `Request`, tagged by its name
     reply     [id: 8 bytes][boot: 8 bytes][body]   body = `Answer` or `Failure`
 
-The id is the client's and comes back as it was; it stands outside the body so that a body nobody can decode
-still gets its reply. `boot` names one run of the server: a client that sees another one knows that
-the server has forgotten it. Every request gets exactly one reply. The first messages of a client are `Hello` and
-`Prove`; protocol/handshake.py says why, and how frames are sealed where others could stand in between.
+The client chooses the id, and the reply repeats it; it precedes the body, so a request whose body cannot be decoded
+still gets a reply. `boot` identifies one run of the server: if it changes, the server has restarted and does not know
+the client. Every request gets exactly one reply. The first messages of a client are `Hello` and `Prove`;
+protocol/handshake.py explains them, and how frames are sealed where a man in the middle is possible.
 
-Hashes travel as one byte string, 32 bytes a chunk; block ids as little-endian uint32.
+Hashes are one byte string, 32 bytes per chunk; block ids are little-endian uint32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAX_REQUEST_ID = 4096
 MAX_CHUNKS = 1 << 16
 """Chunks that one request may name."""
 MAX_ERROR = 1000
-"""Characters of an error's message that travel."""
+"""Characters of an error's message that are sent; the rest is cut off."""
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
@@ -97,7 +97,7 @@ class Prove(_Message, frozen=True):
 class Register(_Message, frozen=True):
     """Share paged KV tensors under `instance`. Answer: None, once the server has mapped them.
 
-    Where the caller knows for whom it registers, `model` and the shape say so; empty model: the first store tells.
+    model and the fields after it are empty if the caller does not know them; then the first store tells.
     """
 
     instance: int
@@ -115,12 +115,12 @@ class Unregister(_Message, frozen=True):
 
 
 class Lookup(_Message, frozen=True):
-    """Longest cached prefix of `hashes`. Answer: chunks in it; they are pinned for `request`.
+    """Find the longest cached prefix of `hashes`. Answer: its number of chunks; they are pinned for `request`.
 
-    readers: keys that will be retrieved per chunk (ranks); after that many the pin is gone by itself. 0: nobody will
-        retrieve them; a person asks, no engine, and it counts as no lookup.
-    blocks_in_chunk: 0 where the caller does not know it. chained: each hash names the one before it, from the prompt's
-    start. salt: as in Shards. The answer may take up to `Welcome.lookup_s` where there are tiers.
+    readers: retrieves expected per chunk (one per rank); after that many the pin ends by itself. 0: no engine asks, so
+        none will retrieve, and it is not counted as a lookup.
+    blocks_in_chunk: 0 if the caller does not know it. chained: the hashes are a chain from the prompt's start. salt: as
+    in Shards. With tiers, the answer may take up to `Welcome.lookup_s`.
     """
 
     model: str
@@ -134,13 +134,13 @@ class Lookup(_Message, frozen=True):
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One request's consecutive chunks on one rank, and the blocks they lie in.
+    """Consecutive chunks of one request on one rank, and their blocks.
 
-    parent: hash of the chunk before the first (the chain's root before chunk 0), empty where the
-        hashes are an engine's own and nobody knows how they chain.
+    parent: hash of the chunk before the first (the chain's root for chunk 0); empty if the hashes are an engine's own,
+        whose chain is unknown.
     depth: chunks before the first, from the prompt's start (with `parent` only).
     skip_blocks: leading blocks of the first chunk that a retrieve must not write.
-    salt: 16 bytes that stand for the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty: none.
+    salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty: none.
     """
 
     request: str
@@ -164,9 +164,9 @@ class Store(_Message, frozen=True):
 
 
 class Retrieve(_Message, frozen=True):
-    """Copy chunks into blocks. Answer: list of bool, one a chunk.
+    """Copy chunks into blocks. Answer: list of bool, one per chunk.
 
-    unpins: whether pins of the requests go as their chunks are retrieved; not where their engine ends them itself.
+    unpins: whether retrieving a chunk releases its request's pin; false if the engine ends its requests itself.
     """
 
     instance: int
@@ -177,8 +177,8 @@ class Retrieve(_Message, frozen=True):
 class EndSession(_Message, frozen=True):
     """Release what `request` still pins. Answer: None.
 
-    saved_tokens, saved_s: what its engine did not have to compute, and how long that would have taken; 0 where the
-    engine does not know, or its retrieves say it.
+    saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
+    does not know, or the server takes them from its retrieves.
     """
 
     request: str
@@ -187,7 +187,7 @@ class EndSession(_Message, frozen=True):
 
 
 class ChunkSize(_Message, frozen=True):
-    """Answer: tokens a chunk."""
+    """Answer: tokens per chunk."""
 
 
 class Noop(_Message, frozen=True):
@@ -195,15 +195,15 @@ class Noop(_Message, frozen=True):
 
 
 class Clear(_Message, frozen=True):
-    """Drop every chunk that nothing pins or copies, of one model or of all (empty). Answer: None."""
+    """Drop all chunks of one model, or of all (empty), that are neither pinned nor being copied. Answer: None."""
 
     model: str = ""
 
 
 class Pin(_Message, frozen=True):
-    """Keep the longest cached prefix of `hashes` under a name, whoever comes and goes. Answer: chunks in it.
+    """Pin the longest cached prefix of `hashes` under a name, independently of clients. Answer: chunks in it.
 
-    A name that is known is pinned anew. ttl_s: seconds; 0 = until it is unpinned or the server ends.
+    Replaces an earlier pin of that name. ttl_s: seconds; 0 = until it is unpinned or the server ends.
     """
 
     name: str
@@ -216,16 +216,16 @@ class Pin(_Message, frozen=True):
 
 
 class Unpin(_Message, frozen=True):
-    """Give up a Pin. Answer: bool, whether there was one of that name."""
+    """Release a named pin. Answer: bool, whether there was one of that name."""
 
     name: str
 
 
 class Forget(_Message, frozen=True):
-    """Remove chunks, from memory and tiers, of models whose name begins so, of one salt or of all (empty).
+    """Remove chunks from memory and tiers: of models whose name has this prefix, and of one salt; empty means all.
 
-    Whoever has them pinned gets them no more. Answer: a dict: chunks removed from `memory`, and by each tier's name how
-    many it removed. What is no number says what may still be there, and why: by a tier's name, or by `error`.
+    Also removes pinned chunks. Answer: a dict: chunks removed from `memory`, and under each tier's name how many it
+    removed. A text instead of a number, or under `error`, says what may still exist and why.
     """
 
     model: str = ""
@@ -233,10 +233,10 @@ class Forget(_Message, frozen=True):
 
 
 class Count(_Message, frozen=True):
-    """Ask what a Forget of the same model and salt would remove from memory; it removes nothing.
+    """Ask what a `Forget` of the same model and salt would remove from memory, without removing it.
 
-    A message of its own, not a flag of Forget: a server too old to know it refuses it, where it would ignore the flag
-    and forget. Answer: chunks, and their bytes, as a list.
+    It is not a flag of `Forget`, because a server too old to know the flag would ignore it and forget; it refuses an
+    unknown message. Answer: chunks and their bytes, as a list.
     """
 
     model: str = ""
@@ -268,7 +268,7 @@ Request: TypeAlias = (
 
 
 class Proof(msgspec.Struct, array_like=True, frozen=True):
-    """Answer to `Hello`: the server's arena, whose lock says that it lives, and the proof that it owns it."""
+    """Answer to `Hello`: the server's arena, whose lock shows that it lives, and the proof that it owns it."""
 
     version: int
     arena: str
@@ -282,7 +282,7 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
     """Answer to `Prove`: the chunk size.
 
-    lookup_s: so long the server may look behind memory before it answers a lookup.
+    lookup_s: how long the server may wait for tiers before it answers a lookup.
     """
 
     version: int
@@ -325,7 +325,7 @@ def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]
     """The id, and the request or what is wrong with it."""
     number = number_of(frame)
     if len(frame) < ID_BYTES:
-        return number, errors.ProtocolError(f"a frame of {len(frame)} bytes is no message")
+        return number, errors.ProtocolError(f"a frame of {len(frame)} bytes is not a message")
     try:
         return number, _requests.decode(memoryview(frame)[ID_BYTES:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -338,14 +338,14 @@ def encode_answer(number: bytes, boot: bytes, value: Any) -> bytes:
 
 
 def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> bytes:
-    """One frame, server to client: request `number` failed. What it quotes of the request is cut off somewhere."""
+    """One frame, server to client: request `number` failed. Long messages are cut."""
     return number + boot + _encode(Failure(error.code, str(error)[:MAX_ERROR]))
 
 
 def decode_reply(frame: bytes) -> tuple[int, bytes, Any]:
     """Id, boot id, and the value or an error from errors.py (returned, not raised).
 
-    Raises ProtocolError for a frame that is no reply.
+    Raises ProtocolError for a frame that is not a reply.
     """
     head = ID_BYTES + BOOT_BYTES
     if len(frame) < head:

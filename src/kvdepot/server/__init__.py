@@ -1,1 +1,1 @@
-"""`kvdepot serve`: the loop, and what listens."""
+"""The loop of `kvdepot serve`."""

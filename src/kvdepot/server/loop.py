@@ -1,8 +1,8 @@
-"""The server process: one thread runs the loop between sockets, core, copy threads and tiers. Wiring, no decision.
+"""The server's loop, which connects socket, core, copy threads and tiers. It decides nothing.
 
-Made by cli/serve.py. `Server.run` takes messages, lets the core decide them, sends its replies, hands its tasks to
-threads, and takes their outcomes from a queue, of which an eventfd tells. It never touches KV bytes. The one law:
-nothing that a client sends, or fails to read, stops the loop.
+cli/serve.py creates it and runs it on the main thread. `Server.run` receives messages, passes them to the core, sends
+the core's replies, submits its tasks to threads, and takes their outcomes from a queue, signalled by an eventfd. It
+never touches KV bytes. Invariant: nothing that a client sends, or fails to read, stops the loop.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ _SWEEP_TICKS = 3
 _LINES = 20
 """Dropped records that are logged one by one."""
 _PAUSE_S = 0.005
-"""How long to leave those alone who send more than they may, unless somebody else has something to say."""
+"""Pause of receiving if only clients beyond `max_rate` send; any other client ends it."""
 _COPIER_STOP_S = 2.0
-"""For what copy threads are at besides copies, which have `drain_s`: a driver may hang while tensors are mapped."""
+"""Time for copy threads to end work other than copies (those have `drain_s`): a driver may hang in a mapping."""
 _TIER_STOP_S = 2.0
-"""For tiers' threads to end what they are at."""
+"""Time for tiers' threads to end their current task."""
 _BATCH = 128
-"""Messages taken before outcomes of copies get their turn."""
+"""Messages received before outcomes of copies are processed."""
 
 
 class Server:
-    """One depot at one endpoint. Raises KVDepotError if an endpoint or the arena is taken, and releases what it has."""
+    """One depot at one endpoint. Raises KVDepotError if an endpoint or the arena is taken, and then leaves nothing."""
 
     def __init__(self, config: Config) -> None:
-        # Collecting the whole heap stops the loop for 100 ms and more at a million chunks. Those are
-        # not tracked and form no cycles; what does is young, and is collected when nothing waits.
+        # A full garbage collection would stop the loop for 100 ms and more at a million chunks. Chunks are not tracked
+        # and form no cycles. Objects that do are young, and `_tick` collects them.
         gc.disable()
         self._config = config
         self.boot = os.urandom(wire.BOOT_BYTES)
         self.hangs = False
-        """At its end: a thread is still in a driver or a tier, and may yet touch the arena or KV blocks."""
+        """After `close`: a thread is still in a driver or tier call, and may yet touch the arena or KV blocks."""
         self._serves = False
         self._stopping = False
         self._ticks = 0
@@ -90,7 +90,7 @@ class Server:
             self.arena = Arena(config.arena, config.arena_bytes, self.boot)
             closing.callback(self._close_arena)
             context = zmq.Context()
-            # `term` waits for the publisher's thread; a listener that failed at the start has left sockets open.
+            # `term` waits for the publisher's thread; a listener that failed in its constructor has left sockets open.
             closing.callback(lambda: context.term() if self._serves else context.destroy(linger=0))
             self._listener = Listener(context, config.url, config.keys, config.max_message_mib << 20)
             closing.callback(self._listener.close)
@@ -116,7 +116,7 @@ class Server:
             self._closing = closing.pop_all()
 
     def _restore(self) -> Index:
-        """An index of the chunks that are in the arena already, if another server left them."""
+        """An index with the chunks that an earlier server left in the arena."""
         arena, config = self.arena, self._config
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
@@ -128,7 +128,7 @@ class Server:
             for line in restored.dropped[:_LINES]:
                 log.warning("record dropped during recovery: %s", line)
             log.info(
-                "took over the arena %s with %d chunks in %.3f s; %d records and %d slots made no sense",
+                "took over the arena %s with %d chunks in %.3f s; %d records and %d slots were invalid",
                 arena.path, restored.chunks, time.monotonic() - begun, len(restored.dropped), len(restored.damaged),
             )  # fmt: skip
         arena.settle()
@@ -137,10 +137,10 @@ class Server:
     # -- the loop
 
     def run(self) -> None:
-        """Serve until a signal or `stop`. Blocks; then drains, answers what waits and removes its files."""
+        """Serve until a signal or `stop`. Blocks; then drains, answers waiting requests and releases everything."""
         self._begin()
         socket, wake_up = self._listener.socket, self._wake
-        # Not zmq.Poller: it builds its lists anew for every message.
+        # Not zmq.Poller, which rebuilds its lists for every message.
         waited_for: list[tuple[Any, int]] = [(part, zmq.POLLIN) for part in (socket, wake_up, *self._listener.sockets)]
         next_tick = time.monotonic() + _TICK_S
         try:
@@ -168,7 +168,7 @@ class Server:
             self.close()
 
     def _begin(self) -> None:
-        """Start what goes on beside the loop."""
+        """Start what runs beside the loop: populating, the publisher and the web process."""
         self._serves = True
         gc.freeze()
         self.depot.max_clients, self.depot.registrations.max_files = self._listener.share_out(self._config.max_clients)
@@ -198,7 +198,7 @@ class Server:
                 return
             self._act(self.connections.receive(frames, user, time.monotonic()))
             if self.connections.only_floods():
-                # ZeroMQ's descriptor tells of connections that had been silent: of the others, not of the floods.
+                # ZeroMQ's descriptor signals idle connections that become readable, hence not those that flood us.
                 select.select([self._wake, self._listener.wake_up], [], [], _PAUSE_S)
                 return
 
@@ -210,14 +210,14 @@ class Server:
                     try:
                         self._listener.socket.send_multipart((action.client, frame), zmq.NOBLOCK)
                     except zmq.ZMQError:
-                        self.depot.counters["replies_dropped"] += 1  # gone, or does not read
+                        self.depot.counters["replies_dropped"] += 1  # the client is gone, or does not read
                 case Copy() | Call():
                     self._copier.submit(action)
                 case _:
                     self._tier_workers[action.tier].submit(action)
 
     def _report(self, token: Any, outcome: Any) -> None:
-        """On a copy thread or a tier's."""
+        """Called on copy threads and tiers' threads."""
         self._outcomes.append((token, outcome))
         os.eventfd_write(self._wake, 1)
 
@@ -239,12 +239,12 @@ class Server:
         report.http = self._web.address if self._web is not None else ""
         report.reach(*self._obstacle())
         self._ticks += 1
-        if self._ticks % _SWEEP_TICKS == 0:  # clients that died before they were met
+        if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
             self._copier.submit(Call(None, shm.sweep_leases))
         gc.collect(1)
 
     def _obstacle(self) -> tuple[str, str]:
-        """Why no new client finds us, and where: others may have removed our files, or put theirs in their place."""
+        """Why new clients cannot connect, and where: others may have removed or replaced our files. Empty: they can."""
         if self.arena.is_lost():
             return "the arena's file in /dev/shm was removed or replaced", str(self.arena.path)
         if self._listener.binding.is_lost:
@@ -254,7 +254,7 @@ class Server:
     # -- the end
 
     def _drain(self) -> None:
-        """Answer what has arrived, remove what is to be removed, and let copies end, for `drain_s` at most."""
+        """Answer received requests, finish removals, and let copies end, for `drain_s` at most."""
         log.info("stopping: %d operations in flight", self.depot.operations)
         self._receive(_BATCH)
         self._act(self.depot.stop_waiting())
@@ -266,17 +266,17 @@ class Server:
             log.warning("%d operations did not end within %g s", self.depot.operations, self._config.drain_s)
 
     def close(self) -> None:
-        """Give everything back: threads, sockets, files. Called by `run`."""
+        """Release threads, sockets and files. `run` calls it."""
         self._closing.close()
         gc.unfreeze()
-        gc.enable()  # libraries complain of what is still there when the interpreter ends
+        gc.enable()  # some libraries complain about objects that are left when the interpreter ends
         log.info("stopped")
 
     def _stop_copier(self) -> None:
         if self.depot.operations or not self._copier.stop(_COPIER_STOP_S):
             self.hangs = True
         else:
-            self._devices.close()  # the arena is registered with their drivers: it must still be there
+            self._devices.close()  # before the arena, which is registered with their drivers
 
     def _stop_tier_workers(self) -> None:
         deadline = time.monotonic() + (_TIER_STOP_S if self._serves else 0.0)
@@ -289,9 +289,9 @@ class Server:
         if not self.hangs or not self._serves:
             self.arena.close(remove=removes)
         elif removes:
-            # A thread may yet touch the arena or blocks: the arena's lock goes with this process, not before.
+            # A thread may yet touch the arena or blocks, so the arena's lock must last as long as this process.
             self.arena.remove()
 
     def _close_wake(self) -> None:
         if not self.hangs:
-            os.close(self._wake)  # else a thread that hangs may yet write to whatever has that number then
+            os.close(self._wake)  # otherwise a hanging thread might write to a later file with that number

@@ -1,6 +1,7 @@
-"""What no eviction policy can exceed on a trace. Pure; called by simulate/replay.py like a policy, by name.
+"""Upper bounds on the hits of any eviction policy on a trace. No I/O; simulate/replay.py calls them by name, like
+policies.
 
-The one law: a bound is never below what any policy reaches at that capacity, however it chooses.
+Invariant: a bound is never below what any policy reaches at that capacity.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ __all__ = ["BOUNDS", "belady", "infinite"]
 
 
 def infinite(trace: Trace, capacity_blocks: int = 0) -> int:
-    """Hits of a cache that forgets nothing: every reference to a block that was there before."""
+    """Hits of an infinite cache: every reference to a block but the first."""
     return len(trace.blocks) - trace.unique
 
 
 def belady(trace: Trace, capacity_blocks: int) -> int:
-    """The most hits that `capacity_blocks` blocks of cache can have on a trace that is known beforehand.
+    """The maximum hits of a cache of `capacity_blocks` blocks, given the whole trace in advance.
 
-    Computed is Belady's MIN with bypass (L. A. Belady, "A study of replacement algorithms for a virtual-storage
-    computer", 1966), one reference after the other: of the cached blocks and the new one, that goes whose next
-    use is furthest; a block without a next use is never stored.
+    This is Belady's MIN with bypass (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer",
+    1966), reference by reference: of the cached blocks and the new one, it evicts the one whose next use is furthest
+    away, and never stores a block without a next use.
 
-    Why nothing exceeds it: what a policy stores and evicts for a request, it could as well do reference by reference,
-    for its hits come before its misses; and of all ways to do that, MIN has the most hits. It ignores that evictions
-    need a request to come first and that its hits are pinned, so policies may be kept further below.
+    Why no policy exceeds it: whatever a policy stores and evicts for a request could as well happen reference by
+    reference, because a request's hits precede its misses; and MIN has the most hits of all such policies. Policies are
+    further limited, because they evict only when a request arrives, and pin its hits.
 
-    Why it is not too high for prefixes: the block before another in its prompts is always used again earlier than
-    that, hence MIN never keeps a block longer than what is before it. What it counts are hits of whole prefixes.
+    Why it counts whole prefixes: a block's predecessor in its prompts is always used again earlier than the block
+    itself, so MIN never keeps a block longer than its predecessor.
     """
     blocks = trace.blocks
     count = len(blocks)
@@ -43,7 +44,7 @@ def belady(trace: Trace, capacity_blocks: int) -> int:
 
     names = blocks.tolist()
     cached = bytearray(trace.unique)
-    furthest: list[int] = []  # -(next use) of what is cached; what was used meanwhile sinks and is never looked at
+    furthest: list[int] = []  # -(next use) of cached blocks; entries of past uses sink and never reach the top
     room = capacity_blocks
     hits = 0
     for block, use in zip(names, following.tolist(), strict=True):

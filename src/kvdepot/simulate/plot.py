@@ -1,6 +1,6 @@
-"""How `kvdepot simulate` shows what it found: JSON, tables, and a plot of hit rate over capacity.
+"""Output of `kvdepot simulate`: JSON, tables, and a plot of hit rate over capacity.
 
-Called by simulate/replay.py. matplotlib comes with the extra `simulate`; without it there is no plot.
+Called by simulate/replay.py. Plots need matplotlib (extra `simulate`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BOUND_COLORS = {"infinite": "0.55", "belady": "black"}
 
 
 def as_json(sweeps: list[Sweep], policies: list[str]) -> str:
-    """An array of objects, one a trace, policy and capacity."""
+    """An array of objects, one per trace, policy and capacity."""
     rows = []
     for sweep in sweeps:
         for policy in policies:
@@ -52,12 +52,12 @@ def as_json(sweeps: list[Sweep], policies: list[str]) -> str:
 
 
 def print_tables(sweeps: list[Sweep], policies: list[str]) -> None:
-    """A table a trace on standard output: capacities down, policies across, the best policy of each line in bold."""
+    """Print a table per trace: rows are capacities, columns policies; the best policy of each row is bold."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # A pipe has no width; a table cut to 80 columns would lose figures.
+    # Without a terminal rich assumes 80 columns, and would cut the table.
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     for sweep in sweeps:
         heads, rows = _cells(sweep, policies)
@@ -105,7 +105,7 @@ def _gib(sweep: Sweep, capacity: int) -> str:
 
 
 def check_plot(path: str) -> None:
-    """Raises ConfigError where no plot can be written to `path`."""
+    """Raise ConfigError if no plot can be written to `path`."""
     if Path(path).suffix.lower() not in _FORMATS:
         raise ConfigError(f"--plot writes {', '.join(_FORMATS)}, not {path!r}")
     if not os.access(Path(path).parent, os.W_OK):
@@ -113,7 +113,7 @@ def check_plot(path: str) -> None:
 
 
 def plot(sweeps: list[Sweep], policies: list[str], path: str) -> bool:
-    """Draw hit rate over capacity, one picture a trace; False, and why on standard error, without matplotlib."""
+    """Draw hit rate over capacity, one chart per trace; without matplotlib, say so on stderr and return False."""
     try:
         import matplotlib.figure
     except ImportError:
@@ -149,13 +149,13 @@ def _draw(axes: Axes, sweep: Sweep, policies: list[str]) -> None:
     axes.set_ylabel("hit rate (% of block references)")
     axes.set_title(_title(Path(sweep.trace.name).name, sweep), fontsize=10)
     axes.grid(alpha=0.25)
-    # Best on average first: the order in which one finds the lines.
+    # Best on average first, like the lines themselves.
     lines = sorted(axes.get_lines(), key=lambda line: -float(np.mean(np.asarray(line.get_ydata()))))
     axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def _apart(capacities: list[int], logarithmic: bool) -> list[int]:
-    """Those of the capacities whose labels do not overlap, the last one among them."""
+    """The capacities to label, so that labels do not overlap; always includes the last one."""
     scale = math.log if logarithmic else float
     least = (scale(capacities[-1]) - scale(capacities[0])) / 12
     shown: list[int] = []

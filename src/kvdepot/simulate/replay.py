@@ -1,13 +1,13 @@
-"""`kvdepot simulate`: how much memory buys how much hit rate, for traces of requests and each eviction policy.
+"""`kvdepot simulate`: hit rate as a function of memory, for traces of requests and each eviction policy.
 
-Called by cli/simulate.py; `replay` also by tests and comparisons of policies. The one law: what is replayed is the
-index, space and policy code of the server, so what is measured here is what a server would do.
+Called by cli/simulate.py; tests and comparisons of policies call `replay`. It runs the server's own index, allocator
+and policies, so the hit rates are those of a server.
 
-**A request** is a lookup and a store, as an engine makes them: the longest cached prefix of its blocks hits and is
-pinned; the rest is reserved, evicting through the policy, and sealed in order; then the pins go. A block that finds no
-room is dropped with all behind it. Requests do not overlap, and what is decoded is not stored.
+**A request** is a lookup and a store, as an engine makes them: the longest cached prefix of its blocks is a hit and is
+pinned; the rest is reserved, evicting by the policy, and sealed in order; then the pins are released. A block that
+finds no room is dropped with all behind it. Requests do not overlap, and generated tokens are not stored.
 
-A block is a page of a `Allocator` without memory under it, so the capacity is exactly as many blocks.
+A block is one page of an `Allocator` without memory behind it, so the capacity is an exact number of blocks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kvdepot.values import parse_size
 __all__ = ["Asked", "Result", "Sweep", "replay", "run"]
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Told what happens, and how much of how much is done."""
+"""Called with what happens, how much is done, and of how much."""
 
 _SMALL = 300_000
-"""Block references to replay up to which starting processes costs more than it saves."""
+"""Up to this many block references, starting processes costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a policy did on a trace at a capacity."""
+    """The result of a policy on a trace at a capacity."""
 
     policy: str
     capacity_blocks: int
@@ -56,14 +56,14 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """Hits by block references; 0 of none."""
+        """Hits divided by block references; 0 if there are none."""
         return self.hits / self.block_references if self.block_references else 0.0
 
 
 def replay(requests: Iterable[Request] | Trace, policy: str, capacity_blocks: int) -> Result:
     """Send requests through an index of `capacity_blocks` blocks that evicts by `policy`, or compute a bound.
 
-    policy: a name of evict.POLICIES or bounds.BOUNDS; another raises ConfigError.
+    policy: a name in eviction.POLICIES or bounds.BOUNDS; others raise ConfigError.
     """
     trace = requests if isinstance(requests, Trace) else Trace(requests)
     if capacity_blocks < 1:
@@ -79,7 +79,7 @@ def replay(requests: Iterable[Request] | Trace, policy: str, capacity_blocks: in
 
 def _hits(trace: Trace, index: Index) -> int:
     namespace = index.namespaces.find("trace", 1, 0, b"", 1)
-    # Keys as evenly spread as those of real chunks, for policies may sample by them.
+    # Keys distributed like those of real chunks, because policies may sample by key.
     noise = blake3(b"kvdepot simulate").digest(length=HASH_BYTES * max(trace.unique, 1))
     keys = np.frombuffer(noise, np.uint64).reshape(-1, HASH_BYTES // 8)
     hits = 0
@@ -104,7 +104,7 @@ def _hits(trace: Trace, index: Index) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """What `kvdepot simulate` was asked for, as it was typed; None = not said."""
+    """The arguments of `kvdepot simulate`, as typed; None = not given."""
 
     traces: tuple[str, ...]
     policy: str | None = None
@@ -119,21 +119,21 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A trace, the capacities to replay it at, and what was found."""
+    """A trace, the capacities to replay it at, and the results."""
 
     trace: Trace
     capacities: list[int]
-    """Blocks, rising."""
+    """In blocks, ascending."""
     block_bytes: int = 0
-    """Bytes of KV a block; 0 = not known."""
+    """Bytes of KV per block; 0 = not known."""
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
     """By policy and capacity."""
 
 
 def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -> int:
-    """Replay traces and print what came out; the exit code. Raises ConfigError for what cannot be.
+    """Replay traces and print the results; returns the exit code. Raises ConfigError for invalid arguments.
 
-    progress: whom to tell how far it is, until it prints.
+    progress: shows the progress until the results are printed.
     """
     from kvdepot.simulate import plot as chart
 
@@ -161,7 +161,7 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
 
     for sweep in sweeps:
         if not len(sweep.trace):
-            print(f"kvdepot: {sweep.trace.name}: holds no requests", file=sys.stderr)
+            print(f"kvdepot: {sweep.trace.name}: contains no requests", file=sys.stderr)
     if args.as_json:
         print(chart.as_json(sweeps, policies), flush=True)
     else:
@@ -170,7 +170,7 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
 
 
 def _replay_all(sweeps: list[Sweep], policies: list[str], jobs: int, progress: Progress) -> None:
-    """Fill in all results. jobs: processes; 0 = as many as are worth it."""
+    """Fill in all results. jobs: processes; 0 = as many as are worthwhile."""
     work = [
         (number, policy, capacity)
         for number, sweep in enumerate(sweeps)
@@ -192,7 +192,7 @@ Work: TypeAlias = tuple[int, str, int]
 """Number of a trace, policy, capacity in blocks."""
 
 _traces: list[Trace] = []
-"""What a process of `_replays` works on; set once when it starts."""
+"""The traces in a process of `_replays`; set when it starts."""
 
 
 @contextmanager
@@ -201,11 +201,11 @@ def _replays(traces: list[Trace], work: list[Work], jobs: int) -> Iterator[Itera
     if jobs == 1:
         yield (replay(traces[number], policy, capacity) for number, policy, capacity in work)
         return
-    # Not forked: this process may have threads (the progress bar's).
+    # Spawned, not forked, because this process may have threads (the progress bar's).
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (traces,))
     try:
         yield pool.map(_replay_one, work)
-    except BaseException:  # interrupted: nobody waits for what is being replayed
+    except BaseException:  # interrupted: do not wait for the replays
         for process in multiprocessing.active_children():
             process.terminate()
         raise
@@ -214,7 +214,7 @@ def _replays(traces: list[Trace], work: list[Work], jobs: int) -> Iterator[Itera
 
 
 def _begin(traces: list[Trace]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     _traces[:] = traces
 
 
@@ -261,7 +261,7 @@ def _fitting(size: int, block_bytes: int, path: str) -> int:
 
 
 def _spread(unique: int) -> list[int]:
-    """Capacities from a 64th of all blocks on, each twice the one before, in round numbers up to the last."""
+    """Capacities from a 64th of all blocks to all of them, each about twice the one before, rounded."""
     sizes = {unique or 1}
     for part in (2, 4, 8, 16, 32, 64):
         size = unique // part

@@ -1,9 +1,9 @@
-"""Request traces: which blocks each prompt consisted of, as others recorded it.
+"""Public traces of requests: the blocks of each prompt.
 
-Called by simulate/replay.py. The one law: two blocks are the same exactly if they and all before them in their prompts
-are the same, as with chunks in the index. So a block is named by its id *and* what came before it: in formats whose ids
-are already made of the whole prefix that changes nothing; in those that name each block by its own tokens (Bailian) the
-same text behind two different beginnings is two blocks, as it is for an engine.
+Called by simulate/replay.py. Invariant: two blocks are the same exactly if they and all before them in their prompts
+are the same, like chunks in the index. So a block is identified by its id *and* its predecessor. That makes no
+difference in formats whose ids depend on the whole prefix; in those that name each block by its own tokens (Bailian),
+the same text behind two different beginnings is two blocks, as it is for an engine.
 
 | format | a line is | ids | block |
 |---|---|---|---|
@@ -11,8 +11,8 @@ same text behind two different beginnings is two blocks, as it is for an engine.
 | Bailian | a request: `chat_id`, `timestamp` (s), `hash_ids` | of the whole file | 16 tokens |
 | WEKA | a session: `block_size`, `requests: [{t, hash_ids}]` (s) | of the session (`hash_id_scope: local`) | its own |
 
-A file may be a JSON array of those or one object over several lines, and compressed with gzip; a folder is one trace of
-all files in it. What was decoded is in no trace: it becomes a block when a later prompt contains it.
+A file may also be a JSON array of these or one object over several lines, and compressed with gzip; a folder is one
+trace of all files in it. Traces do not contain generated tokens until a later prompt includes them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trace:
     """Requests in order of arrival; blocks are numbered from 0, each after the one before it in its prompts."""
 
     def __init__(self, requests: Iterable[Request], name: str = "", block_tokens: int = 0) -> None:
-        """block_tokens: tokens a block, 0 = not known."""
+        """block_tokens: tokens per block; 0 = not known."""
         numbers: dict[tuple[int, Hashable], int] = {}
         blocks, ends, times = array("I"), array("q"), array("d")
         for time, ids in requests:
@@ -59,9 +59,9 @@ class Trace:
         self.block_tokens = block_tokens
         self.unique = len(numbers)
         self.blocks: npt.NDArray[np.uint32] = np.array(blocks, np.uint32)
-        """uint32[references], of all requests one after the other."""
+        """uint32[references]: the blocks of all requests, concatenated."""
         self.ends: npt.NDArray[np.int64] = np.array(ends, np.int64)
-        """int64[requests]: where each ends in `blocks`."""
+        """int64[requests]: where each request ends in `blocks`."""
         self._sort(np.array(times))
 
     def _sort(self, times: npt.NDArray[np.float64]) -> None:
@@ -117,9 +117,9 @@ class _Session(msgspec.Struct):
 
 
 def load(path: str) -> Trace:
-    """Read a trace from a file or folder, its format recognised by what it holds.
+    """Read a trace from a file or folder; detects its format from the contents.
 
-    Raises ConfigError with file and line where it cannot be read.
+    Raises ConfigError, with file and line, if it cannot be read.
     """
     sizes: set[int] = set()
     trace = Trace(_requests(path, sizes), path)
@@ -165,7 +165,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _entries(file: Path, stream: IO[bytes]) -> Iterator[_Mooncake | _Bailian | _Session]:
-    """The objects of a file, one a line; or, where its first line is none, of all of it."""
+    """The objects of a file: one per line, or, if the first line is not JSON, those of the whole file."""
     decode: Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session] | None = None
     for number, line in enumerate(stream, 1):
         if line.isspace():
@@ -186,7 +186,7 @@ def _whole(
 ) -> Iterator[_Mooncake | _Bailian | _Session]:
     """The objects of a file that is one JSON value.
 
-    number, problem: where it begins, and why its first line is no value by itself.
+    number, problem: the line where it begins, and why that line is not a value by itself.
     """
     try:
         value = msgspec.json.decode(text, type=msgspec.Raw)
@@ -202,7 +202,7 @@ def _whole(
 
 
 def _decoder(text: bytes | msgspec.Raw) -> Callable[[bytes | msgspec.Raw], _Mooncake | _Bailian | _Session]:
-    """What decodes objects like this one. Raises msgspec.DecodeError where it is no JSON object."""
+    """The decoder for objects like this one. Raises msgspec.DecodeError if it is not a JSON object."""
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     if "requests" in fields:
         return msgspec.json.Decoder(_Session).decode
@@ -214,8 +214,8 @@ def _decoder(text: bytes | msgspec.Raw) -> Callable[[bytes | msgspec.Raw], _Moon
 def _calls(calls: list[_Call], scope: int, start_s: float = 0.0) -> Iterator[Request]:
     """The requests of a session and its subagents.
 
-    The times of a subagent's requests count from the session's start in some files, from the subagent's in others:
-    those that lie before it do the latter.
+    Some files give the times of a subagent's requests from the session's start, others from the subagent's: those
+    earlier than the subagent's start must be the latter.
     """
     for call in calls:
         if call.requests:
@@ -225,5 +225,5 @@ def _calls(calls: list[_Call], scope: int, start_s: float = 0.0) -> Iterator[Req
             continue
         elif scope == _ROOT or not call.hash_ids:
             yield start_s + call.t, call.hash_ids
-        else:  # the first block says whose all are, for those behind it are named after it
+        else:  # tagging the first block is enough, because blocks are identified by their predecessors
             yield start_s + call.t, [(scope, call.hash_ids[0]), *call.hash_ids[1:]]

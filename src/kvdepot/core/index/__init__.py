@@ -1,4 +1,4 @@
-"""The index of chunks, and how a new server has it back from the records."""
+"""The index of chunks, and its recovery from the records of an earlier server."""
 
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin, Shard
 from kvdepot.core.index.index import Index

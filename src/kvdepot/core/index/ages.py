@@ -1,4 +1,4 @@
-"""When chunks are too old. Part of core/index/index.py; pure."""
+"""Expiry of chunks by age. Used by core/index/index.py; pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Ages:
     """When chunks will be `ttl_s` old, the oldest first."""
 
     def __init__(self, ttl_s: int) -> None:
-        """ttl_s: 0 = never: nothing is noted."""
+        """ttl_s: 0 = chunks never expire."""
         self.ttl_s = ttl_s
         self._heap: list[tuple[int, int, Chunk]] = []
         self._serials = itertools.count()
@@ -24,16 +24,16 @@ class Ages:
         return len(self._heap)
 
     def note(self, chunk: Chunk, chunks: int) -> None:
-        """`chunk` has an age now, or another one. chunks: how many there are in all."""
+        """Record the age of `chunk`, or its new age. chunks: the total number of chunks."""
         if not self.ttl_s:
             return
-        if len(self._heap) > 2 * chunks + 64:  # most are of chunks that are gone, or have another age now
+        if len(self._heap) > 2 * chunks + 64:  # most entries are of chunks that are gone, or have another age now
             self._heap = [entry for entry in self._heap if not entry[2].gone and entry[0] == entry[2].born + self.ttl_s]
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (chunk.born + self.ttl_s, next(self._serials), chunk))
 
     def due(self, wall: int) -> Iterator[Chunk]:
-        """Those that are too old at `wall` (seconds since 1970) and not gone, each taken from the list."""
+        """Remove and yield the chunks that are too old at `wall` (seconds since 1970) and not gone."""
         while self._heap and self._heap[0][0] <= wall:
             chunk = heapq.heappop(self._heap)[2]
             if not chunk.gone and chunk.born + self.ttl_s <= wall:

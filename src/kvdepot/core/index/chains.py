@@ -1,7 +1,7 @@
-"""Which chunks have a whole chain before them. Part of core/index/index.py; pure.
+"""Which chunks have a complete chain before them. Used by core/index/index.py; pure.
 
-The one law: a chunk that is whole, and whose parent is chained, is chained. A chunk that was sealed before its parent
-waits for it here, and is chained in the step that chains the parent.
+Invariant: a whole chunk whose parent is chained is chained. A chunk that was sealed before its parent waits for it
+here, and is chained in the step that chains the parent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, State
 
 __all__ = ["Chains"]
 
-_WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # an enum's attributes are slow to get
+_WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes of an enum are slow to get
 
 
 class Chains:
@@ -19,14 +19,14 @@ class Chains:
     __slots__ = ("_waiting", "broken")
 
     def __init__(self) -> None:
-        self.broken = 0  # chunks that are not chained, with chunks behind them that are
-        self._waiting: dict[int, dict[int, Chunk]] = {}  # whole chunks by id(), by that of the parent they wait for
+        self.broken = 0  # chunks that are not chained although chunks behind them are
+        self._waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
 
     def __repr__(self) -> str:
         return f"<Chains with {self.broken} broken, {len(self._waiting)} awaited>"
 
     def join(self, chunk: Chunk) -> None:
-        """A chunk is whole now: chain it, and what has waited for that, or let it wait until its parent is chained."""
+        """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
         before = chunk.parent
         if chunk.position == 1 or (before is not None and before.state is _CHAINED):
             chunk.state = TRANSITIONS[chunk.state][_CHAIN]
@@ -38,30 +38,30 @@ class Chains:
             self.wait(chunk, before)
 
     def wait(self, chunk: Chunk, before: Chunk) -> None:
-        """A whole chunk is to be chained once its parent is."""
+        """Chain a whole chunk once its parent is chained."""
         self._waiting.setdefault(id(before), {})[id(chunk)] = chunk
 
     def _join_behind(self, chunk: Chunk) -> None:
         chained = [chunk]
         while chained:
             for each in self._waiting.pop(id(chained.pop()), {}).values():
-                if each.state is _WHOLE:  # else it has been marked corrupt or hidden meanwhile
+                if each.state is _WHOLE:  # otherwise it was marked corrupt or hidden in the meantime
                     each.state = TRANSITIONS[each.state][_CHAIN]
                     self._mend(each)
                     chained.append(each)
 
     def break_at(self, chunk: Chunk) -> None:
-        """A chunk is not chained any more. What is behind it stays so, and is no prefix until it is chained again."""
+        """A chunk is no longer chained. Those behind it stay chained, but are no prefix until it is chained again."""
         if chunk.children:
             chunk.broken = True
             self.broken += 1
 
     def leave(self, chunk: Chunk, before: Chunk | None) -> None:
-        """A chunk is gone, and was behind `before`: it waits for that no more, and nothing for it."""
+        """A chunk is gone, and was behind `before`: it no longer waits for it, and nothing waits for the chunk."""
         if self.broken:
             for each in (chunk, before):
                 if each is not None and each.gone and not each.children:
-                    self._mend(each)  # else those behind it have lost it for good
+                    self._mend(each)  # with children it stays broken: they can never be chained to it again
         if self._waiting:
             self._waiting.pop(id(chunk), None)
             waiting = self._waiting.get(id(before), {})

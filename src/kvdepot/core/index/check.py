@@ -1,4 +1,4 @@
-"""Whether an index agrees with itself: for tests and `kvdepot check`. It reads, and changes nothing."""
+"""Consistency check of an index, for tests and `kvdepot check`. Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
 
 @dataclass
 class Totals:
-    """What an index believes of all its chunks together."""
+    """An index's own totals over all chunks."""
 
     chunks: int
     reserved: int
@@ -60,17 +60,17 @@ def _check_states(chunk: Chunk, is_any_broken: bool) -> None:
     """The states of a chunk and its shards, and of the one before it."""
     shards, before = chunk.shards.values(), chunk.parent
     assert chunk.state in _OF_CHUNKS and not chunk.gone and all(shard.state in _OF_SHARDS for shard in shards)
-    assert all(shard.sealed for shard in shards if shard.slot is not None), "only what is sealed is recorded"
+    assert all(shard.sealed for shard in shards if shard.slot is not None), "a shard is recorded but not sealed"
     assert chunk.sealed == sum(shard.sealed for shard in shards)
     if chunk.state is not State.PENDING_REMOVAL:
         assert (chunk.state is State.FILLING) == (chunk.sealed < chunk.namespace.world_size)
     else:
-        assert not is_evictable(chunk), "what is to be removed can be, and is there"
+        assert not is_evictable(chunk), "a chunk that is pending removal could be removed"
     is_behind_a_chain = chunk.position == 1 or (before is not None and before.state is State.CHAINED)
     if chunk.state is State.CHAINED:
         is_behind_a_broken_one = before is not None and (before.broken or before.state is not State.CHAINED)
         assert is_behind_a_chain or (is_behind_a_broken_one and is_any_broken)
     if chunk.state is State.WHOLE:
-        assert not (chunk.position and is_behind_a_chain), "it is whole, and so is all before it"
+        assert not (chunk.position and is_behind_a_chain), "a whole chunk behind a chain is not chained"
     if before is not None:
         assert before.position == chunk.position - 1

@@ -1,15 +1,15 @@
-"""What the index is made of: chunks, their shards, their namespaces; and their states, in one table of transitions.
+"""Chunks, shards and namespaces, and the table of their state transitions.
 
-Plain data: core/index/index.py alone changes it. The one law: a state changes by the table. What happens to a shard or
-a chunk is an `Event`; an event that its state does not allow is a bug of ours and raises `IllegalTransition` before
-anything is changed. That is an AssertionError and takes the server down: to go on in an unforeseen state could serve
-wrong bytes.
+Plain data; only core/index/ changes it. Invariant: a state changes by the table alone. What happens to a shard or
+chunk is an `Event`; an event that its state does not allow is a bug and raises `IllegalTransition` before anything is
+changed. That is an AssertionError and ends the server, because to continue in an unforeseen state could serve wrong
+bytes.
 
     of a shard    RESERVED, LOADING -> SEALED -> CORRUPT -> RESERVED, LOADING
     of a chunk    FILLING -> WHOLE -> CHAINED, and back to FILLING; PENDING_REMOVAL -> FILLING
 
-Whoever loads a shard from a tier must not keep out who has computed it meanwhile: a shard that is LOADING can be
-REPLACED by another. All ends in FREED, or GONE.
+A slow load from a tier must not block an engine that has computed the same shard: a LOADING shard can be REPLACED by
+another. Every shard ends as FREED, every chunk as GONE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["TRANSITIONS", "Chunk", "Event", "IllegalTransition", "Namespace", "P
 
 
 class State(IntEnum):
-    """Of a shard, or of a chunk. (An IntEnum, because the table is asked at every step and hashing an Enum is slow.)"""
+    """State of a shard or a chunk. (An IntEnum, because each step looks into the table and hashing an Enum is slow.)"""
 
     # of a shard
     RESERVED = 0
@@ -35,22 +35,22 @@ class State(IntEnum):
     LOADING = 1
     """Its bytes are being read from a tier."""
     REPLACED = 2
-    """Its bytes are still being read from a tier, and another shard has its place in the chunk."""
+    """Its bytes are still being read from a tier, but another shard has taken its place in the chunk."""
     SEALED = 3
     """Its bytes are what was stored."""
     CORRUPT = 4
-    """It was sealed, but nobody is to have its bytes: they are not what was stored, or were forgotten."""
+    """It was sealed, but its bytes must not be used: they are not what was stored, or were forgotten."""
     FREED = 5
-    """Its bytes belong to others."""
+    """Its extents were returned to the allocator."""
     # of a chunk
     FILLING = 6
     """Not sealed on every rank."""
     WHOLE = 7
-    """Sealed on every rank, but not known to have a whole chain before it."""
+    """Sealed on every rank, but not known to have a complete chain before it."""
     CHAINED = 8
-    """Sealed on every rank, and so was all before it in its chain."""
+    """Sealed on every rank, and so were all before it in its chain."""
     PENDING_REMOVAL = 9
-    """No lookup finds it. It goes when nothing holds it and nothing is behind it, unless it is stored anew before."""
+    """No lookup finds it. It is removed when nothing holds it and nothing is behind it, unless it is stored again."""
     GONE = 10
 
 
@@ -58,32 +58,32 @@ class Event(IntEnum):
     """What happens to a shard, to a chunk, or to both at once."""
 
     RESERVE = 0
-    """A shard, or one of the chunk's, is to be written."""
+    """A shard (of the chunk) is going to be written."""
     LOAD = 1
-    """A shard is to be read from a tier."""
+    """A shard is going to be read from a tier."""
     REPLACE = 2
-    """Somebody else is to write the shard that is being loaded."""
+    """Another shard takes the place of one that is being loaded."""
     SEAL = 3
     """All bytes of a shard have arrived."""
     COMPLETE = 4
     """All shards of the chunk are sealed."""
     CHAIN = 5
-    """All before the chunk is chained."""
+    """All chunks before this one are chained."""
     CORRUPT = 6
-    """Bytes of a sealed shard are not what was stored, or nobody is to have them."""
+    """Bytes of a sealed shard are not what was stored, or must not be used."""
     HIDE = 7
-    """The chunk was forgotten, or is too old, and cannot go yet."""
+    """The chunk was forgotten, or is too old, and cannot be removed yet."""
     RENEW = 8
-    """What was to be removed is stored anew."""
+    """A chunk that was pending removal is stored again."""
     REMOVE = 9
 
 
 class IllegalTransition(AssertionError):
-    """An event that a state does not allow: a bug."""
+    """The state does not allow the event: a bug."""
 
 
 class _Row(dict[Event, State]):
-    """What may happen in one state, and the state after it. Asked for another event it raises IllegalTransition."""
+    """The events that one state allows, and the state after each. Other events raise IllegalTransition."""
 
     state: State
 
@@ -137,7 +137,7 @@ TRANSITIONS: Final = _table(
 )
 """The state after an event, by the state before it. A shard begins as RESERVED or LOADING, a chunk as FILLING."""
 
-_RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED  # an enum's attributes are slow to get
+_RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED  # attributes of an enum are slow to get
 _FILLING, _CHAINED = State.FILLING, State.CHAINED
 
 
@@ -149,11 +149,11 @@ class Shard(msgspec.Struct, gc=False):
     """Bytes of KV in the extents."""
     state: State = _RESERVED
     checksum: int = 0
-    """Of the KV; 0 where none was made."""
+    """Of the KV; 0 if none was computed."""
     tiers: int = 0
-    """Bit t: tier t is believed to have it."""
+    """Bit t: tier t probably has it."""
     slot: int | None = None
-    """Where it is recorded, if it is."""
+    """First slot of its record; None if it has none."""
 
     @property
     def sealed(self) -> bool:
@@ -161,52 +161,54 @@ class Shard(msgspec.Struct, gc=False):
 
     @property
     def is_open(self) -> bool:
-        """Whether its bytes are on their way: it has a hold on its chunk."""
+        """Whether its bytes are being written, which holds its chunk."""
         return self.state is _RESERVED or self.state is _LOADING
 
 
 class Chunk(Victim, gc=False, kw_only=True):
-    """A chunk of KV: its shards by rank, and its place in a chain. No reference cycles: parents only."""
+    """A chunk of KV: its shards by rank, and its place in a chain. It refers to its parent only: no cycles."""
 
     namespace: Namespace
     parent: Chunk | None = None
     salt: bytes = b""
-    """What `forget` may name it by: 16 bytes that stand for its prompt's cache salt; empty: it has none."""
+    """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""
     born: int = 0
     """When it was computed, seconds since 1970."""
     used: int = 0
-    """When it was last used, as a running number; of one from before a restart, when it was stored."""
+    """Running number of its last use; after a restart, of its store."""
     generation: int = 0
-    """How many removals had begun when it was stored."""
+    """Number of removals that had begun when it was stored."""
     state: State = _FILLING
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
     sealed: int = 0
     """Shards that are sealed."""
     position: int = 0
-    """Chunks from the prompt's start to the end of this one; 0 where the parent is unknown: it is loose."""
+    """Chunks from the prompt's start to the end of this one; 0 if the parent is unknown: it is loose."""
     children: int = 0
     """Chunks that name this one as parent."""
     holds: int = 0
-    """Pins of requests, and copies under way."""
+    """Pins of requests, and copies in progress."""
     bytes: int = 0
     broken: bool = False
-    """It was chained and is not any more, with chunks behind it that are."""
+    """It is no longer chained, although chunks behind it are."""
 
     @property
     def depth(self) -> int:
-        """Chunks from the prompt's start to the end of this one, all sealed; 0: not that many are."""
+        """Chunks from the prompt's start to the end of this one, if all are sealed; otherwise 0."""
         return self.position if self.state is _CHAINED else 0
 
 
 def is_evictable(chunk: Victim) -> bool:
-    """Whether a chunk is there, nothing holds it and nothing is behind it."""
+    """Whether a chunk exists, nothing holds it and nothing is behind it."""
     assert isinstance(chunk, Chunk)
     return not chunk.holds and not chunk.children and not chunk.gone
 
 
 class Namespace:
-    """Chunks whose bytes mean the same: one model, parallel shape, blocks a chunk, and layout on every rank; and, where
-    clients are bound to tenants, of one tenant, so that no other can tell whether they are there."""
+    """Chunks whose bytes are interchangeable: one model, parallel shape, blocks per chunk, and layout on every rank.
+
+    They belong to one tenant, so that no other can find out whether they exist.
+    """
 
     __slots__ = (
         "blocks_in_chunk", "bytes", "chunks", "facts", "gone", "hit_chunks", "layouts", "live", "lookup_chunks",
@@ -214,28 +216,28 @@ class Namespace:
     )  # fmt: skip
 
     def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
-        self.number = number  # what records call it
+        self.number = number  # its name in records
         self.tenant = tenant
         self.model = model
         self.world_size = world_size
         self.blocks_in_chunk = blocks_in_chunk
-        self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks show up
+        self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks register
         self.sizes: dict[int, int] = {}  # rank -> bytes of a shard
-        self.facts: dict[int, Facts] = {}  # rank -> what tiers call it, once they are asked
+        self.facts: dict[int, Facts] = {}  # rank -> its identity in tiers, once they are asked
         self.chunks: dict[bytes, Chunk] = {}
         self.live = 0  # registered instances that use it
-        self.lookup_chunks = self.hit_chunks = 0  # asked for, and there
+        self.lookup_chunks = self.hit_chunks = 0  # asked for, and found
         self.gone = False  # the index has dropped it
         self.bytes = 0
-        self.slot: int | None = None  # where it is recorded
-        self.recorded = 0  # layouts that the record names
+        self.slot: int | None = None  # first slot of its record
+        self.recorded = 0  # layouts in the record
 
     def __repr__(self) -> str:
         return f"<Namespace {self.model!r} world_size={self.world_size} {len(self.chunks)} chunks {self.bytes} bytes>"
 
 
 class Pin(msgspec.Struct, gc=False):
-    """What one lookup holds: the deepest chained chunk and the loose ones behind it."""
+    """The chunks that one lookup holds: the deepest chained one and the loose ones behind it."""
 
     chunks: list[Chunk]
     matched: int

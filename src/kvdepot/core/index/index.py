@@ -1,20 +1,20 @@
-"""Which chunks there are, who pins them, and where their bytes lie. Pure decisions: no I/O, thread or clock.
+"""The index: which chunks exist, what holds them, and where their bytes are. No I/O, thread or clock.
 
-Called by core/depot.py and the other files of core on the deciding thread only. The one law: what is visible is sealed
-on every rank; what is pinned, being copied or needed by a chunk behind it is never evicted.
+Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank; a chunk that is
+pinned, being copied, or has a chunk behind it is not evicted.
 
-A chunk belongs to a `Namespace` and has one `Shard` a rank; chunk.py has their states, and the table by which they
-change. Five verbs change them: `reserve_missing`, `seal`, `mark_corrupt`, `hide` and `remove`. Queries change nothing.
-Each change that a restart must know of is written into `records` where it happens.
+A chunk belongs to a `Namespace` and has one `Shard` per rank; chunk.py defines their states and transitions. Five
+methods change them: `reserve_missing`, `seal`, `mark_corrupt`, `hide` and `remove`. Queries change nothing. Each change
+that a restart must know is written into `records` at once.
 
-**Chains.** In token mode a key's parent is known, so chunks form trees, and a chunk that is `CHAINED` is sealed
-together with all its ancestors. Only leaves are evicted, hence:
+**Chains.** In token mode a key's parent is known, so chunks form trees, and a `CHAINED` chunk is sealed together with
+all its ancestors. Only leaves are evicted, hence:
 
 - the longest prefix is found by binary search over the keys, O(log n) for any prompt length;
 - pinning the deepest chunk of a match protects all of it, O(1).
 
-Chunks without a known parent (engine hashes; a parent that was not there) are **loose**, position 0: found one
-by one behind the chained part, pinned one by one.
+Chunks without a known parent (engine hashes, or the parent was missing) are **loose**, position 0: they are found one
+by one behind the chained part, and pinned one by one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvdepot.protocol.keys import HASH_BYTES
 
 __all__ = ["Index"]
 
-# An enum's attributes are slow to get, and these are asked for at each step.
+# Attributes of an enum are slow to get, and every step needs these.
 _RESERVED, _LOADING, _SEALED, _CORRUPT = State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT
 _WHOLE, _CHAINED, _PENDING_REMOVAL = State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
 _RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
@@ -44,7 +44,7 @@ _ABSENT, _PRESENT, _NO_ROOM = Absent(), Present(), NoRoom()
 
 
 class Index:
-    """All chunks of the depot, in `allocator`."""
+    """All chunks of the depot, in the space of `allocator`."""
 
     def __init__(
         self,
@@ -54,21 +54,21 @@ class Index:
         ttl_s: int = 0,
         watch: Callable[[Chunk, bool], None] | None = None,
     ) -> None:
-        """records: what a restart will know; without it, nothing survives. ttl_s: see `expire`; 0 = never.
+        """records: what survives a restart; None: nothing. ttl_s: see `expire`; 0 = never.
 
-        watch: told of each chunk that can be had now, or (False) not any more; the latter may come twice.
+        watch: called with each chunk that has become available (True) or unavailable (False, possibly twice).
         """
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.namespaces = Namespaces(self.records)
-        self.unrecorded = 0  # shards sealed since the start that found no room there
+        self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
         self.evicted = 0
-        self.evicted_saved: Counter[int] = Counter()  # of those, by the tiers that had all of the chunk: Shard.tiers
+        self.evicted_saved: Counter[int] = Counter()  # of those, by the tiers that had the whole chunk (Shard.tiers)
         self.generation = 0  # removals that have begun
-        self.hiding: list[Scope] = []  # of those under way that hide what they have not come to yet
+        self.hiding: list[Scope] = []  # removals in progress that hide the chunks they have not reached yet
         self._policy = policy
         self._watch = watch
         self._serial = 0  # shards sealed so far
@@ -83,12 +83,12 @@ class Index:
     # -- queries
 
     def match(self, namespace: Namespace, hashes: bytes) -> Pin:
-        """The longest cached prefix of `hashes` (32 bytes a chunk). Nothing is held yet."""
+        """Find the longest cached prefix of `hashes` (32 bytes per chunk), without holding it."""
         chunks = namespace.chunks
         low, high = 0, len(hashes) // HASH_BYTES
         total = high
         deepest: Chunk | None = None
-        probe = high  # all hit is the common case: ask for the last first
+        probe = high  # a hit of the whole prompt is the common case, so try the last chunk first
         while low < high:
             chunk = chunks.get(hashes[(probe - 1) * HASH_BYTES : probe * HASH_BYTES])
             if chunk is not None and chunk.state is _CHAINED and chunk.position == probe:
@@ -108,7 +108,7 @@ class Index:
         return Pin(loose if deepest is None else [deepest, *loose], low)
 
     def _unbroken(self, deepest: Chunk) -> tuple[int, Chunk | None]:
-        """How far a chain is whole from its start, and its last chunk that is. O(depth)."""
+        """The complete part of a chain from its start: its length and its last chunk. O(depth)."""
         found: Chunk | None = deepest
         chunk: Chunk | None = deepest
         while chunk is not None:
@@ -118,7 +118,7 @@ class Index:
         return (0, None) if found is None else (found.depth, found)
 
     def find(self, namespace: Namespace, rank: int, hashes: bytes) -> list[Found | Absent]:
-        """For each of `hashes` (32 bytes a chunk) this rank's shard, where it may be given out. Nothing is held yet."""
+        """Find this rank's usable shard for each of `hashes` (32 bytes per chunk), without holding it."""
         found: list[Found | Absent] = []
         for start in range(0, len(hashes), HASH_BYTES):
             chunk = namespace.chunks.get(hashes[start : start + HASH_BYTES])
@@ -130,9 +130,9 @@ class Index:
         return found
 
     def is_missing(self, namespace: Namespace, rank: int, key: bytes) -> bool:
-        """Whether this rank's shard can be reserved: it is not there, or corrupt and nobody holds its bytes.
+        """Whether this rank's shard can be reserved: it does not exist, or is corrupt and nothing holds its bytes.
 
-        What a removal under way hides is taken for gone: to reserve it begins with that.
+        A chunk that a removal in progress hides counts as gone if nothing holds it: reserving it first removes it.
         """
         chunk = namespace.chunks.get(key)
         shard = chunk.shards.get(rank) if chunk is not None else None
@@ -143,29 +143,29 @@ class Index:
         return shard.state is _CORRUPT and _is_free_to_write(chunk)
 
     def is_there(self, chunk: Chunk) -> bool:
-        """Whether a lookup may find it: whole on every rank, and not to be removed."""
+        """Whether a lookup may find it: sealed on every rank, and not pending removal."""
         return (chunk.state is _CHAINED or chunk.state is _WHOLE) and not self.is_forgotten(chunk)
 
     def is_hidden(self, chunk: Chunk) -> bool:
-        """Whether it is to be removed: no lookup finds it."""
+        """Whether it is pending removal: no lookup finds it."""
         return chunk.state is _PENDING_REMOVAL or self.is_forgotten(chunk)
 
     def is_forgotten(self, chunk: Chunk) -> bool:
-        """Whether a removal under way hides it: nobody gets it any more, not even who has it pinned."""
+        """Whether a removal in progress hides it: it is not given out any more, even to those who have it pinned."""
         return bool(self.hiding) and any(scope.means(chunk) for scope in self.hiding)
 
     # -- holds and uses
 
     def touch(self, chunks: list[Chunk]) -> None:
-        """Date these anew, the head last: of what nothing else orders, the tail goes first. It counts as no use."""
+        """Refresh these in the policy, the head last, so that the tail is evicted first. It does not count as a use."""
         for chunk in reversed(chunks):
             self._policy.touch(chunk)
 
     def hold(self, chunks: list[Chunk], use: bool = True) -> None:
-        """Keep these from eviction until `release`. use: count it as a use, which is once a request.
+        """Protect these from eviction until `release`. use: count it as a use, once per request.
 
-        What else a request does with the same chunks (a retrieve a rank, a lookup again) follows from the same use;
-        counted, it would look like chunks that many requests want.
+        A request's further holds of the same chunks (one retrieve per rank, a repeated lookup) are not uses: they would
+        make the chunks look as if many requests wanted them.
         """
         for chunk in chunks:
             chunk.holds += 1
@@ -202,15 +202,15 @@ class Index:
         wall: int | None = None,
         is_load: bool = False,
     ) -> list[Reservation]:
-        """Reserve this rank's shards of a run of chunks, where they are missing: `size` bytes each, evicting for them.
+        """Reserve this rank's missing shards of a run of chunks, `size` bytes each; evicts to make room.
 
-        hashes: 32 bytes a chunk, each behind the one before. parent, position: hash of the chunk before the first
-        (empty = unknown, and then they are all loose) and the first one's number, counted from 1.
-        wall: when they were computed anew (seconds since 1970), which makes those present that are too old new again.
-        is_load: their bytes come from a tier; whoever comes meanwhile with the bytes at hand may replace them.
+        hashes: 32 bytes per chunk, each behind the one before. parent, position: hash of the chunk before the first
+        (empty = unknown; then they are all loose) and the number of the first, counted from 1.
+        wall: when they were computed (seconds since 1970); renews existing chunks that were too old.
+        is_load: their bytes come from a tier; a client that has the bytes may replace them in the meantime.
 
-        The outcomes are in the order of `hashes`, one each, but that the first NoRoom is the last. What is reserved is
-        held until `seal` or `remove`.
+        Returns one outcome per hash, in order, up to the first NoRoom, which is the last. Reserved chunks are held
+        until `seal` or `remove`.
         """
         outcomes: list[Reservation] = []
         is_chained = bool(parent)
@@ -218,7 +218,7 @@ class Index:
             key = hashes[start : start + HASH_BYTES]
             chunk = namespace.chunks.get(key)
             if chunk is not None and self.hiding:
-                namespace.live += 1  # it may have been the last, and is wanted again
+                namespace.live += 1  # keep the namespace, even if this was its last chunk
                 self.remove_forgotten(chunk)
                 namespace.live -= 1
                 chunk = namespace.chunks.get(key)
@@ -248,12 +248,12 @@ class Index:
         return outcomes
 
     def _reserve(self, chunk: Chunk, rank: int, size: int, is_load: bool) -> Reservation:
-        """Reserve a shard that is not there. A chunk without any is new: it is in no dict until now."""
+        """Reserve a missing shard. A chunk without shards is new and is added to the index here."""
         namespace, before = chunk.namespace, chunk.parent
-        chunk.holds += 1  # neither it nor its ancestors may make room for it
+        chunk.holds += 1  # neither it nor its ancestors may be evicted for it
         if before is not None:
             before.holds += 1
-        namespace.live += 1  # nor may it go with the last of its chunks
+        namespace.live += 1  # nor may the namespace be dropped with its last chunk
         extents = self._make_room(size)
         namespace.live -= 1
         if before is not None:
@@ -280,7 +280,7 @@ class Index:
         return Reserved(chunk)
 
     def _reserve_again(self, chunk: Chunk, rank: int, size: int, wall: int | None, is_load: bool) -> Reservation:
-        """Reserve a shard that is there already, if it is corrupt or another is being loaded in its place."""
+        """Reserve a shard that exists already, if it is corrupt or being loaded."""
         shard = chunk.shards[rank]
         if shard.state is _SEALED:
             if chunk.state is _PENDING_REMOVAL and wall is not None:
@@ -289,9 +289,9 @@ class Index:
             return self._replace(chunk, rank, is_load)
         elif shard.state is _CORRUPT and (_is_only_written(chunk) if is_load else _is_free_to_write(chunk)):
             if shard.size != size:
-                return _NO_ROOM  # its place is not this one's
+                return _NO_ROOM  # the new bytes do not fit its extents
             shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
-            shard.checksum = shard.tiers = 0  # its extents are written anew
+            shard.checksum = shard.tiers = 0  # its extents will be rewritten
             self._is_stored_anew(chunk)
             chunk.holds += 1
             self.held += 1
@@ -300,10 +300,10 @@ class Index:
         return _PRESENT
 
     def _replace(self, chunk: Chunk, rank: int, is_load: bool) -> Reservation:
-        """Put another shard in the place of one that is being loaded. Its hold is the new one's.
+        """Put a new shard in the place of one that is being loaded; the new one takes over its hold.
 
-        Not where there is no room for another, or where the chunk is to be removed and has others under way: of those,
-        none may end in a chunk that is stored anew.
+        Refused if there is no room, or if the chunk is pending removal and other shards of it are open: those must not
+        become part of a renewed chunk.
         """
         old = chunk.shards[rank]
         is_alone = not any(shard.is_open for shard in chunk.shards.values() if shard is not old)
@@ -324,14 +324,14 @@ class Index:
         chunk.generation = self.generation
 
     def give_back(self, shard: Shard) -> None:
-        """Nothing writes any more to a shard that was replaced."""
+        """Free a replaced shard, once nothing writes to it any more."""
         self._free(shard)
         self._detached_bytes -= self.allocator.rounded(shard.size)
 
     def _renew(self, chunk: Chunk, wall: int) -> None:
-        """A chunk that is there was computed again: were it too old, it is new.
+        """A chunk that was too old was computed again: keep it.
 
-        Its bytes stay where they are: who pinned what is behind it holds only that, and may still read them.
+        Its bytes stay in place: clients that pinned a chunk behind it do not hold this one, and may still read them.
         """
         chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
         chunk.born = wall
@@ -354,7 +354,7 @@ class Index:
             self.remove(victim, Reason.EVICTED)
 
     def victim(self) -> Chunk | None:
-        """The chunk to evict next. It goes now (`remove`), or it is held and comes back when it is released."""
+        """The chunk to evict next. The caller removes it, or holds it; `release` then returns it to the policy."""
         victim = self._policy.victim(is_evictable)
         assert victim is None or isinstance(victim, Chunk)
         return victim
@@ -364,7 +364,7 @@ class Index:
     def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
         """Make a reserved shard visible and release the hold of its reservation.
 
-        born: when it was computed, seconds since 1970; a chunk is as old as its oldest shard.
+        born: when it was computed, in seconds since 1970; a chunk is as old as its oldest shard.
         """
         shard = chunk.shards[rank]
         is_last = chunk.sealed + 1 == chunk.namespace.world_size
@@ -388,7 +388,7 @@ class Index:
         self.release([chunk])
 
     def _is_whole(self, chunk: Chunk) -> None:
-        """A chunk is sealed on every rank now."""
+        """A chunk has just been sealed on every rank."""
         if self._watch is not None and not self.is_forgotten(chunk):
             self._watch(chunk, True)
         self._chains.join(chunk)
@@ -396,7 +396,7 @@ class Index:
     # -- mark corrupt, hide
 
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
-        """A sealed shard's bytes are not what was stored, or forgotten: nobody gets them any more.
+        """Stop using a sealed shard, because its bytes are not what was stored, or were forgotten.
 
         The chunks behind it are no prefix until it is stored again.
         """
@@ -411,10 +411,10 @@ class Index:
             self._watch(chunk, False)
 
     def hide(self, chunk: Chunk, at_once: bool = True) -> None:
-        """Remove a chunk, or, while it is held or others are behind it, hide it and them and remove it after that.
+        """Remove a chunk; if it is held or others are behind it, hide it and them, and remove it after that.
 
-        at_once: those who hold it get it no more, either. A reservation after that (its key is stored anew) saves it;
-        one that is under way is to be removed.
+        at_once: it is not given out any more, even to those who hold it. A later reservation of its key renews it; one
+        in progress does not.
         """
         if is_evictable(chunk):
             self.remove(chunk, Reason.DROPPED)
@@ -435,10 +435,10 @@ class Index:
     # -- remove
 
     def remove(self, chunk: Chunk, reason: Reason, rank: int | None = None) -> None:
-        """Remove a chunk that nothing holds and nothing is behind of; or, where it FAILED, one reserved shard of it.
+        """Remove a chunk that nothing holds and that has nothing behind it; or, if it FAILED, one reserved shard of it.
 
-        rank: of that shard; the hold of its reservation goes, and with the last shard the chunk, which nothing else
-        may hold then.
+        rank: of that shard. Its hold is released; with the last shard the chunk is removed, and nothing else may hold
+        it then.
         """
         if reason is Reason.FAILED:
             assert rank is not None
@@ -463,7 +463,7 @@ class Index:
             last.namespace.bytes -= last.bytes
             last.bytes = 0
             last = self._unlink(last, is_evicted)
-            is_evicted = False  # what goes now was pending, and nothing is behind it any more
+            is_evicted = False  # its ancestors were pending removal, and nothing is behind them any more
 
     def _remove_shard(self, chunk: Chunk, rank: int) -> None:
         shard = chunk.shards[rank]
@@ -486,14 +486,14 @@ class Index:
     def _free(self, shard: Shard) -> None:
         shard.state = TRANSITIONS[shard.state][_REMOVE]
         if shard.slot is not None:
-            self.records.erase(shard.slot)  # before anything else can be written there
+            self.records.erase(shard.slot)  # before its extents can be overwritten
         self.allocator.free(shard.extents)
 
     def _unlink(self, chunk: Chunk, is_evicted: bool) -> Chunk | None:
-        """Take a chunk without shards out of its namespace and chain; its parent, if that is to go too.
+        """Take a chunk without shards out of its namespace and chain. Returns its parent if that must be removed too.
 
-        Children of a reservation that failed stay behind: their parent object is never chained, so
-        they are loose from then on.
+        The children of a failed reservation stay. They keep this chunk as parent, which is never chained, so they are
+        never found as part of a chain.
         """
         chunk.state = TRANSITIONS[chunk.state][_REMOVE]
         chunk.gone = True
@@ -516,10 +516,10 @@ class Index:
         self.namespaces.forget(namespace)
         return pending
 
-    # -- removals of many, in steps: core/forgetting.py
+    # -- removals of many chunks, in steps: core/forgetting.py
 
     def begin_removal(self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool) -> Scope:
-        """What is there now of these namespaces and this salt (None: any). hides: it is nobody's from now on."""
+        """Begin to remove the existing chunks of these namespaces and this salt (None: any). hides: hide them now."""
         self.generation += 1
         scope = Scope(self.generation, dict.fromkeys(namespaces), salt, hides)
         if hides:
@@ -527,14 +527,14 @@ class Index:
         return scope
 
     def end_removal(self, scope: Scope) -> None:
-        """All that it means has gone or is pending removal."""
+        """End a removal: all its chunks are gone or pending removal."""
         if scope.hides:
             self.hiding.remove(scope)
         for namespace in scope.namespaces:
             self.namespaces.forget(namespace)
 
     def remove_forgotten(self, chunk: Chunk) -> bool:
-        """Do at once what the removal that hides a chunk is to do with it; False where none hides it."""
+        """Remove a chunk on behalf of the removal that hides it; False if none does."""
         scope = next((scope for scope in self.hiding if scope.means(chunk)), None)
         if scope is None:
             return False
@@ -543,9 +543,9 @@ class Index:
         return True
 
     def expire(self, wall: int) -> int:
-        """Remove what was computed more than `ttl_s` before `wall` (seconds since 1970); how many chunks.
+        """Remove chunks computed `ttl_s` or more before `wall` (seconds since 1970); returns how many.
 
-        Those who have such a chunk pinned may have it to the end; nobody else finds it any more.
+        Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
         """
         expired = 0
         for chunk in self._ages.due(wall):
@@ -554,18 +554,18 @@ class Index:
                 self.hide(chunk, at_once=False)
         return expired
 
-    # -- all of it
+    # -- the whole index
 
     def adopt(self, namespaces: list[Namespace], serial: int) -> None:
-        """Take in namespaces with their chunks, sealed, linked and dated, that recovery.py read from the records.
+        """Take over namespaces with their chunks, sealed and linked, that recovery.py read from the records.
 
-        The index must be empty and their extents taken. serial: the last that was given to a shard.
+        The index must be empty, and their extents already occupied. serial: the highest serial of their shards.
         """
         self.namespaces.adopt(namespaces)
         self._serial = self._uses = serial
         found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
         self.chunks = len(found)
-        found.sort(key=lambda chunk: chunk.used)  # as they were stored; the policy dates them by its own clock
+        found.sort(key=lambda chunk: chunk.used)  # in the order of their stores, which the policy takes as their ages
         for chunk in found:
             self._policy.insert(chunk)
             self._ages.note(chunk, self.chunks)
@@ -582,13 +582,13 @@ class Index:
 
 
 def _is_only_written(chunk: Chunk) -> bool:
-    """Whether nobody holds it but reservations of its shards: nobody reads the bytes of the others."""
+    """Whether only reservations of its shards hold it, so nobody reads the other shards' bytes."""
     return chunk.holds == sum(shard.is_open for shard in chunk.shards.values())
 
 
 def _is_free_to_write(chunk: Chunk) -> bool:
-    """Whether a corrupt shard of it can be written anew.
+    """Whether a corrupt shard of it can be rewritten.
 
-    Of a chunk that is to be removed, no reservation from before may end in one that is stored anew.
+    If the chunk is pending removal, an earlier reservation must not become part of the renewed chunk.
     """
     return not chunk.holds if chunk.state is _PENDING_REMOVAL else _is_only_written(chunk)

@@ -1,7 +1,7 @@
-"""The namespaces of an index: found by what their chunks' bytes mean, recorded, and forgotten once nobody needs them.
+"""The namespaces of an index: found by the meaning of their chunks' bytes, recorded, and dropped once unused.
 
-Part of core/index/index.py, on the deciding thread. The one law: two layouts share a namespace only where all that is
-known of the one agrees with the other.
+Used by core/ on the deciding thread. Invariant: two layouts share a namespace only if everything known about them
+agrees.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Namespaces"]
 
 
 class Namespaces:
-    """Those of one index, and what `records` say of them and of their shards."""
+    """The namespaces of one index, and their records and those of their shards."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -26,7 +26,7 @@ class Namespaces:
         return f"<Namespaces of {len(self._known)} models>"
 
     def all(self) -> list[Namespace]:
-        """Every namespace, by model, and of one model in the order in which they came."""
+        """Every namespace, grouped by model, in the order of creation."""
         return [namespace for namespaces in self._known.values() for namespace in namespaces]
 
     def find(
@@ -39,9 +39,10 @@ class Namespaces:
         tenant: str = "",
         size: int = 0,
     ) -> Namespace:
-        """The namespace of one rank's layout; a new one unless all that is known of an old one agrees.
+        """The namespace of one rank's layout; creates one unless everything known about an existing one agrees.
 
-        size: bytes of this rank's shards; 0: not known. A fingerprint is a client's word, a size is what is copied.
+        size: bytes of this rank's shards; 0: not known. It is compared too, because the client could send a wrong
+        fingerprint, and the size is what is copied.
         """
         namespaces = self._known.setdefault((tenant, model, world_size), [])
         for namespace in reversed(namespaces):
@@ -60,7 +61,7 @@ class Namespaces:
         return namespace
 
     def for_lookup(self, model: str, world_size: int, blocks_in_chunk: int, tenant: str = "") -> list[Namespace]:
-        """Where a lookup that names no layout must look: those of registered engines, else the newest."""
+        """The namespaces for a lookup, which names no layout: those of registered engines, otherwise the newest."""
         namespaces = [
             namespace
             for namespace in self._known.get((tenant, model, world_size), ())
@@ -81,7 +82,7 @@ class Namespaces:
                 namespace.slot, namespace.recorded = None, 0
 
     def record(self, chunk: Chunk, rank: int, serial: int) -> None:
-        """Record a shard that was sealed, and its namespace where that is needed; without room for both, neither is."""
+        """Record a sealed shard, and first its namespace if necessary; without room for that, not the shard either."""
         namespace, shard, before = chunk.namespace, chunk.shards[rank], chunk.parent
         if namespace.recorded < len(namespace.layouts):
             self._record(namespace)
@@ -94,7 +95,7 @@ class Namespaces:
             )  # fmt: skip
 
     def _record(self, namespace: Namespace) -> None:
-        """Record it as it is now. The new record stands before the old one goes, and without room the old one stays."""
+        """Replace its record. The new one is written before the old one is erased; without room, the old one stays."""
         slot = self._records.write(
             NamespaceRecord(
                 namespace.number,
@@ -110,7 +111,7 @@ class Namespaces:
             namespace.slot, namespace.recorded = slot, len(namespace.layouts)
 
     def adopt(self, namespaces: list[Namespace]) -> None:
-        """Take in those that recovery.py read from the records. There must be none yet."""
+        """Take over those that recovery.py read from the records. There must be none yet."""
         assert not self._known
         self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
         for namespace in namespaces:

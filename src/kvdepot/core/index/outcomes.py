@@ -1,4 +1,4 @@
-"""What the index answers, for each chunk that it was asked about. Plain values."""
+"""Outcomes of the index's operations on one shard. Plain values."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ __all__ = ["Absent", "Found", "NoRoom", "Present", "Reason", "Replaced", "Reserv
 
 
 class Reserved(msgspec.Struct, frozen=True, gc=False):
-    """The shard is to be written, and its chunk is held until `seal` or `remove`."""
+    """The caller may write the shard. Its chunk is held until `seal` or `remove`."""
 
     chunk: Chunk
 
 
 class Replaced(msgspec.Struct, frozen=True, gc=False):
-    """Reserved, in place of a shard that is still being loaded: that is for `give_back` once nothing writes to it."""
+    """Reserved, in place of a shard that is still being loaded; the loader calls `give_back` for that one."""
 
     chunk: Chunk
 
 
 class Present(msgspec.Struct, frozen=True, gc=False):
-    """The shard is there, or others are writing it, or others still read what must not be written over."""
+    """The shard exists, or others are writing it, or others still read the bytes that it would overwrite."""
 
 
 class NoRoom(msgspec.Struct, frozen=True, gc=False):
-    """There is no room for the shard. Nothing was done for those behind it either."""
+    """There is no room for the shard. Those behind it were not reserved either."""
 
 
 Reservation: TypeAlias = Reserved | Replaced | Present | NoRoom
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
-    """The shard is sealed and may be given out."""
+    """The shard is sealed and may be used."""
 
     chunk: Chunk
     shard: Shard
 
 
 class Absent(msgspec.Struct, frozen=True, gc=False):
-    """It is not there, or not to be given to anybody."""
+    """The shard does not exist, or must not be used."""
 
 
 class Reason(Enum):
-    """Why a chunk leaves."""
+    """Why a chunk is removed."""
 
-    EVICTED = "to make room: it may be missed, and counts as evicted"
+    EVICTED = "to make room; counted as evicted"
     DROPPED = "cleared, forgotten or too old"
-    FAILED = "its copy failed: the reserved shard of one rank goes, and with the last shard its chunk"
+    FAILED = "a copy failed: one rank's reserved shard is removed, and with the last shard its chunk"

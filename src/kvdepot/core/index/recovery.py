@@ -1,8 +1,8 @@
-"""A new server's index from what the last one recorded. Called once before it serves, and by cli/check_arena.py.
+"""Rebuilds the index from the records of an earlier server. Called once before a server serves, and by cli/check_arena.
 
-The one law: nothing is taken back that could be served wrong. A record must make sense by itself (places inside the
-arena that were not cut off, a key, a rank whose layout is known) and beside the others (one record a shard, no byte in
-two shards); what does not is dropped, alone, and counted. A dropped chunk leaves those behind it without a prefix.
+Invariant: nothing is restored that could be served wrong. A record must be valid by itself (extents inside the part of
+the arena that still exists, a key, a rank whose layout is known) and with the others (one record per shard, no byte in
+two shards). Each invalid record is dropped and counted. The chunks behind a dropped one are no prefix any more.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from kvdepot.tiers.format import SALT_BYTES
 __all__ = ["Restored", "restore"]
 
 _MOST = 1 << 62
-"""Beyond any number that is counted up; what comes after one that is believed must fit a record, too."""
+"""Limit of restored serials and numbers, so that those counted on from them still fit a record."""
 
 
 @dataclass
 class Restored:
-    """What came back, in shards, and why others did not."""
+    """What was restored, and why other records were dropped."""
 
     shards: int = 0
     chunks: int = 0
     dropped: list[str] = field(default_factory=list)
-    """One line a record that was dropped."""
+    """One line per dropped record."""
     damaged: list[int] = field(default_factory=list)
-    """Slots of the table that belong to no whole record."""
+    """Slots of the table that do not belong to a complete record."""
 
 
 def restore(index: Index, data: bytes | bytearray | None = None, limit: int | None = None) -> Restored:
     """Fill an empty index from its records.
 
-    data: the table's bytes, where reading them from memory would be a waste. limit: what lies at or behind this
-    offset of the arena is lost.
+    data: the table's bytes, if the caller has read them already. limit: bytes at or behind this offset of the arena
+    are lost.
     """
     contents = index.records.read(data)
     restored = Restored(damaged=contents.damaged)
@@ -50,7 +50,7 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
         else:
             _add_namespace(index, namespaces, slot, record, restored)
     shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
-    shards.sort(key=_serial)  # as they were stored: neighbours in a chain are neighbours in memory, too
+    shards.sort(key=_serial)  # in the order of their stores: neighbours in a chain are then neighbours in memory
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
         _add_shard(namespaces[record.namespace], slot, record, parents[record.namespace])
@@ -78,7 +78,7 @@ def _add_namespace(
         index.records.erase(slot)
         return
     known = namespaces.get(record.number)
-    if known is not None:  # the server died between writing it anew and erasing the old record
+    if known is not None:  # the server died between writing the new record and erasing the old one
         index.records.erase(slot if len(record.layouts) <= len(known.layouts) else known.slot)
         if len(record.layouts) <= len(known.layouts):
             return
@@ -95,7 +95,7 @@ def _plausible(
     limit: int,
     restored: Restored,
 ) -> list[tuple[int, ShardRecord]]:
-    """The records that can be believed, their places taken; the others are erased."""
+    """The valid records, with their extents occupied in the allocator; erases the others."""
     start, end = index.allocator.start, min(index.allocator.end, limit)
     wrong: dict[int, str] = {}  # slot -> why
     first: dict[tuple[int, int, bytes], tuple[int, ShardRecord]] = {}
@@ -133,11 +133,11 @@ def _plausible(
 
 
 def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -> str:
-    """Why a record cannot be believed by itself; empty if it can. Chunks may lie in `[start, end)`."""
+    """Why a record is invalid by itself; empty if it is valid. Extents must be in `[start, end)`."""
     if owner is None:
         return "its namespace is not recorded"
     if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
-        return "no key, or a rank that is not known"
+        return "it has no valid key, or an unknown rank"
     if (
         record.position < 0
         or record.size < 1
@@ -150,12 +150,12 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
     total = 0
     for offset, length in record.extents:
         if offset < start or (offset - start) % PAGE or length < PAGE or length % PAGE:
-            return "its place is no extent"
+            return "its extents are invalid"
         if offset + length > end:
             return "its bytes were cut off"
         total += length
     if total != Allocator.rounded(record.size):
-        return "its place has not its size"
+        return "its extents do not have its size"
     return ""
 
 
@@ -180,7 +180,7 @@ def _add_shard(namespace: Namespace, slot: int, record: ShardRecord, parents: di
 
 
 def _link(namespace: Namespace, parents: dict[bytes, bytes]) -> None:
-    """Make each parent's key the parent, if it is there, and chain what is whole together with all before it."""
+    """Link each chunk to its parent, if that exists, and chain those that are whole together with all before them."""
     chunks = namespace.chunks
     for chunk in chunks.values():
         before = chunks.get(parents[chunk.key]) if chunk.position > 1 else None
@@ -193,7 +193,7 @@ def _link(namespace: Namespace, parents: dict[bytes, bytes]) -> None:
 
 
 def _chain(chunk: Chunk) -> bool:
-    """Give a chunk the state that follows from its shards and its parent; False where that may wait for the parent."""
+    """Derive a chunk's state from its shards and its parent; False if the parent is not chained (yet)."""
     if chunk.state is State.FILLING and chunk.sealed == chunk.namespace.world_size:
         chunk.state = TRANSITIONS[chunk.state][Event.COMPLETE]
     before = chunk.parent

@@ -1,4 +1,4 @@
-"""What a removal that is under way means; see core/forgetting.py. Plain data, made by core/index/index.py."""
+"""The chunks that a removal in progress covers; see core/forgetting.py. Plain data, created by core/index/index.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Scope"]
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """The chunks of these namespaces and this salt that were there when removal `number` began."""
+    """The chunks of these namespaces and this salt that existed when removal `number` began."""
 
     number: int
-    namespaces: dict[Namespace, None]  # in the order they were named in, so that two runs remove in one order
+    namespaces: dict[Namespace, None]  # ordered, so that two runs remove in the same order
     salt: bytes | None  # None: any
-    hides: bool  # what is meant is nobody's from the moment on that the removal begins
+    hides: bool  # its chunks are unavailable from the moment the removal begins
     removed: int = 0  # or counted
 
     def means(self, chunk: Chunk) -> bool:
