@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -214,17 +214,17 @@ def _free_memory() -> int:
 
 
 def load(
-    file: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    file: str | None = None, flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
 ) -> Config:
     """Merge file, environment and flags. Raises ConfigError that names the field and where it came from."""
     return load_with_sources(file, flags, environ)[0]
 
 
 def load_with_sources(
-    file: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    file: str | None = None, flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[Config, dict[str, str]]:
     """As `load`; and by field where its value came from: the file, the variable, the flag, or `default`."""
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     source: dict[str, str] = {}
     if file is not None:
         from kvdepot.toml import tomllib
@@ -237,17 +237,17 @@ def load_with_sources(
             raise ConfigError(f"{file}: not TOML: {exc}") from exc
         merged |= table
         source |= dict.fromkeys(table, file)
-    for name, value in (os.environ if environ is None else environ).items():
-        setting = name[len(_PREFIX) :].lower() if name.startswith(_PREFIX) else ""
+    for variable, text in (os.environ if environ is None else environ).items():
+        setting = variable[len(_PREFIX) :].lower() if variable.startswith(_PREFIX) else ""
         if setting in Config.__struct_fields__:
-            merged[setting] = value
-            source[setting] = name
+            merged[setting] = text
+            source[setting] = variable
     for name, value in (flags or {}).items():
         if value is not None:
             merged[name] = value
             source[name] = "--" + name.replace("_", "-")
-    if isinstance(merged.get("tiers"), str):  # as the environment has it: URLs hold no spaces
-        merged["tiers"] = merged["tiers"].split()
+    if isinstance(tiers := merged.get("tiers"), str):  # as the environment has it: URLs hold no spaces
+        merged["tiers"] = tiers.split()
     _refuse_unknown(source)
     merged = in_units(merged)
     try:
@@ -294,7 +294,7 @@ def _advice(name: str, known: Collection[str]) -> str:
     return f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"
 
 
-def masked(config: Config) -> dict[str, Any]:
+def masked(config: Config) -> dict[str, object]:
     """The settings by name, for people to see: what a tier's URL holds of secrets stands there as ***."""
     values = msgspec.structs.asdict(config)
     return values | {"tiers": [shown(tier) for tier in config.tiers]}

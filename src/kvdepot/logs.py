@@ -101,7 +101,7 @@ class _Writer(logging.Handler):
                     select.select([], [self._fd], [])
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
+def _fields(record: logging.LogRecord) -> dict[str, object]:
     return {
         name: value if isinstance(value, int | float | bool) else str(value)[:_MOST_TEXT]
         for name, value in record.__dict__.items()
@@ -133,7 +133,7 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     text = str(value)
     return text if text.isprintable() and " " not in text and "]" not in text else repr(text)
 
@@ -143,7 +143,7 @@ class _Json(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
-        said: dict[str, Any] = {
+        said: dict[str, object] = {
             "ts": round(record.created, 6),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -156,7 +156,7 @@ class _Json(logging.Formatter):
         return msgspec.json.encode(_clean(said)).decode()
 
 
-def _clean(said: dict[str, Any]) -> dict[str, Any]:
+def _clean(said: dict[str, object]) -> dict[str, object]:
     return {
         name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
         for name, value in said.items()

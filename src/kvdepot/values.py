@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 import msgspec
 
@@ -35,12 +34,12 @@ def is_size(name: str) -> bool:
     return name.endswith(("_gib", "_mib"))
 
 
-def in_units(given: Mapping[str, Any]) -> dict[str, Any]:
+def in_units(given: Mapping[str, object]) -> dict[str, object]:
     """Settings with sizes such as `arena_gib = "512MiB"` as numbers of the setting's own unit; the rest as it is."""
     return {name: _in_unit(name, value) if is_size(name) else value for name, value in given.items()}
 
 
-def _in_unit(name: str, value: Any) -> Any:
+def _in_unit(name: str, value: object) -> object:
     if not isinstance(value, str) or not (found := _SIZE.fullmatch(value)) or not found[2]:
         return value
     try:
@@ -60,7 +59,7 @@ def suggestion(name: str, known: Collection[str]) -> str:
     return close[0] if close else ""
 
 
-def explain(exc: msgspec.ValidationError, given: Mapping[str, Any]) -> tuple[str, str]:
+def explain(exc: msgspec.ValidationError, given: Mapping[str, object]) -> tuple[str, str]:
     """The field that a struct could not be made for, empty where it is none of them; and what is wrong, in words.
 
     given: the values that were converted.
@@ -81,7 +80,7 @@ def explain(exc: msgspec.ValidationError, given: Mapping[str, Any]) -> tuple[str
     return name, said
 
 
-def _not_a_number(name: str, value: Any, is_whole: bool) -> str:
+def _not_a_number(name: str, value: object, is_whole: bool) -> str:
     if not is_size(name):
         return f"{value!r} is not a {'whole number' if is_whole else 'number'}"
     unit = _unit(name)

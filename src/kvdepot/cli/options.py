@@ -82,7 +82,7 @@ def settings(command: Decorated) -> Decorated:
 _MANY = ("tiers",)
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
 
 
@@ -114,6 +114,6 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
         yield word
 
 
-def flags_of(given: dict[str, Any]) -> dict[str, Any]:
+def flags_of(given: dict[str, object]) -> dict[str, object]:
     """What was said, as `config.load` takes it."""
-    return {name: (list(value) or None) if name in _MANY else value for name, value in given.items()}
+    return {name: (value or None) if name in _MANY else value for name, value in given.items()}

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 """Told what happens, and how much of how much is done; of 0 = nobody knows."""
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print plain data."""
     print(json.dumps(value, indent=2), flush=True)
 

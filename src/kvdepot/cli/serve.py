@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-from typing import Any
 
 import click
 
@@ -28,7 +27,7 @@ _WHERE = (
 
 @click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
-def serve(file: str | None, **given: Any) -> int:
+def serve(file: str | None, **given: object) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""
     from kvdepot.cli.limits import check_limits, limits_are_told
 
@@ -62,7 +61,7 @@ def serve(file: str | None, **given: Any) -> int:
 @click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
 @options.as_json
-def config(file: str | None, as_json: bool, **given: Any) -> int:
+def config(file: str | None, as_json: bool, **given: object) -> int:
     """Show the settings that `kvdepot serve` would use with the same flags, environment and file; masks secrets."""
     from kvdepot.cli.output import clean, console, print_json, size
 

@@ -11,7 +11,7 @@ import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -76,7 +76,7 @@ def _watch(client: Client, interval: float) -> None:
         raise ConfigError(_NO_TERMINAL)
     screen = Screen(client.server_url)
     asked = time.monotonic()
-    future: MessagingFuture[Any] | None = client.ask(wire.Status())
+    future: MessagingFuture[object] | None = client.ask(wire.Status())
     drawn: object = None
     with _keyboard() as descriptor, Live(console=console, screen=True, auto_refresh=False) as live:
         while not _quits(descriptor):
@@ -91,7 +91,7 @@ def _watch(client: Client, interval: float) -> None:
                 live.update(screen.draw(console), refresh=True)
 
 
-def _take(screen: Screen, future: MessagingFuture[Any], now: float) -> None:
+def _take(screen: Screen, future: MessagingFuture[object], now: float) -> None:
     from kvdepot.protocol.status import read
 
     try:

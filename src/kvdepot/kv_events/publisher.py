@@ -32,7 +32,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import msgspec
 import zmq
@@ -121,8 +120,8 @@ class Publisher:
         feed: Feed,
         endpoint: str,
         chunk_tokens: int,
-        context: zmq.Context[Any],
-        guard: Callable[[zmq.Socket[Any]], None] = lambda socket: None,
+        context: zmq.Context[zmq.Socket[bytes]],
+        guard: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
         kept_messages: int = _KEPT_MESSAGES,
         kept_bytes: int = _KEPT_BYTES,
     ) -> None:
@@ -209,7 +208,7 @@ class Publisher:
         finally:
             self._close_sockets()
 
-    def _hear(self, ready: Any) -> None:
+    def _hear(self, ready: zmq.Socket[bytes] | int) -> None:
         if ready is self._router:
             self._asked()
         elif ready == self._feed.wake:
@@ -309,7 +308,9 @@ class Publisher:
                 shut(value)
 
     def _close_sockets(self) -> None:
-        for socket in (*self._monitors, self._pub, self._router):
+        for monitor in self._monitors:
+            monitor.close()
+        for socket in (self._pub, self._router):
             socket.close()
 
 

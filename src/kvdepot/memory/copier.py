@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +94,7 @@ class Copy:
     checksum per piece, of the arena's bytes (0 if not requested), or None if the copy failed.
     """
 
-    token: Any
+    token: object
     is_store: bool
     mapped: Mapped
     pieces: list[CopyPiece]
@@ -108,8 +108,8 @@ class Copy:
 class Call:
     """Run something slow that is not a copy (map, unmap). Its return value is the outcome."""
 
-    token: Any
-    run: Callable[[], Any]
+    token: object
+    run: Callable[[], object]
     lane: str = ""
     """The lane whose threads run it."""
 
@@ -120,7 +120,7 @@ class Copier:
     `Copy` describes its outcome; that of a `Call` is its value, or the KVDepotError it raised.
     """
 
-    def __init__(self, arena: Memory, threads: int, report: Callable[[Any, Any], None]) -> None:
+    def __init__(self, arena: Memory, threads: int, report: Callable[[object, object], None]) -> None:
         self._arena = arena
         self._report = report
         self.lanes = {"": Lane("cpu", threads, self._run)}
@@ -147,7 +147,7 @@ class Copier:
         return all(lane.join(deadline) for lane in self.lanes.values())
 
     def _run(self, task: Copy | Call) -> None:
-        outcome: Any
+        outcome: object
         try:
             outcome = copy(self._arena, task) if isinstance(task, Copy) else task.run()
         except KVDepotError as exc:

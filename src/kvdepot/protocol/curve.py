@@ -21,7 +21,6 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -60,7 +59,7 @@ class Key:
     secret: bytes = field(repr=False)
     server: bytes = b""
 
-    def use(self, socket: zmq.Socket[Any]) -> None:
+    def use(self, socket: zmq.Socket[bytes]) -> None:
         """Make a client's socket use CURVE with its server. Call it before the socket connects."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
@@ -145,7 +144,7 @@ def read_file(path: Path, is_secret: bool) -> bytes:
         os.close(fd)
 
 
-def _read(path: Path, is_secret: bool) -> dict[str, Any]:
+def _read(path: Path, is_secret: bool) -> dict[str, object]:
     from kvdepot.toml import tomllib
 
     try:
@@ -154,7 +153,7 @@ def _read(path: Path, is_secret: bool) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: create keys with `kvdepot keygen`") from None
 
 
-def _key_text(path: Path, table: dict[str, Any], name: str) -> bytes:
+def _key_text(path: Path, table: dict[str, object], name: str) -> bytes:
     value = table.get(name)
     if not isinstance(value, str) or not _KEY.fullmatch(value):
         raise ConfigError(f"{path}: {name} is missing or not a key of 40 characters")
@@ -264,13 +263,13 @@ def _write(path: Path, values: dict[str, bytes], heading: str = "") -> None:
 class Gate:
     """Admits clients by their public keys. One per ZeroMQ context, created before the guarded socket is bound."""
 
-    def __init__(self, context: zmq.Context[Any], keys: ServerKeys) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
         self._clients = keys.clients
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
 
-    def guard(self, socket: zmq.Socket[Any], key: Key, all_tenants: bool = False) -> None:
+    def guard(self, socket: zmq.Socket[bytes], key: Key, all_tenants: bool = False) -> None:
         """Admit only clients with known keys to a socket. Call it before the socket is bound.
 
         all_tenants: admit only those that are not bound to a tenant.

@@ -13,7 +13,6 @@ import re
 import socket
 import stat
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -37,7 +36,7 @@ _NO_ANSWER = (
 )
 
 
-def listen(listener: zmq.Socket[Any], url: str) -> None:
+def listen(listener: zmq.Socket[bytes], url: str) -> None:
     """Bind a socket; a unix socket's file is accessible to this user alone. Raises Unavailable."""
     old = os.umask(0o177)
     try:
@@ -51,7 +50,7 @@ def listen(listener: zmq.Socket[Any], url: str) -> None:
 class Binding:
     """A socket bound to an endpoint. If that is a unix socket, others may later remove or replace its file."""
 
-    def __init__(self, listener: zmq.Socket[Any], url: str) -> None:
+    def __init__(self, listener: zmq.Socket[bytes], url: str) -> None:
         """Bind. Raises Unavailable."""
         self.is_lost = False
         """Whether another file is at our path, so that new clients cannot connect."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from blake3 import blake3
 
@@ -77,10 +76,10 @@ class _Reached:
         self.reached = True
         return False
 
-    def __gt__(self, other: Any) -> bool:  # reflected `token < sentinel`
+    def __gt__(self, other: object) -> bool:  # reflected `token < sentinel`
         return False
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, other: object) -> bool:
         return False
 
 
@@ -90,13 +89,14 @@ class ChunkChain:
     `hashes` is the concatenation of the 32-byte hashes of all full chunks so far. Not thread-safe.
     """
 
-    __slots__ = ("_tokens", "chunk_size", "hashes", "root")
+    __slots__ = ("_sentinel", "_tokens", "chunk_size", "hashes", "root")
 
     def __init__(self, chunk_size: int, root: bytes = ROOT) -> None:
         self.chunk_size = chunk_size
         self.root = root
         self.hashes = bytearray()
-        self._tokens: list[Any] = [_Reached()]  # tokens hashed so far, and the sentinel
+        self._sentinel = _Reached()
+        self._tokens: list[object] = [self._sentinel]  # tokens hashed so far, and the sentinel
 
     def __len__(self) -> int:
         """Chunks hashed so far."""
@@ -118,7 +118,7 @@ class ChunkChain:
         One pass in C without a copy: comparing two lists stops at the first item that differs, and our list ends in a
         sentinel that records the comparison. Identical int objects cost 1 ns each.
         """
-        sentinel: _Reached = self._tokens[-1]
+        sentinel = self._sentinel
         sentinel.reached = False
         tokens = token_ids if isinstance(token_ids, list) else list(token_ids)
         hashed = len(self._tokens) - 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from typing import Any, cast
+from typing import cast
 
 import zmq
 
@@ -39,7 +39,7 @@ _WATCHED = (
 class Listener:
     """One endpoint, bound to a ROUTER socket."""
 
-    def __init__(self, context: zmq.Context[Any], url: str, keys: str, most_bytes: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, keys: str, most_bytes: int) -> None:
         """Listen. keys: a folder of keys; empty admits all processes of this user. most_bytes: length of a message.
 
         Raises ConfigError, Unavailable; the caller must then destroy `context`, which already has open sockets.
@@ -72,7 +72,7 @@ class Listener:
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
-    def sockets(self) -> list[zmq.Socket[Any]]:
+    def sockets(self) -> list[zmq.Socket[bytes]]:
         """The sockets to poll besides `socket`; pass those that are ready to `turn`."""
         return [self._monitor.socket] if self._gate is None else [self._monitor.socket, self._gate.socket]
 
@@ -91,7 +91,7 @@ class Listener:
         """A new key for a process of our own; None if clients need no keys."""
         return None if self._keys is None else self._keys.admit(user)
 
-    def guard(self, socket: zmq.Socket[Any]) -> None:
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
         """With keys, admit only clients without a tenant to another socket of the server."""
         if self._gate is not None and self._keys is not None:
             self._gate.guard(socket, self._keys.key, all_tenants=True)
@@ -110,7 +110,7 @@ class Listener:
         self._most = most + spare // 2
         return most, spare - spare // 2
 
-    def turn(self, ready: zmq.Socket[Any], counters: Counters) -> None:
+    def turn(self, ready: zmq.Socket[bytes], counters: Counters) -> None:
         """Process the events of one of `sockets`; count refusals."""
         if self._gate is not None and ready is self._gate.socket:
             counters["keys_refused"] += not self._gate.answer()

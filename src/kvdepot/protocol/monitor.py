@@ -13,7 +13,6 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 import zmq
 
@@ -29,7 +28,7 @@ class Monitor:
     Create and close it on the thread of `socket`. Raises zmq.ZMQError if the context has no sockets left.
     """
 
-    def __init__(self, socket: zmq.Socket[Any], events: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], events: int) -> None:
         self._watched = socket
         address = f"inproc://kvdepot-{os.urandom(16).hex()}"
         self.socket: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)

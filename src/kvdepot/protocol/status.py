@@ -6,8 +6,6 @@ seconds, counters since the server's start. Invariant: names here do not change;
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from kvdepot.errors import ProtocolError
@@ -198,7 +196,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event] = []
 
 
-def read(value: Any) -> Status:
+def read(value: object) -> Status:
     """A server's answer to `wire.Status`; fields added by newer servers are ignored. Raises ProtocolError."""
     try:
         return msgspec.convert(value, Status)

@@ -16,7 +16,7 @@ Hashes are one byte string, 32 bytes per chunk; block ids are little-endian uint
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -293,7 +293,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
 class Answer(_Message, frozen=True):
     """A result."""
 
-    value: Any
+    value: object
 
 
 class Failure(_Message, frozen=True):
@@ -332,7 +332,7 @@ def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]
         return number, errors.ProtocolError(f"not a message of protocol version {VERSION}: {exc}")
 
 
-def encode_answer(number: bytes, boot: bytes, value: Any) -> bytes:
+def encode_answer(number: bytes, boot: bytes, value: object) -> bytes:
     """One frame, server to client: the result of request `number`."""
     return number + boot + _encode(Answer(value))
 
@@ -342,7 +342,7 @@ def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> by
     return number + boot + _encode(Failure(error.code, str(error)[:MAX_ERROR]))
 
 
-def decode_reply(frame: bytes) -> tuple[int, bytes, Any]:
+def decode_reply(frame: bytes) -> tuple[int, bytes, object]:
     """Id, boot id, and the value or an error from errors.py (returned, not raised).
 
     Raises ProtocolError for a frame that is not a reply.

@@ -74,7 +74,7 @@ class Server:
         self._serves = False
         self._stopping = False
         self._ticks = 0
-        self._outcomes: deque[tuple[Any, Any]] = deque()
+        self._outcomes: deque[tuple[object, object]] = deque()
         self._tier_workers: list[TierWorker] = []
         self._feed: Feed | None = None
         if config.arena_bytes < smallest_arena():
@@ -216,7 +216,7 @@ class Server:
                 case _:
                     self._tier_workers[action.tier].submit(action)
 
-    def _report(self, token: Any, outcome: Any) -> None:
+    def _report(self, token: object, outcome: object) -> None:
         """Called on copy threads and tiers' threads."""
         self._outcomes.append((token, outcome))
         os.eventfd_write(self._wake, 1)

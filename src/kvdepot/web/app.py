@@ -163,14 +163,14 @@ def readyz(state: State) -> Well:
 
 
 @get("/metrics", include_in_schema=False, sync_to_thread=False)
-def metrics(state: State, request: Request[Any, Any, State]) -> Response[bytes]:
+def metrics(state: State, request: Request[object, object, State]) -> Response[bytes]:
     """Metrics for Prometheus."""
     encode, kind = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(state.registry), headers={"content-type": kind})
 
 
 @get("/v1/status", responses=_says(400, 401, 503))
-async def status(state: State, request: Request[Any, Any, State], after: _After = None) -> StatusNow:
+async def status(state: State, request: Request[object, object, State], after: _After = None) -> StatusNow:
     """The server's latest status, at most a few seconds old; with `after`, the next one after that turn."""
     turns: Turns = state.turns
     if after is not None:
@@ -323,7 +323,7 @@ def _file(pages: Mapping[str, tuple[bytes, str]], path: str) -> Response[bytes]:
 # -- errors
 
 
-def _answer_error(_: Request[Any, Any, State], exc: Exception) -> Response[Problem]:
+def _answer_error(_: Request[object, object, State], exc: Exception) -> Response[Problem]:
     match exc:
         case KVDepotError():
             status_code, problem = HTTP_STATUS.get(exc.code, 500), Problem(exc.code, str(exc))

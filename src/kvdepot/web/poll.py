@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
@@ -56,7 +55,7 @@ class Poll:
     """Asks one depot. `close` it."""
 
     def __init__(self, url: str, key: Key | None) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.client = Client(url, self._context, key=key or "")
         self.history = History()
         self.turn = Turn(0, None, "not asked yet")
