@@ -1,4 +1,4 @@
-"""What people do to chunks by hand: `warm`, `pin`, `unpin`, `forget`; and `check`, the audit of an arena."""
+"""Commands for chunks: `warm`, `pin`, `unpin` and `forget`; and `check`, which checks an arena."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["check", "forget", "pin", "unpin", "warm"]
 def _prompt(
     url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
 ) -> Iterator[tuple[Client, Prompt, Progress]]:
-    """A connection, the prompt that the options name, and a progress bar."""
+    """A connection, the prompt that the options give, and a progress bar."""
     from kvdepot.client import admin
 
     if bool(tokens) == bool(hashes):

@@ -1,4 +1,4 @@
-"""`kvdepot doctor`: what is looked at stands in findings.py."""
+"""`kvdepot doctor`; findings.py has the checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvdepot serve`, and `kvdepot config`, which shows what it would run with."""
+"""`kvdepot serve`, and `kvdepot config`, which shows its settings."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def serve(file: str | None, **given: Any) -> int:
     with limits_are_told():
         server = Server(config)
     for number in _STOP_SIGNALS:
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, server.stop)
     server.run()
     for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # it has stopped; and the handlers keep it from being collected
+        signal.signal(number, signal.SIG_IGN)  # it has stopped; and a handler would keep the server alive
     if server.hangs:
         logging.shutdown()
-        os._exit(0)  # a driver's own end would wait for what hangs, and the arena's lock with it
+        os._exit(0)  # a regular exit would wait in the driver for the hanging call, and keep the arena's lock
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What is done once: `keygen`, `calibrate`, and the shell's `completion`."""
+"""Commands for setting up: `keygen`, `calibrate`, and the shell's `completion`."""
 
 from __future__ import annotations
 
