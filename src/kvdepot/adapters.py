@@ -1,4 +1,4 @@
-"""The names of the client contract: client/lmcache.py."""
+"""Re-exports the client contract from client/lmcache.py."""
 
 from kvdepot.client.lmcache import (
     IPCCacheEngineKey,

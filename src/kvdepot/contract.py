@@ -1,4 +1,4 @@
-"""The contract's requests: client/contract.py."""
+"""Re-exports the contract's requests from client/contract.py."""
 
 from kvdepot.client.contract import (
     IPCCacheEngineKey,

@@ -1,4 +1,4 @@
-"""Hashes of chunks: protocol/keys.py."""
+"""Re-exports protocol/keys.py."""
 
 from kvdepot.protocol.keys import (
     HASH_BYTES,

@@ -1,4 +1,4 @@
-"""Counters: protocol/metrics.py."""
+"""Re-exports protocol/metrics.py."""
 
 from kvdepot.protocol.metrics import (
     BOUNDS_S,

@@ -1,4 +1,4 @@
-"""The server's status: protocol/status.py."""
+"""Re-exports protocol/status.py."""
 
 from kvdepot.protocol.status import (
     MOST_NAME,
