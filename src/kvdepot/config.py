@@ -27,6 +27,7 @@ __all__ = [
     "Config",
     "default_key",
     "default_url",
+    "free_memory",
     "load",
     "load_with_sources",
     "masked",
@@ -184,7 +185,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Size of the arena: `arena_gib`, or the default for this machine."""
         if self.arena_gib:
             return int(self.arena_gib * GIB)
-        return min(4 * GIB, _free_memory() // 4)
+        return min(4 * GIB, free_memory() // 4)
 
 
 def words_of(setting: str) -> tuple[str, ...]:
@@ -206,7 +207,8 @@ def _is_events_endpoint(url: str) -> bool:
     return not fault_of_endpoint(url, MOST_PORT - 1)  # replays use the next port
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
+    """Bytes of memory that the kernel estimates to be available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -21,12 +21,12 @@ from kvdepot import __version__, install, locks
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
 from kvdepot.client import admin
-from kvdepot.config import Config, load, odd_chunk_size, stray_variables
+from kvdepot.config import Config, free_memory, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.protocol import wire
+from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder
-from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.status import Status, read
 from kvdepot.web.child import missing_packages
 
@@ -151,7 +151,7 @@ def _left_bytes(path: Path) -> int:
 
 
 def _memory(config: Config) -> Finding:
-    free = _meminfo("MemAvailable")
+    free = free_memory()
     limit = _memory_limit()
     text = f"{size(free)} of memory available"
     if limit is not None:
@@ -159,13 +159,6 @@ def _memory(config: Config) -> Finding:
     if config.arena_bytes > min(free, limit if limit is not None else free):
         return Finding("warn", "memory", text, f"the arena alone takes {size(config.arena_bytes)}; lower --arena-gib")
     return Finding("ok", "memory", text)
-
-
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _memory_limit() -> int | None:
@@ -321,7 +314,7 @@ def _key(key: str) -> Finding:
 
 def _ask(url: str, key: str) -> Status | Finding:
     """The server's status, or why there is none."""
-    path = Path(url.removeprefix("ipc://")) if url.startswith("ipc://") and not is_open_to_all(url) else None
+    path = socket_path(url)
     start = "start one with `kvdepot serve`, or give its endpoint: --url or KVDEPOT_URL"
     if path is not None and not path.exists():
         return Finding("warn", "server", f"no server of this user at {url}", start)

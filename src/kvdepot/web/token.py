@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvdepot.config import Config, default_url
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import read_file
 
 __all__ = ["obtain_token", "read_token", "token_path"]
@@ -21,11 +22,13 @@ _TOKEN = re.compile(r"[A-Za-z0-9_\-.~+/=]{16,512}")
 
 
 def token_path(config: Config) -> Path:
-    """The file that holds the token: `http_token_file`, or one beside the unix socket."""
+    """The file that holds the token: `http_token_file`, or one beside the unix socket.
+
+    For TCP and abstract sockets it is in the folder of the default socket, named after the arena.
+    """
     if config.http_token_file:
         return Path(config.http_token_file)
-    if config.url.startswith("ipc://"):
-        path = Path(config.url[len("ipc://") :])
+    if path := socket_path(config.url):
         return path.with_name(path.name + ".token")
     return Path(default_url()[len("ipc://") :]).with_name(config.arena + ".token")
 
