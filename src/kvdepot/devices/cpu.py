@@ -162,14 +162,10 @@ class HostTensors(Mapped):
             views.clear()
             mapped.close()
             raise
-        mapped.populate()
+        for view in views:  # enter the pages into this process's page table now, not during copies
+            shm.populate(view.ctypes.data, len(view))
         mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
         return mapped
-
-    def populate(self) -> None:
-        """Enter the pages into this process's page table now, not during copies."""
-        for area in self._maps:
-            shm.populate(np.frombuffer(area, np.uint8).ctypes.data, len(area))
 
     def whole(self) -> bool:
         """Whether no file was truncated by its client: touching the missing pages would kill this process."""
