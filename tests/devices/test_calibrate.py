@@ -1,4 +1,4 @@
-"""Which way copies go is chosen from what was measured, on GPUs of the stand-in; and what a context takes is told."""
+"""Calibration on GPUs of the stand-in: the choice of copy paths, and the memory of a context."""
 
 from __future__ import annotations
 

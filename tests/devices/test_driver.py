@@ -1,4 +1,4 @@
-"""What is asked of a driver and its bindings, and which calls are left out where they would do harm."""
+"""Requirements on the driver and its bindings, and calls that are avoided where they would do harm."""
 
 from __future__ import annotations
 

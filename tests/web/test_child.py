@@ -1,4 +1,4 @@
-"""The web process beside its server: it comes, comes back, and goes; the depot works whatever happens to it."""
+"""The web process: it starts, restarts and ends with its server; nothing that happens to it affects the depot."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot
 
 
 class Bare(Depot):
-    """A server whose interpreter finds no litestar."""
+    """A server whose interpreter does not find litestar."""
 
     command: ClassVar[list[str]] = [
         sys.executable, "-c", "import sys; sys.modules['litestar'] = None; from kvdepot.cli import main; main()",
