@@ -270,11 +270,11 @@ def _refuse_unknown(source: Mapping[str, str]) -> None:
     if not unknown:
         return
     where = source[unknown[0]]
-    told = []
+    names = []
     for name in unknown:
         meant = suggestion(name, Config.__struct_fields__)
-        told.append(f"{name} (did you mean {meant}?)" if meant else name)
-    raise ConfigError(f"{where}: unknown setting {', '.join(told)}; `kvdepot config` lists all settings")
+        names.append(f"{name} (did you mean {meant}?)" if meant else name)
+    raise ConfigError(f"{where}: unknown setting {', '.join(names)}; `kvdepot config` lists all settings")
 
 
 _OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}

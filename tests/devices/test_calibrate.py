@@ -114,7 +114,7 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
         before = holdings(machine)
         found = calibrate.measure(gpu)
         assert holdings(machine) == before
-        ways = gpu.copy_paths.there
+        ways = gpu.copy_paths.available
     finally:
         gpu.close()
     assert set(ways) == {"dma", "kernel", "staged"}

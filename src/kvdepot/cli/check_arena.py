@@ -26,7 +26,7 @@ from kvdepot.memory.records import SLOT_BYTES, Records
 
 __all__ = ["Report", "check"]
 
-_TOLD_CHUNKS = 64
+_PROGRESS_CHUNKS = 64
 """Chunks between two updates of the progress."""
 
 
@@ -57,10 +57,10 @@ class Report:
         ]
 
 
-def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambda done, total: None) -> Report:
+def check(name: str, fix: bool = False, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
     """Check the arena of that name; `fix` drops damaged records. Blocks while it reads every chunk with a checksum.
 
-    told: called with the number of chunks checked, and of all.
+    progress: called with the number of chunks checked, and of all.
     Raises ArenaError if the file is not an arena of this format, is not ours, or is in use and should be fixed.
     """
     path = shm.shm_path(name)
@@ -85,13 +85,13 @@ def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambd
             return Report(str(path), problems=[str(exc)], fixed=True)
         report = Report(str(path), in_use, fixed=fix)
         if header is not None:
-            _check(fd, header, report, told)
+            _check(fd, header, report, progress)
         return report
     finally:
         os.close(fd)
 
 
-def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], None]) -> None:
+def _check(fd: int, header: Header, report: Report, progress: Callable[[int, int], None]) -> None:
     report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
     if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
         raise ArenaError(f"{report.path} is truncated before its first chunk; remove it")
@@ -107,7 +107,7 @@ def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], N
     report.namespaces = len(index.namespaces.all())
     report.chunks, report.shards = restored.chunks, restored.shards
     report.used_bytes = index.allocator.capacity - index.allocator.free_bytes
-    _check_bytes(fd, whole, index, data, report, told)
+    _check_bytes(fd, whole, index, data, report, progress)
     index.validate()
 
 
@@ -122,14 +122,14 @@ def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Res
 
 
 def _check_bytes(
-    fd: int, whole: int, index: Index, data: bytearray, report: Report, told: Callable[[int, int], None]
+    fd: int, whole: int, index: Index, data: bytearray, report: Report, progress: Callable[[int, int], None]
 ) -> None:
     area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
     looked_at = 0
     for namespace in index.namespaces.all():
         for chunk in list(namespace.chunks.values()):
-            if looked_at % _TOLD_CHUNKS == 0:
-                told(looked_at, report.chunks)
+            if looked_at % _PROGRESS_CHUNKS == 0:
+                progress(looked_at, report.chunks)
             looked_at += 1
             for rank, shard in chunk.shards.items():
                 if not shard.checksum:

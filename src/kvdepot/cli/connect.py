@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["connect", "endpoint"]
 
 _PATIENCE_S = 0.7
-"""Time until a message says that we wait."""
+"""Time after which a message says that the command is waiting."""
 
 
 def endpoint(url: str | None) -> str:
@@ -41,8 +41,8 @@ def connect(url: str | None, key: str | None) -> Iterator[Client]:
         raise ConfigError(
             f"key: {exc}; give --key or KVDEPOT_KEY a client's key file created by `kvdepot keygen`"
         ) from exc
-    told = f"kvdepot: waiting for a server at {place}"
-    waiting = threading.Timer(_PATIENCE_S, print, [told], {"file": sys.stderr, "flush": True})
+    message = f"kvdepot: waiting for a server at {place}"
+    waiting = threading.Timer(_PATIENCE_S, print, [message], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     if sys.stderr.isatty():
         waiting.start()

@@ -57,8 +57,8 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
         config = Config(url=url or load(environ={}).url)
     else:
         yield Finding("ok", "settings", f"from {file or 'environment and defaults'}; arena {config.arena}")
-    if told := odd_chunk_size(config.chunk_size):
-        yield Finding("warn", "settings", told, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
+    if warning := odd_chunk_size(config.chunk_size):
+        yield Finding("warn", "settings", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
     yield _shared_memory(config)
     yield from _left_arenas()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["check_limits", "limits_are_told"]
+__all__ = ["check_limits", "explain_limits"]
 
 _LEAST_FILES = 64
 """Open files that a server needs to start, plus some for its first clients."""
@@ -32,7 +32,7 @@ def check_limits(arena_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def limits_are_told() -> Iterator[None]:
+def explain_limits() -> Iterator[None]:
     """Raise ConfigError if the body runs into a limit of this process or of the machine."""
     try:
         yield

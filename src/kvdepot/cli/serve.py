@@ -30,7 +30,7 @@ _WHERE = (
 @options.settings
 def serve(file: str | None, **given: Any) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""
-    from kvdepot.cli.limits import check_limits, limits_are_told
+    from kvdepot.cli.limits import check_limits, explain_limits
 
     config = load(file, options.flags_of(given))
     check_limits(config.arena_bytes)
@@ -45,7 +45,7 @@ def serve(file: str | None, **given: Any) -> int:
         )
     from kvdepot.server.loop import Server
 
-    with limits_are_told():
+    with explain_limits():
         server = Server(config)
     for number in _STOP_SIGNALS:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
@@ -68,8 +68,10 @@ def config(file: str | None, as_json: bool, **given: Any) -> int:
 
     settings, sources = load_with_sources(file, options.flags_of(given))
     shown = masked(settings)
-    told = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
-    for line in filter(None, [*told, odd_chunk_size(settings.chunk_size)]):
+    warnings = [
+        f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)
+    ]
+    for line in filter(None, [*warnings, odd_chunk_size(settings.chunk_size)]):
         print(f"kvdepot: {clean(line)}", file=sys.stderr)
     if as_json:
         print_json(

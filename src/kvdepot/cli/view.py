@@ -49,7 +49,7 @@ class Listing:
     rows: list[tuple[str | Text, ...]]
 
     def table(self, width: int, most: int | None = None) -> Table:
-        """The first `most` lines of it; where that is not all, the last line says how many more there are.
+        """The table; if it has more than `most` lines, the last one says how many are left out.
 
         Columns that do not fit into `width` are left out from the right: a number cut short is another number.
         """

@@ -345,8 +345,8 @@ def _answer_error(_: Request[Any, Any, State], exc: Exception) -> Response[Probl
 
 def _sentence(exc: HTTPException) -> str:
     if isinstance(exc, ValidationException) and isinstance(exc.extra, list):
-        told = [part for part in exc.extra if isinstance(part, dict)]
-        parts = [f"{part.get('key', 'the body')}: {part.get('message')}" for part in told]
+        errors = [part for part in exc.extra if isinstance(part, dict)]
+        parts = [f"{part.get('key', 'the body')}: {part.get('message')}" for part in errors]
         return "; ".join(parts) or str(exc.detail)
     return str(exc.detail)
 

@@ -170,14 +170,14 @@ class Child:
         """The listening socket; None if the server ends before the address is free."""
         host, port = split_address(self._config.http)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        told = False
+        is_logged = False
         while not self._stopping.is_set():
             try:
                 return socket.create_server((host, port), family=family, backlog=_BACKLOG)
             except OSError as exc:
-                if not told:
+                if not is_logged:
                     log.warning("cannot bind HTTP to %s (%s); retrying", self._config.http, exc.strerror)
-                told = True
+                is_logged = True
             self._stopping.wait(_LISTEN_S)
         return None
 

@@ -41,7 +41,7 @@ class StatusNow(Status, frozen=True, kw_only=True):
 
 
 class Turns:
-    """Lets readers wait for a poll's next turn. Runs on the event loop, except `_told`."""
+    """Lets readers wait for a poll's next turn. Runs on the event loop, except `_notify`."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
@@ -50,7 +50,7 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         self._ending = False
         self._encoded = -1, b""  # the number of a turn, and its status as JSON
-        poll.on_turn = self._told
+        poll.on_turn = self._notify
 
     def __repr__(self) -> str:
         return f"<Turns {self._poll.turn.number}, {len(self._waiting)} wait>"
@@ -74,7 +74,7 @@ class Turns:
     async def wait(self, number: int, connection: Connection) -> None:
         """Wait until the turn is not `number` any more, the last answer is too old, or the client has gone."""
         self._loop = asyncio.get_running_loop()
-        # Check only now that `_told` can reach the loop, or a turn could be missed. Loop, as it may report an old turn.
+        # Check only once `_notify` can reach the loop, or a turn could be missed. Again, as it may report an old one.
         while not (self._ending or connection.transport.is_closing()):
             turn = self._poll.turn
             if turn.number != number or turn.answer is None:
@@ -97,7 +97,7 @@ class Turns:
         self._ending = True
         self._wake()
 
-    def _told(self) -> None:
+    def _notify(self) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, because we are ending
                 self._loop.call_soon_threadsafe(self._wake)

@@ -76,7 +76,7 @@ def measure(gpu: Gpu) -> list[Figure]:
             figures.append(Figure(PEAK, is_store, _SCRATCH_BYTES, _speed(gpu, one, is_store, "dma")))
         for size in SIZES:
             for is_store in (True, False):
-                for way in gpu.copy_paths.there:
+                for way in gpu.copy_paths.available:
                     # The first run warms up, and shows how many copies are enough for a measurement.
                     few = min(_FIRST_COPIES, _RUN_BYTES // size)
                     seconds = _seconds(gpu, _plan(device, host, size, few), is_store, way)

@@ -125,7 +125,7 @@ class CopyPaths:
         return sum(slot.device_bytes for slot in self._slots)
 
     @property
-    def there(self) -> tuple[str, ...]:
+    def available(self) -> tuple[str, ...]:
         """The copy paths that work here."""
         return COPY_PATHS if self._kernel is not None else COPY_PATHS[:1]
 
