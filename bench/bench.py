@@ -1,10 +1,9 @@
-"""The one canonical benchmark: what the depot does, beside the floor measured in the same run.
+"""The benchmark: each figure beside the lower bound ("floor") measured in the same run.
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, engine, chats and
-pressure (vLLM).
-Exit code 0 when it ran; a missed bar is a result, not a failure.
+Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, and with vLLM
+engine, chats and pressure. The exit code is 0 if it ran to the end; a missed bar is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -29,21 +28,23 @@ _NEED_VLLM = {"engine", "chats", "pressure"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is asked for, print the table, write the JSON."""
+    """Run the chosen families, print the table, write the JSON."""
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes; its numbers mean nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="run for seconds instead of minutes; the numbers mean nothing"
+    )
     parser.add_argument("--only", metavar="NAME", help=f"some of {', '.join(FAMILIES)}, separated by commas")
     parser.add_argument("--no-vllm", action="store_true", help="leave out the figures that need a vLLM engine")
     parser.add_argument(
         "--trace", metavar="FILE", default=os.environ.get("KVDEPOT_BENCH_TRACE", ""),
-        help="requests to replay with each policy, besides made-up ones; default: KVDEPOT_BENCH_TRACE",
+        help="requests to replay with each policy, in addition to synthetic ones; default: KVDEPOT_BENCH_TRACE",
     )  # fmt: skip
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("bench.json"), help="default: bench.json")
     args = parser.parse_args(argv)
     names = args.only.split(",") if args.only else list(FAMILIES)
     for name in names:
         if name not in FAMILIES:
-            parser.error(f"{name!r} is none of {', '.join(FAMILIES)}")
+            parser.error(f"{name!r} is not one of {', '.join(FAMILIES)}")
     if _NEED_VLLM & set(names) and (args.no_vllm or importlib.util.find_spec("vllm") is None):
         say(
             f"{' and '.join(n for n in names if n in _NEED_VLLM)}: left out"

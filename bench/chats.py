@@ -1,12 +1,11 @@
-"""Chats on a real vLLM engine: how many prompt tokens it computes, in all, while something happens to its depot.
+"""Chats on a real vLLM engine: the total of prompt tokens that it computes while its server is killed.
 
-Ten chats share a system prompt; each turn submits all their prompts at once to an engine whose own cache holds about
-half of them and which runs four at a time, so that most prompts wait, and most of what is reused comes from the depot.
-Tokens are counted, not seconds: what is scheduled within a prompt, repetitions after failed loads and preemptions
-included. Prompts are made from a seed and from what the engine has answered, so that two runs which answer alike
-ask alike.
+Ten chats share a system prompt. Each turn submits all their prompts at once to an engine whose own cache holds about
+half of them and which runs four at a time, so most prompts wait, and most reused tokens come from the depot. It counts
+tokens, not seconds: those scheduled within a prompt, including repetitions after failed loads and preemptions. Prompts
+follow from a seed and the engine's answers, so two runs with the same answers have the same prompts.
 
-    python chats.py MODEL_DIR KV_TRANSFER_JSON      one engine, told what to do by lines on its stdin
+    python chats.py MODEL_DIR KV_TRANSFER_JSON      one engine, which takes commands on its stdin
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from report import Figure, at_most
 __all__ = ["ChatEngine", "Outcome", "converse", "depot", "run", "write_model"]
 
 KV_BYTES = 6 * 2 * 4 * 64 * 4
-"""Of one token: keys and values of 6 layers, 4 heads of 64 numbers in float32."""
+"""Bytes of KV per token: keys and values of 6 layers, 4 heads of 64 numbers in float32."""
 _SYSTEM_TOKENS = 1024
 _USER_TOKENS = (600, 1200)
-"""A user's message has as many, from .. to."""
+"""Minimum and maximum length of a user's message."""
 _ANSWER_TOKENS = 32
 _ARENA_GIB = 1.0
-"""Room for all: ten chats of four turns are 0.4 GiB of KV."""
+"""Enough for everything: ten chats of four turns have 0.4 GiB of KV."""
 _KILL_EVERY_S = 5.0
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -61,10 +60,10 @@ _CONFIG: dict[str, Any] = {
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """Figures for a server that is killed and started again under the engine, beside one that is left alone."""
+    """Figures for a server that is killed and restarted under the engine, beside one that is not."""
     with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as name:
         folder = write_model(Path(name))
-        say("chats: a server that is left alone")
+        say("chats: a server that is not killed")
         with _Restarting() as server, ChatEngine(folder, depot(server.url)) as engine:
             undisturbed = converse(engine, scale.chats, scale.turns)
         say("chats: a server that is killed as each turn's prompts arrive")
@@ -105,7 +104,7 @@ def depot(url: str) -> dict[str, Any]:
 
 
 class _Restarting:
-    """A server that is killed (kill -9) and started again in its place."""
+    """A server that can be killed (kill -9) and restarted in its place."""
 
     def __init__(self) -> None:
         self.kills = 0
@@ -122,14 +121,14 @@ class _Restarting:
         self._server.close()
 
     def restart(self) -> None:
-        """Kill it and start another; returns before that one serves."""
+        """Kill it and start another; returns before the new one serves."""
         self._server.kill()
         self._server = Serve(arena_gib=_ARENA_GIB, before=self._server)
         self.kills += 1
 
     @contextmanager
     def restarted_every(self, seconds: float) -> Iterator[None]:
-        """Restart it that often, until the end of the statement."""
+        """Restart it at this interval, for the length of the `with` statement."""
         over = threading.Event()
 
         def trouble() -> None:
@@ -150,12 +149,12 @@ class _Restarting:
 
 @dataclass
 class Outcome:
-    """What became of all turns of all chats."""
+    """The results of all turns of all chats."""
 
     computed: int = 0
     """Prompt tokens that the engine computed."""
     prompt_tokens: int = 0
-    """Of the last turn: what of KV there is to keep, the shared system prompt counted once."""
+    """Distinct prompt tokens in the last turn: the shared system prompt counts once."""
     seconds: float = 0.0
     by_turn: list[int] = field(default_factory=list)
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -163,9 +162,9 @@ class Outcome:
 
 
 def converse(engine: ChatEngine, chats: int, turns: int, before_turn: Callable[[], None] = lambda: None) -> Outcome:
-    """Let `chats` chats have `turns` turns; a turn's prompts are submitted at once when the last turn is over.
+    """Run `chats` chats of `turns` turns; a turn's prompts are submitted together when the previous turn is over.
 
-    before_turn: called right before a turn's prompts arrive, from the second on.
+    before_turn: called right before a turn's prompts are submitted, from the second turn on.
     """
     rng = np.random.default_rng(1)
 
@@ -193,7 +192,7 @@ def converse(engine: ChatEngine, chats: int, turns: int, before_turn: Callable[[
 
 
 def write_model(folder: Path) -> Path:
-    """The model's files: random weights, large enough that every token depends on the whole prompt."""
+    """Write the model's files: random weights, large enough to make every token depend on the whole prompt."""
     import torch
     from safetensors.torch import save_file
 
@@ -238,7 +237,7 @@ class ChatEngine(EngineProcess):
         self.close()
 
     def submit(self, prompts: list[list[int]]) -> tuple[int, list[list[int]]]:
-        """Prompt tokens that were computed for all of these together, and the answers. Blocks until all are done."""
+        """Run these prompts; returns the prompt tokens computed for all of them, and the answers. Blocks."""
         computed, answers = self.ask(["submit", prompts])
         return computed, answers
 

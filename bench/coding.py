@@ -1,7 +1,7 @@
-"""What a tier's bytes cost on their way: compression and encryption of KV, beside the same libraries used plainly.
+"""Compression and encryption of KV in a tier, beside direct use of the same libraries.
 
-The KV is that of the demo's model, computed here: its layers with random weights, on random tokens, in bf16. The
-rivals are zstd at its fastest level on the very bytes, and AES-256-GCM from one buffer into another.
+The KV is that of the demo's model, computed here: its layers with random weights, on random tokens, in bf16. It is
+compared with zstd at its fastest level on the same bytes, and AES-256-GCM from one buffer into another.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 def _kept_waiting(once: Callable[[], object], runs: int) -> tuple[list[float], list[float]]:
-    """Milliseconds that another thread had to wait at the longest, and those that the work computed, of each run."""
+    """Milliseconds of each run: the longest wait of another thread, and the work itself."""
     longest, computed = [], []
     interval = sys.getswitchinterval()
 
@@ -119,7 +119,7 @@ def _kept_waiting(once: Callable[[], object], runs: int) -> tuple[list[float], l
 
 
 def _speeds(work: dict[str, Callable[[], object]], size: int, runs: int) -> dict[str, Sequence[float]]:
-    """GB/s of each, taken in turn."""
+    """GB/s of each, measured alternately."""
     found: dict[str, list[float]] = {name: [] for name in work}
     for number in range(-1, runs):  # the first warms up
         for name, once in work.items():
@@ -131,7 +131,7 @@ def _speeds(work: dict[str, Callable[[], object]], size: int, runs: int) -> dict
 
 
 def demo_kv(layers: int) -> Bytes:
-    """One chunk of KV, as the demo's engine stores it: layer by layer, keys before values."""
+    """One chunk of KV as the demo's engine stores it: layer by layer, keys before values."""
     draw = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every family of figures needs: sizes, a real `kvdepot serve` process, and the echo process of the floors."""
+"""Shared by all families: sizes, a real `kvdepot serve` process, and the echo process for lower bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _READY_S = 60.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. The figures keep their names in the tiny form, whose numbers mean nothing."""
+    """The amount of work. With TINY the figures keep their names, but their numbers mean nothing."""
 
     layers: int = 32
     blocks: int = 1024
@@ -48,7 +48,7 @@ class Scale:
     watched_seconds: float = 5.0
     watched_runs: int = 15
     watched_answers: float = 10.0
-    """The least that ten pages and a scraper get in a second; fewer, and nobody was watching."""
+    """Minimum answers per second to ten pages and a scraper; with fewer, the measurement is void."""
     flood_rounds: int = 7
     flood_lookups: int = 500
     start_runs: int = 7
@@ -73,7 +73,7 @@ class Scale:
     policy_capacities: tuple[int, ...] = (1_000, 5_000, 10_000, 20_000, 30_000)
     simulated_references: int = 1_000_000
     trace: str = ""
-    """A file of requests, for the policies."""
+    """A file of requests to replay with the policies."""
 
 
 TINY = Scale(
@@ -121,12 +121,12 @@ TINY = Scale(
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
 def new_url() -> str:
-    """A unix socket of our own. As at the default one, nobody else can change its folder, so messages go unsealed."""
+    """A new unix socket, in a folder that only this user can change, like the default one: messages are not sealed."""
     folder = Path(tempfile.gettempdir(), f"kvdepot-bench-{os.geteuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     return f"ipc://{folder}/{uuid.uuid4().hex[:12]}.sock"
@@ -142,7 +142,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def listening(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, from when it listens on `port` until the end of the statement."""
+    """Run a process that listens on `port`, for the length of the `with` statement."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -154,7 +154,7 @@ def listening(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[by
 
 
 def listening_at(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait until somebody listens at `port`, or `process` has ended."""
+    """Wait until a process listens on `port`. Raises RuntimeError after a timeout, or if `process` has ended."""
     deadline = time.monotonic() + _READY_S
     while True:
         try:
@@ -172,7 +172,7 @@ class Serve:
     def __init__(
         self, *flags: str, arena_gib: float | None = None, chunk_size: int = 256, before: Serve | None = None
     ) -> None:
-        """before: a server that was killed, whose places this one takes."""
+        """before: a killed server, whose endpoint and arena this one takes over."""
         self.url = before.url if before else new_url()
         self.arena = before.arena if before else f"kvdepot-bench-{uuid.uuid4().hex[:12]}"
         size = [] if arena_gib is None else ["--arena-gib", str(arena_gib)]
@@ -187,7 +187,7 @@ class Serve:
         )  # fmt: skip
 
     def wait_first_answer(self, context: zmq.Context[Any]) -> float:
-        """Seconds from launch to the first answer that a client got."""
+        """Seconds from launch to the first answer to a client."""
         client = MessageQueueClient(self.url, context)
         try:
             client.learn_chunk_size(_READY_S)
@@ -196,7 +196,7 @@ class Serve:
             client.close()
 
     def wait_populated(self, context: zmq.Context[Any]) -> None:
-        """Until it answers and every page of its arena has memory."""
+        """Wait until it answers and every page of its arena is allocated."""
         self.wait_first_answer(context)
         path = SHM / self.arena
         deadline = time.monotonic() + _READY_S
@@ -207,7 +207,7 @@ class Serve:
         time.sleep(0.1)
 
     def resident_bytes(self) -> int:
-        """Resident memory of the process, its arena left out."""
+        """Resident memory of the process without its arena."""
         total = 0
         counted = True
         for line in Path(f"/proc/{self.process.pid}/smaps").read_text().splitlines():
@@ -219,13 +219,13 @@ class Serve:
         return total
 
     def kill(self) -> None:
-        """kill -9, and nothing tidied up."""
+        """kill -9, without cleaning up."""
         self.process.kill()
         self.process.wait()
         self._log.close()
 
     def close(self) -> None:
-        """Stop it and make sure that nothing stays behind."""
+        """Stop it, and remove its files if it left any."""
         self.process.terminate()
         try:
             self.process.wait(20)
@@ -243,7 +243,7 @@ class Serve:
 
 
 class Peer:
-    """A helper process (peers.py) that does what a line on its stdin says and answers with a line of JSON."""
+    """A helper process (peers.py) that takes commands on stdin, one per line, and answers with lines of JSON."""
 
     def __init__(self, *arguments: str) -> None:
         script = str(Path(__file__).with_name("peers.py"))
@@ -264,7 +264,7 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        """End it: it stops at the end of its stdin."""
+        """End it by closing its stdin."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -277,7 +277,7 @@ class Peer:
 
 
 class Echo:
-    """A bare ROUTER in another process, and a DEALER to it: the floor of everything that asks over ZeroMQ."""
+    """A bare ROUTER in another process, and a DEALER to it: the lower bound of all requests over ZeroMQ."""
 
     def __init__(self, context: zmq.Context[Any], reply_bytes: int = 16) -> None:
         self.url = new_url()
@@ -288,7 +288,7 @@ class Echo:
         self.round_trip(b"warm")
 
     def round_trip(self, message: bytes) -> None:
-        """One message there, one back."""
+        """Send one message and receive the reply."""
         self._socket.send(message)
         self._socket.recv()
 

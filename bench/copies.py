@@ -1,8 +1,9 @@
 """Stores and retrieves through the worker adapter, beside one thread that copies the same bytes with numpy.
 
-From `submit_*` until `get_finished` reports it, as an engine sees it. The floor of shuffled block ids is `np.take` of
-the same blocks, that of adjacent ones a contiguous copy of as many bytes, each taken right before the pair it stands
-beside. Chunks are cleared in between, so that every store moves all its bytes; the arena has its memory by then.
+The time is that from `submit_*` until `get_finished` reports it, as an engine sees it. The lower bound for shuffled
+block ids is `np.take` of the same blocks, for adjacent ones a contiguous copy of the same size; each is measured right
+before its pair. Chunks are cleared in between, so every store moves all its bytes; all pages of the arena are
+allocated.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 def _verified(
     scale: Scale, engine: _Engine, context: zmq.Context[Any], caches: dict[str, torch.Tensor]
 ) -> list[Figure]:
-    """What checksums cost: the longest prompt with each setting in turn, beside the same without."""
+    """The cost of checksums: the longest prompt with each setting alternately, beside the same without."""
     say("copies: with checksums")
     modes = ("off", "sampled", "always")
     servers: list[Serve] = []
@@ -86,7 +87,7 @@ def _verified(
 
 
 class _Engine:
-    """The engine's KV tensors, and plain buffers for the floors."""
+    """The engine's KV tensors, and plain buffers for the lower bounds."""
 
     def __init__(self, scale: Scale, caches: dict[str, torch.Tensor]) -> None:
         self._scale = scale
@@ -142,7 +143,7 @@ class _Engine:
         return speeds
 
     def _blocks(self, count: int, order: str) -> tuple[Ids, Ids]:
-        """Blocks to store, and as many others to retrieve into."""
+        """Blocks to store, and the same number of others to retrieve into."""
         if order == "shuffled":
             ids = self._rng.permutation(self._scale.blocks)
             return ids[:count], ids[count : 2 * count]
@@ -150,7 +151,7 @@ class _Engine:
         first = int(self._rng.integers(0, half - count + 1))
         return np.arange(first, first + count), np.arange(half + first, half + first + count)
 
-    # -- the floors: one thread, buffers that are touched and larger than the cache
+    # -- the lower bounds: one thread, buffers that are allocated and larger than the CPU's cache
 
     def _take(self, layers: list[Bytes], ids: Ids) -> float:
         size = len(ids) * self.block_bytes
@@ -191,6 +192,6 @@ class _Engine:
 
 
 def _until(worker: LMCacheMPWorkerAdapter, look: Callable[[], set[str] | None], request: str) -> None:
-    """Sleep on the socket between looks, as an idle engine does: a loop that spins takes a core from the copies."""
+    """Sleep on the socket between polls, like an idle engine, because a busy loop would take a core from the copies."""
     if not worker.mq_client.wait(lambda: request in (look() or ()), _DEADLINE_S):
         raise TimeoutError(f"{request} did not finish")

@@ -1,4 +1,4 @@
-"""A GPU through the driver alone: paged KV on it as engines lay it out, and how fast one large copy is. For gpu.py."""
+"""A GPU, used through the driver alone: paged KV as engines lay it out, and the speed of one large copy. For gpu.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ITEM_BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class Kind:
-    """How an engine lays its KV out: `layers` allocations of `[blocks, *block]` bf16."""
+    """An engine's layout of its KV: `layers` allocations of `[blocks, *block]` bf16."""
 
     name: str
     layers: int
@@ -34,12 +34,12 @@ class Kind:
 
     @property
     def block_bytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer."""
         return math.prod(self.block) * _ITEM_BYTES
 
 
 class Gpu:
-    """The first GPU: memory of it, and how fast one copy is."""
+    """The first GPU: its memory, and the speed of one copy."""
 
     def __init__(self, driver: Driver, peak_bytes: int) -> None:
         self._driver = driver
@@ -52,7 +52,7 @@ class Gpu:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Its context is this thread's meanwhile."""
+        """Make its context current on this thread."""
         call = self._driver.call
         context = self._driver.retain(self._device)
         with self._driver.current(context):
@@ -79,7 +79,7 @@ class Gpu:
         return self._bytes / (time.perf_counter() - begun) / 1e9
 
     def peak_both(self) -> float:
-        """GB/s of two, one each way, at once."""
+        """GB/s of two copies at once, one in each direction."""
         begun = time.perf_counter()
         for is_store in (True, False):
             self._copy(is_store)
@@ -98,13 +98,13 @@ class Gpu:
         self._driver.call("cuStreamSynchronize", self._streams[is_store])
 
     def used_bytes(self) -> int:
-        """Of all processes together."""
+        """GPU memory in use by all processes together."""
         free, total = self._driver.call("cuMemGetInfo")
         return int(total) - int(free)
 
     @contextmanager
     def tensors(self, kind: Kind, blocks: int) -> Iterator[dict[str, Any]]:
-        """Layers full of random bytes, an allocation each, as tensors that the worker can share."""
+        """Layers of random bytes, each in its own allocation, as tensors that the worker can share."""
         rng = np.random.default_rng(3)
         size = blocks * kind.block_bytes
         made: list[int] = []
@@ -126,7 +126,7 @@ class Gpu:
 
 
 class Tensor:
-    """What `kvdepot.devices.share` asks of a contiguous torch tensor of bf16 that fills its storage."""
+    """The part of a contiguous bf16 torch tensor, which fills its storage, that `kvdepot.devices.share` uses."""
 
     dtype = "torch.bfloat16"
     device = SimpleNamespace(type="cuda", index=0)

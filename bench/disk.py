@@ -1,9 +1,8 @@
-"""The disk tier beside a loop that writes and reads files of the same size: dd, in Python.
+"""The disk tier beside a Python loop that writes and reads files of the same size, like dd.
 
-Both write new files (open, write, close, rename) and read them back (open, read, close), with the same number of
-threads, in turns, and never with a sync: what is measured is what stands between a caller and the page cache, in which
-the files of both are when they are read. The tier's objects are in two pieces, as those of a depot are. Which file
-system it is on decides TMPDIR.
+Both write new files (open, write, close, rename) and read them back (open, read, close), alternately, with the same
+number of threads and without syncing, so the figures are the overhead between a caller and the page cache, from which
+both read. The tier's objects consist of two pieces, like those of a server. TMPDIR selects the file system.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 class _Memory:
-    """What one thread writes from and reads into: no object twice, as in an arena."""
+    """The buffers of one thread, a separate one for each object, as in an arena."""
 
     def __init__(self, size: int, objects: int) -> None:
         self._size = size
@@ -106,7 +105,7 @@ def _transfers(root: Path, size: int, runs: int, threads: int) -> list[Figure]:
 
     names = [name(thread, number) for thread in range(threads) for number in range(each)]
     try:
-        # Neighbours that stay: a tier at work makes no directories.
+        # Objects that stay, so that no directories are created during the measurement.
         tier.write([Blob(other[:-1] + "1", [memoryview(b"x")]) for other in names])
         for turn in range(runs + 1):
             rows = [("write", write), ("write floor", write_floor), ("read", read), ("read floor", read_floor)]
@@ -139,7 +138,7 @@ def _seconds(act: Callable[[int], None], threads: int) -> float:
 
 
 def _start(root: Path, count: int) -> Figure:
-    """Until all is counted, beside a walk that looks at each file."""
+    """The time until the tier has counted all objects, beside a walk that stats each file."""
     place = root / "many"
     tier = Disk(place, 64 << 30)
     area = memoryview(bytes(1))

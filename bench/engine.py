@@ -1,11 +1,11 @@
 """A real vLLM engine's time to first token, with the connector and without.
 
-Two engines of the same random-weight Llama live side by side, one with the connector, and are asked in turn, so that
-what drifts on the machine drifts for both; while one computes, the other sleeps. The time runs from before the
-request is added until the step that returns its first token. Prompts end a few tokens behind a chunk, so that
-the depot and the engine's own cache hold the same of each.
+Two engines of the same random-weight Llama run side by side, one with the connector, and are measured alternately, so
+that drifts of the machine affect both; while one computes, the other sleeps. The time is that from before the request
+is added until the step that returns its first token. Prompts end a few tokens behind a chunk, so that the depot and the
+engine's own cache hold the same part of each.
 
-    python engine.py MODEL_DIR TOKENS DTYPE DEPOT_URL      one engine, told what to do by lines on its stdin
+    python engine.py MODEL_DIR TOKENS DTYPE DEPOT_URL      one engine, which takes commands on its stdin
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["EngineProcess", "run"]
 _CHUNK_TOKENS = 256
 _TAIL_TOKENS = 17
 _KV_NUMBERS = 2 * 8 * 128
-"""Numbers of KV a token and layer: keys and values of 8 heads of 128."""
+"""Elements of KV per token and layer: keys and values of 8 heads of 128."""
 _READY_S = 300.0
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,13 +88,13 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 def _dtype() -> tuple[str, int]:
-    """What the model computes in, and its bytes: on x86 without AVX-512, bf16 products are 6 times as slow."""
+    """The model's dtype and its size: on x86 without AVX-512, bf16 products are 6 times as slow."""
     slow = platform.machine() == "x86_64" and " avx512f " not in Path("/proc/cpuinfo").read_text()
     return ("float32", 4) if slow else ("bfloat16", 2)
 
 
 class _Depot:
-    """What the server says of itself."""
+    """The server's status."""
 
     def __init__(self, client: MessageQueueClient) -> None:
         self._client = client
@@ -169,10 +169,10 @@ def _expect(found: int, wanted: int) -> None:
 
 
 class EngineProcess:
-    """A vLLM engine in a process of its own: a script that answers each line of JSON on its stdin with another."""
+    """A vLLM engine in a process of its own: a script that answers each line of JSON on stdin with another."""
 
     def __init__(self, script: str, *arguments: str) -> None:
-        """arguments: of the script. Returns at once; `hear` its first line before anything is asked."""
+        """arguments: of the script. Returns at once; call `hear` for its first line before the first command."""
         cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         environ = {
             **os.environ,
@@ -197,7 +197,7 @@ class EngineProcess:
         return json.loads(line)
 
     def ask(self, command: list[Any]) -> Any:
-        """Its answer to one command. Blocks until it is there; raises RuntimeError where the engine has ended."""
+        """Send one command and return the answer. Blocks; raises RuntimeError if the engine has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
@@ -216,7 +216,7 @@ class EngineProcess:
 
 
 class _Engine(EngineProcess):
-    """One of the two that are asked in turn."""
+    """One of the two engines."""
 
     def __init__(self, folder: str, tokens: int, dtype: str, url: str) -> None:
         super().__init__(__file__, folder, str(tokens), dtype, url)
@@ -226,7 +226,7 @@ class _Engine(EngineProcess):
         self.ask(["reset"])
 
     def first_token(self, prompt: int) -> tuple[float, int]:
-        """Seconds to the first token of prompt number `prompt`, and how many of its tokens were cached."""
+        """Run prompt number `prompt`; returns seconds to the first token, and how many of its tokens were cached."""
         seconds, cached = self.ask(["run", prompt])
         return seconds, cached
 
@@ -277,7 +277,7 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
         for _ in range(200):
             if llm.reset_prefix_cache():
                 return True
-            time.sleep(0.02)  # blocks whose store is under way; a step tells the engine that it has ended
+            time.sleep(0.02)  # stores in progress hold blocks; a step tells the engine that they have ended
             first_token([7] * _TAIL_TOKENS)
         raise RuntimeError("the engine does not give its blocks back")
 

@@ -1,6 +1,6 @@
-"""What a client that floods the server costs the lookups of another one: the rate a client may have is what bounds it.
+"""Lookups while another client floods the server, which the rate limit per client bounds.
 
-Rounds with and without the flood take turns, on one server. Each has a lookup after the other with a rest in between.
+Rounds with and without the flood alternate on one server. Each makes one lookup after the other, with pauses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEADLINE_S = 60.0
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """The slowest of a hundred lookups beside each kind of flood."""
+    """The p99 of lookups during each kind of flood."""
     context: zmq.Context[Any] = zmq.Context()
     server = Serve(arena_gib=1 / 128, chunk_size=256)
     figures = []

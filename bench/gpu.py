@@ -1,8 +1,9 @@
 """Stores and retrieves of KV in a GPU's memory, beside one large copy between it and pinned memory.
 
-From `submit_*` until `get_finished` reports it, as an engine sees it, through a server process. The floor is one copy
-of pinned memory each way, or one each way at once, taken right before the pair that it stands beside. The tensors are
-made with the driver alone; torch is needed for the matrix products that stores must not slow down.
+The time is that from `submit_*` until `get_finished` reports it, as an engine sees it, through a server process. The
+lower bound is one copy of pinned memory in each direction, or one in each direction at once, measured right before its
+pair. The tensors are allocated with the driver alone; torch is needed for the matrix products that stores must not slow
+down.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Ids = npt.NDArray[np.intp]
 _CHUNK_TOKENS = 256
 _DEADLINE_S = 60.0
 _SLACK_MB = 8.0
-"""Memory comes and goes in pieces; what 100 registrations leave behind must be less than a few of those."""
+"""Memory is allocated in pieces; what 100 registrations leave behind must be less than a few of these."""
 
 
 def _kinds(scale: Scale) -> list[Kind]:
@@ -44,7 +45,7 @@ def _kinds(scale: Scale) -> list[Kind]:
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """All figures of the first GPU; none, and a line that says why, where there is no GPU."""
+    """All figures of the first GPU; without a GPU none, and a line that says so."""
     try:
         gpu = Gpu(load(), scale.peak_mib << 20)
     except DeviceError as exc:
@@ -62,7 +63,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 def _measure(scale: Scale, gpu: Gpu, kind: Kind, context: zmq.Context[Any], notes: list[str]) -> list[Figure]:
-    """Everything of one layout."""
+    """All figures of one layout."""
     say(f"gpu: {kind.name}, filling the engine's KV")
     blocks = 2 * max(scale.copy_tokens) // kind.block_tokens
     figures: list[Figure] = []
@@ -113,7 +114,7 @@ class _Engine:
         self._count = 0
 
     def wait_pinned(self) -> None:
-        """Until the arena is registered with the driver: that is done once, and not what is measured."""
+        """Wait until the arena is registered with the driver, which happens once and is not measured."""
         deadline = time.monotonic() + _DEADLINE_S
         while True:
             status = self._worker.mq_client.ask(wire.Status()).result()
@@ -126,7 +127,7 @@ class _Engine:
     # -- the figures
 
     def copies(self) -> list[Figure]:
-        """Each way by itself, shuffled blocks."""
+        """Each direction by itself, with shuffled blocks."""
         speeds: dict[tuple[str, int], list[float]] = {}
         floors: dict[str, list[float]] = {"store": [], "retrieve": []}
         for number in range(-1, self._scale.copy_runs):  # the first warms everything up
@@ -154,7 +155,7 @@ class _Engine:
         ]  # fmt: skip
 
     def both_ways(self) -> list[Figure]:
-        """A store and a retrieve of another prompt at once; both directions' bytes together."""
+        """A store and a retrieve of another prompt at once; the bytes of both directions together."""
         figures = []
         for tokens, name in zip(self._scale.copy_tokens, ("2k", "8k"), strict=True):
             speeds, floors = [], []
@@ -175,7 +176,7 @@ class _Engine:
         return figures
 
     def one_chunk(self) -> list[Figure]:
-        """What a short retrieve costs beyond its bytes."""
+        """The overhead of a short retrieve."""
         times, floors = [], []
         for number in range(-3, 5 * self._scale.copy_runs):
             source, target = self._shuffled(_CHUNK_TOKENS, _CHUNK_TOKENS)
@@ -190,7 +191,7 @@ class _Engine:
         return [at_most(f"gpu retrieve of one 256-token chunk, {self._kind.name}", "ms", times, floors, 1, 0.5)]
 
     def slowdown(self, notes: list[str]) -> list[Figure]:
-        """Matrix products a second in another process, while stores run and while nothing runs, in turn."""
+        """Matrix products per second in another process, alternately with and without stores."""
         if not _torch_has(self._gpu):
             say("gpu: no torch for this GPU: the slowdown of matrix products is left out")
             return []
@@ -231,14 +232,14 @@ class _Engine:
             )
         return [at_least("gpu matrix products while stores run", "1/s", rates["stores"], rates["nothing"], 0.95)]
 
-    # -- what they are made of
+    # -- steps
 
     def _prompt(self, tokens: int) -> list[int]:
         prompt: list[int] = self._rng.integers(0, 1 << 17, tokens).tolist()
         return prompt
 
     def _shuffled(self, *tokens: int) -> list[Ids]:
-        """Blocks for so many tokens each, none twice."""
+        """Distinct blocks for this number of tokens each."""
         ids = self._rng.permutation(self._blocks)
         edges = np.cumsum([count // self._kind.block_tokens for count in tokens])
         return np.split(ids[: edges[-1]], edges[:-1])
@@ -251,7 +252,7 @@ class _Engine:
         send_lmcache_request(self._worker.mq_client, RequestType.CLEAR, []).result()
 
     def _timed(self, *transfers: tuple[str, list[int], Ids]) -> float:
-        """Seconds that these take, begun together: "store" or "retrieve", prompt, blocks."""
+        """Seconds for these operations, started together: "store" or "retrieve", prompt, blocks."""
         stores, waiting = set(), set()
         begun = time.perf_counter()
         for what, prompt, blocks in transfers:
@@ -270,7 +271,7 @@ class _Engine:
                 waiting.difference_update(done or ())
             return not waiting
 
-        # Sleep on the socket between looks, as an idle engine does.
+        # Sleep on the socket between polls, like an idle engine.
         if not self._worker.mq_client.wait(ended, _DEADLINE_S):
             raise TimeoutError(f"{waiting} did not finish")
         seconds = time.perf_counter() - begun
@@ -286,7 +287,7 @@ class _Engine:
 
 
 def _register_often(scale: Scale, gpu: Gpu, context: zmq.Context[Any]) -> list[Figure]:
-    """Register and unregister, one worker at a time: what is in use at the end, beside what was after the first."""
+    """Register and unregister, one worker at a time: memory in use at the end, beside that after the first."""
     say(f"gpu: registering {scale.registrations} times")
     kind = _kinds(scale)[0]
     device: list[float] = []
@@ -299,7 +300,7 @@ def _register_often(scale: Scale, gpu: Gpu, context: zmq.Context[Any]) -> list[F
             worker.shutdown()
             device.append(gpu.used_bytes() / 1e6)
             host.append(server.resident_bytes() / 1e6)
-    # The host's allocator takes some rounds until it reuses what it has.
+    # The host's allocator reuses its memory only after some rounds.
     settled = min(len(host) // 5, 10)
     return [
         at_most("gpu memory in use after 100 registrations", "MB", device[-1:], device[:1], 1, _SLACK_MB),
@@ -310,7 +311,7 @@ def _register_often(scale: Scale, gpu: Gpu, context: zmq.Context[Any]) -> list[F
 
 
 def _torch_has(gpu: Gpu) -> bool:
-    """Whether torch can use this GPU; the driver of a stand-in is none that torch knows."""
+    """Whether torch can use this GPU; it cannot use the stand-in of the tests."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch

@@ -1,6 +1,6 @@
-"""Lookups: how long one takes, how many a second, and what the size of the index does to them.
+"""Lookups: latency, rate, and the effect of the index's size.
 
-Every lookup hits in full. Keys are stored for real, under KV of a few bytes a token, so that 128k tokens are small.
+Every lookup hits in full. The chunks are really stored, but with a few bytes of KV per token.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PROMPT_CHUNKS = 32
 _MESSAGE_PROMPTS = 128
 _NAMES = ("1k", "8k", "32k", "128k")
 _REST_S = 0.001
-"""Between two measurements: what the last one left for the server to do is done then."""
+"""Pause between two measurements, in which the server finishes the work of the last one."""
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """All lookup figures."""
     context: zmq.Context[Any] = zmq.Context()
     gc.collect()
-    gc.freeze()  # this process is not an engine: its imports are no garbage to look through
+    gc.freeze()  # keep the garbage collector from scanning this process's imports, which an engine does not have
     server = Serve(arena_gib=1 / 16, chunk_size=_CHUNK_TOKENS)
     try:
         server.wait_populated(context)
@@ -63,7 +63,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 def register(worker: LMCacheMPWorkerAdapter, blocks: int) -> None:
-    """One layer of 64 bytes a block."""
+    """One layer of 64 bytes per block."""
     worker.register_kv_caches({"layer": torch.zeros((blocks, BLOCK_TOKENS, 4), dtype=torch.uint8)})
 
 
@@ -90,7 +90,7 @@ def _store_prompt(worker: LMCacheMPWorkerAdapter, ids: list[int]) -> None:
 
 
 def _times(scale: Scale, context: zmq.Context[Any], url: str, prompt: Any) -> list[Figure]:
-    """Fresh lookups and repeated ones, each beside its floor."""
+    """New lookups and repeated ones, each beside its lower bound."""
     say("lookups: time of one")
     scheduler = LMCacheMPSchedulerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
     echo = Echo(context)
@@ -162,11 +162,11 @@ def _round_trip(echo: Echo) -> float:
     return time.perf_counter() - begun
 
 
-# -- lookups a second
+# -- lookups per second
 
 
 def _rate(scale: Scale, url: str, prompt: list[int]) -> Figure:
-    """Client processes at once, against the depot and against a bare echo of the same message sizes."""
+    """Several client processes at once, with the server and with a bare echo of messages of the same size."""
     say("lookups: how many a second")
     ids = prompt[: scale.rate_tokens]
     chain = ChunkChain(_CHUNK_TOKENS)
@@ -209,7 +209,7 @@ def _count(peers: Sequence[Peer], seconds: float) -> float:
 
 
 def _index(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> list[Figure]:
-    """The same lookups in three depots at once that hold different numbers of chunks, asked in turn."""
+    """The same lookups in three servers with different numbers of chunks, alternately."""
     names = ("1k", "100k", "1M")
     servers: list[Serve] = []
     schedulers: list[LMCacheMPSchedulerAdapter] = []
@@ -268,7 +268,7 @@ def _index(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> list[Fi
 
 
 def fill(context: zmq.Context[Any], url: str, chunks: int, rng: np.random.Generator) -> list[bytes]:
-    """Store that many chunks, as prompts of 32; the hashes of each prompt."""
+    """Store this number of chunks, as prompts of 32; returns the hashes of each prompt."""
     worker = LMCacheMPWorkerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
     prompts: list[bytes] = []
     try:

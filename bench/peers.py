@@ -1,13 +1,14 @@
-"""Helper processes of the benchmark: the bare echo server of the floors, and the clients that count.
+"""Helper processes of the benchmark: the bare echo server for lower bounds, and clients that count.
 
     peers.py echo URL REPLY_BYTES                    a ROUTER that answers every message
     peers.py bare URL REQUEST_BYTES                  a bare DEALER that counts round trips
     peers.py matmul                                  products of large bf16 matrices on the first GPU
-    peers.py readers PORT PAGES                      web pages that are open, and a scraper; counts answers
+    peers.py readers PORT PAGES                      open web pages and a scraper; counts answers
     peers.py flood URL KIND                          a client that sends as fast as it can
-    peers.py depot URL MODEL BLOCK_SIZE CHUNKS HASHES_HEX    the scheduler adapter, counting lookups that all hit
+    peers.py depot URL MODEL BLOCK_SIZE CHUNKS HASHES_HEX    the scheduler adapter; counts lookups, which all hit
 
-They say `"ready"`; a counting one then reads seconds, a line each, and answers `[count, seconds]`. They end with stdin.
+They print `"ready"`. Those that count then read durations in seconds, one per line, and answer `[count, seconds]`. They
+end when stdin closes.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from typing import Any
 import zmq
 
 _REQUESTS = 1024
-"""Request ids a counting client uses in turn."""
+"""Number of request ids that a counting client cycles through."""
 _ANSWER_S = 30.0
 FLOODS = ("lookups", "status", "garbage", "requests whose answers it never reads")
-"""What a client can flood a server with."""
+"""The kinds of floods."""
 
 
 def answer(value: Any) -> None:
@@ -56,7 +57,7 @@ def echo(url: str, reply_bytes: int) -> None:
 
 
 def count(once: Callable[[int], None]) -> None:
-    """Do `once` as often as it goes, for as long as each line says."""
+    """Repeat `once` for the duration that each line gives, and count."""
     for number in range(64):
         once(number)
     answer("ready")
@@ -84,7 +85,7 @@ def bare(url: str, request_bytes: int) -> None:
 
 
 def matmul() -> None:
-    """Keeps the GPU busy without a gap: some products are always queued behind the one that runs."""
+    """Keeps the GPU busy without gaps, because some products are always queued."""
     import torch
 
     left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -119,9 +120,9 @@ def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> 
 
 
 def readers(port: int, pages: int) -> None:
-    """What `pages` open pages ask, each for the next status when it has one, and the metrics once a second.
+    """The requests of `pages` open pages, each for the next status when it has one, and of a scraper, once a second.
 
-    Browsers and scrapers are mostly elsewhere: this process takes no time that somebody else wants, and little at all.
+    Browsers and scrapers usually run on other machines, so this process has a low priority and uses little time.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     answer("ready")
@@ -130,7 +131,7 @@ def readers(port: int, pages: int) -> None:
 
 
 def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
-    """How many answers there were, in how many seconds. A page that is not answered is a TimeoutError."""
+    """The number of answers, and the seconds they took. Raises TimeoutError if a page gets no answer."""
     begun = time.perf_counter()
     end = begun + seconds
     scraped = begun
@@ -171,13 +172,13 @@ def read(port: int, pages: int, seconds: float) -> tuple[int, float]:
 
 
 def ask(connection: socket.socket, path: str) -> float:
-    """When it was asked."""
+    """The time of the request."""
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return time.perf_counter()
 
 
 def flood(url: str, kind: str) -> None:
-    """Send one kind of message as fast as the server takes it, until stdin ends; ready when the first is sent."""
+    """Send one kind of message as fast as the server takes it, until stdin closes; ready when the first is sent."""
     from kvdepot.memory.shm import Lease
     from kvdepot.protocol import wire
 

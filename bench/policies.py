@@ -1,7 +1,7 @@
-"""What the policies keep: `adaptive` beside the best of the simpler ones on traces made to defeat it, and their speed.
+"""Hit rates of `adaptive` beside the best of the simpler policies, on traces made to defeat it; and their speed.
 
-A trace of one's own is replayed, too, where bench.py is given one (`--trace`, in any format of `kvdepot simulate`).
-Hit rates are of block references, in percent; nothing here depends on the machine but the speed.
+`bench.py --trace` adds a trace of your own, in any format of `kvdepot simulate`. Hit rates are percentages of block
+references; only the speed depends on the machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _best(rates: Rates) -> float:
 
 
 def _speed(scale: Scale) -> Figure:
-    """Seconds that the slowest policy needs for so many block references."""
+    """Seconds that the slowest policy needs for this number of block references."""
     made: list[tuple[float, list[int]]] = []
     left = scale.simulated_references
     for request in traces.shifting(_SEED):

@@ -1,8 +1,8 @@
-"""The mooncake tier, one object a call from as many threads, beside the bare client of Mooncake Store doing the same.
+"""The mooncake tier beside the bare client of Mooncake Store, with one object per call and the same number of threads.
 
-Not called mooncake.py, for that would be imported in place of the library. The memory of the pool is another process's,
-so that every byte crosses TCP. The bare client: `put_from` and `get_into` of one piece of memory, in a loop. Ours: a
-header's piece and three of KV, in memory it was told of. The four take turns.
+It is not called mooncake.py, because that would be imported instead of the library. The pool's memory belongs to
+another process, so every byte crosses TCP. The bare client calls `put_from` and `get_into` with one piece of memory, in
+a loop; the tier moves a header and three pieces of KV in registered memory. The four measurements alternate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIB = 1 << 20
 SIZES = (1, 8, 32)
 THREADS = 2
 _ROUND_MIB = 64
-"""What each thread moves in one measurement."""
+"""Bytes that each thread moves in one measurement."""
 _READY_S = 30.0
 _BAR = 0.8
 _MEMBER = """
@@ -131,7 +131,7 @@ def _must(happened: bool) -> None:
 
 
 def _together(task: Callable[[int], None]) -> float:
-    """Seconds that all threads take for it."""
+    """Seconds that all threads take."""
     failures: list[BaseException] = []
 
     def run_one(thread: int) -> None:

@@ -1,7 +1,7 @@
-"""Chats on a real vLLM engine whose depot is too small for them: how many prompt tokens are computed all the same.
+"""Chats on a real vLLM engine whose depot is too small for them: the number of prompt tokens that it computes.
 
-The chats of chats.py need about 0.4 GiB; here the depot has 0.25, under the default policy and settings. The floor is
-what the same engine computes when all of it fits.
+The chats of chats.py need about 0.4 GiB; here the depot has 0.25, with the default policy and settings. The lower bound
+is what the same engine computes if everything fits.
 """
 
 from __future__ import annotations

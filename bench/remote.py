@@ -1,8 +1,8 @@
-"""The tiers in shared stores, one object a call from as many threads, beside their bare client doing the same.
+"""The tiers in shared stores beside their bare clients, with one object per call and the same number of threads.
 
 redis: `redis-server` and redis-py (`get` into bytes, `set` of bytes). object: moto's S3 server, and a directory in
-memory, both by obstore (`get().bytes()`, `put` of bytes in one piece). Our side gathers from and scatters into three
-pieces of memory, the bare client does neither. Each run does the four in turn; no figure waits for a disk.
+memory, both through obstore (`get().bytes()`, `put` of bytes in one piece). Our side gathers from and scatters into
+three pieces of memory; the bare client does neither. The four measurements alternate; no figure waits for a disk.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MIB = 1 << 20
 SIZES = (1, 8, 32)
 THREADS = 2
 _ROUND_MIB = 64
-"""What each thread moves in one measurement, at the most."""
+"""Maximum bytes that each thread moves in one measurement."""
 _BAR = 0.8
 
 Bare = tuple[Callable[[str, bytes], Any], Callable[[str], Any]]
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """Figures of every store that can be started here."""
+    """Figures of each store that can be started here."""
     figures: list[Figure] = []
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "bench")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "bench")
@@ -111,7 +111,7 @@ def _measure(name: str, mib: int, tier: Tier, bare: Bare, scale: Scale) -> list[
 
 
 def _together(work: Callable[[int, str], Any], names: list[list[str]]) -> float:
-    """Seconds until every thread has done its names."""
+    """Seconds until every thread has finished its names."""
     failures: list[BaseException] = []
     barrier = threading.Barrier(len(names) + 1)
 

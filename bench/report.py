@@ -1,7 +1,7 @@
-"""What a run found: one `Figure` a row, printed as a table and written as JSON. No measuring here.
+"""The results of a run: one `Figure` per row, printed as a table and written as JSON.
 
-The ratio is always figure / floor, medians of the same run. A bar that starts with ">=" is for rates, one with "<="
-for times and sizes; one without a unit speaks of the ratio.
+The ratio is always figure / floor, both medians of the same run. A bar that starts with ">=" is for rates, one with
+"<=" for times and sizes; a bar without a unit applies to the ratio.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def at_most(
 
 
 def below(figure: str, unit: str, values: Sequence[float], floors: Sequence[float], most: float) -> Figure:
-    """A figure whose bar is a number of its own unit; the floor stands beside it for scale."""
+    """A figure whose bar is in its own unit; the floor is shown for comparison only."""
     value, floor = median(values), median(floors)
     return Figure(figure, unit, value, floor, value / floor, f"<= {most:g} {unit}", value <= most)
 
 
 def describe_machine() -> list[str]:
-    """Processor, memory, Python and the versions that matter, one line each."""
+    """Processor, memory, Python and relevant versions, one line each."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -80,7 +80,7 @@ def describe_machine() -> list[str]:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Every row; a missed bar is as plain to see as one that holds."""
+    """The table of all figures; marks those that miss their bar."""
     head = ("figure", "unit", "median", "floor", "ratio", "bar", "")
     rows = [
         (f.figure, f.unit, _number(f.median), _number(f.floor), f"{f.ratio:.2f}", f.bar, "OK" if f.holds else "MISSED")
@@ -98,7 +98,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def write(figures: Sequence[Figure], path: Path) -> None:
-    """bench.json: an array of one object a figure."""
+    """Write bench.json: an array with one object per figure."""
     path.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""`kvdepot serve`: how soon it answers, how soon after a kill it has its chunks back, and how much memory it holds."""
+"""`kvdepot serve`: time to the first answer, time from a kill until its chunks are found again, and resident memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["run"]
 
 _IMPORTS = "import zmq, msgspec, numpy"
 _STEP_S = 0.001
-"""Between two looks of an engine that has nothing else to do."""
+"""Interval at which an idle engine polls."""
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """Time to the first answer and resident memory, beside a process that only imports."""
+    """All figures; the lower bound is a process that only imports."""
     say("serve: from launch to the first answer")
     context: zmq.Context[Any] = zmq.Context()
     starts, sizes, import_times, import_sizes = [], [], [], []
@@ -54,7 +54,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 
 
 def _recover(scale: Scale, context: zmq.Context[Any]) -> list[float]:
-    """Milliseconds from the kill of a server to a hit on the next one, which is launched at once."""
+    """Milliseconds from killing a server to a hit on the next one, which is launched at once."""
     say(f"serve: killing a server with {scale.recovered_chunks} chunks")
     gib = scale.recovered_chunks * 16384 * 1.02 / 2**30 + 0.002  # a record for each chunk
     server = Serve(arena_gib=gib, chunk_size=lookups.BLOCK_TOKENS)
@@ -80,7 +80,7 @@ def _recover(scale: Scale, context: zmq.Context[Any]) -> list[float]:
 
 
 def _found(scheduler: LMCacheMPSchedulerAdapter, request: str, hashes: bytes) -> bool:
-    """Whether all of a prompt is there, asked as an engine asks: the answer is awaited from step to step."""
+    """Whether a whole prompt is cached; polls for the answer once per step, like an engine."""
     scheduler.submit_lookup(request, hashes)
     while (found := scheduler.wait_lookup_result(request, 5.0)) is None:
         time.sleep(_STEP_S)
@@ -90,7 +90,7 @@ def _found(scheduler: LMCacheMPSchedulerAdapter, request: str, hashes: bytes) ->
 
 
 def _import_bytes() -> int:
-    """Resident memory of a process that has done the imports."""
+    """Resident memory of a process that only imports."""
     child = subprocess.Popen(
         [sys.executable, "-c", f"{_IMPORTS}; print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -1,7 +1,7 @@
-"""A depot with tiers behind its memory: what they cost what is in memory, also when one hangs, and how a restart is.
+"""A server with tiers: their cost for lookups of chunks in memory, also if a tier hangs, and the time of a restart.
 
-The tier that hangs is a real redis-server that gets SIGSTOP; beside each depot with a tier stands one without, asked
-the same things in turn.
+The tier that hangs is a real redis-server stopped with SIGSTOP. Each server with a tier is compared with one without,
+by the same requests, alternately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvdepot.protocol import wire
 __all__ = ["run"]
 
 PROMPT_CHUNKS = 32
-"""As many as 8k tokens have."""
+"""Chunks of 8k tokens."""
 PROMPTS = 32
 LOOKUP_S = 0.2
 _SAVED_S = 300.0
@@ -40,7 +40,7 @@ _SERVED_S = 60.0
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """All figures of depots with tiers."""
+    """All figures of servers with tiers."""
     context: zmq.Context[Any] = zmq.Context()
     figures: list[Figure] = []
     if shutil.which("redis-server") is None:
@@ -52,7 +52,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     return figures
 
 
-# -- memory, with a tier behind it
+# -- lookups with a tier behind memory
 
 
 class _Depot:
@@ -70,7 +70,7 @@ class _Depot:
         self._scheduler = LMCacheMPSchedulerAdapter(self.server.url, context, lookups.MODEL, 1, 0, lookups.BLOCK_TOKENS)
 
     def hit(self, number: int) -> None:
-        """Look up what is in memory; ms."""
+        """Look up a prompt that is in memory; returns ms."""
         hashes = self._prompts[number % len(self._prompts)]
         request = self._begin(hashes)
         while (found := self._scheduler.check_lookup_result(request)) is None:
@@ -81,11 +81,11 @@ class _Depot:
         self._end(request)
 
     def miss(self) -> None:
-        """Look up what is nowhere; `collect` takes the answer."""
+        """Look up a prompt that is nowhere; `collect` takes the answer."""
         self._begin(self._rng.bytes(PROMPT_CHUNKS * HASH_BYTES))
 
     def collect(self) -> int:
-        """Take answers that are there; how many are not."""
+        """Take the answers that have arrived; returns how many are missing."""
         for request, begun in list(self._pending.items()):
             if (found := self._scheduler.check_lookup_result(request)) is not None:
                 self.misses.append((time.perf_counter() - begun) * 1000)
@@ -137,7 +137,7 @@ def _beside_redis(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> 
 
 
 def _ask(depots: list[_Depot], count: int, miss_every: int) -> None:
-    """The same lookups to all, in turn. miss_every: hits between two that miss; 0: none."""
+    """Send the same lookups to all servers, alternately. miss_every: hits between two misses; 0: no misses."""
     for number in range(count):
         for depot in depots[:: 1 if number % 2 else -1]:  # neither always comes first
             if miss_every and number % miss_every == 0:
@@ -169,7 +169,7 @@ def _hung(depots: list[_Depot], notes: list[str]) -> list[Figure]:
 
 @contextlib.contextmanager
 def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Not a word from this process meanwhile."""
+    """Stop a process for the length of the `with` statement."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     try:
@@ -182,7 +182,7 @@ def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _restart(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> list[Figure]:
-    """Launch to the first answer, and until chunks of all prompts are found again, in a new arena."""
+    """The time from launch to the first answer, and until chunks of all prompts are found, with a new arena."""
     chunks = scale.tier_chunks
     gib = chunks * 4096 * 1.02 / 2**30 + 0.01  # a page a chunk
     served: list[float] = []
@@ -223,7 +223,7 @@ def _restart(scale: Scale, context: zmq.Context[Any], notes: list[str]) -> list[
 
 
 def _find_all(context: zmq.Context[Any], url: str, prompts: list[bytes]) -> None:
-    """Until every prompt has been found whole."""
+    """Wait until every prompt has been found completely."""
     worker = LMCacheMPWorkerAdapter(url, context, lookups.MODEL, 1, 0, lookups.BLOCK_TOKENS)
     scheduler = LMCacheMPSchedulerAdapter(url, context, lookups.MODEL, 1, 0, lookups.BLOCK_TOKENS)
     try:
@@ -249,7 +249,7 @@ def _find_all(context: zmq.Context[Any], url: str, prompts: list[bytes]) -> None
 
 
 def _wait_saved(url: str, context: zmq.Context[Any], chunks: int) -> None:
-    """Until the only tier has got so many chunks."""
+    """Wait until the only tier has this number of chunks."""
     client = MessageQueueClient(url, context)
     try:
         deadline = time.monotonic() + _SAVED_S

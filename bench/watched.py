@@ -1,7 +1,7 @@
-"""A depot that is looked at: what its page and its metrics cost lookups, and how soon it says how it stands.
+"""The cost of the web page and metrics for lookups, and the time of a status.
 
-One server with a large index and its web process; its readers are a process of their own that asks what ten open pages
-and a scraper do, as they do it. Rounds with and without readers take turns, and every lookup of a round counts.
+One server with a large index and its web process; a separate process makes the requests of ten open pages and a
+scraper. Rounds with and without these readers alternate, and every lookup of a round counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["run"]
 _PAGES = 10
 _REST_S = 0.001
 _Times = tuple[list[float], list[float]]
-"""Milliseconds of each lookup, and of each bare round trip, of a round."""
+"""Milliseconds of each lookup and each bare round trip of a round."""
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
@@ -79,7 +79,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 def _rounds(
     context: zmq.Context[Any], url: str, prompts: list[bytes], readers: Peer, echo: Echo, scale: Scale
 ) -> tuple[list[_Times], list[_Times], float]:
-    """A round without readers, one with them, and so on; and the readers' answers a second."""
+    """Alternate rounds without and with readers; also returns the readers' answers per second."""
     scheduler = LMCacheMPSchedulerAdapter(url, context, MODEL, 1, 0, BLOCK_TOKENS)
     rounds: tuple[list[_Times], list[_Times]] = ([], [])
     answers = seconds = 0.0
@@ -104,7 +104,7 @@ def _rounds(
 
 
 def _lookups(scheduler: LMCacheMPSchedulerAdapter, prompts: list[bytes], echo: Echo, seconds: float) -> _Times:
-    """One lookup after another with a rest in between, as a scheduler's steps have, and a bare round trip."""
+    """One lookup after another, with pauses like a scheduler's steps, each with a bare round trip."""
     times: list[float] = []
     bare: list[float] = []
     end = time.perf_counter() + seconds
@@ -145,7 +145,7 @@ def _status(context: zmq.Context[Any], url: str, echo: Echo, runs: int) -> tuple
 
 
 def _command(url: str, runs: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of the whole command, and of a Python that imports what any command that asks a server needs."""
+    """Milliseconds of the whole command, and of a Python with the imports of any command that contacts a server."""
     environ = dict(os.environ)
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has been compiled; a checkout is in the first run
     values, floors = [], []

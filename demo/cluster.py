@@ -1,10 +1,10 @@
-"""Outgrowing one machine, end to end: `make demo-cluster`.
+"""Sharing KV between two hosts, end to end: `make demo-cluster`.
 
-Two hosts, each with a depot of its own: network namespaces joined by a cable, where root may make them, else two
-depots on this host. Their memory is pooled by Mooncake Store. A vLLM engine on host A runs a few prompts and stops; a
-fresh engine on host B runs the same prompts, which its own depot has never seen. Prints how many tokens came through
-the pool, the times, and whether tokens and logprobs are those of the engine's own prefix-cache hit, bit for bit. Exit
-code 1 when they differ or nothing came.
+The hosts are network namespaces joined by a veth pair, or, without the rights to create them, two servers on this host.
+Mooncake Store pools their memory. A vLLM engine on host A runs a few prompts and stops; a fresh engine on host B runs
+the same prompts, which its own server has never seen. Prints how many tokens came through the pool, the times, and
+whether tokens and logprobs are bit for bit those of the engine's own prefix-cache hit. Exit code 1 if they differ or
+nothing came through the pool.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two: how commands are run there, and where the other one sees it."""
+    """One of the two hosts: how commands are run there, and its address for the other one."""
 
     name: str
     address: str
@@ -48,7 +48,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two network namespaces with a cable between them, or this host twice."""
+    """Two network namespaces joined by a veth pair, or this host twice."""
     tag = f"{os.getpid()}"
     one = Host("A", "10.201.88.1", ("ip", "netns", "exec", f"kvd{tag}a"))
     two = Host("B", "10.201.88.2", ("ip", "netns", "exec", f"kvd{tag}b"))
@@ -84,7 +84,7 @@ def remove(*hosts: Host) -> None:
 
 @contextmanager
 def master(host: Host, folder: Path) -> Iterator[str]:
-    """A `mooncake_master` on that host; its address."""
+    """Run a `mooncake_master` on that host; yields its address."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
         sys.exit(f"Mooncake is missing: {install.advice('mooncake')}")
@@ -118,7 +118,7 @@ def free_port() -> int:
 
 @contextmanager
 def depot(host: Host, folder: Path, pool: str) -> Iterator[str]:
-    """A depot on that host, with an arena of its own and 1 GiB for the pool; its URL."""
+    """Run a server on that host, with an arena of its own and 1 GiB for the pool; yields its URL."""
     url = f"ipc://{folder}/{host.name}.sock"
     server = start_server(
         url, "--arena-name", f"kvdepot-demo-{os.getpid()}-{host.name}", "--lookup-s", "8",
@@ -143,7 +143,7 @@ def status(url: str) -> dict[str, Any]:
 
 
 def wait_passed_on(url: str) -> dict[str, Any]:
-    """Until the depot has given to the pool all that it wanted to; its counters of the pool."""
+    """Wait until the server has written all its chunks to the pool; returns its counters of that tier."""
     deadline = time.monotonic() + _WAIT_S
     while True:
         (tier,) = status(url)["tiers"]

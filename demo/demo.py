@@ -1,9 +1,9 @@
-"""The main job, end to end, on this machine's CPU: `make demo`.
+"""The main use, end to end, on this machine's CPU: `make demo`.
 
-Writes a random-weight Llama, starts `kvdepot serve`, runs a vLLM engine on a few prompts and stops it, then runs
-a fresh engine on the same prompts. Prints what the depot saved, and whether the tokens and logprobs are those of the
-engine's own prefix-cache hit, bit for bit. Exit code 1 when they differ or nothing was retrieved. With `--url` the
-server is one that runs already, where what happens can be watched; `--json` keeps the numbers for plots.py.
+Writes a random-weight Llama, starts `kvdepot serve`, runs a vLLM engine on a few prompts and stops it, then runs a
+fresh engine on the same prompts. Prints what the depot saved, and whether tokens and logprobs are bit for bit those of
+the engine's own prefix-cache hit. Exit code 1 if they differ or nothing was retrieved. `--url` uses a running server,
+which can be watched; `--json` writes the figures for plots.py.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvdepot.config import load
 from kvdepot.errors import KVDepotError
 
 HERE = Path(__file__).parent
-# Lengths just past a chunk's end: the engine's own cache and the depot then hold the same tokens of each.
+# Lengths just past a chunk's end, so that the engine's own cache and the depot hold the same tokens of each.
 LENGTHS = (2048 + 17, 2048 + 33, 8192 + 17, 8192 + 49)
 FEWEST_TOKENS, MOST_TOKENS = 257, 8432
-"""Of a prompt: a chunk and a token that must be computed; what engine.py's model takes, without what it generates."""
+"""Limits of a prompt's length: a chunk plus a token that must be computed; the model's context without its output."""
 ENGINE_S = 900.0
-"""How long an engine may take in all."""
+"""Limit for all runs of an engine."""
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -96,7 +96,7 @@ def write_model(folder: Path) -> None:
 
 
 def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """`kvdepot serve`, until it answers. inside: what the command begins with, e.g. `ip netns exec NAME`."""
+    """Start `kvdepot serve` and wait until it answers. inside: a prefix of the command, e.g. `ip netns exec NAME`."""
     server = subprocess.Popen(
         [
             *inside, sys.executable, "-m", "kvdepot.cli", "serve", "--url", url, "--arena-gib", "2",
@@ -106,7 +106,7 @@ def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subproces
     context: zmq.Context[Any] = zmq.Context()
     client = MessageQueueClient(url, context)
     try:
-        get_lmcache_chunk_size(client)  # waits until it answers, or says that nothing does
+        get_lmcache_chunk_size(client)  # waits for an answer, or raises
     finally:
         client.close()
         context.term()
@@ -114,7 +114,7 @@ def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subproces
 
 
 def run_engine(folder: Path, url: str, mode: str, inside: Sequence[str] = ()) -> dict[str, Any]:
-    """An engine in a process of its own: runs the prompts, tells what it measured, and is gone."""
+    """Run the prompts on an engine in a process of its own; returns its measurements."""
     out, log, steps = folder / f"{mode}.json", folder / f"{mode}.log", folder / f"{mode}.steps"
     environ = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", all_cpus())}
     with (
@@ -140,7 +140,7 @@ def run_engine(folder: Path, url: str, mode: str, inside: Sequence[str] = ()) ->
 
 
 def wait_for(engine: subprocess.Popen[bytes], steps: Path, told: Progress) -> None:
-    """Until it has ended; meanwhile how far it is, from the file of steps that it writes."""
+    """Wait until it has ended; shows its progress, from the file of steps that it writes."""
     deadline = time.monotonic() + ENGINE_S
     told("vLLM starts", 0, 0)
     while True:
@@ -160,7 +160,7 @@ def all_cpus() -> str:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """How far two runs of a prompt are apart."""
+    """The difference between two runs of a prompt."""
     if one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"]:
         return "none"
     same = next((i for i, (a, b) in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if a != b), None)
@@ -174,7 +174,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def prompt_length(text: str) -> int:
-    """A value of --lengths."""
+    """Parse a value of --lengths."""
     if not (text.isascii() and text.isdigit() and FEWEST_TOKENS <= int(text) <= MOST_TOKENS):
         raise argparse.ArgumentTypeError(
             f"a prompt has {FEWEST_TOKENS} tokens (a chunk, and one more) to {MOST_TOKENS}, not {text!r}"
@@ -183,7 +183,7 @@ def prompt_length(text: str) -> int:
 
 
 def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Write model and prompts into `folder`, say what this runs on; the prompts by the names that are shown."""
+    """Write model and prompts into `folder`, and print what this runs on; returns the prompts by name."""
     generator = random.Random(2026)
     prompts = {
         f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
@@ -225,10 +225,10 @@ def main() -> int:
 
 @contextmanager
 def serving(folder: Path, url: str | None) -> Iterator[str]:
-    """The server at `url` (empty: this user's), or one of our own while the demo runs; where it listens."""
+    """The server at `url` (empty: this user's), or, for None, one of our own; yields its endpoint."""
     if url is not None:
         url = load(flags={"url": url or None}).url
-        with admin.connect(url):  # before an engine starts, which takes a while
+        with admin.connect(url):  # fails before an engine is started, which takes a while
             print(f"using the server at {url}", flush=True)
         yield url
         return
@@ -243,7 +243,7 @@ def serving(folder: Path, url: str | None) -> Iterator[str]:
 
 
 def figures(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any], load: float) -> dict[str, Any]:
-    """What was measured, as plain data. Times in seconds. load: what else the machine did at the start."""
+    """The measurements as plain data. Times in seconds. load: the machine's load at the start."""
     return {
         "processor": cpu_name(),
         "cores": os.cpu_count(),
@@ -264,7 +264,7 @@ def figures(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str,
 
 
 def is_identical(runs: dict[str, Any]) -> bool:
-    """Whether what came from the depot gave the tokens and logprobs that the engine's own cache gave."""
+    """Whether KV from the depot gave the same tokens and logprobs as the engine's own cache."""
     depot, own = runs["first"], runs["own"]
     return bool(depot["tokens"] == own["tokens"] and depot["logprobs"] == own["logprobs"])
 

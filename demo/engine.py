@@ -1,10 +1,10 @@
-"""One vLLM engine of the demo, in a process of its own: runs prompts and writes what it measured as JSON.
+"""One vLLM engine of the demo, in a process of its own: runs prompts and writes its measurements as JSON.
 
     python engine.py MODEL_DIR DEPOT_URL PROMPTS.json OUT.json MODE STEPS
 
 MODE `cold`: every prompt once. MODE `warm`: every prompt twice, first from the depot, then from the engine's own prefix
-cache. The time to first token is that from adding the request until the step that returns its first token. Into the
-file STEPS it writes how many runs of how many are done.
+cache. The time to first token is that from adding the request until the step that returns its first token. The file
+STEPS gets the number of completed runs and of all runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEW_TOKENS = 16
 
 
 def run(llm: LLM, name: str, tokens: list[int]) -> dict[str, Any]:
-    """One request to its end: TTFT in seconds, tokens and logprobs, prompt tokens that were cached."""
+    """Run one request to its end; returns TTFT in seconds, tokens, logprobs, and cached prompt tokens."""
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, logprobs=5, detokenize=False, ignore_eos=True)
     engine = llm.llm_engine
     engine.add_request(name, {"prompt_token_ids": tokens}, params)
@@ -48,7 +48,7 @@ def run(llm: LLM, name: str, tokens: list[int]) -> dict[str, Any]:
 
 
 class Steps:
-    """How many runs of how many are done, in a file that is always whole."""
+    """Write the progress, atomically."""
 
     def __init__(self, path: Path, total: int) -> None:
         self._path, self._done, self._total = path, -1, total
@@ -78,8 +78,8 @@ def main() -> None:
         },
     )
     kinds = ["first", "own"] if mode == "warm" else ["first"]
-    # First calls cost more, and what they cost is not the depot's to gain: two prompts are computed, so that the engine
-    # knows its own speed (it does not count its first step), and, where the depot has one, another is retrieved.
+    # The first calls are slower, which must not count for or against the depot. So warm up: compute two prompts, so
+    # that the engine knows its own speed (it ignores its first step), and retrieve another if the depot has one.
     warm_ups = [[8] * 2050, [9] * 2050, [7] * 2050] if mode == "warm" else [[7] * 2050]
     told = Steps(Path(steps), len(warm_ups) + len(prompts) * len(kinds))
     for number, tokens in enumerate(warm_ups):

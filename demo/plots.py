@@ -1,7 +1,7 @@
-"""The demo's numbers as pictures: `python demo/plots.py demo.json docs/plots`, of what `demo.py --json` wrote.
+"""Plots of the demo's figures: `python demo/plots.py demo.json docs/plots`, from the output of `demo.py --json`.
 
-Time to first token over the prompt's length: computed, from the depot, and from the engine's own cache, which is the
-best there can be. Once for light pages, once for dark ones.
+Time to first token over prompt length: computed, from the depot, and from the engine's own cache, which is the lower
+bound. One plot for light pages, one for dark ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 @dataclass(frozen=True)
 class Look:
-    """Colours of one picture; those of the lines are told apart by those who see few colours, too."""
+    """Colours of one plot; the lines' colours are safe for colour-blind readers."""
 
     name: str
     ground: str
@@ -38,13 +38,13 @@ LOOKS = (
     Look("ttft-dark.png", "#14171c", "#e6e9ed", "#343a42", ("#ff9e64", "#6cb6ff", "#a0a6ad")),
 )
 LINES = (("cold_s", "computed", "o", 0), ("depot_s", "depot", "s", 7), ("own_s", "own cache", "^", -7))
-"""Key of the numbers, name, marker, and how far the name is moved up so that two near lines can be read."""
+"""Key of the values, name, marker, and how far the name is moved up so that the names of near lines do not overlap."""
 
 _NEAR = 1.05
 
 
 def medians(prompts: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """By length, rising: tokens, and each time in ms. Lengths that are nearly the same are one, with their median."""
+    """Tokens and times in ms, by ascending length. Lengths that are nearly equal are merged to their median."""
     groups: list[list[dict[str, Any]]] = []
     for prompt in sorted(prompts, key=lambda prompt: prompt["tokens"]):
         if not groups or prompt["tokens"] > groups[-1][0]["tokens"] * _NEAR:
@@ -55,7 +55,7 @@ def medians(prompts: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def draw(measured: dict[str, Any], look: Look) -> Figure:
-    """The picture. Both axes are logarithmic: times are from milliseconds to many seconds."""
+    """Draw one plot. Both axes are logarithmic, because times range from milliseconds to many seconds."""
     values = medians(measured["prompts"])
     figure = Figure(figsize=(8, 4.4), layout="constrained", facecolor=look.ground)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Decisions out of bytes, so that whatever finds bytes (a coverage-guided fuzzer, Hypothesis, a file) finds a story."""
+"""Turns bytes into decisions, so any source of bytes (a coverage-guided fuzzer, Hypothesis, a file) makes a story."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Takes decisions from the front of `data`; when it is used up, every decision is 0."""
+    """Takes decisions from the front of `data`; once it is used up, every decision is 0."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -21,7 +21,7 @@ class Choices:
         return self._at < len(self._data)
 
     def below(self, end: int) -> int:
-        """A number in `[0, end)`, from as many bytes as it needs."""
+        """A number in `[0, end)`, from the bytes that it needs."""
         size = max(1, ((end - 1).bit_length() + 7) // 8)
         return int.from_bytes(self.take(size), "little") % end
 
@@ -29,18 +29,18 @@ class Choices:
         return items[self.below(len(items))]
 
     def take(self, size: int) -> bytes:
-        """Up to `size` bytes as they are."""
+        """Up to `size` bytes, unchanged."""
         piece = self._data[self._at : self._at + size]
         self._at += size
         return piece
 
     def text(self, most: int) -> bytes:
-        """Up to `most` bytes, their number first."""
+        """Up to `most` bytes, preceded by their number."""
         return self.take(self.below(most + 1))
 
 
 class Script:
-    """Writes what `Choices` reads, for seeds."""
+    """Writes bytes that `Choices` reads, for seeds."""
 
     def __init__(self) -> None:
         self.data = b""

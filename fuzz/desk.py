@@ -1,12 +1,12 @@
 """Stories of requests for a real Depot: clients, their memory, the copies it asks for, and an oracle for every byte.
 
-The server's socket and threads are replaced by the story, which decides in what order copies and calls end, who dies,
-and when the server is killed and started again on its arena. The rest is real: `wire.decode_request`, `Depot`, `Index`,
+A story replaces the server's socket and threads. It decides in which order copies and calls end, which client dies, and
+when the server is killed and restarted on its arena. The rest is real: `wire.decode_request`, `Depot`, `Index`,
 `Records`, `restore`, mapped shared memory, `copier.copy`.
 
-The oracle: a chunk's bytes are a function of its name, written into the client's blocks just before a store is sent. So
-a retrieve that answers True must bring these bytes. Names whose bytes the story itself has spoilt (two requests at
-once in one block, say, which no engine does) are **tainted** and no longer checked.
+The oracle: a chunk's bytes are a function of its name, and are written into the client's blocks just before a store is
+sent. So a retrieve that answers True must bring these bytes. Names whose bytes the story itself has overwritten (for
+example by two concurrent requests on one block, which no engine makes) are **tainted** and no longer checked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvdepot.testing.harness import Harness
 __all__ = ["REACHED", "depot", "depot_seeds"]
 
 REACHED: Counter[str] = Counter()
-"""How often the stories came to what they are about: targets that reach nothing find nothing."""
+"""How often the stories reached each kind of event, to show that the targets test something."""
 
 PAGES = 12
 START = 64
@@ -62,7 +62,7 @@ Block: TypeAlias = tuple[int, int]  # instance, block id
 
 @dataclass(frozen=True)
 class Variant:
-    """The tensors that every client has under one instance number."""
+    """The tensors that every client registers under one instance number."""
 
     offset: int
     blocks: int
@@ -80,7 +80,7 @@ class Variant:
 
 
 VARIANTS = {0: Variant(0, 16, 64, 2), 1: Variant(4096, 8, 3072, 1)}
-"""A chunk of two blocks takes one page of the first, two of the second."""
+"""By instance number. A chunk of two blocks takes one page (0) or two (1)."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Arena:
 
 
 class Client:
-    """One life of a client: its identity comes back, its memory and lease do not."""
+    """One run of a client: a later one may have its identity, but not its memory and lease."""
 
     _lives = itertools.count()
 
@@ -119,7 +119,7 @@ class Client:
 
 @dataclass(eq=False)
 class Question:
-    """A request that has no answer yet."""
+    """A request without an answer so far."""
 
     client: Client | None  # None: a stranger
     request: wire.Request
@@ -140,7 +140,7 @@ def content(name: Name, index: int) -> npt.NDArray[np.uint8]:
 
 
 class Desk(Harness):
-    """A story: who asks for what, in what order tasks end, who dies, and when the server is killed."""
+    """A story: the requests, the order in which tasks end, the deaths of clients, and the kills of the server."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
@@ -159,7 +159,7 @@ class Desk(Harness):
         self.begin()
 
     def begin(self) -> None:
-        """A server's start."""
+        """Start a server."""
         index = Index(Allocator(START, START + PAGES * PAGE), Lru(), Records(memoryview(self.table)))
         self.restored = restore(index)
         index.validate()
@@ -170,7 +170,7 @@ class Desk(Harness):
         self.corrupt = 0
 
     def map(self, layout: Layout) -> Mapped:
-        """HostTensors.open, on the files of this story only."""
+        """HostTensors.open, for files of this story only."""
         mappings = []
         for mapping in layout.mappings:
             if mapping.name not in self.files:
@@ -196,7 +196,7 @@ class Desk(Harness):
         super().submitted(task)
 
     def check_copy(self, task: Copy) -> None:
-        """Nothing outside registered blocks and the arena, nothing that another copy is at."""
+        """A copy must stay within registered blocks and the arena, and not overlap another copy."""
         layout = task.mapped.layout
         size = sum(segment.size for segment in layout.segments)
         under_way = [(other.is_store, e) for other in self.copies() for piece in other.pieces for e in piece.extents]
@@ -219,7 +219,7 @@ class Desk(Harness):
         return [task for task in self.tasks if isinstance(task, Copy)]
 
     def end_task(self, position: int, fails: bool = False) -> None:
-        """A task ends."""
+        """End a task."""
         task = self.tasks.pop(position)
         outcome: Any
         if isinstance(task, Copy):
@@ -235,7 +235,7 @@ class Desk(Harness):
         self.corrupt = self.depot.counters["corrupt_chunks"]
 
     def judge(self, question: Question, value: Any) -> None:
-        """A retrieve that says True has brought the bytes."""
+        """A retrieve that answers True must have brought the bytes."""
         if isinstance(question.request, wire.Store) and value is True:
             self.stored += [(question.request.instance, part) for part in question.request.shards]
         if not isinstance(question.request, wire.Retrieve) or isinstance(value, KVDepotError):
@@ -256,7 +256,7 @@ class Desk(Harness):
     # -- the clients' side
 
     def say(self, place: int, frame: bytes) -> None:
-        """A frame from the client at this place arrives."""
+        """Deliver a frame from the client at this place."""
         client = self.clients.get(place)
         identity = bytes([place]) if client is None else client.identity
         number, request = wire.decode_request(frame)
@@ -274,13 +274,13 @@ class Desk(Harness):
         self.deliver(identity, frame)
 
     def prepare(self, client: Client, question: Question, request: wire.Store | wire.Retrieve) -> None:
-        """Fill the blocks, and note which requests are in each other's way."""
+        """Fill the blocks, and find the requests that conflict."""
         instance = request.instance
         for part in request.shards:
             count = len(part.hashes) // HASH_BYTES
             ids = struct.unpack(f"<{len(part.block_ids) // 4}I", part.block_ids[: len(part.block_ids) // 4 * 4])
             if not count or not ids or len(ids) % count or max(ids) >= VARIANTS[instance].blocks:
-                return  # must be refused; if it is not, check_copy says so
+                return  # it must be refused; otherwise check_copy fails
             each = len(ids) // count
             for i in range(count):
                 key = part.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
@@ -308,7 +308,7 @@ class Desk(Harness):
             question.blocks |= {(instance, number) for number in ids}
 
     def give_up_stores(self, client: Client) -> None:
-        """The engine raises the fence and reuses the blocks of its stores at once."""
+        """The engine raises the fence, and immediately reuses the blocks of its stores."""
         self.leases[client.identity].fence = client.ticket
         mine = [question for question in self.asked.values() if question.client is client]
         for question in mine:
@@ -330,7 +330,7 @@ class Desk(Harness):
         self.hello(identity)
 
     def join(self, place: int) -> None:
-        """Say hello and ask for both registrations."""
+        """Say hello and request both registrations."""
         self.introduce(place)
         for instance, variant in VARIANTS.items():
             register = wire.Register(instance, variant.layout(self.clients[place].symbol))
@@ -348,7 +348,7 @@ class Desk(Harness):
         self.die(client.identity)
 
     def restart(self) -> None:
-        """kill -9, and a new server on the same arena: all that was sealed and recorded is back, and nothing else."""
+        """kill -9, and a new server on the same arena: exactly the sealed and recorded chunks must be back."""
         recorded = sum(
             shard.slot is not None
             for namespace in self.index.namespaces.all()
@@ -365,7 +365,7 @@ class Desk(Harness):
     # -- the story
 
     def request(self, client: Client) -> wire.Request:
-        """One that makes sense, more or less."""
+        """A mostly valid request."""
         pick = self.choices
         kind = pick.below(12)
         instance = pick.below(2) if kind < 8 else 0
@@ -396,12 +396,12 @@ class Desk(Harness):
 
     @staticmethod
     def keys(prompt: int, first: int, end: int) -> list[bytes]:
-        """Chunks `[first, end)` of a prompt; prompts 0 and 1 begin alike."""
+        """Chunks `[first, end)` of a prompt; prompts 0 and 1 share their beginning."""
         names = [bytes([max(1, prompt) if i < 2 else prompt, i]) for i in range(first, end)]
         return [blake2b(name, digest_size=HASH_BYTES).digest() for name in names]
 
     def blocks(self, client: Client, instance: int, count: int) -> bytes:
-        """Block ids: such as are free, as an engine's, or seldom any."""
+        """Block ids: free ones, like an engine's, or rarely any."""
         pick = self.choices
         busy = {block for question in self.asked.values() if question.client is client for block in question.blocks}
         start, step = pick.below(20), pick.of((1, 1, 1, 1, 1, 3, 7, 0))
@@ -468,7 +468,7 @@ class Desk(Harness):
             self.index.validate()
 
     def end(self) -> None:
-        """Everything that is under way ends; then everything has its answer, and nothing is held but by sessions."""
+        """End all tasks; then every request must have its answer, and only sessions may hold chunks."""
         while self.tasks:
             self.end_task(0)
         while self.depot.removals:
@@ -505,7 +505,7 @@ def clear(index: Index) -> None:
 
 
 def depot(data: bytes) -> None:
-    """A story: no exception, one answer each, every byte right, `validate` true after every step."""
+    """Run a story: no exception, one answer per request, every byte right, `validate` after every step."""
     desk = Desk(Choices(data))
     try:
         for place in range(2):
@@ -518,7 +518,7 @@ def depot(data: bytes) -> None:
 
 
 def depot_seeds() -> list[bytes]:
-    """Stories in which each kind of message stands as it is on the wire, between stores and copies that end."""
+    """Stories that contain each kind of message in its wire form, between stores and ends of copies."""
     shards = wire.Shards("r0", "m", 1, 0, ROOT, 0, b"".join(Desk.keys(0, 0, 2)), struct.pack("<4I", 0, 1, 2, 3))
     requests: list[wire.Request] = [
         wire.Store(0, 1, [shards]),

@@ -1,10 +1,10 @@
 """Coverage-guided fuzzing of the targets in targets.py, bounded in time.
 
-    python fuzz/run.py [--seconds 60] [TARGET...]     each target for so long; exit code 1 when one failed
-    python fuzz/run.py --replay FILE [TARGET]         one input again, without atheris; the name of FILE says the target
+    python fuzz/run.py [--seconds 60] [TARGET...]     fuzz each target for this time; exit code 1 if one failed
+    python fuzz/run.py --replay FILE [TARGET]         run one input again, without atheris; FILE's name gives the target
 
-An input that fails is kept in fuzz/found/ and printed. Exit code 3: atheris (https://github.com/google/atheris, which
-brings libFuzzer) is not installed; it has wheels for some Pythons only.
+Inputs that fail are kept in fuzz/found/ and printed. Exit code 3: atheris (https://github.com/google/atheris, which
+includes libFuzzer) is not installed; it has wheels for some Python versions only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 FOUND = HERE / "found"
 TARGETS = ("requests", "replies", "depot", "config", "records", "table", "arena")
 UNIT_S = 20
-"""An input that takes longer is a finding."""
+"""An input that takes longer counts as a failure."""
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _run(name: str, seconds: int) -> bool:
-    """Fuzz one target in a process of its own (libFuzzer ends it); whether nothing was found."""
+    """Fuzz one target in a process of its own (libFuzzer ends it); returns whether nothing failed."""
     FOUND.mkdir(exist_ok=True)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-") as folder:
@@ -93,7 +93,7 @@ def _run(name: str, seconds: int) -> bool:
 
 
 def _fuzz(name: str, folder: Path, seconds: int) -> None:
-    """Does not return."""
+    """Fuzz one target in this process. Does not return."""
     import atheris
 
     with atheris.instrument_imports(include=["kvdepot", "fuzz.targets"]):

@@ -1,7 +1,7 @@
-"""What is fuzzed, by run.py and tests/test_fuzz.py: functions of bytes that return when all is well, or raise.
+"""Fuzz targets, for run.py and tests/test_fuzz.py: functions of bytes that return normally or raise.
 
-A **target** makes of any bytes an input of one part, and checks what holds for every input. It may be called any number
-of times in one process and leaves nothing behind.
+A **target** turns bytes into an input of one part, and checks properties that hold for every input. It can be called
+any number of times in one process, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 
 
 def requests(data: bytes) -> None:
-    """A frame is a request, which travels again as it is, or a ProtocolError; its id comes back in either case."""
+    """A frame is a request, which encodes to itself, or a ProtocolError; its id is returned in either case."""
     number, request = wire.decode_request(data)
     assert number == (data[: wire.ID_BYTES] if len(data) >= wire.ID_BYTES else bytes(wire.ID_BYTES))
     _kind_of_request(request)
@@ -57,7 +57,7 @@ def requests(data: bytes) -> None:
 
 
 def _kind_of_request(request: object) -> str:
-    """Branches for a fuzzer to see: the decoder is compiled, and shows none of its own."""
+    """Branches for the fuzzer, which sees none in the compiled decoder."""
     match request:
         case wire.Hello():
             return "hello"
@@ -112,7 +112,7 @@ def replies(data: bytes) -> None:
 
 
 def _has_nan(value: object) -> bool:
-    """Not equal to itself, as is a list that holds it; timestamps and extensions may lose precision."""
+    """Whether a value contains NaN, which is not equal to itself, or timestamps or extensions, which lose precision."""
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, list):
@@ -156,7 +156,7 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="kvdepot-fuzz-")
 
 
 def config(data: bytes) -> None:
-    """A file, variables and flags are settings in their ranges, or a ConfigError. The same settings load again."""
+    """A file, variables and flags give settings within their ranges, or a ConfigError. The result loads again."""
     pick = Choices(data)
     fields = settings.Config.__struct_fields__
     environ = {f"KVDEPOT_{pick.of(fields).upper()}": _word(pick) for _ in range(pick.below(3))}
@@ -206,7 +206,7 @@ def _allocator() -> Allocator:
 
 
 def _check_restored(index: Index) -> None:
-    """What was taken back makes sense: places in the arena that are apart, and sums that are right."""
+    """The restored index is consistent: extents are within the arena and disjoint, and totals are right."""
     index.validate()
     REACHED["chunks restored"] += index.chunks
     REACHED["chained chunks restored"] += sum(c.depth > 1 for s in index.namespaces.all() for c in s.chunks.values())
@@ -229,7 +229,7 @@ def _check_restored(index: Index) -> None:
 
 
 def _check_usable(index: Index) -> None:
-    """The index goes on: all of the arena can be had again, and nothing is left of the old when that goes too."""
+    """The index remains usable: the whole arena can be reserved, and is free again after that is removed."""
     namespace = index.namespaces.find("fuzz", 1, 0, bytes(32), 1)
     namespace.live += 1
     for number in range(index.allocator.capacity // PAGE + 1):
@@ -251,7 +251,7 @@ def _restored(table: bytes) -> Index:
 
 
 def records(data: bytes) -> None:
-    """A table of any bytes, or of records that lie (with sums that fit), restores to something that makes sense."""
+    """A table of any bytes, or of false records with valid checksums, restores to a consistent index."""
     pick = Choices(data)
     table = bytearray(_SLOTS * SLOT_BYTES)
     if pick.below(4) == 0:
@@ -277,7 +277,7 @@ def records(data: bytes) -> None:
 
 
 class _Liar:
-    """Makes records that mostly make sense, in an arena of so many pages behind `start`."""
+    """Creates mostly valid records, in an arena of this number of pages behind `start`."""
 
     def __init__(self, pick: Choices, start: int, pages: int) -> None:
         self.pick = pick
@@ -336,7 +336,7 @@ class _Liar:
 
 
 def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
-    """Everything about every shard that a retrieve goes by."""
+    """All properties of every shard that a retrieve depends on."""
     return {
         (namespace.model, namespace.world_size, namespace.blocks_in_chunk, namespace.layouts.get(rank), rank, key): (
             shard.extents, shard.size, shard.checksum, chunk.position and chunk.position,
@@ -349,7 +349,7 @@ def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
 
 
 def _stored(pick: Choices) -> tuple[Index, bytearray]:
-    """An index into which a story has stored, and its table."""
+    """An index with the stores of a story, and its table of records."""
     table = bytearray(_SLOTS * SLOT_BYTES)
     index = Index(_allocator(), Lru(), Records(memoryview(table)))
     for _ in range(pick.below(40)):
@@ -377,7 +377,7 @@ def _stored(pick: Choices) -> tuple[Index, bytearray]:
 
 
 def table(data: bytes) -> None:
-    """Whatever happens to bytes of a good table: what is restored is what was stored. Untouched, all of it is."""
+    """However the bytes of a valid table are damaged, only stored shards are restored; if they are not, all of them."""
     pick = Choices(data)
     index, memory = _stored(pick)
     index.validate()
@@ -413,7 +413,7 @@ def table(data: bytes) -> None:
 
 
 def arena(data: bytes) -> None:
-    """A file of any bytes is taken over with what makes sense in it, or refused with an ArenaError and left alone."""
+    """A file of any bytes is taken over with its valid contents, or refused with an ArenaError and not changed."""
     pick = Choices(data)
     size = smallest_arena() + (pick.below(16) if pick.below(4) == 0 else 15) * PAGE
     name = f"kvdepot-fuzz-{os.getpid()}-arena"
@@ -462,7 +462,7 @@ def arena(data: bytes) -> None:
 
 
 def _random_seeds(count: int, size: int) -> Callable[[], list[bytes]]:
-    """Stories told at random: far longer ones than a fuzzer would begin with."""
+    """Random stories, far longer than those that a fuzzer begins with."""
     return lambda: [random.Random(number).randbytes(size) for number in range(count)]
 
 

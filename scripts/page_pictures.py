@@ -1,7 +1,7 @@
-"""Pictures of the web page for the documentation: `python scripts/page_pictures.py DIR [SECONDS]`.
+"""Screenshots of the web page for the documentation: `python scripts/page_pictures.py DIR [SECONDS]`.
 
-A server with a disk behind it and three toy engines that reuse each other's prompts are started, and after some minutes
-of that traffic what a browser shows of it is kept as PNG.
+Starts a server with a disk tier and three toy engines that reuse each other's prompts, and after some minutes of
+traffic saves what a browser shows, as PNG.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvdepot.client import admin
 
 SECONDS = 330.0
 RANGE_S = 300
-"""What the charts show; one of the page's own."""
+"""The range of the charts; one of the page's own."""
 FAMILIES, CHUNKS = 300, 6
 NEW_FAMILIES_S = 8
-"""Prompts come into use, and go out of it, as conversations do."""
+"""Prompts start and end, like conversations."""
 WIDTH = 512
-"""A block has 64 times as many bytes: half a MiB a chunk."""
+"""A block has 64 times as many bytes: half a MiB per chunk."""
 PACE_S = 0.004
 COLOURS = 256
 LOOKS = (("light", 1440, "light"), ("dark", 1440, "dark"), ("narrow", 400, "light"))
 
 
 class Engine(ToyEngine):
-    """Tells the server how long what it got back would have taken to compute, by its own speed so far."""
+    """Reports the prefill time that its retrieves saved, by its own speed so far."""
 
     def __init__(self, url: str, model: str, seed: int, context: zmq.Context[Any]) -> None:
         super().__init__(url, model, blocks=384, width=WIDTH, seed=seed, context=context)
@@ -71,7 +71,7 @@ def main(folder: Path, seconds: float) -> int:
 
 
 def drive(depot: Depot, address: str, folder: Path, seconds: float) -> None:
-    """Two engines on one model and one on another; pictures at the end, while they work."""
+    """Two engines on one model and one on another; screenshots at the end, while they work."""
     models = ["meta-llama/Llama-3.1-8B-Instruct"] * 2 + ["Qwen/Qwen3-14B"]
     engines = [Engine(depot.url, model, seed, depot.context) for seed, model in enumerate(models)]
     engines[0].store(family=0, chunks=CHUNKS)
@@ -101,14 +101,14 @@ def drive(depot: Depot, address: str, folder: Path, seconds: float) -> None:
 
 
 def look(address: str, folder: Path) -> None:
-    """What a browser shows, with few colours, so that the files stay small."""
+    """Save what a browser shows, with few colours to keep the files small."""
     with chromium() as browser:
         for name, width, theme in LOOKS:
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
             page.goto(address)
             page.check(f"input[value='{RANGE_S}']")
             page.wait_for_selector(".plot canvas")
-            page.wait_for_timeout(2000)  # for some points of its own
+            page.wait_for_timeout(2000)  # until the page has some points of its own
             picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
             few = picture.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
             few.save(folder / f"page-{name}.png", optimize=True)

@@ -1,11 +1,11 @@
-"""Run the parts of the test suite, and run again, once and alone, each test that failed.
+"""Run the parts of the test suite, and rerun each failed test once, alone.
 
     python scripts/run_tests.py [unit] [faults] [vllm]
 
 A test that passes the second time is flaky: the last lines name it, its first failure stays in the output above, and
-the run succeeds. A test that fails twice fails the run, and so does what is no failure of a single test: more than
+the run succeeds. The run fails if a test fails twice, or by a failure that is not that of a single test: more than
 `MOST` failures in a part, a crashed worker, an error at collection, an interrupted pytest. No part runs after one that
-has failed. pytest loads this file as a plugin, too: that is how it reports which tests failed.
+has failed. pytest also loads this file as a plugin, to report which tests failed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 
 import pytest
 
-WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # to import it takes ten seconds
+WITHOUT_VLLM = ["--ignore", "tests/vllm", "tests"]  # importing vLLM takes ten seconds
 PARTS = {
     "unit": ["-m", "not vllm and not faults", "-n", "2", "--dist", "loadfile", *WITHOUT_VLLM],
     "faults": ["-m", "faults", "-n", "4", "--dist", "loadfile", *WITHOUT_VLLM],  # they wait, mostly
     "vllm": ["-m", "vllm", "-n", "2", "--dist", "loadfile", "tests"],
 }
 MOST = 5
-"""Tests of a part that are run again; if more fail, the change under test is broken."""
+"""Maximum number of tests of a part that are rerun; if more fail, the change under test is broken."""
 
-# -- what runs pytest
+# -- running pytest
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a pytest process reported: node ids, and what failed that is no test."""
+    """What a pytest process reported: node ids of tests, and failures that are not of a test."""
 
     passed: list[str] = dataclasses.field(default_factory=list)
     failed: list[str] = dataclasses.field(default_factory=list)
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def run(parts: dict[str, list[str]]) -> int:
-    """Run parts (pytest's arguments, by name) one after the other; the exit code."""
+    """Run parts (pytest's arguments, by name) one after the other; returns the exit code."""
     flaky: list[str] = []
     failure = ""
     try:
@@ -74,7 +74,7 @@ def run(parts: dict[str, list[str]]) -> int:
 
 
 def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
-    """Raises `PartFailed`; appends to `flaky` as it finds them."""
+    """Run one part; appends flaky tests to `flaky`. Raises `PartFailed`."""
     outcome, status = run_pytest(arguments)
     if status == 0:
         return
@@ -86,7 +86,7 @@ def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
     for test in outcome.failed:
         say(f"\nThis test failed and is run again, alone: {test}")
         again, status = run_pytest([test])
-        if status == 0 and test in again.passed:  # one that is skipped now has not passed
+        if status == 0 and test in again.passed:  # a skipped test has not passed
             flaky.append(test)
         else:
             failed_twice.append(test)
@@ -95,11 +95,11 @@ def run_part(name: str, arguments: list[str], flaky: list[str]) -> None:
 
 
 def run_pytest(arguments: list[str]) -> tuple[Outcome, int]:
-    """Run pytest in a process of its own, its output ours; what it reported, and its exit status."""
+    """Run pytest in a process of its own that shares our output; returns its report and exit status."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "outcome.json")
         command = [sys.executable, "-m", "pytest", "-p", "scripts.run_tests", f"--outcome={report}", *arguments]
-        # Hundreds of processes begin with the same modules: the first compiles them for all.
+        # Hundreds of processes import the same modules; the first one compiles them for all.
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         status = subprocess.run(command, env=environ, check=False).returncode
         if not report.exists():  # it was killed, or never began

@@ -1,7 +1,7 @@
 """Pictures of `kvdepot status` and `kvdepot top` for the documentation: `python scripts/terminal_pictures.py DIR`.
 
-A server with a disk behind it and two toy engines that reuse each other's prompts are started, and what the commands
-show of them is drawn as SVG.
+Starts a server with a disk tier and two toy engines that reuse each other's prompts, and saves the output of the
+commands as SVG.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvdepot.client import admin
 from kvdepot.protocol import wire
 from kvdepot.status import Status, read
 
-SECONDS = 25.0  # a tier is asked for its figures each ten seconds
+SECONDS = 25.0  # the status of a tier is refreshed every ten seconds
 FAMILIES = 400
-WIDTH = 128  # of the toy engines' KV: 128 KiB a chunk
+WIDTH = 128  # of the toy engines' KV: 128 KiB per chunk
 PLACE = "ipc:///run/user/1000/kvdepot-1000/depot.sock"
 
 
@@ -55,7 +55,7 @@ def main(folder: Path) -> int:
 
 
 def drive(depot: Depot) -> list[Status]:
-    """Two engines on one model, and a look at the server each second."""
+    """Two engines on one model; polls the server's status each second."""
     engines = [ToyEngine(depot.url, "toy-llama", width=WIDTH, seed=seed, context=depot.context) for seed in (0, 1)]
     seen: list[Status] = []
     end = time.monotonic() + SECONDS
@@ -77,7 +77,7 @@ def shown_elsewhere(status: Status) -> Status:
 
 
 def draw(path: Path, title: str, columns: int, parts: Callable[[Console], list[RenderableType]]) -> None:
-    """One picture."""
+    """Save one picture."""
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=columns, height=24, highlight=False, markup=False, file=nowhere)
         console.print(*parts(console), sep="\n")

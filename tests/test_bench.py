@@ -1,4 +1,4 @@
-"""The benchmark's tiny form, so that it never rots. Its numbers mean nothing; that they are there does."""
+"""The benchmark with tiny sizes, to keep it working. Its numbers mean nothing, but they must exist."""
 
 from __future__ import annotations
 

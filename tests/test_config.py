@@ -1,4 +1,4 @@
-"""Where a setting comes from, and what is said about a wrong one."""
+"""The sources of settings, and the errors for wrong ones."""
 
 from __future__ import annotations
 

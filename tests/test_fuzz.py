@@ -1,4 +1,4 @@
-"""What fuzz/run.py looks for by coverage, Hypothesis looks for here, for a few seconds: see fuzz/targets.py."""
+"""The targets of fuzz/targets.py, run with Hypothesis for a few seconds; fuzz/run.py runs them guided by coverage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people are told to install: packages by their names, and never `kvdepot` from a registry."""
+"""Advice on installing: it names packages, and never `kvdepot` from a registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a log's lines say, and that each is one line whatever others sent."""
+"""The contents of log lines; each stays one line, whatever others have sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.core.host import new_host
 
 
 class Written:
-    """What a log's reader has."""
+    """The log as its reader sees it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ Configure = Callable[[str], Written]
 
 @pytest.fixture
 def set_up() -> Iterator[Callable[[str, int], None]]:
-    """Set logging up; as it was before, after the test."""
+    """Set up logging, and restore it after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers = []
@@ -56,7 +56,7 @@ def set_up() -> Iterator[Callable[[str, int], None]]:
 
 @pytest.fixture
 def configure(set_up: Callable[[str, int], None], tmp_path: Path) -> Iterator[Configure]:
-    """Set logging up and give what it writes."""
+    """Set up logging and return its output."""
     path = tmp_path / "log"
     with path.open("wb") as file:
 
@@ -138,7 +138,7 @@ def test_a_message_for_people_stays_within_its_line(configure: Configure) -> Non
 
 
 def pour(pipe: int, least: int) -> str:
-    """At least so many lines of a pipe."""
+    """At least this number of lines from a pipe."""
     text = b""
     while text.count(b"\n") < least or not text.endswith(b"\n"):
         assert select.select([pipe], [], [], 10.0)[0], "nothing comes"

@@ -1,4 +1,4 @@
-"""`make test` runs a failed test again, once and alone: it says which are flaky, and hides no failure."""
+"""`make test` reruns a failed test once, alone: it names flaky tests, and hides no failure."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ LAYERS = """
     cli
     integrations
 """
-"""From the ground up: what stands in a line may import what stands in a line before it."""
+"""From the lowest layer up: a line may import only from the lines before it."""
 
 OLD_PLACES = {"adapters", "contract", "keys", "metrics", "status"}
-"""Documented paths of others' code: re-exports, each of a few lines."""
+"""Documented import paths: re-exports, each of a few lines."""
 
 
 def layers() -> dict[str, int]:
@@ -41,7 +41,7 @@ def layers() -> dict[str, int]:
 
 
 def imports(package: Path) -> Iterator[tuple[str, str, bool]]:
-    """`(module, what it imports, whether for types alone)`, by dotted names without the package's own."""
+    """`(module, imported module, whether for types alone)`, as dotted names without the package's own."""
     modules = {".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
                for path in package.rglob("*.py")}  # fmt: skip
     for module, path in modules.items():
@@ -67,7 +67,7 @@ def imports(package: Path) -> Iterator[tuple[str, str, bool]]:
 
 
 def faults(package: Path) -> list[str]:
-    """What in the source is against the layers."""
+    """Violations of the layers in the source."""
     layer, found = layers(), []
     graph: dict[str, set[str]] = {}
     for module, target, for_types in imports(package):

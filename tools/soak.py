@@ -1,23 +1,24 @@
-"""Mixed traffic with random kills for minutes: nothing wrong, nothing lost, nothing that grows.
+"""A soak test: minutes of mixed traffic with random kills. Nothing may be served wrong, be lost, or grow.
 
     python tools/soak.py [--minutes 10] [--seed S]
 
-A real `kvdepot serve` with a small arena, so that it evicts all the time; toy engines on the public adapters whose
-every byte is checked (soak_engine.py), one of which lives as long as the soak; odd clients (soak_odd.py).
+It runs a real `kvdepot serve` with an arena so small that it evicts all the time; toy engines on the public adapters
+that check every byte (soak_engine.py), one of which runs as long as the soak; and odd clients (soak_odd.py).
 
-What grows shows only in a process that lives, and under like conditions. So there are three parts:
+Growth shows only in a process that keeps running, under constant conditions. So there are three parts:
 
     storm    0 to 35 %     engines and the server are killed (-9), the server is stopped for a second. Nothing may be
-                           served wrong, hang, or stay behind in /dev/shm
-    steady   35 to 100 %   a fresh server that is not killed any more; everything else goes on. After a warm-up, the
-                           resident memory of server and old engine is read each second, and the medians of the
-                           first and last third compared: more than 2 % is too much
-    end      traffic ends  what was held must be given up, files be gone, the server leave with 0
+                           served wrong, hang, or be left in /dev/shm
+    steady   35 to 100 %   a new server that is not killed; everything else continues. After a warm-up, the resident
+                           memory of the server and the old engine is read each second; the medians of the first and
+                           the last third may differ by 2 % at most
+    end      traffic ends  everything held must be released, files be removed, the server exit with 0
 
-At a **pause** the engines end what they run and the odd clients are gone: the same processes, doing nothing. There is
-one after the warm-up and one at the end, and file descriptors, threads, pins and files must not be more than they were.
+At a **pause** the engines finish their requests and the odd clients are stopped: the same processes, but idle. There is
+one pause after the warm-up and one at the end; the number of file descriptors, threads, pins and files must not have
+grown in between.
 
-Exit code 0: all well; 1: it says what was not. Every choice comes from the seed; their times do not.
+Exit code 0: passed; 1: failed, with the reasons. The seed determines every choice, but not its time.
 """
 
 from __future__ import annotations
@@ -52,23 +53,23 @@ SHM = Path("/dev/shm")
 ARENA_MIB = 24
 CHUNK_TOKENS = 64
 STORM = 0.35
-WARM = 0.6  # of the whole: from here on memory is compared
+WARM = 0.6  # part of the run after which memory is compared
 GROWTH = 0.02
 PAUSE_S = 40.0
 """Longer than any deadline of a client."""
 STUCK_S = 60.0
 RELEASED_S = 5.0
-"""After so long a server has released all that a dead client held."""
+"""Time within which a server releases everything that a dead client held."""
 CLIENTS = {"token": 2, "hash": 3}
-"""Connections of an engine: its scheduler's and one a rank."""
+"""Connections of an engine: its scheduler's and one per rank."""
 
 
 class Failed(Exception):
-    """Something is not as it must be."""
+    """A check of the soak failed."""
 
 
 class Child:
-    """A process of ours that writes JSON lines; a thread takes them in."""
+    """A process of ours that writes JSON lines; a thread reads them."""
 
     def __init__(self, script: str, *args: str) -> None:
         self.script = script
@@ -119,12 +120,12 @@ class Child:
             self.process.stdin.flush()
 
     def has_ended(self) -> bool:
-        """Whether its last words were that it ended in order."""
+        """Whether its last line said that it ended regularly."""
         self._reader.join()
         return self.ended
 
     def kill(self) -> None:
-        """-9, and take in its last words."""
+        """kill -9, and read its last lines."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -166,7 +167,7 @@ class Soak:
         )  # fmt: skip
 
     def engine(self, mode: str) -> Child:
-        """`token`: one rank; `hash`: a model of two ranks, named by the engine's own hashes."""
+        """Start an engine. `token`: one rank; `hash`: a model of two ranks, with the engine's own hashes as keys."""
         seed = str(self.random.getrandbits(32))
         child = Child("soak_engine.py", self.url, f"soak-{mode}", str(CLIENTS[mode] - 1), mode, seed)
         child.mode = mode
@@ -185,13 +186,13 @@ class Soak:
 
     @property
     def elapsed(self) -> float:
-        """Of the whole, 0 to 1."""
+        """Elapsed part of the run, 0 to 1."""
         return (time.monotonic() - self.start) / self.length_s
 
-    # -- what there is
+    # -- state
 
     def status(self) -> dict[str, Any]:
-        """The server's counts; empty when it does not answer now."""
+        """The server's status; empty if it does not answer now."""
         try:
             answer: dict[str, Any] = self.client.ask(wire.Status(), deadline_s=3.0).result(4.0)
         except KVDepotError:
@@ -212,7 +213,7 @@ class Soak:
         }
 
     def line(self, what: str) -> dict[str, Any]:
-        """Print what there is; return it."""
+        """Print the current counts; returns them."""
         assert self.server is not None
         status = self.status()
         now = {
@@ -245,7 +246,7 @@ class Soak:
     # -- watching
 
     def watch(self) -> None:
-        """Fail if an engine saw something wrong, hangs or ended, or the server did."""
+        """Fail if an engine saw an error, or an engine or the server hangs or has ended."""
         assert self.server is not None
         if self.server.poll() is not None:
             raise Failed(f"the server ended with {self.server.returncode}\n{self.server_log()}")
@@ -268,7 +269,7 @@ class Soak:
         return self.log.read()[-4000:]
 
     def until(self, what: str, condition: Callable[[], Any], timeout_s: float) -> None:
-        """Poll; fails with what `condition` last complained of."""
+        """Poll until `condition` returns no complaint; fails with the last one."""
         deadline = time.monotonic() + timeout_s
         begun = next_word = time.monotonic()
         while complaint := condition():
@@ -283,7 +284,7 @@ class Soak:
     # -- faults
 
     def fault(self) -> None:
-        """One of the things that happen."""
+        """Cause one random fault."""
         assert self.server is not None
         storm = self.elapsed < STORM
         kind = self.random.choices(["engine", "server", "stop", "odd"], [4, 3 if storm else 0, 1, 2])[0]
@@ -358,7 +359,7 @@ class Soak:
         self.finish()
 
     def begin_steady(self) -> None:
-        """A fresh server, for what it keeps of its youth is not growth."""
+        """Start a new server, so that what it allocates at the start does not count as growth."""
         assert self.server is not None
         self.server.kill()
         self.server.wait()
@@ -366,7 +367,7 @@ class Soak:
         self.serve()
 
     def pause(self, what: str) -> dict[str, Any]:
-        """Traffic ends; the same processes are there and do nothing. What they hold then."""
+        """Pause the traffic while the same processes keep running; returns what they hold then."""
         begun = time.monotonic()
         self.stop_odd()
         for child in self.children:
@@ -387,7 +388,7 @@ class Soak:
         self.start_odd()
 
     def held(self) -> str:
-        """What of all that traffic held the server has not given up; empty: nothing."""
+        """What the server still holds although the traffic has ended; empty: nothing."""
         status = self.status()
         expected = {
             "clients": 1 + sum(CLIENTS[child.mode] for child in self.children),
@@ -429,7 +430,7 @@ class Soak:
             raise Failed("; ".join(grown))
 
     def finish(self) -> None:
-        """Everybody leaves; nothing may be left."""
+        """End all processes; nothing may be left."""
         assert self.server is not None
         for child in self.children:
             child.tell("quit")
@@ -451,7 +452,7 @@ class Soak:
         print("nothing left behind;", ", ".join(f"{name} {value}" for name, value in sorted(total.items())))
 
     def clean_up(self) -> None:
-        """Whatever happened: no process and no file of ours stays."""
+        """End all our processes and remove all our files, whatever happened."""
         self.stop_odd()
         for child in self.children:
             child.kill()
@@ -469,7 +470,7 @@ class Soak:
 
 
 def resident(pid: int) -> int:
-    """Memory of its own in KiB: without the arena, KV and libraries, which are files."""
+    """Private memory of a process in KiB: without the arena, KV and libraries, which are files."""
     found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) if found else 0
 

@@ -2,13 +2,13 @@
 
     python soak_engine.py URL MODEL WORLD_SIZE MODE SEED
 
-Started and killed by soak.py. It runs requests as an engine does: look up, load what is cached, compute the rest,
-store it, give the blocks back; in between it aborts, preempts, registers again and connects again. The bytes of a block
-are a function of model, rank and the tokens up to the block's end. Every byte is checked after a retrieve, and again
-before the blocks go back, for until then nobody may write them. MODE `token` or `hash` says how prompts are named.
+soak.py starts and kills it. It runs requests like an engine: look up, load what is cached, compute and store the rest,
+free the blocks; sometimes it aborts, preempts, registers again or reconnects. The bytes of a block are a function of
+model, rank and the tokens up to the block's end. Every byte is checked after a retrieve, and again before the blocks
+are freed, because until then nobody may write them. MODE `token` or `hash` selects the kind of keys.
 
-It writes a JSON line a second to its output, and reads words from its input: `pause` (end what runs, start nothing
-new), `resume`, `quit`. A killed soak closes that input, which ends the engine too.
+It writes a JSON line per second to stdout, and reads commands from stdin: `pause` (finish running requests, start no
+new ones), `resume`, `quit`. If the soak is killed, stdin closes, which ends the engine too.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kvdepot.protocol import wire
 
 BLOCK_TOKENS = 16
 BLOCKS = 192
-WORDS = 512  # uint64 a block in each of the two layers
+WORDS = 512  # uint64 per block in each of the two layers
 MAX_CHUNKS = 8
 RUNNING = 6
 STEP_S = 1.5
-"""A step that takes longer is a failure: whatever happens to a server, an engine never waits for it."""
+"""A step that takes longer is a failure, because an engine must never wait for a server."""
 SLOW_S = 3.0
 LATE_S = 20.0
 """A lookup, load or end that takes longer is a failure: faults and the deadlines after them are shorter."""
@@ -50,7 +50,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class Event:
-    """Something on the device that happens a little later."""
+    """An event of the device that completes a little later."""
 
     def __init__(self, after_s: float) -> None:
         self._at = time.monotonic() + after_s
@@ -163,7 +163,7 @@ class Engine:
     # -- prompts
 
     def prompt(self) -> tuple[list[int], list[int], list[bytes]]:
-        """Tokens, and a seed and an engine hash for each block. All engines draw from the same families, which age."""
+        """Tokens, and a seed and an engine hash for each block. All engines draw from the same, changing families."""
         age = int(time.time() / 15)
         family = random.Random((age - int(self.random.expovariate(0.5))) * 16 + self.random.randrange(8))
         blocks = self.random.randint(1, MAX_CHUNKS * self.scheduler.blocks_in_chunk)
@@ -183,7 +183,7 @@ class Engine:
     # -- the step
 
     def step(self) -> bool:
-        """One engine step; whether anything moved."""
+        """One engine step; returns whether anything changed."""
         begun, before = time.monotonic(), sum(self.counts.values())
         self.counts["steps"] += 1
         self.resting = self.paused and len(self.awaited) == self.world_size
@@ -276,7 +276,7 @@ class Engine:
             self.wrong.append(f"{what} of {request.name} took {took:.1f} s")
 
     def loaded(self, request: Request) -> None:
-        """Every rank has its blocks, or knows which failed."""
+        """The load has ended on every rank: the blocks are filled, or known to have failed."""
         self.note_time(request, "the load")
         for rank, memory in enumerate(self.memories):
             for index in range(request.loaded):
@@ -311,7 +311,7 @@ class Engine:
                     self.transfer(request, rank, start, end, is_store=True)
 
     def run(self, request: Request) -> None:
-        """A step of decoding: it goes on, ends, or is preempted."""
+        """A step of decoding: the request continues, ends, or is preempted."""
         chance = self.random.random()
         if chance < 0.02:
             for worker in self.workers:
@@ -327,14 +327,14 @@ class Engine:
             request.state = "ending"
 
     def abort(self, request: Request) -> None:
-        """The user is gone. What is being loaded arrives first."""
+        """Abort a request; loads in progress end first."""
         request.aborted = True
         self.counts["aborted"] += 1
         if request.state != "loading":
             request.state = "ending"
 
     def hear(self) -> None:
-        """What get_finished says: loads that ended, and requests whose blocks go back."""
+        """Process the result of get_finished: loads that ended, and requests whose blocks can be freed."""
         fresh = set()
         for name, request in self.requests.items():
             if request.state == "ending" and not request.told:
@@ -387,7 +387,7 @@ class Engine:
         request.blocks = []
 
     def register_again(self) -> None:
-        """Unregister and register, with whatever is under way: it is answered before, or fails."""
+        """Unregister and register while requests are in progress, which are answered first, or fail."""
         rank = self.random.randrange(self.world_size)
         worker = self.workers[rank]
         try:

@@ -2,8 +2,8 @@
 
     python soak_odd.py URL SEED
 
-Started and killed by soak.py; says on its output which leases it made, one JSON line each. None of it may do more than
-cost the server a refusal.
+soak.py starts and kills it. It prints the leases that it creates, one JSON line each. The server must refuse all of it,
+without any other effect.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Odd:
             self.send(*frames[: self.random.randint(1, 3)])
 
     def broken_messages(self) -> None:
-        """Real ones with bytes changed, cut or doubled."""
+        """Real messages with bytes changed, cut or doubled."""
         self.hello()
         for _ in range(50):
             frame = bytearray(wire.encode_request(self.sent, self.any_request()))
@@ -112,7 +112,7 @@ class Odd:
         )
 
     def stranger(self) -> None:
-        """Asks without a hello, or with one that must be refused."""
+        """Sends requests without a hello, or with one that must be refused."""
         self.ask(wire.Hello(99, "x"))
         for lease in ("../etc", "kvdepot-card-0", ""):
             self.ask(wire.Hello(wire.VERSION, lease))
@@ -126,14 +126,14 @@ class Odd:
         self.send(bytes(8) + self.random.randbytes(1 << 20))
 
     def deaf_flood(self) -> None:
-        """Asks a great deal and never reads."""
+        """Sends many requests and never reads."""
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.hello()
         for _ in range(2000):
             self.ask(wire.Status() if self.random.random() < 0.02 else wire.Noop())
 
     def vanish(self) -> None:
-        """A process with pins and a registration is gone without a word."""
+        """A process with pins and a registration dies."""
         self.hello()
         for i in range(200):
             self.ask(wire.Lookup(self.random.choice(MODELS), 1, 0, f"v{i}", 1, self.random.randbytes(HASH_BYTES)))

@@ -1,7 +1,7 @@
-"""What watches a depot from outside: a Grafana dashboard and Prometheus alert rules, made from Python.
+"""A Grafana dashboard and Prometheus alert rules, generated from Python.
 
-`python -m deploy.observability dashboard` and `... alerts` print them. Nothing of the server is imported, and nothing
-of the server imports this. The one law: a name that a query uses is a name that `/metrics` has.
+`python -m deploy.observability dashboard` and `... alerts` print them. Of the package they import only the table of
+counters, and the server does not import them. Invariant: every metric in a query exists in `/metrics`.
 """
 
 from __future__ import annotations

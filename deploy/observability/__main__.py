@@ -9,7 +9,7 @@ from deploy.observability import alerts, dashboard
 
 
 def main() -> int:
-    """Print one of them; the exit code."""
+    """Print one of them; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m deploy.observability", description=__doc__)
     parser.add_argument("what", choices=("alerts", "dashboard"))
     what = parser.parse_args().what

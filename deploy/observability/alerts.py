@@ -1,7 +1,7 @@
-"""The Prometheus alert rules: when somebody should look at a depot, and what to do.
+"""The Prometheus alert rules: when an operator should look at a server, and what to do.
 
-Rendered as YAML for Prometheus's `rule_files`. The one law: a person can act on every alert, so what a depot does by
-design (evictions, misses) has none. The rules expect the scrape job to be named `kvdepot`.
+Rendered as YAML for Prometheus's `rule_files`. Every alert is actionable, so normal events (evictions, misses) have
+none. The rules expect the scrape job to be named `kvdepot`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ALERTS", "Alert", "render"]
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One rule. lasts: how long it must be true. summary: the cause; action: the next step."""
+    """One rule. lasts: how long the query must be true. summary: the cause; action: the next step."""
 
     name: str
     severity: str

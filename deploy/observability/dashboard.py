@@ -1,8 +1,7 @@
 """The Grafana dashboard: health, savings, capacity, users.
 
 Rendered as the JSON that Grafana imports (schema version 39, Grafana 10 and newer). Panels are laid out from left to
-right, 24 columns a row. The one law: every query names the chosen data source and depots, and nothing is fetched from
-elsewhere.
+right, 24 columns per row. Every query uses the chosen data source and servers; nothing is fetched from elsewhere.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. queries: (PromQL, legend); @ stands for the chosen depots. unit: as Grafana names it.
+    """One panel. queries: (PromQL, legend); @ stands for the chosen servers. unit: Grafana's name of it.
 
-    alarm: the value from which it is red; None = never. highest: the end of the axis; None = as the data wants.
+    alarm: the value from which it is red; None = never. highest: the end of the axis; None = automatic.
     """
 
     title: str
@@ -154,11 +153,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 )  # fmt: skip
 """The rows from top to bottom, and their panels from left to right."""
 FOLDED = ("GPUs",)
-"""Rows that only some depots have figures for: collapsed, and not queried, until somebody opens them."""
+"""Rows for which only some servers have data: collapsed, and not queried until they are opened."""
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana imports."""
+    """The dashboard as plain data."""
     panels: list[dict[str, Any]] = []
     made: list[dict[str, Any]] = []
     y = 0

@@ -27,6 +27,7 @@ __all__ = [
     "Config",
     "default_key",
     "default_url",
+    "free_memory",
     "load",
     "load_with_sources",
     "masked",
@@ -37,23 +38,23 @@ __all__ = [
 
 GIB = 1 << 30
 _PREFIX = "KVDEPOT_"
-"""Of a setting in the environment."""
+"""Prefix of settings in the environment."""
 SMALLEST_BLOCK = 16
-"""Tokens of the smallest block that vLLM uses by itself."""
+"""Tokens in the smallest block that vLLM uses by default."""
 
 
 def default_url() -> str:
-    """Where a server of this user listens, and where a client looks: a unix socket no other user can open."""
+    """The default endpoint of servers and clients: a unix socket that only this user can open."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if not base:
-        import tempfile  # which takes as long to import as all settings
+        import tempfile  # slow to import
 
         base = tempfile.gettempdir()
     return f"ipc://{Path(base) / f'kvdepot-{os.geteuid()}' / 'depot.sock'}"
 
 
 def default_key() -> str:
-    """The key file of this process's clients; empty where they need none."""
+    """The key file of this process's clients; empty if none is set."""
     return os.environ.get("KVDEPOT_KEY", "")
 
 
@@ -168,32 +169,32 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def tier_configs(self) -> list[TierConfig]:
-        """The tiers as they were asked for."""
+        """The parsed `tiers`."""
         return [parse(text) for text in self.tiers]
 
     @property
     def arena(self) -> str:
         """Name of the arena's file in /dev/shm."""
-        import hashlib  # and OpenSSL with it, for the server alone
+        import hashlib  # it loads OpenSSL, which only the server needs
 
         made = f"kvdepot-{os.geteuid()}-{hashlib.sha256(self.url.encode()).hexdigest()[:12]}"
         return self.arena_name or made
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena: what was asked for, or the default for this machine."""
+        """Size of the arena: `arena_gib`, or the default for this machine."""
         if self.arena_gib:
             return int(self.arena_gib * GIB)
-        return min(4 * GIB, _free_memory() // 4)
+        return min(4 * GIB, free_memory() // 4)
 
 
 def words_of(setting: str) -> tuple[str, ...]:
-    """What a setting can be, where that is one of a few words."""
+    """The allowed values of a setting that takes one of a few words; otherwise empty."""
     return tuple(sorted(POLICIES)) if setting == "policy" else _WORDS.get(setting, ())
 
 
 def odd_chunk_size(chunk_size: int) -> str:
-    """Why no vLLM engine may fit chunks of so many tokens; empty: one may. Other engines' blocks may be smaller."""
+    """Why vLLM engines may not support this chunk size; empty if they do. Other engines may have smaller blocks."""
     if chunk_size % SMALLEST_BLOCK == 0:
         return ""
     return (
@@ -203,10 +204,11 @@ def odd_chunk_size(chunk_size: int) -> str:
 
 
 def _is_events_endpoint(url: str) -> bool:
-    return not fault_of_endpoint(url, MOST_PORT - 1)  # replays are asked for at the next port
+    return not fault_of_endpoint(url, MOST_PORT - 1)  # replays use the next port
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
+    """Bytes of memory that the kernel estimates to be available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -216,14 +218,14 @@ def _free_memory() -> int:
 def load(
     file: str | None = None, flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
 ) -> Config:
-    """Merge file, environment and flags. Raises ConfigError that names the field and where it came from."""
+    """Merge file, environment and flags. Raises ConfigError, which names the setting and its source."""
     return load_with_sources(file, flags, environ)[0]
 
 
 def load_with_sources(
     file: str | None = None, flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[Config, dict[str, str]]:
-    """As `load`; and by field where its value came from: the file, the variable, the flag, or `default`."""
+    """Like `load`, plus the source of each setting: the file, the variable, the flag, or `default`."""
     merged: dict[str, object] = {}
     source: dict[str, str] = {}
     if file is not None:
@@ -246,7 +248,7 @@ def load_with_sources(
         if value is not None:
             merged[name] = value
             source[name] = "--" + name.replace("_", "-")
-    if isinstance(tiers := merged.get("tiers"), str):  # as the environment has it: URLs hold no spaces
+    if isinstance(tiers := merged.get("tiers"), str):  # from the environment; URLs contain no spaces
         merged["tiers"] = tiers.split()
     _refuse_unknown(source)
     merged = in_units(merged)
@@ -255,7 +257,7 @@ def load_with_sources(
     except msgspec.ValidationError as exc:
         name, said = explain(exc, merged)
         if file is not None and source.get(name) == file:
-            name = f"{file}: {name}"  # a flag or a variable names the setting by itself
+            name = f"{file}: {name}"  # the name of a flag or variable identifies the setting already
         raise ConfigError(f"{source.get(name, name)}: {said}" if name else said) from exc
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())
@@ -263,38 +265,38 @@ def load_with_sources(
 
 
 def _refuse_unknown(source: Mapping[str, str]) -> None:
-    """Raises ConfigError with all unknown settings of the first place that has any."""
+    """Raise ConfigError with all unknown settings of the first source that has any."""
     unknown = [name for name in source if name not in Config.__struct_fields__]
     if not unknown:
         return
     where = source[unknown[0]]
-    told = []
+    names = []
     for name in unknown:
         meant = suggestion(name, Config.__struct_fields__)
-        told.append(f"{name} (did you mean {meant}?)" if meant else name)
-    raise ConfigError(f"{where}: unknown setting {', '.join(told)}; `kvdepot config` lists all settings")
+        names.append(f"{name} (did you mean {meant}?)" if meant else name)
+    raise ConfigError(f"{where}: unknown setting {', '.join(names)}; `kvdepot config` lists all settings")
 
 
 _OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
-"""Variables that are read and are no setting of the server."""
+"""Variables that we read but that are not settings of the server."""
 _LINK = re.compile(r"KVDEPOT_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?)")
-"""What Kubernetes and docker tell of a service that is called kvdepot."""
+"""Variables that Kubernetes and docker set for a service named kvdepot."""
 
 
 def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Variables that look like settings and are none: their names, and what to do."""
+    """Variables that look like settings but are not: their names, and what to do."""
     known = {f"{_PREFIX}{name.upper()}" for name in Config.__struct_fields__} | _OTHER_VARIABLES
     stray = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
     return [(name, _advice(name, known)) for name in stray if not _LINK.fullmatch(name)]
 
 
 def _advice(name: str, known: Collection[str]) -> str:
-    # Without the prefix, which would make all of them alike.
+    # Compared without the prefix, which would make all names similar.
     meant = suggestion(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known])
     return f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"
 
 
 def masked(config: Config) -> dict[str, object]:
-    """The settings by name, for people to see: what a tier's URL holds of secrets stands there as ***."""
+    """The settings by name, for display; secrets in the URLs of tiers are shown as ***."""
     values = msgspec.structs.asdict(config)
     return values | {"tiers": [shown(tier) for tier in config.tiers]}

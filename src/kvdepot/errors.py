@@ -150,5 +150,5 @@ _BY_CODE = {leaf.code: leaf for leaf in _leaves(KVDepotError)}
 
 
 def from_code(code: str, message: str) -> KVDepotError:
-    """The error a wire code stands for; an unknown code becomes a plain `KVDepotError`."""
+    """The error for a wire code; an unknown code gives a plain `KVDepotError`."""
     return _BY_CODE.get(code, KVDepotError)(message)

@@ -1,7 +1,7 @@
-"""What to type to install the packages of one of kvdepot's extras. For errors, the log, and `kvdepot doctor`.
+"""Commands that install the packages of kvdepot's extras; for errors, the log, and `kvdepot doctor`.
 
-It names the packages themselves. `pip install 'kvdepot[web]'` would ask the package registry for `kvdepot`, a name that
-this project has not published: today that fails, and tomorrow it runs the code of whoever takes the name.
+They name the packages themselves. `pip install 'kvdepot[web]'` would ask the package registry for `kvdepot`, a name
+that this project has not published: today that fails, and it could run the code of anybody who registers the name.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ __all__ = ["advice", "requirements"]
 
 
 def advice(extra: str) -> str:
-    """The command that installs what is missing of an extra; all of it, where what is there cannot be used."""
+    """The command that installs the missing packages of an extra; all of them if none is missing."""
     needed = requirements(extra)
-    if not needed:  # kvdepot runs from a source tree, and was never installed
+    if not needed:  # kvdepot runs from a source tree, and is not installed
         return f"pip install '.[{extra}]' in kvdepot's source tree"
     missing = [each for each in needed if not _is_installed(each)] or needed
     return f"pip install {shlex.join(missing)}"
 
 
 def requirements(extra: str) -> list[str]:
-    """Packages of an extra with their versions, as the installed kvdepot declares them; empty: it is not installed."""
-    from importlib import metadata  # slow to import, and seldom needed
+    """Packages of an extra with versions, as the installed kvdepot declares them; empty if it is not installed."""
+    from importlib import metadata  # slow to import, and rarely needed
 
     try:
         declared = metadata.requires("kvdepot") or []

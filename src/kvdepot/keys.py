@@ -1,19 +1,4 @@
-"""Hashes of chunks: protocol/keys.py."""
+"""Re-exports protocol/keys.py."""
 
-from kvdepot.protocol.keys import (
-    HASH_BYTES,
-    ROOT,
-    ChunkChain,
-    derive_root,
-    engine_hash,
-    salt_tag,
-)
-
-__all__ = [
-    "HASH_BYTES",
-    "ROOT",
-    "ChunkChain",
-    "derive_root",
-    "engine_hash",
-    "salt_tag",
-]
+from kvdepot.protocol.keys import *  # noqa: F403
+from kvdepot.protocol.keys import __all__ as __all__

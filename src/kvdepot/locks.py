@@ -1,13 +1,13 @@
-"""Locks on files, which say who lives.
+"""File locks that show whether a file's owner lives.
 
-The one law: whoever owns a file holds `flock` on it as long as it lives. The kernel gives the lock up exactly when the
-process is gone and its mappings with it, `kill -9` included; so a lock that can be taken proves that its owner touches
-memory no more.
+Invariant: the owner of a file holds `flock` on it as long as it lives. The kernel releases the lock only when the
+process and its mappings are gone, even after `kill -9`; so a lock that can be taken proves that its owner no longer
+touches memory.
 
-The kernel keeps `flock` with the open file, not with the process, so a process that forks without exec hands it on,
-and would count as alive until its child has ended: what `lock` has locked is closed in a child that Python forks.
-Rejected: POSIX record locks (gone as soon as the process closes any descriptor of the same file, and, when it dies,
-before drivers' descriptors are), process ids and start times (each container numbers its own processes).
+`flock` belongs to the open file, not to the process, so a forked child that does not exec inherits it, and the parent
+would count as alive until the child has ended. Therefore the files that `lock` has locked are closed in children that
+Python forks. Rejected: POSIX record locks (released as soon as the process closes any descriptor of the same file, and,
+when it dies, before drivers' descriptors are), process ids and start times (each container numbers its own processes).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 __all__ = ["is_locked", "leads_to", "lock"]
 
 _locked: set[tuple[int, int]] = set()
-"""Device and inode of files whose lock `lock` has taken for this process."""
+"""Device and inode of the files that this process has locked."""
 
 
 def lock(fd: int) -> bool:
-    """Take the owner's lock; False when another living process has it."""
+    """Take the owner's lock; False if another process has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -37,7 +37,7 @@ def lock(fd: int) -> bool:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: close what is a parent's, or its locks would outlive it."""
+    """In a forked child: close the parent's locked files, so that their locks do not outlive it."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         with contextlib.suppress(OSError):
             info = os.fstat(int(name))
@@ -46,7 +46,7 @@ def _leave_to_parent() -> None:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether a name still leads to our open file, which others may have removed or replaced."""
+    """Whether a path still leads to our open file, which others may have removed or replaced."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(fd))
     except FileNotFoundError:
@@ -54,10 +54,10 @@ def leads_to(path: Path, fd: int) -> bool:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether the owner of this file lives. `fd` must be an open of our own, not the owner's."""
+    """Whether the owner of this file lives. `fd` must come from an open of our own, not the owner's."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # locked; or the kernel has no memory for a lock, which proves nobody's end
+    except OSError:  # locked; or the kernel is out of memory, which does not prove that the owner has ended
         return True
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False

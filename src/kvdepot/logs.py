@@ -1,9 +1,9 @@
-"""What the log of a process looks like: lines for people, or one JSON object a line for whoever collects them.
+"""Logging: readable lines, or one JSON object per line for log collectors.
 
-Set up once by the command that runs. A line that belongs to a client, a request or a tier carries them as fields:
-`log.info("...", extra={"request": request_id})`; they stand at the line's end, or as keys of the object. Two laws: what
-others sent stays within its line and within bounds; and whoever logs never waits for who reads it. So lines are written
-by a thread of their own, and where a pipe or a disk takes none, those beyond the limit are dropped and counted.
+Configured once by the running command. A line about a client, a request or a tier carries them as fields:
+`log.info("...", extra={"request": request_id})`; they are at the line's end, or keys of the object. Invariants: text
+from others is bounded and stays within its line; logging never blocks. So a separate thread writes the lines; if the
+pipe or disk does not accept them, those beyond a limit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import msgspec
 __all__ = ["configure"]
 
 _OURS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
-"""What every record has."""
+"""Attributes of every record."""
 _MOST_TEXT = 256
 """Characters of a field."""
 _MOST_SAID = 8192
-"""Characters of a message, and of a traceback: of that its end, which says what went wrong."""
+"""Characters of a message, and of a traceback, of which the end is kept."""
 _MOST_LINES = 4096
 """Lines that wait to be written."""
 _END_S = 1.0
-"""For what waits to be written when the process ends."""
+"""Time to write waiting lines when the process ends."""
 
 
 def configure(level: str, form: str, fd: int = 2) -> None:
-    """Log to a descriptor (standard error) from `level` on, as `form` says: "human" or "json"."""
+    """Log to a descriptor (standard error) from `level` on. form: "human" or "json"."""
     writer = _Writer(fd)
     writer.setFormatter(_Json() if form == "json" else _Human())
     logging.basicConfig(level=level.upper(), handlers=[writer], force=True)
@@ -46,8 +46,8 @@ class _Writer(logging.Handler):
         super().__init__()
         self._fd = fd
         self._lines: SimpleQueue[str | threading.Event | None] = SimpleQueue()
-        self._dropped = 0  # written by who logs, under the handler's lock
-        self._told = 0  # of these; the thread's
+        self._dropped = 0  # changed under the handler's lock
+        self._told = 0  # of these, reported in the log; used by the thread only
         self._thread = threading.Thread(target=self._run, name="kvdepot-log", daemon=True)
         self._thread.start()
 
@@ -61,18 +61,18 @@ class _Writer(logging.Handler):
             return
         try:
             self._lines.put(self.format(record))
-        except Exception:  # noqa: BLE001 - as every handler of logging: a bad line must not end who says it
+        except Exception:  # noqa: BLE001 - like all handlers of logging: a bad line must not raise in the caller
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until what was said is written, a second at most."""
+        """Wait until all lines are written, for a second at most."""
         if self._thread.is_alive():
             written = threading.Event()
             self._lines.put(written)
             written.wait(_END_S)
 
     def close(self) -> None:
-        """Write no more than what waits."""
+        """End the thread after the waiting lines."""
         self._lines.put(None)
         super().close()
 
@@ -91,9 +91,9 @@ class _Writer(logging.Handler):
                 self._write(self.format(record))
 
     def _write(self, line: str) -> None:
-        # Not through sys.stderr: the interpreter's end would wait for a lock that this thread has.
+        # Not through sys.stderr, because the interpreter's exit would wait for its lock, which this thread may hold.
         left = memoryview(f"{line}\n".encode(errors="backslashreplace"))
-        with contextlib.suppress(OSError):  # nobody is there any more: there is no one to tell
+        with contextlib.suppress(OSError):  # the reader is gone
             while left:
                 try:
                     left = left[os.write(self._fd, left) :]
@@ -116,14 +116,14 @@ class _Human(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatException(self, ei: Any) -> str:
-        """A traceback's end, each line of it set in: an error's words may be somebody else's, too."""
+        """The end of a traceback, indented and without control characters: the error's text may come from others."""
         lines = super().formatException(ei)[-_MOST_SAID:].splitlines()
         return "\n".join(f"  {_printable(line)}" for line in lines)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without a traceback."""
-        # A request id or a file's name is somebody else's word: it must not look like a line of ours, nor be heard by
-        # a terminal.
+        # Request ids and file names come from others: they must not forge a line, or send control characters to a
+        # terminal.
         line = _printable(super().formatMessage(record)[:_MOST_SAID])
         fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items())
         return f"{line} [{fields}]" if fields else line
@@ -152,7 +152,7 @@ class _Json(logging.Formatter):
         said |= {name: value for name, value in _fields(record).items() if name not in said}
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)[-_MOST_SAID:]
-        # surrogates: what was no UTF-8 on its way in (a file's name, say) is no UTF-8 on its way out
+        # surrogates stand for bytes that were not UTF-8 (in a file's name, for example), and cannot be encoded
         return msgspec.json.encode(_clean(said)).decode()
 
 

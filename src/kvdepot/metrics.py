@@ -1,19 +1,4 @@
-"""Counters: protocol/metrics.py."""
+"""Re-exports protocol/metrics.py."""
 
-from kvdepot.protocol.metrics import (
-    BOUNDS_S,
-    Event,
-    Journal,
-    Latencies,
-    Latency,
-    percentile,
-)
-
-__all__ = [
-    "BOUNDS_S",
-    "Event",
-    "Journal",
-    "Latencies",
-    "Latency",
-    "percentile",
-]
+from kvdepot.protocol.metrics import *  # noqa: F403
+from kvdepot.protocol.metrics import __all__ as __all__

@@ -1,7 +1,7 @@
-"""Standard input, output and error of a process that was started without them (`kvdepot serve <&- >&- 2>&-`).
+"""Opens standard input, output and error if the process was started without them (`kvdepot serve <&- >&- 2>&-`).
 
-Called first of all by the command and the web process, before anything opens a file: the next file would get the
-number of the missing one, and what libraries print would be written into it, the arena perhaps.
+The command and the web process call this before they open any file. Otherwise the next file, perhaps the arena, would
+get the missing number, and libraries would print into it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ __all__ = ["reserve"]
 
 
 def reserve() -> None:
-    """Give each of descriptors 0 to 2 that is closed to /dev/null, for this process and those that it starts."""
+    """Open /dev/null as each closed descriptor from 0 to 2, for this process and its children."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            fd = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-            assert fd == number, f"descriptor {number} is closed, and {fd} was given"
+            fd = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            assert fd == number, f"descriptor {number} is closed, but open returned {fd}"
             os.set_inheritable(fd, True)
-    # Python has none of these where the descriptor was closed.
+    # Python sets these to None if the descriptor was closed.
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

@@ -1,29 +1,4 @@
-"""The server's status: protocol/status.py."""
+"""Re-exports protocol/status.py."""
 
-from kvdepot.protocol.status import (
-    MOST_NAME,
-    Device,
-    Engine,
-    HitRate,
-    Kept,
-    NamespaceStatus,
-    Reuse,
-    Saved,
-    Status,
-    TierStatus,
-    read,
-)
-
-__all__ = [
-    "MOST_NAME",
-    "Device",
-    "Engine",
-    "HitRate",
-    "Kept",
-    "NamespaceStatus",
-    "Reuse",
-    "Saved",
-    "Status",
-    "TierStatus",
-    "read",
-]
+from kvdepot.protocol.status import *  # noqa: F403
+from kvdepot.protocol.status import __all__ as __all__

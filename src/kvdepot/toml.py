@@ -1,7 +1,7 @@
-"""What reads TOML: Python's own module, or before Python 3.11 the same by another name.
+"""Python's TOML module, or before Python 3.11 its equivalent.
 
-Imported by config.py and protocol/curve.py where there is a file to read: most processes read none, and it is slow to
-import.
+config.py and protocol/curve.py import it only when they read a file: it is slow to import, and most processes read
+none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How people write settings: sizes with units, and what is said of a wrong value or a mistyped name.
+"""Parsing of settings: sizes with units, and error messages for wrong values and mistyped names.
 
-Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate/replay.py. Nothing
-blocks.
+Used by config.py for the server's settings, by tiers/ for the options of a URL, and by simulate/replay.py.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def parse_size(text: str) -> float:
 
 
 def is_size(name: str) -> bool:
-    """Whether a setting of this name is a size: a plain number counts in the unit that the name ends with."""
+    """Whether a setting of this name is a size; its name ends with the unit of a plain number."""
     return name.endswith(("_gib", "_mib"))
 
 
 def in_units(given: Mapping[str, object]) -> dict[str, object]:
-    """Settings with sizes such as `arena_gib = "512MiB"` as numbers of the setting's own unit; the rest as it is."""
+    """Convert sizes such as `arena_gib = "512MiB"` to numbers in the setting's own unit; keeps the other settings."""
     return {name: _in_unit(name, value) if is_size(name) else value for name, value in given.items()}
 
 
@@ -45,7 +44,7 @@ def _in_unit(name: str, value: object) -> object:
     try:
         count = parse_size(value) / _UNITS[_unit(name).upper()]
     except ValueError:
-        return value  # which is no number either: `explain` says so
+        return value  # not a number either, which `explain` reports
     return int(count) if count.is_integer() else count
 
 
@@ -54,13 +53,13 @@ def _unit(name: str) -> str:
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """The known name that a mistyped one is closest to; empty: none is close."""
+    """The known name that is closest to a mistyped one; empty if none is close."""
     close = get_close_matches(name.replace("-", "_"), known, 1)
     return close[0] if close else ""
 
 
 def explain(exc: msgspec.ValidationError, given: Mapping[str, object]) -> tuple[str, str]:
-    """The field that a struct could not be made for, empty where it is none of them; and what is wrong, in words.
+    """The field that failed validation (empty if it is not a single field), and what is wrong with it.
 
     given: the values that were converted.
     """

@@ -1,4 +1,4 @@
-"""The `kvdepot` command as a process: one that ends by itself, or one on a terminal."""
+"""The `kvdepot` command as a process, with pipes or on a terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def doctor(*words: str, **environ: str) -> tuple[int, dict[str, list[dict[str, s
 
 
 class Terminal:
-    """A command on a terminal of its own: what it has written, and a keyboard."""
+    """A command on a terminal of its own: its output, and a keyboard."""
 
     def __init__(self, *words: str, columns: int = 80, lines: int = 24, **environ: str) -> None:
         self.outer, inner = pty.openpty()

@@ -1,4 +1,4 @@
-"""`kvdepot check` on arenas that real servers left, whole and damaged; and servers that start on these."""
+"""`kvdepot check` on intact and damaged arenas of real servers; and servers that start on these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people do to chunks: warm, pin, forget, check."""
+"""The commands for chunks: warm, pin, forget, check."""
 
 from __future__ import annotations
 

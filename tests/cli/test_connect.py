@@ -1,4 +1,4 @@
-"""Commands whose server is not there, or does not answer."""
+"""Commands whose server does not exist, or does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvdepot doctor`: what it finds where all is well, and where it is not."""
+"""`kvdepot doctor`: its findings with and without problems."""
 
 from __future__ import annotations
 

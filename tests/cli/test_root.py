@@ -1,4 +1,4 @@
-"""All commands: what they are called, what they answer to wrong usage, and what they do without a reader."""
+"""All commands: their names, their errors for wrong usage, and what they do if nobody reads their output."""
 
 from __future__ import annotations
 

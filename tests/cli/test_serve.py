@@ -1,4 +1,4 @@
-"""`kvdepot serve` and `kvdepot config`: what is said about settings."""
+"""`kvdepot serve` and `kvdepot config`: messages about settings."""
 
 from __future__ import annotations
 

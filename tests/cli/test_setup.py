@@ -1,4 +1,4 @@
-"""What is done once: keys, and the shell's completion."""
+"""Commands for setting up: keys, and the shell's completion."""
 
 from __future__ import annotations
 

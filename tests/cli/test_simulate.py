@@ -1,4 +1,4 @@
-"""`kvdepot simulate` on a terminal and into a pipe."""
+"""`kvdepot simulate` on a terminal and in a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvdepot open` and `kvdepot token`: who is told where the page is, and the token."""
+"""`kvdepot open` and `kvdepot token`: who gets the page's URL and the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of states: walked by itself, and by everything that the index does to its chunks."""
+"""The table of state transitions: by itself, and as the index uses it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Seen = tuple[State, Event, State]
 
 
 class Observed(dict[State, Any]):
-    """The table, for the index to use, and every step that it takes by it."""
+    """The table, in a form that records every transition of the index."""
 
     def __init__(self) -> None:
         super().__init__({state: Row(state, self) for state in State})
@@ -83,7 +83,7 @@ class Row(dict[Event, State]):
 
 
 def facts(index: Index) -> Any:
-    """All that a step may change."""
+    """Everything that a transition may change."""
     return (
         [
             (c.key, c.state, c.sealed, c.children, c.holds, c.bytes, c.broken, c.gone, c.generation, c.born,
@@ -97,7 +97,7 @@ def facts(index: Index) -> Any:
 
 
 class States(RuleBasedStateMachine):
-    """Any verb, on any shard, whether it is allowed or not: a chain of three chunks on two ranks."""
+    """Any operation on any shard, allowed or not; on a chain of three chunks and two ranks."""
 
     @initialize()
     def begin(self) -> None:
@@ -113,7 +113,7 @@ class States(RuleBasedStateMachine):
         return self.shelf.namespace.chunks.get(self.chain[number])
 
     def attempt(self, verb: Callable[[], None], is_allowed: bool) -> bool:
-        """Do it, and see that it is refused with nothing changed unless it is allowed."""
+        """Perform an operation; unless it is allowed, it must be refused without changing anything."""
         before = facts(self.index)
         if is_allowed:
             verb()
@@ -270,7 +270,7 @@ TestStates.settings = settings(max_examples=100, stateful_step_count=50, deadlin
 
 
 def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that nothing takes would be no part of how chunks live."""
+    """Every transition of the table is used; unused ones should be removed."""
     table = Observed()
     for module in ("index", "chains"):
         monkeypatch.setattr(f"kvdepot.core.index.{module}.TRANSITIONS", table)

@@ -1,4 +1,4 @@
-"""The index against a plain model of what is stored, pinned and needed by what is behind it."""
+"""The index, compared with a plain model of the chunks that are stored, pinned, or have chunks behind them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
 
 @dataclass(eq=False)
 class Stored:
-    """A chunk that should be there."""
+    """A chunk that should exist."""
 
     place: int  # which namespace
     key: bytes
@@ -40,7 +40,7 @@ class Stored:
 
 
 class Model:
-    """A dict of chunks, and every question answered by walking all of it."""
+    """A dict of chunks; every query walks all of it."""
 
     def __init__(self, capacity: int, worlds: list[int]) -> None:
         self.capacity = capacity
@@ -51,7 +51,7 @@ class Model:
         return sum(chunk.size * len(chunk.ranks) for chunk in self.chunks.values())
 
     def removable(self, *also_needed: Stored | None) -> list[Stored]:
-        """Chunks that may go: nothing needs them, and nothing that is behind them."""
+        """Chunks that may be evicted: nothing holds them or a chunk behind them."""
         kept: set[int] = set()
         for chunk in [*self.chunks.values(), *filter(None, also_needed)]:
             if chunk.needed() or chunk in also_needed:
@@ -62,7 +62,7 @@ class Model:
         return [chunk for chunk in self.chunks.values() if id(chunk) not in kept]
 
     def prefix(self, place: int, keys: list[bytes]) -> list[Stored]:
-        """Linear search: chunks from the first on, as long as every rank's shard is sealed."""
+        """Linear search: chunks from the first on, while every rank's shard is sealed."""
         found = []
         for key in keys:
             chunk = self.chunks.get((place, key))
@@ -101,7 +101,7 @@ class IndexMachine(RuleBasedStateMachine):
         (self.told.add if there else self.told.discard)((chunk.namespace.number, chunk.key))
 
     def watch_evictions(self, before: int, need: int, stored: bool, *spared: Stored | None) -> None:
-        """What has gone since `before` bytes were used was allowed to go, and had to."""
+        """The chunks evicted since `before` bytes were used were evictable, and their space was needed."""
         model = self.model
         gone = [c for (place, key), c in model.chunks.items() if key not in self.namespaces[place].chunks]
         allowed = set(map(id, model.removable(*spared)))

@@ -1,4 +1,4 @@
-"""A new index from the records of the last: all that was sealed comes back, in its chains, and nothing else."""
+"""Recovery of an index from its records: exactly the sealed chunks are restored, with their chains."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def matched(index: Index, keys: list[bytes], model: str = "m", world_size: int =
 
 
 def facts(index: Index) -> Any:
-    """What a user could tell two indices apart by."""
+    """Everything by which users could distinguish two indices."""
     return sorted(
         (
             namespace.number,
@@ -291,7 +291,7 @@ def test_a_corrupt_chunk_is_no_hit_nor_are_those_behind_it_until_it_is_stored_ag
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_restart_at_any_time_finds_what_was_sealed_then(seed: int) -> None:
-    """The oracle knows of each shard whether it is sealed; evictions are read from the index."""
+    """The oracle tracks whether each shard is sealed; evictions are read from the index."""
     rng = random.Random(seed)
     pages = rng.choice([8, 20, 60])
     index = make(pages, slots=rng.choice([30, 400]))

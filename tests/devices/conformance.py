@@ -1,7 +1,7 @@
-"""What every device must do: the suite of `kvdepot.memory.copier.Mapped`.
+"""The conformance suite of devices: what every `kvdepot.memory.copier.Mapped` must do.
 
-A subclass gives `worker` (owns tensors, see tensors.py) and `devices` (the server's end), both for the class, and says
-in `footprint` what must not grow. Everything is compared byte for byte, on random bytes, with all that lies around.
+A subclass provides the class-wide fixtures `worker` (owns tensors, see tensors.py) and `devices` (the server's end),
+and `footprint`, which must not grow. Random bytes are compared one by one, including all those around the copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUNDS = 100
 
 @contextlib.contextmanager
 def arena_of(pages: int = ARENA_PAGES) -> Iterator[Arena]:
-    """An arena of so many pages for chunks."""
+    """An arena with this number of pages for chunks."""
     arena = Arena(f"kvdepot-test-{uuid.uuid4().hex[:12]}", 4 * PAGE + pages * PAGE, b"bootboot")
     try:
         yield arena
@@ -70,7 +70,7 @@ def block_orders(nb: int, count: int) -> st.SearchStrategy[list[int]]:
 
 
 def fragmented(arena: Arena, draw: random.Random) -> Allocator:
-    """What is free in an arena: runs of one to three pages, never side by side."""
+    """The free extents of a fragmented arena: one to three pages, never adjacent."""
     allocator = Allocator(arena.header.chunks_start, arena.size)
     pages = sorted(extents[0] for _ in range(allocator.capacity // PAGE) if (extents := allocator.allocate(PAGE)))
     while pages:
@@ -81,7 +81,7 @@ def fragmented(arena: Arena, draw: random.Random) -> Allocator:
 
 
 def chunk_bytes(layout: Layout, memory: dict[str, Bytes], ids: list[int]) -> bytes:
-    """A chunk as protocol/layout.py says it lies in the arena; memory: the mappings' bytes."""
+    """A chunk's bytes in the arena according to protocol/layout.py. memory: the mappings' bytes."""
     parts = []
     for segment in layout.segments:
         base = memory[layout.mappings[segment.mapping].name]
@@ -95,13 +95,13 @@ def places(extents: Extents, size: int) -> list[int]:
 
 
 def differing(found: Bytes, expected: Bytes) -> str:
-    """Where two memories differ, for a failure's message."""
+    """Where two memories differ, for the message of a failure."""
     wrong = np.flatnonzero(found != expected).tolist()
     return f"{len(wrong)} of {len(found)} bytes are wrong, at {wrong[:8]}"
 
 
 def descriptors_and_maps() -> dict[str, int]:
-    """What this process has open and mapped."""
+    """The number of this process's descriptors and mappings."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line or "memfd:" in line]
     return {"fds": len(os.listdir("/proc/self/fd")), "maps": len(maps)}  # noqa: PTH208 - cheaper than paths
 

@@ -1,4 +1,4 @@
-"""The suite of all devices for GPUs: each way of copying, and everything so small that chunks need several of it."""
+"""The conformance suite for GPUs: each copy path, with buffers so small that a chunk needs several."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prepare(devices: Devices, patch: pytest.MonkeyPatch, *ways: str) -> Any:
 
 
 class CopyPathsConformance(DeviceConformance):
-    """A subclass says where its workers are to be had: `start_worker`."""
+    """A subclass provides `start_worker`."""
 
     ways: ClassVar[tuple[str, ...]] = ("dma", "dma")
     """Stores, retrieves."""
@@ -80,7 +80,7 @@ class CopyPathsConformance(DeviceConformance):
         mapped = devices.map(build_layout(other.make(model), model.axes))
         gpu = next(iter(devices._gpus._gpus.values()))  # type: ignore[union-attr]
         try:
-            if not set(cls.ways) <= set(gpu.copy_paths.there):
+            if not set(cls.ways) <= set(gpu.copy_paths.available):
                 pytest.skip(gpu.copy_paths.without)
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Worker processes with tensors on a GPU that are registered with a server, and the truth about their bytes."""
+"""Worker processes with tensors on a GPU that are registered with a server, and the expected bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.devices.tensors import Bytes, Model
 from tests.devices.worker import WorkerProcess
 
 BLOCK = 64
-"""Tokens a block: four blocks a chunk."""
+"""Tokens per block; a chunk has four blocks."""
 CHUNK = 256
 BLOCKS = 24
 
@@ -64,7 +64,7 @@ class Engine:
         return [int((a != b).sum()) for a, b in zip(self.process.read(), expected, strict=True)]
 
     def round_trip(self, source: list[int], target: list[int], tokens: list[int]) -> None:
-        """Store blocks, fill all memory anew, and get them back elsewhere, with nothing else touched."""
+        """Store blocks, overwrite all memory, and load them into other blocks; nothing else may change."""
         assert self.store(source, tokens)
         self.comes_back(self.truth, source, target, tokens)
 

@@ -1,6 +1,7 @@
-"""A process that tests of sharing tell what to do: a worker that has GPU memory, or a server that opens it.
+"""A process for tests of sharing: a worker with GPU memory, or a server that opens it.
 
-One request a line, as JSON: a method and its arguments; one answer: "ok" and a value, or an exception's type and text.
+A request is one line of JSON: a method and its arguments. The reply is "ok" and a value, or an exception's type and
+text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _GRANULE = 2 << 20
 
 
 class DriverTensor:
-    """As much of a torch tensor as sharing needs, on memory from the driver."""
+    """The part of a torch tensor that sharing uses, on memory from the driver."""
 
     dtype = "torch.uint8"
 

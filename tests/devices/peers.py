@@ -1,4 +1,4 @@
-"""Processes on the other side of what is shared: tests/devices/peer.py, told line by line what to do."""
+"""Processes that run tests/devices/peer.py, controlled by the tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Peer:
-    """A process that does what it is told, line by line: tests/devices/peer.py."""
+    """A process that runs tests/devices/peer.py."""
 
     def __init__(self, machine: Machine, **environment: str) -> None:
         self.process = subprocess.Popen(

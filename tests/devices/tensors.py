@@ -1,6 +1,6 @@
-"""KV tensors as engines make them, described without torch: where their elements lie in storages of plain bytes.
+"""KV tensors like those of engines, described without torch: where their elements are in storages of plain bytes.
 
-Also the oracle: what a store or a retrieve must leave behind, by numpy alone, element by element.
+It also has the oracle: the expected result of a store or a retrieve, computed with numpy, element by element.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which way copies go is chosen from what was measured, on GPUs of the stand-in; and what a context takes is told."""
+"""Calibration on GPUs of the stand-in: the choice of copy paths, and the memory of a context."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_measuring_copies_every_size_every_way_and_gives_all_memory_back(machine
         before = holdings(machine)
         found = calibrate.measure(gpu)
         assert holdings(machine) == before
-        ways = gpu.copy_paths.there
+        ways = gpu.copy_paths.available
     finally:
         gpu.close()
     assert set(ways) == {"dma", "kernel", "staged"}

@@ -1,4 +1,4 @@
-"""The processor's own memory, by the suite of all devices."""
+"""CPU memory, with the conformance suite of devices."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_tensors_are_shared_also_where_torchs_helper_is_held_up_for_longer_than_
 
 
 class TestMemoryThatOthersHold:
-    """Sharing moves a storage and frees its old memory, so what is known to point there must not be left behind."""
+    """Sharing moves a storage and frees its old memory, so known references to that must prevent it."""
 
     def test_a_tensor_of_which_an_array_is_alive_is_refused_and_the_array_stays_good(self) -> None:
         tensor = torch.arange(16 * 64 * 4).view(16, 64, 4)

@@ -1,4 +1,4 @@
-"""GPUs by the suite of all devices, on the stand-in of NVIDIA's driver: logic, not speed (that is tests/gpu)."""
+"""GPUs, with the conformance suite of devices on the stand-in of NVIDIA's driver: logic, not speed (see tests/gpu)."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_a_gpu_that_is_lost_is_left_and_does_not_stop_the_copies_of_others(
 def test_a_copy_goes_on_while_other_pieces_of_the_arena_pass_from_gpu_to_gpu(
     machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
 ) -> None:
-    """The first piece cannot be given up as long as a copy touches it; those behind it can be used all the same."""
+    """The first piece cannot be unregistered while a copy uses it, but the pieces behind it can be used."""
     other = WorkerProcess(machine.environment(), gpu=1)
     start = arena.header.chunks_start
     with suite.case(other, devices, arena, small()) as second, suite.case(worker, devices, arena, small()) as first:
@@ -380,7 +380,7 @@ def test_a_copy_goes_on_while_other_pieces_of_the_arena_pass_from_gpu_to_gpu(
 def test_two_gpus_are_entered_and_left_again_and_again_while_copies_run(
     machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
 ) -> None:
-    """Whoever leaves passes the arena's registrations on to the other, in the midst of its copies."""
+    """A GPU that is left passes the arena's registrations on to the other one, during its copies."""
     other = WorkerProcess(machine.environment(), gpu=1)
     layouts = [build_layout(end.make(model), model.axes) for end, model in ((worker, small()), (other, small()))]
     start, pages = arena.header.chunks_start, 5
@@ -406,7 +406,7 @@ def test_two_gpus_are_entered_and_left_again_and_again_while_copies_run(
 def test_a_gpu_is_entered_while_another_one_is(
     machine: Machine, devices: Devices, worker: WorkerProcess, arena: Arena
 ) -> None:
-    """One hangs: its engine waits, the other GPU's does not."""
+    """If one GPU hangs, its engine waits, but the other GPU's does not."""
     other = WorkerProcess(machine.environment(), gpu=1)
     model = small()
     layout = build_layout(other.make(model), model.axes)

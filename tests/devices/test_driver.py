@@ -1,4 +1,4 @@
-"""What is asked of a driver and its bindings, and which calls are left out where they would do harm."""
+"""Requirements on the driver and its bindings, and calls that are avoided where they would do harm."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_where_the_gpu_sees_registered_memory_elsewhere_no_address_goes_to_it_as
     context = driver.retain(0)
     with driver.current(context):
         ways = CopyPaths(driver, 0, 64 << 20)
-        assert ways.there == ("dma",) and ways.without
+        assert ways.available == ("dma",) and ways.without
         device = int(driver.call("cuMemAlloc", len(host)))
         driver.call("cuMemHostRegister", host.ctypes.data, len(host), 3)
         plan = Plan(

@@ -1,4 +1,4 @@
-"""A GPU whose context is lost is left, its memory forgotten, and the others' copies go on, on the stand-in."""
+"""A lost GPU context, on the stand-in: the GPU is left, its memory forgotten, and other GPUs keep copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has queued on its GPU happens before the server copies: for holders of a CUDA event's handle, too."""
+"""Work that a worker has queued on its GPU is finished before the server copies, also if it passes an event handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every byte of a chunk is planned once, between its place in the arena and its block. The oracle counts bytes."""
+"""Plans contain every byte of a chunk once, between its extent in the arena and its block. The oracle counts bytes."""
 
 from __future__ import annotations
 

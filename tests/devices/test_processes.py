@@ -1,4 +1,4 @@
-"""GPUs between processes: a real server and real workers on the stand-in of NVIDIA's driver, and what kills them."""
+"""GPUs across processes: a real server and real workers on the stand-in of NVIDIA's driver, also killed ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A worker's GPU memory in the server, on the stand-in for the driver; exporter and importer are real processes.
+"""Sharing a worker's GPU memory with the server, on the stand-in for the driver; both are real processes.
 
-It proves what is called in which order, and what is given back; that a real driver agrees is for tests/gpu to say.
+It tests the order of calls and that everything is released; tests/gpu tests that a real driver agrees.
 """
 
 from __future__ import annotations

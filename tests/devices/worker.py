@@ -1,7 +1,8 @@
-"""A process that owns KV tensors on a GPU, as an engine's worker does: CUDA shares no memory within one process.
+"""A process that owns KV tensors on a GPU, like an engine's worker; CUDA cannot share memory within one process.
 
-Tensors are made through the driver alone (`DriverTensor`), so that the real one and its stand-in run the same tests
-without torch. Run as `python -m tests.devices.worker FD`: one pickled call in, one answer out, until its end closes.
+Tensors are allocated through the driver alone (`DriverTensor`), so that the real driver and its stand-in run the same
+tests without torch. Run as `python -m tests.devices.worker FD`: it takes pickled calls and answers them, until the
+other end closes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Eviction policies: what each keeps, that none names what may not go, and what `adaptive` reaches."""
+"""Eviction policies: what each keeps, that none names a chunk that is not evictable, and how good `adaptive` is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def key_of(name: object) -> bytes:
 
 
 class Cache:
-    """An index of `chunks` chunks under a policy, and requests as a depot makes them."""
+    """An index of `chunks` chunks with a policy, and requests as a depot makes them."""
 
     def __init__(self, name: str, chunks: int) -> None:
         self.policy = POLICIES[name]()
@@ -41,7 +41,7 @@ class Cache:
         self.namespace.live = 1
 
     def ask(self, *prompt: object) -> int:
-        """A request: look up, store what is missing. How many chunks were there."""
+        """A request: look up, and store the missing chunks; returns the number of hits."""
         keys = [key_of(prompt[: i + 1]) for i in range(len(prompt))]
         pin = self.index.match(self.namespace, b"".join(keys))
         self.index.hold(pin.chunks)
@@ -58,7 +58,7 @@ class Cache:
         return pin.matched
 
     def has(self, *prompt: object) -> int:
-        """How many chunks of a prompt are there. Asking this is no use."""
+        """The number of chunks of a prompt that exist, without using them."""
         keys = b"".join(key_of(prompt[: i + 1]) for i in range(len(prompt)))
         return self.index.match(self.namespace, keys).matched
 
@@ -96,7 +96,7 @@ def test_what_was_popular_long_ago_gives_way_to_what_is_popular_now(name: str) -
 
 @EVERY
 def test_a_head_that_many_tails_share_is_as_frequent_as_they_are_together(name: str) -> None:
-    """Each request uses its deepest chunk only; the head must not count as something used once."""
+    """Each request uses only its deepest chunk, but the head must not count as used once."""
     cache = Cache(name, 60)
     for number in range(50):
         cache.ask("head", 1, 2, 3, ("tail", number))
@@ -116,7 +116,7 @@ def test_adaptive_keeps_most_of_a_loop_that_is_larger_than_the_cache() -> None:
 
 
 def test_adaptive_keeps_the_chats_that_go_on_and_drops_the_prompts_that_do_not() -> None:
-    """Both are new; only what they were stored behind tells them apart."""
+    """Both are new, and differ only in the chunk they were stored behind."""
     hits = {}
     for name in ("lru", "adaptive"):
         cache = Cache(name, 400)
@@ -142,7 +142,7 @@ def test_adaptive_keeps_the_chats_that_go_on_and_drops_the_prompts_that_do_not()
 
 @EVERY
 def test_a_request_that_touches_a_chunk_many_times_uses_it_once(name: str) -> None:
-    """Retrieves of ranks and repeated lookups hold chunks, too; they must not make them look popular."""
+    """Retrieves of ranks and repeated lookups also hold chunks, but must not make them look popular."""
     caches = [Cache(name, 40), Cache(name, 40)]
     draw = random.Random(3)
     for number in range(600):
@@ -382,7 +382,7 @@ TestPolicyMachine.settings = settings(max_examples=40, stateful_step_count=50, d
     ids=["agents", "chat", "loop", "system_prompts", "scan_heavy", "shifting"],
 )
 def test_adaptive_is_not_much_below_the_best_of_the_others(make: Callable[[], traces.Prompts], capacity: int) -> None:
-    """A guard against getting worse. It does not hold everywhere: kvdepot.eviction.adaptive says where."""
+    """A guard against regressions. It does not hold for all traffic; see kvdepot.eviction.adaptive."""
     trace = Trace(make())
     rates = {name: replay(trace, name, capacity).hit_rate for name in ("lru", "s3fifo", "adaptive")}
     assert rates["adaptive"] >= max(rates.values()) - 0.003, rates

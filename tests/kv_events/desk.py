@@ -15,10 +15,10 @@ Believed = set[tuple[str, bytes]]
 
 
 class Desk:
-    """A publisher on an index of the test's own; the test's thread is the deciding one."""
+    """A publisher on the test's own index; the test's thread is the deciding one."""
 
     def __init__(self, endpoint: str, pages: int = 64, most: int = 1 << 17, before: int = 0, **limits: int) -> None:
-        """before: so many chunks are there before the feed hears of any."""
+        """before: number of chunks that exist before the feed."""
         self.feed = Feed(most)
         self.watched = not before
         self.shelf = Shelf(pages, watch=self.hear)

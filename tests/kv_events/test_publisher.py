@@ -1,4 +1,4 @@
-"""KV events as a router sees them: a subscriber that loses messages, asks for replays, and must believe what is so."""
+"""KV events from a router's view: a subscriber that loses messages, asks for replays, and must know the true state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.server.process import kill, run_serve
 
 
 class Subscriber:
-    """A router's ear, on a thread of its own, that reads as vLLM's example of a subscriber does."""
+    """A router's subscriber on a thread of its own; reads like vLLM's example of a subscriber."""
 
     def __init__(self, endpoint: str, key: Path | None = None, loses: Callable[[int], bool] = lambda number: False):
         self.endpoint = endpoint
@@ -377,7 +377,7 @@ def test_a_replay_that_nobody_reads_stops_neither_events_nor_the_next_replay(
 
 
 class Clock:
-    """What the publisher takes for `time`: it stands still until it is told to go on."""
+    """Replaces the publisher's `time`: it stands still until the test advances it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -390,7 +390,7 @@ class Clock:
 
 
 def test_replays_rest_four_times_as_long_as_they_work(start_desk: StartDesk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for them all the time gets a share of the processor, and no more."""
+    """A client that requests replays all the time gets only a share of the CPU."""
     clock, worked_s, work_s = Clock(), 0.0, 0.5
     publisher = start_desk().publisher  # without its thread: we are it
     publisher._waiting = {b"greedy": 0}

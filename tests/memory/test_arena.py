@@ -1,4 +1,4 @@
-"""The arena's lock proves that its server touches no memory any more: it is the last thing of a dead server to go."""
+"""The arena: its lock, which a dead server releases last, proves that the server no longer touches memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def name() -> Iterator[str]:
 def test_a_table_is_read_whole_however_little_the_system_reads_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux reads 2 GiB at once at most, which is the table of an arena of 256 GiB."""
+    """Linux reads at most 2 GiB at once, the size of the table in an arena of 256 GiB."""
     reads: list[int] = []
 
     def read_little(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -70,7 +70,7 @@ def test_a_table_is_read_whole_however_little_the_system_reads_at_once(
 
 
 def test_a_killed_servers_lock_is_free_only_after_all_it_opened_later_has_ended(name: str, tmp_path: Path) -> None:
-    """What it opened later is what drivers hold: with it ends what they do for the server."""
+    """Files opened later stand for those of drivers, whose work for the server ends when they are released."""
     files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 200, 15_000)
     later = [tmp_path / "first", tmp_path / "last"]
     for path in later:

@@ -1,4 +1,4 @@
-"""The copy threads alone, over an arena so fragmented that chunks lie in several pieces: every byte, and no other."""
+"""The copy threads, on an arena so fragmented that chunks have several extents: they copy every byte, and no other."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def bench() -> Iterator[Bench]:
 
 @st.composite
 def layouts(draw: st.DrawFn, name: str) -> Layout:
-    """Segments of any size and gap behind each other; some interleaved with the next, as cut from one block."""
+    """Segments of any size, with any gaps; some are interleaved with the next, like parts of one block."""
     num_blocks = 9
     segments, offset = [], draw(st.sampled_from([0, 64, 1000]))
     for _ in range(draw(st.integers(1, 4))):
@@ -81,7 +81,7 @@ def layouts(draw: st.DrawFn, name: str) -> Layout:
 
 
 def pieces_of(allocator: Allocator, draw: Callable[[int], int]) -> None:
-    """Leave a space with free extents of one to three pages, never side by side."""
+    """Fragment an allocator into free extents of one to three pages, never adjacent."""
     pages = [allocator.allocate(PAGE) for _ in range(allocator.capacity // PAGE)]
     assert all(pages)
     ordered = sorted(extents[0] for extents in pages if extents)

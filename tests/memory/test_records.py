@@ -1,4 +1,4 @@
-"""The table of records: what is written is read by the next server, whatever else happens to the table."""
+"""The table of records: the next server reads what was written, even if other parts of the table are damaged."""
 
 from __future__ import annotations
 

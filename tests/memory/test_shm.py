@@ -1,4 +1,4 @@
-"""Clients' leases in shared memory: swept once their client is dead, and not before."""
+"""Clients' leases in shared memory: they are removed after their client's death, and not before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dashboard and alerts: their queries against what a server exports, each alert against a made-up depot in trouble."""
+"""Dashboard and alerts: queries are compared with a server's metrics; each alert is tested on a simulated problem."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def all_panels() -> list[dict[str, Any]]:
-    """Those too that rows hold which are folded up."""
+    """All panels, including those in collapsed rows."""
     panels = dashboard.dashboard()["panels"]
     return [each for panel in panels for each in (panel, *panel.get("panels", ()))]
 
@@ -169,7 +169,7 @@ QUIET = {
     f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="dropped_chunks"}}': "7x300",
     f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x300",
 }
-"""Five hours of a depot that is well, a value a minute."""
+"""Five hours of a healthy server, one value per minute."""
 TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotUnreachable": {f"up{{{LABELS}}}": "1x170 0x130"},
     "KVDepotNotServing": {f"kvdepot_up{{{LABELS}}}": "1x170 0x130"},
@@ -187,11 +187,11 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotGpuFailing": {f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x200 0x100"},
     "KVDepotTierSpoilt": {f'kvdepot_tier_events_total{{{LABELS}, tier="disk", event="spoilt_chunks"}}': "0x220 1x80"},
 }
-"""What is otherwise where an alert is to fire."""
+"""The series that differ when an alert must fire."""
 
 
 def rule_tests(folder: Path, trouble: str) -> Path:
-    """A file for `promtool test rules`: four hours in, just this alert fires."""
+    """A file for `promtool test rules`: after four hours, only this alert fires."""
     series = QUIET | TROUBLE.get(trouble, {})
     fires = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if trouble else []
     (folder / "rules.yaml").write_text(alerts.render())

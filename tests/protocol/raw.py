@@ -1,4 +1,4 @@
-"""A client without a client's code: it sends what it likes."""
+"""A client without our client code, which can send anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import Depot
 
 
 class Raw:
-    """A client that sends what it likes."""
+    """A client that can send anything."""
 
     def __init__(self, depot: Depot) -> None:
         self._socket = depot.context.socket(zmq.DEALER)
@@ -62,7 +62,7 @@ class Raw:
         return self
 
     def introduce(self, lease: str, secret: bytes) -> Any:
-        """Say hello and prove it with this lease; the welcome, or the error on the way there."""
+        """Complete the handshake with this lease; returns the welcome, or the error."""
         offer = handshake.Offer(lease, secret, self._sealed)
         number = next(self._numbers)
         value = self._exchange(number, wire.encode_request(number, offer.hello))

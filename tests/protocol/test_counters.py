@@ -1,4 +1,4 @@
-"""One table of counters: what is added to it is found wherever counters are shown."""
+"""The table of counters: a new entry appears wherever counters are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may listen where: what is somebody else's stays so."""
+"""Binding to endpoints: files of others are not removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_who_claims_a_place_while_its_lock_goes_has_it_alone(tmp_path: Path, mon
     lock = tmp_path / "s.lock"
 
     def slow(fd: int, how: int) -> None:
-        """Between opening the lock's file and locking it, its owner has ended, and another has begun."""
+        """Between opening the lock file and locking it, its owner has ended, and another server has started."""
         monkeypatch.setattr("fcntl.flock", flock)
         lock.unlink()
         others.append(Claim(url, "--url"))

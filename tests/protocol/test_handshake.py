@@ -1,4 +1,4 @@
-"""Hello where anybody could answer or listen in between: only a server of this user is believed, and only a client."""
+"""The handshake where others could impersonate either end: each end accepts only one of this user."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_urls() -> dict[str, str]:
 
 
 class Impostor:
-    """A program that listens where a server should, and passes on, alters or makes up what is said."""
+    """An impostor at a server's endpoint, which forwards, alters or forges messages."""
 
     def __init__(self, url: str, answer: Callable[[bytes, bytes], bytes | None]) -> None:
         """answer: from identity and frame; None says nothing."""
@@ -106,7 +106,7 @@ def lie(claimed: Callable[[wire.Hello], tuple[Any, bytes]]) -> Callable[[bytes, 
 
 
 def refused(url: str, context: zmq.Context[Any], impostor: Impostor) -> str:
-    """What a client says of that server; it must have told it nothing but its hello."""
+    """The client's error about that server; it must not have sent anything but its hello."""
     client = MessageQueueClient(url, context)
     try:
         with pytest.raises(Unavailable) as error:
@@ -136,7 +136,7 @@ def test_who_names_the_clients_own_lease_as_its_arena_is_not_believed(
 def test_who_answers_what_nobody_has_asked_it_yet_is_not_believed(
     url: str, context: zmq.Context[Any], start_impostor: Callable[..., Impostor]
 ) -> None:
-    """Requests wait until the server is known, and their numbers are easily guessed."""
+    """Requests wait until the server is authenticated, and their ids are easy to guess."""
 
     def answer(_: bytes, frame: bytes) -> bytes:
         assert int.from_bytes(frame[:8], "little") > 1, "a hello comes after what waits for it"
@@ -166,7 +166,7 @@ def test_who_names_the_arena_of_a_real_server_but_cannot_read_it_is_not_believed
 def test_a_proof_for_one_client_is_none_for_another(
     context: zmq.Context[Any], start_depot: StartDepot, start_impostor: Callable[..., Impostor]
 ) -> None:
-    """Whoever can connect to a server can have it prove itself, but with nonce and lease of the asker."""
+    """Any client can make a server prove itself, but only for that client's nonce and lease."""
     real = start_depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8)
     asking = Raw(real)
     value = asking.ask(Offer(asking.lease.name, asking.lease.secret, True).hello)
@@ -194,7 +194,7 @@ def test_an_arena_without_a_server_or_that_others_may_read_proves_nothing(
 
 
 class Relay:
-    """Passes frames between a client and a real server, and may alter what goes either way."""
+    """A man in the middle between a client and a real server, which can alter frames in both directions."""
 
     def __init__(self, depot: Depot) -> None:
         self._depot = depot

@@ -1,4 +1,4 @@
-"""The chain of chunk hashes: equal bytes everywhere, and never equal where the KV differs."""
+"""The chain of chunk hashes: the same on every host, and different whenever the KV differs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hashed(tokens: list[int], size: int, root: bytes = ROOT, extras: tuple[tuple
 
 
 def by_hand(tokens: list[int], size: int) -> list[bytes]:
-    """The chain as its specification says it, one chunk at a time."""
+    """The chain according to its specification, one chunk at a time."""
     found, parent = [], blake3(b"kvdepot chunk chain 1").digest()
     for first in range(0, len(tokens) // size * size, size):
         text = b"".join(token.to_bytes(4, "little") for token in tokens[first : first + size])

@@ -1,4 +1,4 @@
-"""Layouts against an oracle that asks numpy where every single element lies."""
+"""Layouts, compared with an oracle that asks numpy for the address of every element."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def block_contents(views: list[TensorView], axes: list[int], block: int) -> dict
 
 
 def chunk_contents(layout: Layout, views: list[TensorView], axes: list[int], blocks: list[int]) -> list[object]:
-    """What byte after byte of a chunk of these blocks is, as the layout says; a wrong address is a KeyError."""
+    """The meaning of each byte of a chunk of these blocks, by the layout; a wrong address is a KeyError."""
     contents = {block: block_contents(views, axes, block) for block in blocks}
     found: list[object] = []
     for segment in layout.segments:
@@ -78,7 +78,7 @@ def chunk_contents(layout: Layout, views: list[TensorView], axes: list[int], blo
 
 
 def assert_describes(layout: Layout, views: list[TensorView], axes: list[int]) -> None:
-    """Every byte of every block once, none besides, in an order that is the same for all blocks."""
+    """The layout covers every byte of every block once, and no other, in the same order for all blocks."""
     size = sum(
         view.item_bytes * math.prod(view.shape) // view.shape[axis] for view, axis in zip(views, axes, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Whatever arrives, the server answers it or counts it, and goes on serving others. Spoken to with a bare socket."""
+"""Whatever arrives, the server answers or counts it, and keeps serving others. Tested with a bare socket."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def memory() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _serves_others(depot: Depot) -> Iterator[None]:
-    """After every test here a client that behaves is served, and the process is the same one."""
+    """After every test, a regular client is served by the same process."""
     yield
     if depot.process.poll() is not None:
         pytest.fail(f"the server ended:\n{depot.logged()}")

@@ -1,4 +1,4 @@
-"""Processes of `kvdepot serve` that end, by themselves or killed."""
+"""Processes of `kvdepot serve` that exit or are killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.conftest import Depot
 
 
 def run_serve(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A `kvdepot serve` that is expected to end by itself."""
+    """A `kvdepot serve` that is expected to exit by itself."""
     return subprocess.run(
         [sys.executable, "-m", "kvdepot.cli", "serve", *flags],
         capture_output=True, text=True, timeout=120, env={**os.environ, **environ}, check=False,

@@ -1,4 +1,4 @@
-"""Bounds on everything a client can make grow: refused by name, counted, and without harm to the others."""
+"""Limits on everything that a client can make grow: refused with a named error, counted, and harmless to others."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def resident_mib(server: Depot) -> float:
 def test_one_that_floods_is_refused_while_others_are_answered_and_the_servers_memory_stays(
     start_depot: StartDepot, kind: str
 ) -> None:
-    """What it costs the others' latency, the benchmark measures."""
+    """The benchmark measures the effect on other clients' latency."""
     # A rate that a flood is beyond on any machine: the usual one a process that hardly runs may not reach.
     server = start_depot("--max-rate", "1000", arena_mib=8)
     client = MessageQueueClient(server.url, server.context)

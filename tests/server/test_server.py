@@ -1,4 +1,4 @@
-"""The `kvdepot` command as its users see it: what it takes, what it refuses, and what it leaves behind."""
+"""The `kvdepot` command from its users' view: what it accepts, what it refuses, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_settings_of_file_environment_and_flags_reach_the_server(
 
 @pytest.fixture(scope="module", autouse=True)
 def asked_in_vain() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A `kvdepot status` where no server is; it waits for one while the other tests run."""
+    """A `kvdepot status` without a server; it waits for one while the other tests run."""
     url = f"ipc:///tmp/kvdepot-test-{uuid.uuid4().hex[:12]}.sock"
     command = [sys.executable, "-m", "kvdepot.cli", "status", "--url", url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -455,7 +455,7 @@ def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -
 
 
 class Hanging(Mapped):
-    """Tensors behind a driver that does not come back until it is let go."""
+    """Tensors behind a driver that hangs until it is released."""
 
     task_bytes = 1
 
@@ -689,7 +689,7 @@ def test_a_client_that_cuts_off_its_tensors_file_fails_its_copies_and_harms_nobo
 
 
 def connect(server: Depot) -> MessageQueueClient | None:
-    """A client that the server has welcomed; None where it is refused."""
+    """A connected client; None if the server refuses it."""
     client = MessageQueueClient(server.url, server.context)
     try:
         client.submit_request(RequestType.NOOP, []).result(10.0)

@@ -234,7 +234,7 @@ def test_no_policy_exceeds_belady_nor_belady_the_infinite_cache(prompts: list[li
 
 
 def most_hits(trace: Trace, capacity: int) -> int:
-    """By trying every prefix-closed set of blocks that can be kept after each request."""
+    """Brute force: try every prefix-closed set of blocks that can be kept after each request."""
     best: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}
     for prompt in trace:
         path = [tuple(prompt[: end + 1].tolist()) for end in range(len(prompt))]

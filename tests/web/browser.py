@@ -1,4 +1,4 @@
-"""A real Chromium, where there is one. Imports Playwright when asked for a browser."""
+"""A real Chromium, if one is installed. Imports Playwright when a browser is requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with HTTP, and questions to it by plain sockets, so that nothing is hidden by a library's kindness."""
+"""A server with HTTP, and requests to it over plain sockets, so that no HTTP library hides anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEEDED = ("litestar", "uvicorn", "prometheus_client")
 
 
 def need(*modules: str) -> None:
-    """Skip where one is missing; fail where all must be there."""
+    """Skip if a package is missing; fail where all must be installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing and os.environ.get("CI"):
         pytest.fail(f"{missing[0]} is missing")
@@ -80,13 +80,13 @@ class Web:
         return self.ask("POST", path, body, self.token)
 
     def status(self) -> dict[str, Any]:
-        """A status that the server made after we called: one may be on its way to the process."""
+        """A status that the server made after this call; skips one that is already on its way to the web process."""
         called = time.time()
         value: dict[str, Any] = eventually(lambda: (now := self.latest())["wall_s"] >= called and now)
         return value
 
     def latest(self) -> dict[str, Any]:
-        """The status that the process has; waits until it has one."""
+        """The web process's status; waits until it has one."""
         value: dict[str, Any] = eventually(lambda: (now := self.get("/v1/status")).status == 200 and now.value)
         return value
 
@@ -95,7 +95,7 @@ class Web:
 
     @staticmethod
     def child_of(depot: Depot) -> int:
-        """Pid of the web process; 0 while there is none."""
+        """Pid of the web process; 0 if there is none."""
         pids = [
             int(pid)
             for task in Path(f"/proc/{depot.process.pid}/task").iterdir()
@@ -131,7 +131,7 @@ def start_web(start_depot: StartDepot) -> StartWeb:
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[Web]:
-    """One server for a module's tests that change nothing that others look at."""
+    """One server for those tests of a module that do not affect each other."""
     need(*NEEDED)
     server = Depot("--http", "127.0.0.1:0").wait_ready()
     try:

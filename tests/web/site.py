@@ -1,4 +1,4 @@
-"""A small site that serves the page, with a status that a test decides; and figures of a depot at work."""
+"""A small site that serves the page with a status chosen by the test; and realistic statuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 class Site:
-    """Serves the page under a real server's rules for its content, and `status` and `history` as they are now."""
+    """Serves the page with a real server's security headers, and the current `status` and `history`."""
 
     def __init__(self, port: int = 0) -> None:
         self.status: Status = example_status()
@@ -64,7 +64,7 @@ class Site:
         self._thread.join()
 
     def turn(self) -> int:
-        """The one that is under way; each takes a second."""
+        """The current turn; each takes a second."""
         return int(time.time() - self._began)
 
     def _now(self) -> StatusNow:
@@ -118,7 +118,7 @@ def empty_status(**changes: Any) -> Status:
 
 
 def example_status(wall_s: float = 0.0) -> Status:
-    """A depot of two engines and two tiers after some days of work."""
+    """A server with two engines and two tiers after some days of work."""
     now = wall_s or time.time()
     return Status(
         version="0.1.0", boot="a1", pid=4711, wall_s=now, uptime_s=3 * 86400 + 4 * 3600 + 60, chunk_size_tokens=256,
@@ -181,7 +181,7 @@ def _latency(request: str, count: int, middle_s: float, errors: int = 0) -> Late
 
 
 def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
-    """The quarter of an hour before, as the server keeps it."""
+    """The last quarter of an hour, as in the server's history."""
     chance = random.Random(6)
     times = [now - seconds + i for i in range(seconds)]
     wave = [math.sin(i / 90) + 0.4 * math.sin(i / 23) for i in range(seconds)]

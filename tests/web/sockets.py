@@ -1,4 +1,4 @@
-"""Bare connections to the web process, and how many it has."""
+"""Bare connections to the web process, and the number of its connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def connect(web: Web) -> socket.socket:
 
 
 def open_connections(web: Web) -> int:
-    """What the web process has open to clients, by the kernel's word."""
+    """The web process's open connections, according to the kernel."""
     place = f"/proc/{web.child()}"
     mine = set()
     for fd in os.listdir(f"{place}/fd"):  # noqa: PTH208 - names, not paths

@@ -1,4 +1,4 @@
-"""What is answered over HTTP, against what the depot itself says and against what was really done to it."""
+"""The HTTP API, compared with the server's own status and with what the test did."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Pa
         engine.close()
 
     def steady() -> tuple[dict[str, Any], dict[Any, float]] | None:
-        """Status and metrics of one moment."""
+        """Status and metrics of the same moment."""
         before = web.get("/v1/status").body
         found = samples(web.get("/metrics"))
         return (json.loads(before), found) if web.get("/v1/status").body == before else None

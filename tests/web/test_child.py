@@ -1,4 +1,4 @@
-"""The web process beside its server: it comes, comes back, and goes; the depot works whatever happens to it."""
+"""The web process: it starts, restarts and ends with its server; nothing that happens to it affects the depot."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_is_one_line_in_the_log_and_tried_again(start_depot
 
 
 class Bare(Depot):
-    """A server whose interpreter finds no litestar."""
+    """A server whose interpreter does not find litestar."""
 
     command: ClassVar[list[str]] = [
         sys.executable, "-c", "import sys; sys.modules['litestar'] = None; from kvdepot.cli import main; main()",
@@ -355,3 +355,10 @@ def test_a_depot_that_no_new_engine_can_reach_is_not_well(start_web: StartWeb) -
     answer = eventually(lambda: (now := web.get("/healthz")).status == 503 and now)
     assert "no new engine can connect" in answer.value["message"] and web.depot.name not in answer.value["message"]
     assert web.latest()["unreachable"] and web.get("/readyz").status == 200
+
+
+def test_the_token_of_an_abstract_socket_is_where_its_user_looks_and_not_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert token_path(load(flags={"url": "ipc://@kvdepot"}, environ={})).parent.parent == tmp_path

@@ -1,4 +1,4 @@
-"""Readers that are slow, idle or many: they cost their own connection, never the depot's answers."""
+"""Readers that are slow, idle or numerous: they lose their own connections, and never delay the depot's answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _needed() -> None:
 
 
 def wait_for_end(connection: socket.socket) -> None:
-    """Until the other side has closed a connection that it was to answer nothing more on."""
+    """Wait until the other side has closed a connection, on which it must not answer any more."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(1 << 16):
             pass
@@ -91,7 +91,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(web: Web) -> None:
 
 @contextlib.contextmanager
 def crowd_of_readers(web: Web) -> Iterator[None]:
-    """Ten that poll once a second as pages do, and twenty that ask for much and read nothing."""
+    """Ten readers that poll once a second like pages, and twenty that request much and read nothing."""
     stopping = threading.Event()
     counted = [0] * 10
 
@@ -117,7 +117,7 @@ def crowd_of_readers(web: Web) -> Iterator[None]:
 
 
 def test_no_lookup_waits_for_slow_readers_or_ten_pages(start_web: StartWeb) -> None:
-    """All lookups are answered while slow ones still read nothing. What pages cost lookups, the benchmark measures."""
+    """All lookups are answered while slow readers read nothing. The benchmark measures what pages cost lookups."""
     web = start_web()
     client = MessageQueueClient(web.depot.url, web.depot.context)
 

@@ -1,4 +1,4 @@
-"""Who may ask what over HTTP: tokens, names of this host, pages of other sites, and bodies without end."""
+"""Access control for HTTP: tokens, names of this host, pages of other sites, and endless bodies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READS = ("/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tier
 
 @pytest.fixture(scope="module")
 def public() -> Iterator[Web]:
-    """HTTP that other hosts could reach."""
+    """HTTP on an address that other hosts can reach."""
     need(*NEEDED)
     server = Depot("--http", "0.0.0.0:0").wait_ready()
     try:
@@ -34,7 +34,7 @@ def public() -> Iterator[Web]:
 
 
 def raw(web: Web, request: bytes) -> bytes:
-    """All that is answered to these bytes until the connection ends."""
+    """Everything that is answered to these bytes until the connection ends."""
     with socket.create_connection((web.host, web.port), timeout=20) as connection:
         connection.sendall(request)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))

@@ -1,4 +1,4 @@
-"""Numbers over time: percentiles, rates, what is kept and for how long."""
+"""The history: percentiles, rates, and which points are kept for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each metric against what was really done: chunks lost, refused, damaged and forgotten, a tier, a GPU."""
+"""Each metric, compared with what the test did: chunks dropped, refused, damaged and forgotten, a tier, a GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BLOCKS = list(range(2 * PER_CHUNK))
 
 
 def fresh(web: Web) -> dict[str, float]:
-    """Metrics without labels, of a status that was asked for after we called."""
+    """Metrics without labels, of a status that was requested after this call."""
     web.status()
     return {name.removeprefix("kvdepot_"): value for name, value in read(web).items()}
 
 
 def labelled(web: Web, name: str) -> dict[tuple[str, ...], float]:
-    """Values of one metric, by its labels' values in the order of their names."""
+    """Values of one metric, by the values of its labels, which are sorted by name."""
     return {
         tuple(value for _, value in labels): count
         for (found, labels), count in samples(web.get("/metrics")).items()
@@ -50,7 +50,7 @@ def prompt(number: int, chunks: int = 2) -> list[int]:
 
 @pytest.fixture
 def holders() -> Iterator[list[MessageQueueClient]]:
-    """Clients that hold pins until they are closed, at the latest with the test."""
+    """Clients that hold pins until they are closed, at the end of the test at the latest."""
     made: list[MessageQueueClient] = []
     yield made
     for each in made:

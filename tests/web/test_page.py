@@ -1,4 +1,4 @@
-"""The web page in a real Chromium: what it shows is what the server says, in words, tables and charts."""
+"""The web page in a real Chromium: its text, tables and charts show the server's status."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OpenPage = Callable[..., "Page"]
 
 @pytest.fixture
 def open_page(browser: Browser, site: Site) -> Iterator[OpenPage]:
-    """Open the site in a browser that knows nothing of former visits: `open_page(width=400, color_scheme="dark")`."""
+    """Open the site in a browser without any stored data: `open_page(width=400, color_scheme="dark")`."""
     contexts = []
 
     def open_(address: str = "", width: int = 1280, wait_for: str = "h1:has-text('Working')", **options: Any) -> Page:
@@ -133,7 +133,7 @@ def test_memory_and_each_tier_say_how_full_they_are_in_numbers_and_bars(site: Si
 
 
 def test_what_has_one_name_is_listed_once_each_however_long_the_page_is_open(site: Site, open_page: OpenPage) -> None:
-    """Namespaces of one model whose KV cache has another type, say."""
+    """Namespaces of one model that differ, for example, in the type of the KV cache."""
     twins = [NamespaceStatus("", "twin", 1, 1, chunks, 2**20, 1) for chunks in (1, 2)]
     tiers = [msgspec.structs.replace(tier, name="twin") for tier in site.status.tiers]
     site.status = msgspec.structs.replace(site.status, namespaces=twins, tiers=tiers)
@@ -370,7 +370,7 @@ def test_where_there_is_no_status_the_page_waits_a_second_before_it_asks_again(
 
 
 def test_the_same_turn_again_is_not_asked_for_at_once(site: Site, open_page: OpenPage) -> None:
-    """A server, or whoever is before it, that does not wait must not be asked without end."""
+    """A server or proxy that answers at once must not be flooded with requests."""
     site.waits = False
     open_page()
     before, turn = len(site.asked), site.turn()
@@ -418,7 +418,7 @@ def test_lines_go_on_from_one_status_to_the_next(site: Site, open_page: OpenPage
 
 
 def test_what_happens_between_two_ticks_of_the_servers_clock_is_drawn(site: Site, open_page: OpenPage) -> None:
-    """A status has the time of the last tick in whole seconds, and how long the server runs exactly."""
+    """A status has the time of the last tick in whole seconds, but its exact uptime."""
     before, site.ticks = site.status, False
     ends = before.wall_s + 1  # the web process's clock is the exact one
     site.history = {"times_s": [ends - 1, ends], "series": {"stored_bytes_s": [0.0, 0.0]}}
@@ -474,7 +474,7 @@ def test_a_page_that_is_open_for_long_keeps_as_much_as_its_charts_show(open_page
 
 
 def test_a_value_with_none_beside_it_is_drawn(site: Site, open_page: OpenPage) -> None:
-    """So it is with a request every now and then: most seconds have no percentile."""
+    """This happens with few requests: most seconds have no percentile."""
     now, site.ticks = site.status.wall_s, False
     times = [now - 800 + i for i in range(801)]
     values = [0.01 if i % 40 == 0 else None for i in range(801)]
@@ -691,7 +691,7 @@ def test_nothing_moves_for_who_wants_no_motion(site: Site, open_page: OpenPage) 
 
 
 def test_what_stays_the_same_is_not_drawn_anew(site: Site, open_page: OpenPage) -> None:
-    """So that a selection, focus or a screen reader's place is not lost each second."""
+    """Otherwise a selection, the focus or a screen reader's place would be lost each second."""
     site.history = example_history(site.status.wall_s)
     page = open_page()
     page.evaluate(
@@ -709,14 +709,14 @@ def test_what_stays_the_same_is_not_drawn_anew(site: Site, open_page: OpenPage) 
 
 @pytest.fixture
 def port() -> int:
-    """One that is free, for servers that follow each other."""
+    """A free port, for servers that use it one after the other."""
     if importlib.util.find_spec("kvdepot.web.app") is None:
         _needed(False, "kvdepot.web")
     return free_port()
 
 
 def ask(port: int, path: str) -> Any:
-    """What a real server answers; None while there is none."""
+    """A real server's answer; None if there is no server."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
             return json.load(answer)
@@ -769,7 +769,7 @@ def test_the_page_comes_back_by_itself_after_a_real_server_was_killed(
 
 
 def test_the_page_goes_on_a_line_as_the_server_would(port: int, open_page: OpenPage, site: Site) -> None:
-    """Both make points of two statuses: one in JavaScript, so that /v1/history is asked for once."""
+    """Both compute points from two statuses; the page does it in JavaScript, to request /v1/history only once."""
     from kvdepot.web.history import measure
 
     before = example_status(1000.0)

@@ -1,4 +1,4 @@
-"""A status as metrics: series that begin at nothing, and that do not fall when places change."""
+"""A status as metrics: series begin at 0, and do not fall when the order of namespaces changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.web.site import empty_status
 
 
 def values(status: Status, name: str) -> dict[str, float]:
-    """The values of one metric by model, by what was refused, or by nothing."""
+    """The values of one metric by model, by what was refused, or without a label."""
     need("prometheus_client")
     families = importlib.import_module("kvdepot.web.prometheus").families(status)
     return {

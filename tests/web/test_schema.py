@@ -1,4 +1,4 @@
-"""The OpenAPI document against the server: whatever may be asked by it is answered as it says, and nothing breaks."""
+"""The OpenAPI document, compared with the server: every allowed request gets a documented response."""
 
 from __future__ import annotations
 

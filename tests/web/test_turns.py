@@ -1,4 +1,4 @@
-"""Readers that wait for the next status: told together, once a second, of whatever has come; or that nothing has."""
+"""Long polls for the next status: readers are answered together, once a second, also if there is no new status."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_healthz_finds_wrong_stands_in_the_status(start_web: StartWeb) -> N
 
 
 def wait_on(connection: socket.socket, turn: int) -> int:
-    """The next turn, asked for by an open connection."""
+    """The next turn, requested on an open connection."""
     connection.sendall(f"GET /v1/status?after={turn} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     heard = b""
     while not (said := re.search(rb'"turn":(\d+),"trouble":"[^"]*","losses":\[.*\]}$', heard)):
@@ -169,7 +169,7 @@ def test_a_server_that_ends_does_not_wait_for_those_who_wait(start_web: StartWeb
 
 
 def test_readers_that_go_while_they_wait_leave_nothing_behind(start_depot: StartDepot) -> None:
-    """In this process, where it can be seen who waits."""
+    """In this process, where the test can see who waits."""
     need(*NEEDED)
     import uvicorn
 

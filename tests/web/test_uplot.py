@@ -1,4 +1,4 @@
-"""uPlot lies in the package as its makers shipped it."""
+"""The package contains uPlot unchanged."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The `kvdepot` command: what people type, and what they are shown. One module a family of commands.
+"""The `kvdepot` command. One module per family of commands.
 
 Exit codes: 0 done, 1 failed (the message says why), 2 wrong usage or configuration, 130 interrupted.
 
-What is printed goes to standard output, what went wrong and progress to standard error; `--json` prints JSON. The one
-law: `kvdepot serve` must start in a blink, so nothing is imported here, and rich only where something is shown.
+Results go to standard output, errors and progress to standard error; `--json` prints JSON. `kvdepot serve` must start
+fast, so this module imports nothing, and others import rich only when they print.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; the exit code. As the process's own command, `serve` may start the process over once."""
+    """Run the command; returns the exit code. Without `argv`, `serve` may first re-execute the process."""
     from kvdepot.standard_files import reserve
 
     reserve()

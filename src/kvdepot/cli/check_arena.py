@@ -1,7 +1,7 @@
-"""`kvdepot check`: whether an arena's records agree with each other and with its bytes. Run by cli/chunks.py.
+"""`kvdepot check`: whether an arena's records agree with each other and with its bytes. Called by cli/chunks.py.
 
-The one law: it changes nothing unless told to fix, and it never fixes what a living server has. Of an arena in use it
-reads a snapshot; what the server changed meanwhile is not held against it.
+Invariant: it changes nothing unless asked to fix, and never fixes the arena of a running server. It checks a snapshot
+of an arena in use, and does not report what the server changed in the meantime.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvdepot.memory.records import SLOT_BYTES, Records
 
 __all__ = ["Report", "check"]
 
-_TOLD_CHUNKS = 64
-"""How far it is, is told once in so many chunks."""
+_PROGRESS_CHUNKS = 64
+"""Chunks between two updates of the progress."""
 
 
 @dataclass
 class Report:
-    """What an arena holds, and what is wrong with it."""
+    """The contents of an arena, and its problems."""
 
     path: str
     in_use: bool = False
@@ -57,11 +57,11 @@ class Report:
         ]
 
 
-def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Audit the arena of that name; with `fix`, drop what is wrong. Blocks while it reads every chunk with a checksum.
+def check(name: str, fix: bool = False, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    """Check the arena of that name; `fix` drops damaged records. Blocks while it reads every chunk with a checksum.
 
-    told: how many chunks of how many have been looked at.
-    Raises ArenaError for a file that is no arena of this format, is not ours, or is in use and was to be fixed.
+    progress: called with the number of chunks checked, and of all.
+    Raises ArenaError if the file is not an arena of this format, is not ours, or is in use and should be fixed.
     """
     path = shm.shm_path(name)
     try:
@@ -72,7 +72,7 @@ def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambd
             "--arena-name selects another arena"
         ) from exc
     try:
-        # To read, we take no lock: clients would take us for the server that died.
+        # Do not lock it only to read: clients would take us for the server that died.
         in_use = not locks.lock(fd) if fix else locks.is_locked(fd)
         if in_use and fix:
             raise ArenaError(f"{path} is in use by a server: stop it with --on-stop keep before fixing")
@@ -85,19 +85,19 @@ def check(name: str, fix: bool = False, told: Callable[[int, int], None] = lambd
             return Report(str(path), problems=[str(exc)], fixed=True)
         report = Report(str(path), in_use, fixed=fix)
         if header is not None:
-            _check(fd, header, report, told)
+            _check(fd, header, report, progress)
         return report
     finally:
         os.close(fd)
 
 
-def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], None]) -> None:
+def _check(fd: int, header: Header, report: Report, progress: Callable[[int, int], None]) -> None:
     report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
     if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
         raise ArenaError(f"{report.path} is truncated before its first chunk; remove it")
     index, restored, data = _restore(fd, header, whole, report.fixed)
     if report.in_use and (restored.dropped or restored.damaged):
-        # The server was at work while we read: only what a second look finds too is wrong.
+        # The server may have changed records while we read, so only what a second reading finds too is wrong.
         _, again, _ = _restore(fd, header, whole, False)
         restored.dropped = [line for line in restored.dropped if line in again.dropped]
         restored.damaged = [slot for slot in restored.damaged if slot in again.damaged]
@@ -107,12 +107,12 @@ def _check(fd: int, header: Header, report: Report, told: Callable[[int, int], N
     report.namespaces = len(index.namespaces.all())
     report.chunks, report.shards = restored.chunks, restored.shards
     report.used_bytes = index.allocator.capacity - index.allocator.free_bytes
-    _check_bytes(fd, whole, index, data, report, told)
+    _check_bytes(fd, whole, index, data, report, progress)
     index.validate()
 
 
 def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Restored, bytearray]:
-    """The index a server would have, and the table's bytes. What is wrong is erased in the file only to fix it."""
+    """The index that a server would restore, and the table's bytes. Erases bad records in the file only with `fix`."""
     data = header.read_table(fd)
     memory = memoryview(bytearray(data))
     if fix:
@@ -122,14 +122,14 @@ def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Res
 
 
 def _check_bytes(
-    fd: int, whole: int, index: Index, data: bytearray, report: Report, told: Callable[[int, int], None]
+    fd: int, whole: int, index: Index, data: bytearray, report: Report, progress: Callable[[int, int], None]
 ) -> None:
     area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
     looked_at = 0
     for namespace in index.namespaces.all():
         for chunk in list(namespace.chunks.values()):
-            if looked_at % _TOLD_CHUNKS == 0:
-                told(looked_at, report.chunks)
+            if looked_at % _PROGRESS_CHUNKS == 0:
+                progress(looked_at, report.chunks)
             looked_at += 1
             for rank, shard in chunk.shards.items():
                 if not shard.checksum:
@@ -137,10 +137,10 @@ def _check_bytes(
                 report.summed_shards += 1
                 if checksum(area, shard.extents, shard.size) == shard.checksum:
                     continue
-                assert shard.slot is not None, "it was read from there"
+                assert shard.slot is not None, "a restored shard without a record"
                 place = shard.slot * SLOT_BYTES
                 if os.pread(fd, SLOT_BYTES, HEADER_BYTES + place) != data[place : place + SLOT_BYTES]:
-                    continue  # evicted while we read it
+                    continue  # it was evicted while we read it
                 name = f"shard {chunk.key.hex()[:16]} of rank {rank}"
                 report.problems.append(f"{name}: its bytes do not match its checksum")
                 index.mark_corrupt(chunk, rank)

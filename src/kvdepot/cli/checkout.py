@@ -1,4 +1,4 @@
-"""`kvdepot bench` and `kvdepot demo`: what a checkout of the repository has, and an installed package has not."""
+"""`kvdepot bench` and `kvdepot demo`: they run scripts of the repository, which an installed package lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["bench", "demo"]
 
 
 def _script(name: str) -> Path:
-    """A script of the checkout that this package, or the current folder, belongs to. Raises ConfigError."""
+    """A script of the checkout that contains this package or is the current folder. Raises ConfigError."""
     for root in (Path(kvdepot.__file__).parents[2], Path.cwd()):
         path = root / name
         if path.is_file() and (root / "src" / "kvdepot").is_dir():
@@ -33,30 +33,30 @@ def _script(name: str) -> Path:
 
 
 def _need(*modules: str) -> None:
-    """Raise ConfigError unless these can be imported; they are not imported here."""
+    """Raise ConfigError unless these modules are installed. Does not import them."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} cannot be imported by {sys.executable}; `make demo` installs it")
 
 
 def _run(script: Path, arguments: Sequence[str], *, quiet: bool = False) -> int:
-    """Run a script to its end, its exit code. quiet: what it prints goes to standard error."""
+    """Run a script to its end; returns its exit code. quiet: redirect its output to standard error."""
     with subprocess.Popen(
         [sys.executable, str(script), *arguments], stdout=sys.stderr.fileno() if quiet else None
     ) as process:
         try:
             return process.wait()
-        except KeyboardInterrupt:  # the script got it too, and stops what it started
+        except KeyboardInterrupt:  # the script gets it too, and stops its processes
             process.wait()
             return 130
 
 
 def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | None) -> int:
-    """Run a script that writes its figures to the file of a flag, and print them; its exit code."""
+    """Run a script that writes its figures to the file given by a flag, and print them; returns its exit code."""
     with tempfile.TemporaryDirectory(prefix="kvdepot-figures-") as folder:
         file = Path(out or f"{folder}/figures.json")
         code = _run(script, [*arguments, flag, str(file)], quiet=True)
-        if file.is_file() and (code == 0 or not out):  # a file of the user's may be of an earlier run
+        if file.is_file() and (code == 0 or not out):  # after a failure, the user's file may be from an earlier run
             print_json(json.loads(file.read_text()))
     return code
 

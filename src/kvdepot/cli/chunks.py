@@ -1,4 +1,4 @@
-"""What people do to chunks by hand: `warm`, `pin`, `unpin`, `forget`; and `check`, the audit of an arena."""
+"""Commands for chunks: `warm`, `pin`, `unpin` and `forget`; and `check`, which checks an arena."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["check", "forget", "pin", "unpin", "warm"]
 def _prompt(
     url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
 ) -> Iterator[tuple[Client, Prompt, Progress]]:
-    """A connection, the prompt that the options name, and a progress bar."""
+    """A connection, the prompt that the options give, and a progress bar."""
     from kvdepot.client import admin
 
     if bool(tokens) == bool(hashes):
         raise click.UsageError("give exactly one of --tokens and --hashes")
     with connect(url, key) as client:
         prompt = admin.read_prompt(client, tokens, hashes, model, salt)
-        with progress() as told:
-            yield client, prompt, told
+        with progress() as update:
+            yield client, prompt, update
 
 
 @click.command()
@@ -46,8 +46,8 @@ def warm(as_json: bool, **which: Any) -> int:
     """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are then in memory."""
     from kvdepot.client import admin
 
-    with _prompt(**which) as (client, prompt, told):
-        count = admin.warm(client, prompt, lambda done: told("loading chunks", done, len(prompt)))
+    with _prompt(**which) as (client, prompt, update):
+        count = admin.warm(client, prompt, lambda done: update("loading chunks", done, len(prompt)))
     return _said(count, len(prompt), "in_memory", as_json)
 
 
@@ -64,8 +64,8 @@ def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
     together may use at most half of the memory."""
     from kvdepot.client import admin
 
-    with _prompt(**which) as (client, prompt, told):
-        count = admin.pin(client, name, prompt, seconds, lambda done: told("loading chunks", done, len(prompt)))
+    with _prompt(**which) as (client, prompt, update):
+        count = admin.pin(client, name, prompt, seconds, lambda done: update("loading chunks", done, len(prompt)))
     return _said(count, len(prompt), "pinned", as_json)
 
 
@@ -123,8 +123,8 @@ def forget(
     from kvdepot.client import admin
 
     if asks or dry_run:
-        with connect(url, key) as client, progress() as told:
-            told("counting chunks", 0, 0)
+        with connect(url, key) as client, progress() as update:
+            update("counting chunks", 0, 0)
             found = admin.preview(client, model, salt)
         if dry_run and as_json:
             print_json(msgspec.to_builtins(found))
@@ -137,8 +137,8 @@ def forget(
         if not confirmed(f"Remove all of this from {clean(endpoint(url))}, for good?"):
             print("kvdepot: nothing was removed", file=sys.stderr)
             return 1
-    with connect(url, key) as client, progress() as told:
-        told(f"forgetting {model or 'all models'}", 0, 0)
+    with connect(url, key) as client, progress() as update:
+        update(f"forgetting {model or 'all models'}", 0, 0)
         said = admin.forget(client, model, salt)
     if as_json:
         print_json(said)
@@ -168,8 +168,8 @@ def check(fix: bool, as_json: bool, **flags: str | None) -> int:
     """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong."""
     from kvdepot.cli.check_arena import check as audit
 
-    with progress() as told:
-        report = audit(load(flags=flags).arena, fix, lambda done, total: told("reading chunks", done, total))
+    with progress() as update:
+        report = audit(load(flags=flags).arena, fix, lambda done, total: update("reading chunks", done, total))
     if as_json:
         print_json(msgspec.to_builtins(report))
     else:

@@ -1,4 +1,4 @@
-"""The server that a command is for: which one is meant, and a connection to it."""
+"""Connecting a command to its server."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 __all__ = ["connect", "endpoint"]
 
 _PATIENCE_S = 0.7
-"""After so long a person is told about the wait."""
+"""Time after which a message says that the command is waiting."""
 
 
 def endpoint(url: str | None) -> str:
-    """The server that is meant, by flag, environment or default. Raises ConfigError."""
+    """The server's endpoint, by flag, environment or default. Raises ConfigError."""
     return load(flags={"url": url}).url
 
 
 @contextmanager
 def connect(url: str | None, key: str | None) -> Iterator[Client]:
-    """A client that has been welcomed; on a terminal the wait for it is told. Raises ConfigError, Unavailable."""
+    """A connected client. On a terminal, prints a message if it takes long. Raises ConfigError, Unavailable."""
     import threading
 
     from kvdepot.client import admin
@@ -41,8 +41,8 @@ def connect(url: str | None, key: str | None) -> Iterator[Client]:
         raise ConfigError(
             f"key: {exc}; give --key or KVDEPOT_KEY a client's key file created by `kvdepot keygen`"
         ) from exc
-    told = f"kvdepot: waiting for a server at {place}"
-    waiting = threading.Timer(_PATIENCE_S, print, [told], {"file": sys.stderr, "flush": True})
+    message = f"kvdepot: waiting for a server at {place}"
+    waiting = threading.Timer(_PATIENCE_S, print, [message], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     if sys.stderr.isatty():
         waiting.start()

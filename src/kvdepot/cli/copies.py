@@ -1,6 +1,6 @@
-"""How `kvdepot serve` has the C library copy: settings that it reads only when a process starts.
+"""Tunes glibc's memcpy for `kvdepot serve`, by settings that glibc reads only when a process starts.
 
-Called first of all, before anything that takes time is imported: that would be imported twice.
+Called before anything slow is imported, because the process is re-executed and would import it twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TUNABLES = "glibc.cpu.x86_rep_movsb_threshold=0x10000000:glibc.cpu.x86_non_temp
 
 
 def start_over_tuned() -> None:
-    """Start this process over with the C library's copies tuned, unless it has been or the library is another."""
+    """Re-execute this process with glibc's tunables, unless that was done already or this is not glibc on x86-64."""
     if os.environ.pop(_TUNED, None) or os.uname().machine != "x86_64":
         return
     if "CS_GNU_LIBC_VERSION" not in os.confstr_names or not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("gl"):

@@ -1,4 +1,4 @@
-"""`kvdepot doctor`: what is looked at stands in findings.py."""
+"""`kvdepot doctor`; findings.py has the checks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def doctor(file: str | None, url: str | None, key: str | None, as_json: bool) ->
     """
     from kvdepot.cli.findings import findings
 
-    with progress() as told:
-        found = list(findings(file, url, key or default_key(), lambda what: told(f"checking {what}", 0, 0)))
+    with progress() as update:
+        found = list(findings(file, url, key or default_key(), lambda what: update(f"checking {what}", 0, 0)))
     worst = {finding.state for finding in found}
     if as_json:
         print_json(msgspec.to_builtins(found))

@@ -1,6 +1,6 @@
-"""What `kvdepot doctor` checks: what of this machine and user could keep a depot from working, and what to do.
+"""The checks of `kvdepot doctor`: what could keep a server from working here, and what to do.
 
-It changes nothing. What it cannot find out is a line, not a failure.
+They change nothing. A check that cannot find something out reports that; it does not fail.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvdepot import __version__, install, locks
 from kvdepot.cli.output import clean, count, size
 from kvdepot.cli.web import ask_health
 from kvdepot.client import admin
-from kvdepot.config import Config, load, odd_chunk_size, stray_variables
+from kvdepot.config import Config, free_memory, load, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.protocol import wire
+from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.endpoints import holder
-from kvdepot.protocol.handshake import is_open_to_all
 from kvdepot.protocol.status import Status, read
 from kvdepot.web.child import missing_packages
 
@@ -38,7 +38,7 @@ _NAMED = 3
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. state: ok, warn (it works, but) or fail. advice: what to do."""
+    """The result of one check. state: ok, warn (it works, with a drawback) or fail. advice: what to do."""
 
     state: str
     what: str
@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings(file: str | None, url: str | None, key: str, looking: Callable[[str], None]) -> Iterator[Finding]:
-    """All there is to say. looking: told what comes next, where it may take a while."""
+    """Run all checks. looking: called with the name of a check that may take a while."""
     yield _python()
     yield _processor()
     try:
@@ -57,8 +57,8 @@ def findings(file: str | None, url: str | None, key: str, looking: Callable[[str
         config = Config(url=url or load(environ={}).url)
     else:
         yield Finding("ok", "settings", f"from {file or 'environment and defaults'}; arena {config.arena}")
-    if told := odd_chunk_size(config.chunk_size):
-        yield Finding("warn", "settings", told, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
+    if warning := odd_chunk_size(config.chunk_size):
+        yield Finding("warn", "settings", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM")
     yield from _variables()
     yield _shared_memory(config)
     yield from _left_arenas()
@@ -99,7 +99,7 @@ def _processor() -> Finding:
 
 
 def _variables() -> Iterator[Finding]:
-    """Variables that look like settings and are none."""
+    """Variables that look like settings but are not."""
     for name, advice in stray_variables(os.environ):
         yield Finding("warn", "settings", f"environment variable {name} is not a setting", advice)
 
@@ -109,7 +109,7 @@ def _shared_memory(config: Config) -> Finding:
     whole, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     wanted = config.arena_bytes
     path = shm.SHM / config.arena
-    there = path.stat().st_blocks * 512 if path.exists() else 0  # what the arena has of it already
+    there = path.stat().st_blocks * 512 if path.exists() else 0  # already allocated to the arena
     text = f"{shm.SHM}: {size(whole)}, of which {size(free)} free; the arena takes {size(wanted)}"
     more = (
         "enlarge it (mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: an emptyDir with "
@@ -125,7 +125,7 @@ def _shared_memory(config: Config) -> Finding:
 
 
 def _left_arenas() -> Iterator[Finding]:
-    """Arenas of this user that no server has."""
+    """Arenas of this user without a server."""
     left = [(path.name, taken) for path in sorted(shm.SHM.glob("*")) if (taken := _left_bytes(path))]
     if not left:
         return
@@ -136,7 +136,7 @@ def _left_arenas() -> Iterator[Finding]:
 
 
 def _left_bytes(path: Path) -> int:
-    """What a file of shared memory takes, if it is an arena without a server."""
+    """The bytes that a shared-memory file occupies if it is an arena without a server; otherwise 0."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
@@ -145,13 +145,13 @@ def _left_bytes(path: Path) -> int:
         is_arena = os.pread(descriptor, len(shm.ARENA_MAGIC), 0) == shm.ARENA_MAGIC
         return os.fstat(descriptor).st_blocks * 512 if is_arena and not locks.is_locked(descriptor) else 0
     except OSError:
-        return 0  # no plain file
+        return 0  # not a plain file
     finally:
         os.close(descriptor)
 
 
 def _memory(config: Config) -> Finding:
-    free = _meminfo("MemAvailable")
+    free = free_memory()
     limit = _memory_limit()
     text = f"{size(free)} of memory available"
     if limit is not None:
@@ -161,15 +161,8 @@ def _memory(config: Config) -> Finding:
     return Finding("ok", "memory", text)
 
 
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def _memory_limit() -> int | None:
-    """What the control group of this process allows; None: no limit, or none that can be seen from here."""
+    """The memory limit of this process's control group; None: no limit, or none that is visible here."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
@@ -215,7 +208,7 @@ def _files(config: Config) -> Finding:
 
 
 _PACKAGES = {"redis": "redis", "object": "obstore", "mooncake": "mooncake"}
-"""By extra, what a tier imports."""
+"""The module that a tier imports, by extra."""
 
 
 def _tiers(config: Config) -> Iterator[Finding]:
@@ -244,7 +237,7 @@ def _torch() -> Finding:
 
 
 def _version(*names: str) -> str:
-    """The version of the first of these distributions that is installed; empty: none is."""
+    """The version of the first of these distributions that is installed; empty if none is."""
     for name in names:
         try:
             return metadata.version(name)
@@ -320,8 +313,8 @@ def _key(key: str) -> Finding:
 
 
 def _ask(url: str, key: str) -> Status | Finding:
-    """What the server says of itself, or why it does not."""
-    path = Path(url.removeprefix("ipc://")) if url.startswith("ipc://") and not is_open_to_all(url) else None
+    """The server's status, or why there is none."""
+    path = socket_path(url)
     start = "start one with `kvdepot serve`, or give its endpoint: --url or KVDEPOT_URL"
     if path is not None and not path.exists():
         return Finding("warn", "server", f"no server of this user at {url}", start)
@@ -366,7 +359,7 @@ def _web(config: Config, status: Status | None) -> Finding:
 
 
 def _page(address: str) -> Finding:
-    """address: where the server listens, as it says itself."""
+    """address: of HTTP, as the server reports it."""
     answer = ask_health(address)
     if answer == http.client.OK:
         return Finding("ok", "web page", f"{address} answers; `kvdepot open` prints its URL")

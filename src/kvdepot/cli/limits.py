@@ -1,4 +1,4 @@
-"""What a server needs of its process's limits, asked before it starts; libraries that run into one say less."""
+"""Checks the process's limits before a server starts, because libraries that hit one give poor error messages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["check_limits", "limits_are_told"]
+__all__ = ["check_limits", "explain_limits"]
 
 _LEAST_FILES = 64
-"""Open files that a server takes before it serves, and some for its first clients."""
+"""Open files that a server needs to start, plus some for its first clients."""
 _OWN_BYTES = 448 << 20
-"""Of address space, that a server takes besides its arena, at least."""
+"""Minimum address space that a server needs besides its arena."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
 def check_limits(arena_bytes: int) -> None:
-    """Raise ConfigError where this process may have too little for any server."""
+    """Raise ConfigError if this process's limits are too low for any server."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # the server raises its own limit up to this
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         raise ConfigError(f"{files} open files are allowed, and a server needs {_LEAST_FILES}: raise `ulimit -n`")
@@ -32,8 +32,8 @@ def check_limits(arena_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def limits_are_told() -> Iterator[None]:
-    """Raise ConfigError where what is done meanwhile runs into a limit of this process or of the machine."""
+def explain_limits() -> Iterator[None]:
+    """Raise ConfigError if the body runs into a limit of this process or of the machine."""
     try:
         yield
     except MemoryError as exc:

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prompt(command: Decorated) -> Decorated:
 
 
 def settings(command: Decorated) -> Decorated:
-    """Every setting of the server as a flag, and --config. The command is to be of the class `Settings`."""
+    """Every setting of the server as a flag, and --config. The command must be of the class `Settings`."""
     hints = get_type_hints(Config, include_extras=True)
     for field in reversed(msgspec.structs.fields(Config)):
         kind, meta = get_args(hints[field.name])
@@ -102,7 +102,7 @@ class Settings(click.Command):
 
 
 def _one_by_one(words: list[str]) -> Iterator[str]:
-    """`--tiers A B` as `--tiers A --tiers B`; there are no arguments that B could be."""
+    """Turn `--tiers A B` into `--tiers A --tiers B`. This is unambiguous, because the command takes no arguments."""
     flag, has_value = "", False
     for word in words:
         if word.startswith("-"):
@@ -115,5 +115,5 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
 
 
 def flags_of(given: dict[str, object]) -> dict[str, object]:
-    """What was said, as `config.load` takes it."""
+    """The options in the form that `config.load` takes."""
     return {name: (value or None) if name in _MANY else value for name, value in given.items()}

@@ -1,6 +1,6 @@
-"""How commands print: JSON, tables, numbers for people, and progress. rich is imported where something is shown.
+"""Output of commands: JSON, tables, readable numbers, and progress. rich is imported only when something is printed.
 
-The one law: what a server or a file said is shown as text, never as markup, and without control characters.
+Invariant: text from a server or a file is printed as text, never as markup, and without control characters.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ __all__ = [
 ]
 
 _PIPE_COLUMNS = 200
-"""A pipe has no width; a table cut to 80 columns would lose figures."""
+"""Width of tables in a pipe, where the default of 80 columns would cut them."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Told what happens, and how much of how much is done; of 0 = nobody knows."""
+"""Called with what happens, how much is done, and of how much; 0 = unknown."""
 
 
 def print_json(value: object) -> None:
-    """Print plain data."""
     print(json.dumps(value, indent=2), flush=True)
 
 
 def console() -> Console:
-    """Standard output, for tables. Colours where it is a terminal and NO_COLOR is not set."""
+    """Standard output, for tables. Uses colours on a terminal unless NO_COLOR is set."""
     from rich.console import Console
 
     return Console(width=shutil.get_terminal_size((_PIPE_COLUMNS, 0)).columns, highlight=False, markup=False)
@@ -53,7 +52,7 @@ def console() -> Console:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A bar on standard error for what takes a while; nothing where that is no terminal, or one that draws nothing."""
+    """A progress bar on standard error; nothing if that is not a terminal, or one that cannot draw."""
     if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield lambda what, done, total: None
         return
@@ -74,26 +73,26 @@ def progress() -> Iterator[Progress]:
 
 
 def confirmed(question: str) -> bool:
-    """Ask on standard error; whether the answer is yes. Blocks. Only where `can_ask`."""
+    """Ask on standard error; returns whether the answer is yes. Blocks. Call it only if `can_ask`."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
     if not answer.endswith("\n"):
-        print(file=sys.stderr)  # the input has ended, the line has not
+        print(file=sys.stderr)  # the input ended without a newline
     return answer.strip().lower() in ("y", "yes")
 
 
 def can_ask() -> bool:
-    """Whether somebody is there to see a question and answer it."""
+    """Whether a person can see a question and answer it."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def clean(text: str) -> str:
-    """Text that others wrote, without what would move a terminal's cursor or change its colours."""
+    """Replace all unprintable characters, which could move a terminal's cursor or change its colours."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def size(count_bytes: float) -> str:
-    """Bytes for people: 1.5 GiB."""
+    """Format bytes: 1.5 GiB."""
     unit = 0
     while count_bytes >= 1000 and unit < len(_UNITS) - 1:
         count_bytes /= 1024
@@ -103,19 +102,19 @@ def size(count_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number for people: 12,345; 1.2 M; 3.4 G."""
+    """Format a number: 12,345; 1.2 M; 3.4 G."""
     if number < 1e6:
         return f"{number:,.0f}"
     return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:,.1f} G"
 
 
 def share(part: float) -> str:
-    """A share: 71.2 %."""
+    """Format a ratio: 71.2 %."""
     return f"{100 * part:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """A time for people, two units at most: 250 µs, 12 ms, 3 h 12 min."""
+    """Format a time with at most two units: 250 µs, 12 ms, 3 h 12 min."""
     if seconds < 0.0009995:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.9995:

@@ -1,4 +1,4 @@
-"""The commands there are, and what a failure of any of them says and exits with. Run by `main`."""
+"""The list of commands, and the handling of their errors and exit codes. Called by `main`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _FAMILIES = {
         "completion": "print a shell completion script",
     },
 }
-"""Commands and what each is for, in the order of the help."""
+"""Commands and their descriptions, in the order of the help."""
 _COMMANDS = {command: text for family in _FAMILIES.values() for command, text in family.items()}
 COMPLETE = "_KVDEPOT_COMPLETE"
-"""The variable by which a shell asks for completions."""
+"""The environment variable with which a shell asks for completions."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a file says that has no room for our output."""
+"""Errors of writing to a full disk."""
 
 _EPILOG = """\b
 Exit codes:
@@ -65,7 +65,7 @@ one. NO_COLOR=1 disables colour.
 
 
 def _module(command: str) -> Any:
-    """Where a command is; imported only when it is asked for, and by names that stand here."""
+    """Import the module of a command. Only these names are imported, and only when they are used."""
     match command:
         case "serve" | "config":
             return importlib.import_module("kvdepot.cli.serve")
@@ -89,7 +89,7 @@ def _module(command: str) -> Any:
 
 
 class Root(click.Group):
-    """A group that imports a command when it is asked for, and knows what a mistyped one was to be."""
+    """A group that imports commands lazily, and suggests a name for a mistyped one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -124,11 +124,11 @@ class Root(click.Group):
 )
 @click.version_option(__version__, message="kvdepot %(version)s")
 def root() -> None:
-    """Holds the commands."""
+    """The root of all commands."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one command; the exit code."""
+    """Run one command; returns the exit code."""
     if COMPLETE in os.environ:
         from click.shell_completion import shell_complete
 
@@ -148,7 +148,7 @@ def run(words: Sequence[str]) -> int:
         return _failed(exc, 1)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has had enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         return _unwritten()
     except OSError as exc:
         if exc.errno not in _FULL:
@@ -158,13 +158,13 @@ def run(words: Sequence[str]) -> int:
 
 
 def _unwritten() -> int:
-    """What still waits to be printed goes nowhere, so that the process can end; the exit code."""
+    """Discard buffered output, so that the process can exit; returns the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
 
 def _context(words: Sequence[str]) -> click.Context:
-    """Whose usage to show where click does not say: the parser of options knows of no command."""
+    """The context whose usage to show if click's error has none: its option parser does not know the command."""
     whole = click.Context(root, info_name="kvdepot")
     command = root.get_command(whole, words[0]) if words else None
     return whole if command is None else click.Context(command, whole, words[0])

@@ -1,4 +1,4 @@
-"""What `kvdepot top` draws: one screen of a status, cut to the terminal's size."""
+"""The screen of `kvdepot top`: one status, fitted to the terminal's size."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Screen"]
 
 
 class Screen:
-    """The last status seen, and how fast things went since the one before."""
+    """The last status, and the rates since the one before."""
 
     def __init__(self, place: str) -> None:
-        self.version = 0  # changes with what is to be drawn
+        self.version = 0  # changes when the screen must be redrawn
         self._place = place
         self._status: Status | None = None
         self._seen = 0.0
@@ -27,7 +27,7 @@ class Screen:
         self._trouble = ""
 
     def show(self, status: Status, now: float) -> None:
-        """A new status has come."""
+        """Take a new status."""
         before, passed = self._status, now - self._seen
         if before is not None and before.boot == status.boot and passed > 0:
             self._speeds = view.Speeds(
@@ -40,12 +40,12 @@ class Screen:
         self.version += 1
 
     def miss(self, why: str) -> None:
-        """None has come, and why."""
+        """Take the reason why there is no new status."""
         self._trouble = why
         self.version += 1
 
     def draw(self, console: Console) -> Layout:
-        """The whole screen: the summary, as much of each table as there is room for, and the keys."""
+        """The whole screen: the summary, as much of each table as fits, and the keys."""
         if self._status is None:
             body = Group(Text(clean(self._trouble) or "waiting for the server"))
         else:
@@ -63,7 +63,7 @@ class Screen:
     def _tables(self, width: int, room: int) -> list[RenderableType]:
         assert self._status is not None
         listings = view.listings(self._status)
-        while listings and 3 * len(listings) > room:  # a head and two lines each, or it is not worth it
+        while listings and 3 * len(listings) > room:  # each needs at least a head and two lines
             listings.pop()
         lines = [min(len(listing.rows), 2) for listing in listings]
         room -= sum(lines) + len(lines)

@@ -1,4 +1,4 @@
-"""`kvdepot serve`, and `kvdepot config`, which shows what it would run with."""
+"""`kvdepot serve`, and `kvdepot config`, which shows its settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WHERE = (
 @options.settings
 def serve(file: str | None, **given: object) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""
-    from kvdepot.cli.limits import check_limits, limits_are_told
+    from kvdepot.cli.limits import check_limits, explain_limits
 
     config = load(file, options.flags_of(given))
     check_limits(config.arena_bytes)
@@ -44,17 +44,17 @@ def serve(file: str | None, **given: object) -> int:
         )
     from kvdepot.server.loop import Server
 
-    with limits_are_told():
+    with explain_limits():
         server = Server(config)
     for number in _STOP_SIGNALS:
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, server.stop)
     server.run()
     for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # it has stopped; and the handlers keep it from being collected
+        signal.signal(number, signal.SIG_IGN)  # it has stopped; and a handler would keep the server alive
     if server.hangs:
         logging.shutdown()
-        os._exit(0)  # a driver's own end would wait for what hangs, and the arena's lock with it
+        os._exit(0)  # a regular exit would wait in the driver for the hanging call, and keep the arena's lock
     return 0
 
 
@@ -67,8 +67,10 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
 
     settings, sources = load_with_sources(file, options.flags_of(given))
     shown = masked(settings)
-    told = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
-    for line in filter(None, [*told, odd_chunk_size(settings.chunk_size)]):
+    warnings = [
+        f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)
+    ]
+    for line in filter(None, [*warnings, odd_chunk_size(settings.chunk_size)]):
         print(f"kvdepot: {clean(line)}", file=sys.stderr)
     if as_json:
         print_json(

@@ -1,4 +1,4 @@
-"""What is done once: `keygen`, `calibrate`, and the shell's `completion`."""
+"""Commands for setting up: `keygen`, `calibrate`, and the shell's `completion`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def calibrate(gpu: str, as_json: bool) -> int:
     cuda = load_driver()
     uuids = measuring.find(cuda, gpu)
     for number, uuid in enumerate(uuids):
-        with progress() as told:
-            told(f"measuring {uuid}", number, len(uuids))
+        with progress() as update:
+            update(f"measuring {uuid}", number, len(uuids))
             device = Gpu(cuda, uuid, staging_bytes)
             try:
                 figures = measuring.measure(device)

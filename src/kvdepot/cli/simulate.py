@@ -1,4 +1,4 @@
-"""`kvdepot simulate`: its arguments; what it does stands in kvdepot/simulate.py."""
+"""The arguments of `kvdepot simulate`; simulate/replay.py runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvdepot status`: what a running server holds and does."""
+"""`kvdepot status`: the state of a running server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvdepot top`: a server's status, drawn again and again on a whole terminal until somebody presses q."""
+"""`kvdepot top`: a server's status, redrawn on the whole terminal until q is pressed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["top"]
 
 _NO_TERMINAL = "top needs a terminal; `kvdepot status` prints once, `kvdepot top --json` one line per update"
 _KEYS_S = 0.1
-"""How long a look at the keyboard takes; a change of the terminal's size is seen as often."""
+"""Time to wait for a key; the terminal's size is checked as often."""
 
 
 @click.command()
@@ -64,7 +64,7 @@ def _print_lines(url: str | None, key: str | None, interval: float) -> int:
 
 
 def _watch(client: Client, interval: float) -> None:
-    """Draw until q is pressed. A server that goes away is waited for."""
+    """Draw until q is pressed. If the server stops, wait for it to return."""
     from rich.console import Console
     from rich.live import Live
 
@@ -102,7 +102,7 @@ def _take(screen: Screen, future: MessagingFuture[object], now: float) -> None:
 
 @contextmanager
 def _keyboard() -> Iterator[int]:
-    """Standard input, key by key and without echo; afterwards as it was."""
+    """Standard input in unbuffered mode without echo; restores the mode afterwards."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
@@ -113,7 +113,7 @@ def _keyboard() -> Iterator[int]:
 
 
 def _quits(descriptor: int) -> bool:
-    """Whether q was pressed; waits for keys a moment."""
+    """Whether q was pressed. Blocks for a moment."""
     ready, _, _ = select.select([descriptor], [], [], _KEYS_S)
     if not ready:
         return False

@@ -1,6 +1,6 @@
-"""A server's status as text for a terminal: what `kvdepot status` prints and `kvdepot top` draws.
+"""A server's status as text for a terminal; for `kvdepot status` and `kvdepot top`.
 
-The one law: it reads a Status and nothing else. Whatever a client may have named goes through `clean`.
+It reads only a Status. Invariant: text that may come from a client passes through `clean`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _Windowed = TypeVar("_Windowed", HitRate, Reuse)
 
 _BAR_CELLS = 20
 _NAME_CELLS = 20
-"""What the first column of a table keeps of its width however narrow the terminal is."""
+"""The minimum width of a table's first column, if its text is that long."""
 
 LOST = "evictions, failures, refusals"
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What happened a second, between two looks."""
+    """Rates per second, between two statuses."""
 
     stored_bytes: float
     retrieved_bytes: float
@@ -43,13 +43,13 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of things of one kind. heads: of the columns, those of numbers with a > in front."""
+    """A table. heads: names of the columns; those of numeric columns begin with >."""
 
     heads: tuple[str, ...]
     rows: list[tuple[str | Text, ...]]
 
     def table(self, width: int, most: int | None = None) -> Table:
-        """The first `most` lines of it; where that is not all, the last line says how many more there are.
+        """The table; if it has more than `most` lines, the last one says how many are left out.
 
         Columns that do not fit into `width` are left out from the right: a number cut short is another number.
         """
@@ -70,7 +70,7 @@ class Listing:
         return table
 
     def _fitting(self, width: int) -> int:
-        """How many columns fit, and leave the first one enough to tell its lines apart."""
+        """The number of columns that fit while the first one stays readable."""
         widths = [
             max(cell_len(clean(str(cell))) for cell in (head.lstrip(">"), *column))
             for head, *column in zip(self.heads, *self.rows, strict=True)
@@ -84,7 +84,7 @@ class Listing:
 
 
 def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
-    """Whether it works, how full it is, what it gains. speeds: where it is looked at again and again."""
+    """The summary above the tables. speeds: rates to show instead of totals, for `kvdepot top`."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -113,7 +113,7 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
 
 
 def _reused(now: Status) -> list[tuple[str, Text]]:
-    """The headline: tokens that engines loaded, of those of their prompts."""
+    """The share of prompt tokens that engines loaded."""
     counted = [each for each in _lived(now, now.reuse) if each.asked_tokens]
     if not counted:
         asked = now.asked_tokens
@@ -136,7 +136,7 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
 
 
 def _found(now: Status) -> list[tuple[str, Text]]:
-    """What the depot had, whether engines needed it or not, beside what an infinite one would have had."""
+    """The share of chunks found in the depot, and its upper bound, an infinite cache."""
     counted = [rate for rate in _lived(now, now.hit_rates) if rate.chunks]
     longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
     return [
@@ -152,7 +152,7 @@ def _found(now: Status) -> list[tuple[str, Text]]:
 
 
 def _lived(now: Status, windows: Sequence[_Windowed]) -> list[_Windowed]:
-    """Without those that say no more than the one before: they are longer than the server's life."""
+    """The windows without redundant ones: longer than the first that covers the server's whole life."""
     shorter = [0.0, *(window.window_s for window in windows)]
     return [window for window, before in zip(windows, shorter, strict=False) if before < now.uptime_s]
 
@@ -180,7 +180,7 @@ def _memory(now: Status) -> Text:
 
 
 def _bar(part: float) -> Text:
-    """How full something is; a cache that is full is as it should be."""
+    """A bar that shows how full something is. It has no warning colour, because a cache should be full."""
     filled = round(min(max(part, 0.0), 1.0) * _BAR_CELLS)
     return Text.assemble(("#" * filled, "cyan"), ("-" * (_BAR_CELLS - filled), "dim"))
 
@@ -190,7 +190,7 @@ def _window(window_s: float) -> str:
 
 
 def _faults(now: Status) -> list[str]:
-    """What somebody should look at: now, and since the start."""
+    """Problems that an operator should look at: current ones, and those since the start."""
     faults = [f"no new engine can connect: {clean(now.unreachable)}"] if now.unreachable else []
     faults += [
         f"{clean(tier.name)}: {clean(tier.state)}" + (f": {clean(tier.error)}" if tier.error else "")
@@ -206,7 +206,7 @@ def _faults(now: Status) -> list[str]:
 
 
 def listings(now: Status) -> list[Listing]:
-    """Tables of whatever there is of it, the most telling first."""
+    """All tables that are not empty, the most important first."""
     made = [
         _requests(now), _engines(now), _models(now), _tiers(now), _losses(now), _devices(now), _pins(now), _events(now),
     ]  # fmt: skip
@@ -214,7 +214,7 @@ def listings(now: Status) -> list[Listing]:
 
 
 _WORK = ("Lookup", "Retrieve", "Store")
-"""Requests that an engine waits for come first."""
+"""These requests come first, because engines wait for them."""
 
 
 def _requests(now: Status) -> Listing:
@@ -244,7 +244,7 @@ def _engines(now: Status) -> Listing:
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
             count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
         )
-        # In an order that stays, for whoever looks again and again.
+        # In a stable order, for `kvdepot top`.
         for engine in sorted(now.engines, key=lambda engine: (engine.models, engine.ranks, engine.id))
     ]  # fmt: skip
     return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)

@@ -1,4 +1,4 @@
-"""`kvdepot open` and `kvdepot token`: the way to a server's web page, for the user whose server it is."""
+"""`kvdepot open` and `kvdepot token`: access to a server's web page, for the server's own user."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open(as_json: bool, key: str | None, **which: str | None) -> int:
 
     config = _config(which)
     with connect(config.url, key) as client:
-        # Not the settings: another user's server may have the address that they name, and would be sent our token.
+        # Ask the server, because another user's server may have the address in the settings, and would get our token.
         address = read(client.ask(wire.Status()).result(_STATUS_S)).http
     if not address:
         raise Unavailable(
@@ -81,13 +81,13 @@ def _config(which: dict[str, str | None]) -> Config:
 
 
 def _address(address: str) -> str:
-    """As a browser on this host reaches it."""
+    """The URL for a browser on this host."""
     host, _, port = address.rpartition(":")
     return f"http://{_EVERYWHERE.get(host.strip('[]'), host)}:{port}"
 
 
 def ask_health(address: str) -> int | None:
-    """What `/healthz` answers there: 200 where all is well; None: nobody does."""
+    """The status code of `/healthz` there: 200 if the server is healthy; None if nothing answers."""
     connection = http.client.HTTPConnection(_address(address).removeprefix("http://"), timeout=_ANSWER_S)
     try:
         connection.request("GET", "/healthz")

@@ -1,7 +1,7 @@
-"""How an engine's KV memory becomes visible to the server, and its bytes move: one module a kind of device.
+"""Device memory: how the server maps an engine's KV tensors, and how their bytes move. One module per kind of device.
 
-`share` and `finish` are the client's end, `Devices` is the server's. The one law: nothing above knows which device it
-is, and what a device needs (a driver, a context, pinned memory) is taken when the first worker registers from it.
+The client calls `share` and `finish`, the server uses `Devices`. Resources of a device (driver, context, pinned memory)
+are acquired when the first worker registers from it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["Devices", "finish", "share"]
 
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
-    """Make one layer's tensor visible to another process of this host, and say where its elements lie.
+    """Make one layer's tensor visible to other processes of this host, and describe where its elements are.
 
-    The process must keep the tensor's storage alive. Blocks. Raises LayoutError for what is no plain tensor on a device
-    that can be shared, DeviceError where the device's driver refuses.
+    The process must keep the tensor's storage alive. Blocks. Raises LayoutError if it is not a plain tensor on a
+    supported device, DeviceError if the device's driver refuses.
     """
     _check_plain(tensor, name)
     if tensor.device.type == "cpu":
@@ -43,9 +43,9 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
 
 def _check_plain(tensor: object, name: object) -> None:
-    """Raise LayoutError unless the bytes of a tensor's storage are its values, and all of them.
+    """Raise LayoutError unless a tensor's storage contains exactly its values.
 
-    Asked before the storage is touched: of some tensors that hold none, touching it kills the process.
+    Checked before the storage is accessed, because accessing that of a tensor without one can kill the process.
     """
     torch = sys.modules.get("torch")  # until it has been imported, nothing is a torch.Tensor
     if not isinstance(name, str) or name != name.encode(errors="ignore").decode():
@@ -53,17 +53,17 @@ def _check_plain(tensor: object, name: object) -> None:
     called = name or "tensor"
     if torch is None or not isinstance(tensor, torch.Tensor):
         if hasattr(tensor, "untyped_storage"):
-            return  # made to look like a tensor, over memory that torch does not have
+            return  # imitates a tensor, over memory that torch does not own
         kind = type(tensor)
         raise LayoutError(f"{called} is a {kind.__module__}.{kind.__qualname__}, not a torch.Tensor")
     if tensor.is_nested:
-        what = "a nested tensor"  # which may have no shape
+        what = "a nested tensor"  # it may have no shape
     elif tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}, shape {list(tensor.shape)}"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         what = f"a {type(tensor).__qualname__}, which wraps other tensors"
     elif tensor.is_quantized:
-        what = "quantized: its scales lie outside its bytes"
+        what = "quantized: its scales are stored elsewhere"
     elif tensor.is_conj() or tensor.is_neg():
         what = "a lazy conjugate or negative: resolve_conj() and resolve_neg() write it out"
     elif not tensor.numel():
@@ -74,9 +74,9 @@ def _check_plain(tensor: object, name: object) -> None:
 
 
 def finish(device: str) -> None:
-    """Wait until a device (as in layout.Mapping) has done what this process asked of it so far. Raises DeviceError.
+    """Wait until a device (as in layout.Mapping) has finished all work that this process has submitted so far.
 
-    Blocks. The processor has: what computes on it returns when it is done.
+    Blocks; returns at once for the CPU, whose work is synchronous. Raises DeviceError.
     """
     if device:
         from kvdepot.devices.cuda import order
@@ -85,17 +85,17 @@ def finish(device: str) -> None:
 
 
 class Devices:
-    """The server's end: maps registered tensors, whatever memory they are in. Any thread."""
+    """Maps registered tensors in the server. Any thread."""
 
     def __init__(self, memory: Memory, staging_bytes: int) -> None:
-        """memory: the arena. staging_bytes: device memory that a GPU's copies may take for themselves."""
+        """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers."""
         self._memory = memory
         self._staging_bytes = staging_bytes
         self._lock = threading.Lock()
         self._gpus: Gpus | None = None
 
     def map(self, layout: Layout) -> Mapped:
-        """Blocks while memory is mapped. Raises LayoutError or DeviceError with nothing kept."""
+        """Map the tensors of a layout. Blocks. Raises LayoutError or DeviceError, and then keeps nothing mapped."""
         if not layout.device:
             return HostTensors.open(layout)
         with self._lock:
@@ -106,10 +106,10 @@ class Devices:
         return self._gpus.map(layout)
 
     def status(self) -> list[Device]:
-        """Each GPU that is in use. Never blocks."""
+        """The GPUs in use. Never blocks."""
         return self._gpus.status() if self._gpus is not None else []
 
     def close(self) -> None:
-        """Give back what is left; no copy may be under way. Safe twice."""
+        """Release everything; no copy may be in progress. May be called twice."""
         if self._gpus is not None:
             self._gpus.close()

@@ -1,6 +1,6 @@
-"""CPU tensors: their storage moves into POSIX shared memory; the server maps it, and numpy moves the bytes.
+"""CPU tensors: the client moves their storage into POSIX shared memory; the server maps it and copies with numpy.
 
-`share` is the client's (it is given torch tensors), `HostTensors` the server's.
+The client calls `share`, with torch tensors; the server uses `HostTensors`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 __all__ = ["HostTensors", "share"]
 
 _MIN_UNIT = 512
-"""Smallest unit to gather by index when segments are not dense; below it, one copy a block is faster."""
+"""Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
 
 _TORCH_ALIGNS = 64
-"""torch allocates the processor's memory at multiples of this; NumPy and Python hardly ever do."""
+"""torch aligns CPU memory to multiples of this; NumPy and Python rarely do."""
 _TRIES = 5
-"""Of telling torch's helper process, to which torch gives a second each: a machine may be held up for longer."""
+"""Attempts to reach torch's helper process. torch waits one second for each, which a busy machine may exceed."""
 
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
-    """Put a tensor's storage into shared memory (once) and say where its elements lie.
+    """Move a tensor's storage into shared memory (once) and describe where its elements are.
 
-    All torch tensors on the same storage move with it and stay valid; the memory where it was is freed, so addresses
-    that others hold (NumPy, DLPack) do not. Blocks while the bytes are copied, about 3 s a GiB. torch removes the file
-    when the process ends, `kill -9` included. Raises LayoutError.
+    All torch tensors on the same storage move with it and stay valid. Its old memory is freed, so addresses held by
+    others (NumPy, DLPack) become invalid. Blocks while the bytes are copied, about 3 s per GiB. torch removes the file
+    when the process ends, even by `kill -9`. Raises LayoutError.
     """
     storage = tensor.untyped_storage()
     _check_own(tensor, name or "tensor")
@@ -54,7 +54,7 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
             if not tries_left or "timed out" not in str(exc):
                 raise LayoutError(f"{name or 'tensor'} cannot move into shared memory: {exc}") from exc
     mapping = file.decode().lstrip("/")
-    # torch keeps a reference count in front of the bytes; how long that is, the file's length tells.
+    # torch keeps a reference count before the bytes; its length follows from the file's.
     header = (SHM / mapping).stat().st_size - size
     if header < 0:
         raise LayoutError(f"{name or 'tensor'}: torch made {mapping} shorter than its storage of {size} bytes")
@@ -72,19 +72,19 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
 
 def _check_own(tensor: torch.Tensor, called: str) -> None:
-    """Raise LayoutError where others are known to hold the address of a storage that would have to move.
+    """Raise LayoutError if the storage must move but others are known to hold its address.
 
-    Who imported it by DLPack, or keeps a `data_ptr()`, torch does not know.
+    torch does not know who imported it by DLPack, or keeps its `data_ptr()`.
     """
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     if storage.is_shared():
-        if not _file_at(address).startswith(f"{SHM}/torch_"):  # else it is in a file that torch made, and stays there
+        if not _file_at(address).startswith(f"{SHM}/torch_"):  # otherwise it is in a file of torch's, and stays there
             raise LayoutError(
                 f"{called}: its memory is a mapped file, or shared with other processes by share_memory_(); moving it "
                 "to other shared memory would disconnect it: allocate it with torch"
             )
-    elif not storage.resizable():  # torch was given this memory, or numpy() was called on it at some time
+    elif not storage.resizable():  # torch did not allocate this memory, or numpy() was called on it at some time
         if address % _TORCH_ALIGNS or _file_at(address):
             raise LayoutError(
                 f"{called}: its memory is not torch's own (from_numpy, frombuffer, DLPack, a mapped file), and moving "
@@ -98,7 +98,7 @@ def _check_own(tensor: torch.Tensor, called: str) -> None:
 
 
 def _file_at(address: int) -> str:
-    """The path of the file that is mapped at an address; empty for memory without one, or whose file is deleted."""
+    """The path of the file that is mapped at an address; empty if there is none, or it is deleted."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, *_, path = line.split(" ", maxsplit=5)
         first, _, end = span.partition("-")
@@ -109,7 +109,7 @@ def _file_at(address: int) -> str:
 
 
 def _has_array(tensor: torch.Tensor) -> bool:
-    """Whether a NumPy array of a tensor's storage may be alive: it holds a tensor that is no view of ours."""
+    """Whether a NumPy array of a tensor's storage may exist; it would hold a tensor that is not a view of ours."""
     import torch
 
     origin = tensor if tensor._base is None else tensor._base
@@ -127,19 +127,19 @@ def _has_array(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class _Rows:
-    """One segment of all blocks, ready to be indexed by block id."""
+    """One segment of all blocks, for indexing by block id."""
 
     size: int
     strided: Bytes  # uint8[num_blocks, size]
-    dense: bool  # blocks follow each other without a gap
-    units: Bytes | None = None  # uint8[any, unit]: the same memory in pieces for np.take
+    dense: bool  # blocks are adjacent
+    units: Bytes | None = None  # uint8[n, unit]: the same memory in units, for np.take
     unit_ids: Ids | None = None  # units of a block, relative to block * unit_stride
     unit_stride: int = 1
 
 
 @dataclass
 class HostTensors(Mapped):
-    """A worker's paged KV tensors in shared memory, mapped into this process. numpy moves the bytes."""
+    """A worker's paged KV tensors in shared memory, mapped in this process."""
 
     layout: Layout
     task_bytes: int = 4 << 20
@@ -149,7 +149,7 @@ class HostTensors(Mapped):
 
     @classmethod
     def open(cls, layout: Layout) -> HostTensors:
-        """Map every file of a layout. Raises LayoutError when one is missing, too small or not ours."""
+        """Map every file of a layout. Raises LayoutError if one is missing, too small or not ours."""
         mapped = cls(layout)
         views = []
         try:
@@ -162,17 +162,13 @@ class HostTensors(Mapped):
             views.clear()
             mapped.close()
             raise
-        mapped.populate()
+        for view in views:  # enter the pages into this process's page table now, not during copies
+            shm.populate(view.ctypes.data, len(view))
         mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
         return mapped
 
-    def populate(self) -> None:
-        """Enter the pages into this process's page table now rather than during copies."""
-        for area in self._maps:
-            shm.populate(np.frombuffer(area, np.uint8).ctypes.data, len(area))
-
     def whole(self) -> bool:
-        """Whether the files are as long as they were: touching what a client cut off would kill this process."""
+        """Whether no file was truncated by its client: touching the missing pages would kill this process."""
         sizes = zip(self._files, self.layout.mappings, strict=False)
         return all(os.fstat(fd).st_size >= mapping.size for fd, mapping in sizes)
 
@@ -235,7 +231,7 @@ def _scatter(memory: Bytes, rows: Sequence[_Rows], piece: CopyPiece) -> None:
 
 
 def _runs(ids: Ids) -> list[tuple[int, int]] | None:
-    """`[first, end)` runs of adjacent block ids, or None where they are so short that an index is faster."""
+    """`[first, end)` runs of adjacent block ids; None if they are so short that indexing is faster."""
     if len(ids) < 2:
         return [(0, 1)] if len(ids) else []
     cuts = np.flatnonzero(np.diff(ids) != 1) + 1
@@ -262,7 +258,7 @@ def _gather_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, out: 
 
 
 def _scatter_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, source: Bytes) -> None:
-    """Block ids[i] of this segment = source[i]. Index assignment releases the GIL too."""
+    """Block ids[i] of this segment = source[i]. Index assignment also releases the GIL."""
     if runs is not None:
         for first, end in runs:
             block = ids[first]

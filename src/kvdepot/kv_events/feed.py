@@ -150,7 +150,7 @@ class Belief:
     """What a subscriber that has read every message believes to exist: parents by key, by namespace."""
 
     def __init__(self) -> None:
-        self.there: dict[Namespace, dict[bytes, bytes | None]] = {}
+        self.chunks: dict[Namespace, dict[bytes, bytes | None]] = {}
         self.count = 0
 
     def apply(self, changes: list[_Change], chunk_tokens: int) -> list[Event]:
@@ -159,16 +159,16 @@ class Belief:
         removed = False
         for change in changes:
             if change is None:
-                self.there.clear()
+                self.chunks.clear()
                 self.count = 0
                 events = [AllBlocksCleared()]
                 continue
             is_there, namespace, key, parent = change
-            keys = self.there.get(namespace)
+            keys = self.chunks.get(namespace)
             if is_there == (keys is not None and key in keys):
                 continue
             if is_there:
-                self.there.setdefault(namespace, {})[key] = parent
+                self.chunks.setdefault(namespace, {})[key] = parent
                 self.count += 1
                 _add_stored(events, namespace, key, parent, chunk_tokens)
             else:
@@ -177,14 +177,14 @@ class Belief:
                 self.count -= 1
                 removed = True
                 if not keys:
-                    del self.there[namespace]
+                    del self.chunks[namespace]
                 _add_removed(events, namespace, key)
         # If this removed the last chunk, one event is enough.
         return [AllBlocksCleared()] if removed and not self.count else events
 
     def listing(self, chunk_tokens: int) -> Iterator[list[Event]]:
         """Events that list everything as of now, in batches of one message; `messages` of them."""
-        known = [(namespace, key, parent) for namespace, keys in self.there.items() for key, parent in keys.items()]
+        known = [(namespace, key, parent) for namespace, keys in self.chunks.items() for key, parent in keys.items()]
 
         def batches() -> Iterator[list[Event]]:
             for first in range(0, max(1, len(known)), BATCH):

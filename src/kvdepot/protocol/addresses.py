@@ -1,4 +1,4 @@
-"""Validation of endpoint addresses. Used by config.py for settings, and by client/socket.py before it connects.
+"""Validation and parsing of endpoint addresses. Used by config.py for settings, and by all that bind or connect.
 
 ZeroMQ accepts addresses that no other process can find: it takes port 99999 for 34463, `*` for a random place, and
 `inproc://`, which is private to the process.
@@ -7,12 +7,17 @@ ZeroMQ accepts addresses that no other process can find: it takes port 99999 for
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
-__all__ = ["MOST_PORT", "fault_of_endpoint"]
+__all__ = ["MOST_PORT", "fault_of_endpoint", "socket_path"]
 
 MOST_PORT = 65535
 _PORT = re.compile(r"0*[1-9][0-9]{0,4}")
+
+
+def socket_path(url: str) -> Path | None:
+    """The file of a unix socket; None for TCP and for abstract sockets (`ipc://@NAME`), which have none."""
+    return Path(url[len("ipc://") :]) if url.startswith("ipc://") and not url.startswith("ipc://@") else None
 
 
 def fault_of_endpoint(url: str, most_port: int = MOST_PORT) -> str:

@@ -18,6 +18,7 @@ import zmq
 
 from kvdepot import locks
 from kvdepot.errors import Unavailable
+from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.handshake import is_open_to_all
 
 __all__ = ["Binding", "Claim", "holder", "listen", "silence"]
@@ -56,8 +57,7 @@ class Binding:
         """Whether another file is at our path, so that new clients cannot connect."""
         self._socket = listener
         self._url = url
-        has_path = url.startswith("ipc://") and not is_open_to_all(url)
-        self._path = Path(url[len("ipc://") :]) if has_path else None
+        self._path = socket_path(url)
         self._is_hidden = False
         self._file: os.stat_result | None = None
         self._listen()
@@ -104,10 +104,11 @@ class Binding:
 
 def holder(url: str) -> str:
     """Who holds the lock of a unix socket: `pid N`, or `a process` if the file does not say; empty if nobody does."""
-    if not url.startswith("ipc://") or is_open_to_all(url):
+    path = socket_path(url)
+    if path is None:
         return ""
     try:
-        fd = os.open(url[len("ipc://") :] + _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(f"{path}{_LOCK}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return ""
     try:
@@ -171,9 +172,10 @@ class Claim:
         self._url = url
         self._setting = setting
         self._fd = -1
-        if not url.startswith("ipc://") or is_open_to_all(url):
+        path = socket_path(url)
+        if path is None:
             return  # the kernel itself gives a port or an abstract name to one socket only
-        self._path = Path(url[len("ipc://") :])
+        self._path = path
         self._lock = self._path.with_name(self._path.name + _LOCK)
         if len(os.fsencode(self._path)) > _MOST_PATH:
             raise Unavailable(f"cannot listen on {url}: a unix socket's path has at most {_MOST_PATH} bytes")

@@ -149,15 +149,15 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
         chart.check_plot(args.plot)
 
     sweeps = []
-    with progress() as told:
+    with progress() as update:
         for path in dict.fromkeys(args.traces):
-            told(f"reading {path}", 0, 0)
+            update(f"reading {path}", 0, 0)
             trace = load(path)
             trace.block_tokens = tokens or trace.block_tokens
             block_bytes = token_bytes * trace.block_tokens
             fitting = (_fitting(size, block_bytes, path) for size in sizes)
             sweeps.append(Sweep(trace, sorted({*blocks, *fitting}) or _spread(trace.unique), block_bytes))
-        _replay_all(sweeps, policies, jobs, told)
+        _replay_all(sweeps, policies, jobs, update)
 
     for sweep in sweeps:
         if not len(sweep.trace):

@@ -44,8 +44,7 @@ _ROOT = -1
 class Trace:
     """Requests in order of arrival; blocks are numbered from 0, each after the one before it in its prompts."""
 
-    def __init__(self, requests: Iterable[Request], name: str = "", block_tokens: int = 0) -> None:
-        """block_tokens: tokens per block; 0 = not known."""
+    def __init__(self, requests: Iterable[Request], name: str = "") -> None:
         numbers: dict[tuple[int, Hashable], int] = {}
         blocks, ends, times = array("I"), array("q"), array("d")
         for time, ids in requests:
@@ -56,7 +55,7 @@ class Trace:
             ends.append(len(blocks))
             times.append(time)
         self.name = name
-        self.block_tokens = block_tokens
+        self.block_tokens = 0  # 0 = not known
         self.unique = len(numbers)
         self.blocks: npt.NDArray[np.uint32] = np.array(blocks, np.uint32)
         """uint32[references]: the blocks of all requests, concatenated."""

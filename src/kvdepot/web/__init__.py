@@ -1,7 +1,7 @@
-"""HTTP: health, metrics, status and the web page, by a process of its own beside the server.
+"""HTTP: health, metrics, status and the web page, served by a separate process.
 
-`child.py` runs in the server and keeps that process (`__main__.py`) alive. There `poll.py` is one client of the depot
-like any other, `history.py` keeps what it heard for charts, `app.py` and `prometheus.py` answer from that, `guard.py`
-decides who may ask and `connections.py` how long. The one law: no reader, however slow, and no answer, however large,
-reaches the thread that decides.
+`child.py` runs in the server and keeps that process (`__main__.py`) alive. In it, `poll.py` is an ordinary client of
+the server, `history.py` keeps its results for charts, `app.py` and `prometheus.py` answer from them, `guard.py` decides
+who is admitted, and `connections.py` how long a connection may take. Invariant: no reader, however slow, and no
+response, however large, delays the deciding thread.
 """

@@ -1,7 +1,7 @@
-"""The web process. Started by child.py, which says what it must know through standard input; it ends when that closes.
+"""The web process. child.py starts it and passes its settings through standard input; it ends when that closes.
 
-Its main thread runs the event loop, another is the depot's client (poll.py), two wait for the end, and one ends it when
-the loop hangs. The one law: it leaves nothing behind, and is gone some seconds after its server at the latest.
+Its main thread runs the event loop, one thread is the server's client (poll.py), two wait for the end, and one exits
+the process if the loop hangs. Invariant: it leaves nothing behind, and ends at most some seconds after its server.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvdepot.web.child import Order
 log = logging.getLogger(__name__)
 
 _NICE = 10
-"""Whoever looks at a depot never competes with it."""
+"""Lower priority, so that it does not compete with the server."""
 _END_S = 2.0
 _WATCH_S = 2.5
 _MOST_MISSED = 4
-"""Looks of the watchdog without a sign of life: 10 s."""
+"""Checks of the watchdog without a sign of life: 10 s."""
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     except msgspec.DecodeError:
-        print("kvdepot.web is started by `kvdepot serve`, not by people", file=sys.stderr)
+        print("`kvdepot serve` starts kvdepot.web; do not start it yourself", file=sys.stderr)
         return 2
     ended, serving = threading.Event(), threading.Event()
     threading.Thread(target=_await_end, args=(ended, serving), daemon=True).start()
@@ -56,8 +56,8 @@ def main() -> int:
 
 
 def _await_end(ended: threading.Event, serving: threading.Event) -> None:
-    """Set `ended` when the server has gone, or wants us to go; and see to it that we do."""
-    while os.read(0, 1):  # not sys.stdin: its lock would hang the interpreter's end
+    """Set `ended` when the server has ended or tells us to; then exit the process if it does not end by itself."""
+    while os.read(0, 1):  # not sys.stdin, whose lock would block the interpreter's exit
         pass
     ended.set()
     if serving.is_set():
@@ -66,17 +66,18 @@ def _await_end(ended: threading.Event, serving: threading.Event) -> None:
 
 
 class _Watchdog:
-    """Ends the process when its event loop hangs, and says where; the server starts the next one.
+    """Exits the process if its event loop hangs, and logs where; the server starts the next one.
 
-    It counts its own looks, not seconds: who was stopped, or frozen with its container, does not hang.
+    It counts its own checks, not seconds, because a process that was stopped, or frozen with its container, does not
+    hang.
     """
 
     def __init__(self) -> None:
-        self._missed = 0  # looks since the loop came by; both threads write it, and either may win
+        self._missed = 0  # checks since the loop's last sign of life; both threads write it, and either may win
         threading.Thread(target=self._run, name="kvdepot-watchdog", daemon=True).start()
 
     def live_on(self) -> None:
-        """The loop has come by."""
+        """The loop is alive."""
         self._missed = 0
 
     def _run(self) -> None:
@@ -86,7 +87,7 @@ class _Watchdog:
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
         places = (f"{frame.name} ({frame.filename}:{frame.lineno})" for frame in reversed(stack))
         log.error("the web process hangs and will exit; it is stuck in %s", ", in ".join(places))
-        logging.shutdown()  # which waits a second at most
+        logging.shutdown()  # waits for a second at most
         os._exit(1)
 
 

@@ -1,8 +1,8 @@
-"""What is answered over HTTP: each path, what it takes and gives. OpenAPI is made from the types that stand here.
+"""The HTTP endpoints. OpenAPI is generated from the types in this module.
 
-Made by __main__.py, run by uvicorn on the web process's event loop. Reading answers from what poll.py heard last;
-changing asks the depot, on threads, a few at once. The one law: an error is said in one way, `{"code", "message"}`,
-with a code of errors.py, and its HTTP status stands in one table.
+__main__.py creates the application; uvicorn runs it on the web process's event loop. Requests that read are answered
+from poll.py's last result; requests that change something ask the server, on threads, a few at a time. Every error has
+the form `{"code", "message"}`, with a code of errors.py; one table has the HTTP status of each code.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ HTTP_STATUS = {
     "arena": 500,
     "device": 500,
 }
-"""Code of errors.py: the status of an answer that says so."""
+"""HTTP status by code of errors.py."""
 _CODES = {400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method", 413: "too_large"}
-"""What HTTP itself refuses, where no error of ours is behind it."""
+"""Codes of errors that come from the HTTP layer, not from errors.py."""
 _MOST_BODY = 8 << 20
 _MOST_CHANGES = 4
-"""At once; each takes a thread, for as long as the depot takes."""
+"""Changes at a time; each occupies a thread until the server has answered."""
 _SECURED: list[dict[str, list[str]]] = [{"token": []}]
 
 
@@ -220,10 +220,10 @@ def config(state: State) -> dict[str, Any]:
 
 @contextmanager
 def _change(state: State) -> Iterator[None]:
-    """One of a few at once. Raises Busy."""
+    """Limit the number of changes at a time. Raises Busy."""
     changes: threading.BoundedSemaphore = state.changes
     if not changes.acquire(blocking=False):
-        raise Busy(f"{_MOST_CHANGES} changes are under way: wait until one is done")
+        raise Busy(f"{_MOST_CHANGES} changes are in progress: wait until one has finished")
     try:
         yield
     finally:
@@ -280,7 +280,7 @@ def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
 
 
 def _read_page() -> dict[str, tuple[bytes, str]]:
-    """Path: bytes and type of each file of the page, which are few and small."""
+    """Read all files of the page, which are few and small. Returns path: bytes and media type."""
     found: dict[str, tuple[bytes, str]] = {}
     todo = [("/", resources.files("kvdepot.web") / "page")]
     while todo:
@@ -293,7 +293,7 @@ def _read_page() -> dict[str, tuple[bytes, str]]:
             elif not entry.name.endswith((".py", ".pyc")):
                 kind = mimetypes.guess_type(entry.name)[0] or "application/octet-stream"
                 if kind in ("text/javascript", "application/javascript"):
-                    kind = "text/javascript"  # whatever this host's tables say
+                    kind = "text/javascript"  # the host's table may have either
                 charset = "; charset=utf-8" if kind.startswith("text/") else ""
                 found[path + entry.name] = entry.read_bytes(), kind + charset
     if "/index.html" in found:
@@ -337,7 +337,7 @@ def _answer_error(_: Request[object, object, State], exc: Exception) -> Response
             status_code, problem = 500, Problem(InternalError.code, "internal error; see the server log")
     headers = {"retry-after": "1"} if status_code in (429, 503) else {}
     if status_code == 413:
-        headers["connection"] = "close"  # else the rest of it would be read all the same
+        headers["connection"] = "close"  # otherwise the rest of the body would still be read
     if status_code == 405 and isinstance(exc, HTTPException) and exc.headers:
         headers |= {name: value for name, value in exc.headers.items() if name.lower() == "allow"}
     return Response(problem, status_code=status_code, media_type="application/json", headers=headers)
@@ -345,14 +345,14 @@ def _answer_error(_: Request[object, object, State], exc: Exception) -> Response
 
 def _sentence(exc: HTTPException) -> str:
     if isinstance(exc, ValidationException) and isinstance(exc.extra, list):
-        told = [part for part in exc.extra if isinstance(part, dict)]
-        parts = [f"{part.get('key', 'the body')}: {part.get('message')}" for part in told]
+        errors = [part for part in exc.extra if isinstance(part, dict)]
+        parts = [f"{part.get('key', 'the body')}: {part.get('message')}" for part in errors]
         return "; ".join(parts) or str(exc.detail)
     return str(exc.detail)
 
 
 def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, token: str) -> App:
-    """The application. settings: to be shown, without secrets. address: HOST:PORT that we listen at."""
+    """The application. settings: shown to clients, without secrets. address: HOST:PORT that we listen at."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(poll))
     pages = _read_page()

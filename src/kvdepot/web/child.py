@@ -1,8 +1,8 @@
-"""The web process, as its server sees it: started, given what it needs, started again when it dies, ended.
+"""Runs the web process beside the server: starts it, restarts it when it dies, and ends it.
 
-Made by server/loop.py; a thread of its own does all of it. The process gets the listening socket and, through a pipe,
-what it must know, secrets too; the pipe stays open, and when it closes, whatever ended the server, the process ends.
-The one law: whatever happens here, the depot works on.
+server/loop.py creates the `Child`, whose own thread does the rest. The process inherits the listening socket and gets
+its settings, including secrets, through a pipe. The pipe stays open; when it closes, however the server ended, the
+process ends. Invariant: nothing that happens here affects the depot.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ __all__ = ["Child", "Order", "beside", "missing_packages", "split_address"]
 log = logging.getLogger(__name__)
 
 _USER = ".web"
-"""What the process is called where clients have keys."""
+"""The process's client name, if clients need keys."""
 _NEEDS = ("litestar", "uvicorn", "prometheus_client")
 _GRACE_S = 0.3
-"""Whoever has waited for the server comes first."""
+"""Delay of the start, so that clients that waited for the server come first."""
 _LISTEN_S = 1.0
-"""Between two tries to listen where somebody else does."""
+"""Interval between attempts to bind an address that is in use."""
 _WELL_S = 30.0
-"""Who lived so long is started again after 0.5 s; who did not, after 1 s, then 2, 4, up to _LONGEST_S."""
+"""A process that ran for longer is restarted after 0.5 s, others after 1 s, then 2, 4, up to _LONGEST_S."""
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 _STOP_S = 3.0
 _BACKLOG = 64
 
 
 def missing_packages() -> list[str]:
-    """What the web process imports and is not installed."""
+    """Packages that the web process needs and that are not installed."""
     return [name for name in _NEEDS if importlib.util.find_spec(name) is None]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the process is told through its pipe, as one line of JSON. key: public, secret, server; or empty."""
+    """What the process gets through its pipe, as one line of JSON. key: public, secret, server's public; or None."""
 
     url: str
     listener: int
@@ -78,28 +78,28 @@ def _address(listener: socket.socket) -> str:
 
 
 def beside(config: Config, endpoint: str, admit: Callable[[str], Key | None]) -> Child | None:
-    """What keeps the web process of a server that listens at `endpoint`; None where there is to be none.
+    """The `Child` of a server that listens at `endpoint`; None if HTTP is off or the endpoint is not public.
 
-    admit: makes a key for a new user, where clients need one. Raises ConfigError.
+    admit: makes a key for a new user, if clients need one. Raises ConfigError.
     """
     if config.http == "off" or not endpoint.startswith(("ipc://", "tcp://")):
         return None
-    # What listens on all addresses is found at this host's own.
+    # A server that listens on all addresses is reachable at the loopback address.
     url = endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     return Child(config, url, admit(_USER))
 
 
 class Child:
-    """Keeps a web process beside a server. Raises ConfigError for a token that cannot be had."""
+    """Keeps a web process running beside a server."""
 
     def __init__(self, config: Config, url: str, key: Key | None) -> None:
-        """url: where the process finds the server. key: its own, where clients need one."""
+        """url: the server's endpoint. key: the process's own, if clients need one. Raises ConfigError for the token."""
         self._config = config
         self._url = url
         self._key = key
         self._token = obtain_token(config)
         self.address = ""
-        """HOST:PORT while it listens there, whether a process lives or not. Written by the thread, read by anybody."""
+        """HOST:PORT while we listen there, whether or not a process runs. Written by the thread, read by any."""
         self._lock = threading.Lock()  # guards the next two against `end`
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -109,11 +109,11 @@ class Child:
         return f"<Child {self._config.http} pid {self._process.pid if self._process else None}>"
 
     def start(self) -> None:
-        """Never blocks."""
+        """Start the thread. Never blocks."""
         self._thread.start()
 
     def end(self) -> None:
-        """Tell the process to end. Never blocks; safe twice."""
+        """Tell the process to end. Never blocks. May be called twice."""
         with self._lock:
             self._stopping.set()
             if self._process is not None and self._process.stdin is not None:
@@ -121,7 +121,7 @@ class Child:
                     self._process.stdin.close()
 
     def close(self) -> None:
-        """Wait until it has ended, and see to it. Blocks for some seconds at most."""
+        """End the process and wait for it; kills it if necessary. Blocks for some seconds at most."""
         self.end()
         if self._thread.ident is None:
             return
@@ -151,7 +151,7 @@ class Child:
                 self.address = ""
 
     def _keep(self, listener: socket.socket) -> None:
-        """One process after the other, until the server ends."""
+        """Run one process after the other, until the server ends."""
         delay_s = _FIRST_S
         while not self._stopping.is_set():
             began = time.monotonic()
@@ -167,23 +167,23 @@ class Child:
             self._stopping.wait(delay_s)
 
     def _listen(self) -> socket.socket | None:
-        """The listening socket; None when the server ends before it can be had."""
+        """The listening socket; None if the server ends before the address is free."""
         host, port = split_address(self._config.http)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        told = False
+        is_logged = False
         while not self._stopping.is_set():
             try:
                 return socket.create_server((host, port), family=family, backlog=_BACKLOG)
             except OSError as exc:
-                if not told:
+                if not is_logged:
                     log.warning("cannot bind HTTP to %s (%s); retrying", self._config.http, exc.strerror)
-                told = True
+                is_logged = True
             self._stopping.wait(_LISTEN_S)
         return None
 
     def _live(self, listener: socket.socket) -> int:
-        """One process, from its start to its end; its exit status. Raises OSError."""
-        import subprocess  # which the server needs for nothing else before it serves
+        """Run one process until it ends; returns its exit status. Raises OSError."""
+        import subprocess  # imported here, because the server needs it for nothing else
 
         address = self.address
         key = self._key
@@ -196,7 +196,7 @@ class Child:
             masked(self._config),
             self._config.log_level,
         )
-        # Not the server's working directory on the import path, and not a key that is meant for clients of others.
+        # Keep the working directory off the import path, and a key for another server out of the environment.
         command = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "kvdepot.web"]
         environ = {name: value for name, value in os.environ.items() if name != "KVDEPOT_KEY"}
         with self._lock:
@@ -207,7 +207,7 @@ class Child:
             )
         assert process.stdin is not None
         try:
-            with contextlib.suppress(OSError, ValueError):  # dead already, or told to end
+            with contextlib.suppress(OSError, ValueError):  # already dead, or told to end
                 process.stdin.write(msgspec.json.encode(order) + b"\n")
                 process.stdin.flush()
             log.info("web page, metrics and API: http://%s", address)

@@ -1,9 +1,9 @@
-"""HTTP connections that end: uvicorn's protocol and server, with a time for each thing that a client can be slow at.
+"""HTTP connections with limits: uvicorn's protocol and server, plus a timeout for every state of a connection.
 
-On the event loop; uvicorn makes the connections, the server looks at all of them together once a second. uvicorn waits
-for ever for a first request, for the rest of one, and for an answer to be read. One connection too many takes the place
-of that which has stayed where it is for longest: idlers keep no probe out. The one law: there are at most so many, and
-none stays where it is for longer than its time.
+Runs on the event loop; uvicorn creates the connections, and the server checks all of them once a second. uvicorn's own
+timeout covers only the time between a response and the next request: it waits forever for the first request, for the
+rest of one, and for the client to read a response. A connection beyond the maximum replaces the one that has been in
+its state for longest, so idle connections cannot keep a health probe out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["MOST_CONNECTIONS", "Connection", "Server"]
 MOST_CONNECTIONS = 128
 _LOOK_S = 1.0
 _REQUEST_S = 10.0
-"""From a connection, or an answer's end, to the end of the next request's headers; then again to its body's end."""
+"""Time for a request's headers, from the connection or the last response; then again for its body."""
 _READ_S = 20.0
-"""An answer that has not been read to its end within so long is given up."""
+"""Time for the client to read a response."""
 
 
 class Connection(H11Protocol):
@@ -36,15 +36,15 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, "connection": self}  # a request's `scope["state"]`
         self.wakes: asyncio.Future[None] | None = None
-        """What the request under way waits for, if it waits: done, too, when its client has gone."""
-        self._at: Any = None  # what it waits for, as it was when we looked last
+        """The future that the current request waits for, if any; it is also done when the client has gone."""
+        self._at: Any = None  # its state at the last check
         self._since = self.loop.time()
         others: list[Any] = [each for each in self.connections if each is not self and not each.transport.is_closing()]
         if len(others) >= MOST_CONNECTIONS:
             min(others, key=lambda each: each._since).transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP. Where a request's head has been read, uvicorn would answer that twice."""
+        """The data is not HTTP. If a request's head was already read, uvicorn would send two responses."""
         if self.conn.our_state is h11.IDLE:
             super().send_400_response(msg)
         else:
@@ -58,7 +58,7 @@ class Connection(H11Protocol):
             self.wakes.set_result(None)
 
     def look(self, now: float) -> None:
-        """End it if it has stayed where it is for too long. now: of the loop's clock."""
+        """Abort the connection if it has been in its state for too long. now: by the loop's clock."""
         cycle = self.cycle
         most_s = _REQUEST_S
         if self.transport.get_write_buffer_size():
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
         elif cycle.more_body:
             at = ("body", cycle)
         else:
-            at = ("work", cycle)  # ours to do: it has deadlines of its own
+            at = ("work", cycle)  # our handler runs, which has deadlines of its own
             self._since = now
         if at != self._at:
             self._at, self._since = at, now
@@ -78,12 +78,12 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but that looks once a second and not ten times: each time it wakes may be beside a lookup."""
+    """uvicorn's server, but it wakes once a second instead of ten times, because each time may disturb a lookup."""
 
     def __init__(
         self, config: uvicorn.Config, ended: threading.Event, on_look: Callable[[], None], on_end: Callable[[], None]
     ) -> None:
-        """ended: whether it is to end. on_look: called, on the loop, each second. on_end: when it begins to end."""
+        """ended: set to end the server. on_look: called each second on the loop. on_end: called when the end begins."""
         super().__init__(config)
         self._ended = ended
         self._on_look = on_look
@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         end: asyncio.Future[None] = loop.create_future()
         threading.Thread(target=self._await_end, args=(loop, end), daemon=True).start()
-        while not await self.on_tick(0):  # which notes the date of answers, too
+        while not await self.on_tick(0):  # also updates the Date header of responses
             self._on_look()
             await asyncio.wait([end], timeout=_LOOK_S)
             now = loop.time()

@@ -1,10 +1,10 @@
-"""Who may ask what over HTTP: in front of everything else that answers.
+"""Access control for HTTP: an ASGI application around the others.
 
-An ASGI application around another. On a loopback address reading is free for whoever is on this host, and the Host
-header must name this host (a page of another site whose name was made to point here sends its own); what changes
-something needs the token, and comes from no other site's page. On any other address, and where the depot's clients need
-keys (a tenant's must not read of other tenants), everything needs the token but the page's own files, which hold
-nothing, and the two probes, which say no more than whether it works. The one law: what is refused reads no body.
+On a loopback address everybody on this host may read, and the Host header must name this host (against DNS rebinding);
+requests that change something need the token, and must not come from another site's page. On any other address, and if
+the server's clients need keys (a tenant must not read about others), everything needs the token except the page's
+static files and the two probes, which only say whether the server works. Invariant: the body of a refused request is
+not read.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ _HEADERS = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
-"""Of every answer."""
+"""Headers of every response."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """The one way an error is said: a code that stays, and a sentence."""
+    """An error: a stable code, and a sentence."""
 
     code: str
     message: str
 
 
 class Guard:
-    """Refuses what may not be asked; hands on the rest."""
+    """Refuses forbidden requests; passes on the others."""
 
     def __init__(self, app: App, token: str, is_local: bool, reads_free: bool, open_paths: Collection[str]) -> None:
-        """is_local: whether only this host can reach us. open_paths: what can be read without a token in any case."""
+        """is_local: whether only this host can reach us. reads_free: whether reading needs no token. open_paths: paths
+        that never need one."""
         self._app = app
         self._token = token.encode()
         self._is_local = is_local
@@ -70,7 +71,7 @@ class Guard:
 
         refused = self._refusal(scope)
         if refused is None:
-            # Who asks for the head alone gets that of the whole: uvicorn leaves the body out.
+            # HEAD is answered like GET; uvicorn omits the body.
             inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(inner, receive, send_guarded)
             return
@@ -89,11 +90,11 @@ class Guard:
     def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
         host = _header(scope, b"host")
         if self._is_local and not _is_this_host(host):
-            return 403, Problem("forbidden", "ask by the name localhost, or by a loopback address")
+            return 403, Problem("forbidden", "use the name localhost, or a loopback address")
         is_change = scope["method"] not in _READING
         origin = _header(scope, b"origin")
         if is_change and origin is not None and origin.partition("://")[2] != host:
-            return 403, Problem("forbidden", "a page of another site may change nothing here")
+            return 403, Problem("forbidden", "pages of other sites must not change anything here")
         if is_change or not (self._reads_free or scope["path"] in self._open):
             given = _header(scope, b"authorization") or ""
             scheme, _, token = given.partition(" ")
@@ -104,13 +105,13 @@ class Guard:
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
-    """The header's value, if it was sent; all of them, with commas between, where it was sent more than once."""
+    """The header's value, None if it was not sent; if it was sent several times, all values joined by commas."""
     found = [value for key, value in scope["headers"] if key == name]
     return b", ".join(found).decode("latin-1") if found else None
 
 
 def _is_this_host(host: str | None) -> bool:
-    """Whether a Host header names this host, on whichever port: a tunnel may end at another."""
+    """Whether a Host header names this host, with any port, because a tunnel may use another one."""
     if host is None:
         return False
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

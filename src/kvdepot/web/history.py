@@ -1,6 +1,6 @@
-"""What a depot's status was over time, for charts: a point a second, then one in ten seconds, as numbers per series.
+"""The status over time, for charts: a point per second, and one per ten seconds for older times. Its size is bounded.
 
-Written by poll.py's thread, read by app.py's. The one law: it has a bound, whatever happens.
+Written by poll.py's thread, read by the event loop.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvdepot.protocol.status import Status
 __all__ = ["Figures", "History", "measure"]
 
 _SECONDS, _TENS = 900, 2000
-"""Points kept, a second apart and ten seconds apart."""
+"""Number of points kept, for each interval."""
 _TEN = 10
 _SPARE = 64
-"""Points more than that before the oldest are dropped, together."""
+"""The oldest points are dropped together, once there are this many too many."""
 _MOST_SERIES = 64
 _NAN = float("nan")
 _EXACT = frozenset({"saved_tokens", "saved_prefill_s", "boot"})
-"""Counters, and whose they are: never rounded, and a point of ten seconds has the latest, not a mean. A counter that
-rounding makes fall looks like a restart."""
+"""Series that are never rounded, and of which a point of ten seconds has the latest value, not the mean: the boot, and
+its counters, which must not fall, because that looks like a restart."""
 _BOOT_DIGITS = 12
-"""Of a boot id in hex; page/series.js has the same."""
+"""Hex digits of a boot id that are used; page/series.js has the same number."""
 _LOST = ("dropped_chunks", "failed_chunks", "expired_chunks")
-"""Counters of chunks that were not kept; page/series.js has the same."""
+"""Counters of chunks that were not kept; page/series.js has the same list."""
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """All points, oldest first: when (seconds since 1970), and each series' numbers then; null where there was none."""
+    """All points, oldest first: their times (seconds since 1970), and the values of each series; null = no value."""
 
     times_s: list[float]
     series: dict[str, list[float | None]]
@@ -65,7 +65,7 @@ class _Points:
 
 
 class History:
-    """Points of a few hours."""
+    """The points of the last hours."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class History:
         return f"<History of {len(self._seconds.times)} seconds and {len(self._tens.times)} tens of seconds>"
 
     def add(self, time_s: float, values: Mapping[str, float]) -> None:
-        """One more point, a second or so after the last; a clock that was set back takes the points since with it."""
+        """Add a point, about a second after the last. If the clock was set back, removes the points after `time_s`."""
         values = {name: value if name in _EXACT else float(f"{value:.6g}") for name, value in values.items()}
         with self._lock:
             self._seconds.add(time_s, values)
@@ -88,7 +88,7 @@ class History:
                 self._ten.clear()
 
     def figures(self) -> Figures:
-        """All points: tens of seconds as far as there are no seconds, then seconds."""
+        """All points: those of ten seconds for times before the first second, then those of seconds."""
         with self._lock:
             first = self._seconds.times[0] if self._seconds.times else math.inf
             older = sum(time_s < first for time_s in self._tens.times)
@@ -109,14 +109,14 @@ def _mean(name: str, points: Sequence[Mapping[str, float]]) -> float:
 
 
 def boot_number(boot: str) -> float:
-    """A run of the server as a number that tells it from others: 48 bits of its id, exact in a double."""
+    """A number that identifies a run of the server: 48 bits of its boot id, which a double holds exactly."""
     return float(int(boot[:_BOOT_DIGITS] or "0", 16))
 
 
 def measure(before: Status | None, now: Status, took_s: float) -> dict[str, float]:
     """One point of every series. before: the status `took_s` ago, if there was one.
 
-    Rates are between two statuses of one boot: with another, all counters began anew.
+    Rates need two statuses of one boot, because a restart resets all counters.
     """
     window = now.hit_rates[0] if now.hit_rates else None
     newest = now.reuse[0] if now.reuse else None
@@ -150,7 +150,7 @@ def measure(before: Status | None, now: Status, took_s: float) -> dict[str, floa
 
 
 def _since(before: Sequence[Latency], now: Sequence[Latency], kind: str) -> list[int]:
-    """Requests of a kind by bucket, since then."""
+    """Requests of a kind between two statuses, by bucket."""
     old = next((each.buckets for each in before if each.request == kind), [0] * (len(BOUNDS_S) + 1))
     new = next((each.buckets for each in now if each.request == kind), old)
     return [b - a for a, b in zip(old, new, strict=True)]

@@ -1,7 +1,7 @@
-"""The web process's one client: asks its depot once a second how it is, and keeps the last answer.
+"""The web process's client: polls the server's status once a second, and keeps the last answer.
 
-A thread of its own asks; whoever serves HTTP reads what it left, and may hear when there is more. The one law: nothing
-that is asked over HTTP makes the depot be asked (but what people change).
+It has a thread of its own; the event loop reads its results, and can be notified of new ones. Invariant: an HTTP
+request that only reads never causes a request to the server.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 _ANSWER_S = 5.0
 STALE_S = 4.0
-"""A depot that has not answered for so long is not well."""
+"""A server that has not answered for this long is unhealthy."""
 BEHIND_S = 1.0
-"""Nor is one whose loop took so long to get to a request that needs next to no work."""
+"""A server with a longer loop lag is unhealthy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a depot said, when (monotonic), and how long its loop took to get to a request."""
+    """A server's answer: its status, when it came (monotonic), and the loop lag."""
 
     status: Status
     at: float
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What has come of asking so many times: the depot's last answer, and why there is no newer one (or empty)."""
+    """The result of poll number `number`: the last answer, and why there is no newer one (empty if there is)."""
 
     number: int
     answer: Answer | None
@@ -52,16 +52,16 @@ class Turn:
 
 
 class Poll:
-    """Asks one depot. `close` it."""
+    """Polls one server until it is closed."""
 
     def __init__(self, url: str, key: Key | None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.client = Client(url, self._context, key=key or "")
         self.history = History()
         self.turn = Turn(0, None, "not asked yet")
-        """The thread replaces it, whole; anybody reads it."""
+        """The latest turn. The thread replaces it as a whole; any thread may read it."""
         self.on_turn: Callable[[], None] = lambda: None
-        """The thread calls it after each turn; it neither blocks nor raises. Set by whoever wants to hear."""
+        """The thread calls this after each turn; it must neither block nor raise."""
         self._began = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdepot-poll", daemon=True)
@@ -71,7 +71,7 @@ class Poll:
         return f"<Poll {self.client.server_url}: {self.trouble() or 'well'}>"
 
     def trouble(self) -> str:
-        """Why the depot is not well; empty when it is. Strangers may hear it: the log has the particulars."""
+        """Why the server is unhealthy; empty if it is healthy. Anybody may read this; details are in the log only."""
         turn = self.turn
         answer = turn.answer
         silent_s = time.monotonic() - (answer.at if answer is not None else self._began)
@@ -86,7 +86,7 @@ class Poll:
         return ""
 
     def latest(self) -> Answer:
-        """What the depot said last. Raises Unavailable where that was too long ago."""
+        """The last answer. Raises Unavailable if it is too old."""
         answer = self.turn.answer
         if answer is None or time.monotonic() - answer.at > STALE_S:
             raise Unavailable(self.trouble() or "the server has not answered yet")
@@ -123,7 +123,7 @@ class Poll:
         between = time.monotonic()
         status = read(self.client.ask(wire.Status(), deadline_s=_ANSWER_S).result(_ANSWER_S))
         now = time.monotonic()
-        # The longer of both: a loop that goes by fits and starts answers one of them at once, time and again.
+        # The longer of both, because a loop that stutters often answers one of them at once.
         return Answer(status, now, max(between - began, now - between))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""`/metrics`: a status, as Prometheus wants it. Names by its conventions; every label has a bounded set of values.
+"""`/metrics`: the status as Prometheus metrics, named by its conventions. Every label has a bounded set of values.
 
-Called by app.py for each scrape. The one law: a number here is a number of the status, unchanged.
+Called by app.py for each scrape. Values are those of the status, unchanged.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvdepot.web.poll import Poll
 __all__ = ["StatusCollector", "families"]
 
 _NO_EVENTS = {counted.name: 0 for counted in TIER}
-"""Series are there before the first event: what begins above 0 is no increase to Prometheus."""
+"""Series exist before the first event, because Prometheus does not see a series that begins above 0 as an increase."""
 _NAMESPACES = 50
-"""The largest, of which there are metrics: by labels, all layouts of one together."""
+"""Only the largest namespaces have metrics; the layouts of one model and shape count together."""
 _GAUGES = {
     "uptime_s": ("uptime_seconds", "Time since the server started serving."),
     "capacity_bytes": ("memory_capacity_bytes", "Size of the arena."),
@@ -48,11 +48,11 @@ _GAUGES = {
     "pinned_count": ("pinned_names", "Named pins."),
     "pinned_bytes": ("pinned_bytes", "Bytes held by named pins."),
 }
-"""Field of the status: name and meaning of the metric."""
+"""Name and help text of the metric, by field of the status."""
 
 
 class StatusCollector(Collector):
-    """The server's last status; only `kvdepot_up` while it does not answer."""
+    """Metrics of the server's last status; only `kvdepot_up` while it does not answer."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
@@ -126,7 +126,7 @@ def _hit_rates(status: Status) -> Iterator[Metric]:
         labels=["window_seconds"],
     )
     for window in status.hit_rates:
-        if not window.chunks:  # nothing was looked up: a share of nothing is not 0
+        if not window.chunks:  # without lookups there is no hit rate
             continue
         rate.add_metric([f"{window.window_s:g}"], window.hit_rate)
         ceiling.add_metric([f"{window.window_s:g}"], window.ceiling)
@@ -164,8 +164,8 @@ def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
         "lookup_chunks": CounterMetricFamily("kvdepot_namespace_lookup_chunks", "Chunks looked up.", labels=labels),
         "hit_chunks": CounterMetricFamily("kvdepot_namespace_hit_chunks", "Chunks found.", labels=labels),
     }
-    # Layouts of one model and shape are namespaces of their own, and one here: summed before any is left out, or a
-    # layout that comes and goes among the largest would make counters fall.
+    # Namespaces that differ only in layout are one series. They are summed before the smallest are dropped; otherwise
+    # a layout that moves in and out of the largest would make counters fall.
     sums: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: dict.fromkeys((*gauges, *counters), 0))
     for namespace in namespaces:
         values = sums[namespace.tenant, namespace.model, str(namespace.world_size), str(namespace.blocks_in_chunk)]

@@ -1,7 +1,7 @@
-"""The bearer token: what changes a depot over HTTP needs it, and so does everything that other hosts may ask.
+"""The bearer token, which HTTP requests need if they change something or come from other hosts (see guard.py).
 
-Made by the server when it starts, read by whoever can read its files. The one law: no secret in an argument, an
-environment, a log or a message.
+The server creates it in a file when it starts; who can read the file has the token. Invariant: the token appears in no
+argument, environment variable, log or message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvdepot.config import Config, default_url
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import read_file
 
 __all__ = ["obtain_token", "read_token", "token_path"]
@@ -21,28 +22,30 @@ _TOKEN = re.compile(r"[A-Za-z0-9_\-.~+/=]{16,512}")
 
 
 def token_path(config: Config) -> Path:
-    """The file that holds the token: `http_token_file`, or one beside the unix socket."""
+    """The file that holds the token: `http_token_file`, or one beside the unix socket.
+
+    For TCP and abstract sockets it is in the folder of the default socket, named after the arena.
+    """
     if config.http_token_file:
         return Path(config.http_token_file)
-    if config.url.startswith("ipc://"):
-        path = Path(config.url[len("ipc://") :])
+    if path := socket_path(config.url):
         return path.with_name(path.name + ".token")
     return Path(default_url()[len("ipc://") :]).with_name(config.arena + ".token")
 
 
 def read_token(config: Config) -> str:
-    """The token of the server with these settings. Raises ConfigError where there is none, or others can read it."""
+    """The token of the server with these settings. Raises ConfigError if there is none, or others can read it."""
     path = token_path(config)
     token = read_file(path, is_secret=True).decode(errors="replace").strip()
     if not _TOKEN.fullmatch(token):
-        raise ConfigError(f"{path} contains no valid token (16 to 512 letters, digits and - _ . ~ + / =)")
+        raise ConfigError(f"{path} does not contain a token (16 to 512 letters, digits and - _ . ~ + / =)")
     return token
 
 
 def obtain_token(config: Config) -> str:
-    """The token that is there, or else a new one. Of `http_token_file` none is made. Raises ConfigError.
+    """The existing token, or else a new one; but `http_token_file` is never created. Raises ConfigError.
 
-    What is there stays when a server ends, so that pages and scripts go on with the next one.
+    The token outlives the server, so that pages and scripts keep working with the next one.
     """
     path = token_path(config)
     if config.http_token_file or (path.exists() and not path.is_symlink() and path.stat().st_size):
@@ -50,7 +53,7 @@ def obtain_token(config: Config) -> str:
     token = secrets.token_urlsafe(32)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.unlink(missing_ok=True)  # a link, or what a server that was killed had begun
+        path.unlink(missing_ok=True)  # a link, or an empty file of a server that was killed
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from exc

@@ -1,8 +1,7 @@
-"""Readers that wait for the next status, and the bytes that all of them get: encoded once a turn, told together.
+"""Long polls for the next status. The response is encoded once per turn and sent to all waiting readers together.
 
-poll.py's thread says when it has asked once more; all else runs on the event loop. So ten pages run beside the engines
-once a second, and not twenty times. The one law: who waits hears of a depot that does not answer as soon as whoever
-does not.
+poll.py's thread signals each turn; the rest runs on the event loop. So ten open pages wake the process once a second,
+not twenty times. Invariant: a waiting reader learns that the server does not answer as soon as one that does not wait.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _AFTER = re.compile(rb"after=(\d{1,18})")
 
 
 class StatusNow(Status, frozen=True, kw_only=True):
-    """All that the depot says of itself; in which turn of asking it, and what is wrong although it has answered.
+    """The server's status, with the number of the turn and what is wrong.
 
-    turn: to be given as `after`. trouble: what `/healthz` says, empty when it finds nothing wrong. losses: what left,
-    failed or was refused, in words.
+    turn: for the parameter `after`. trouble: the error of `/healthz`; empty if healthy. losses: evictions, failures and
+    refusals, as text.
     """
 
     turn: int
@@ -42,30 +41,30 @@ class StatusNow(Status, frozen=True, kw_only=True):
 
 
 class Turns:
-    """Makes readers of a poll's answers wait for the next one. Never blocks; on the event loop, but for `_told`."""
+    """Lets readers wait for a poll's next turn. Runs on the event loop, except `_notify`."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
-        self._loop: asyncio.AbstractEventLoop | None = None  # set before anybody waits
+        self._loop: asyncio.AbstractEventLoop | None = None  # set by the first reader that waits
         self._waiting: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._ending = False
-        self._encoded = -1, b""  # of which turn, and what
-        poll.on_turn = self._told
+        self._encoded = -1, b""  # the number of a turn, and its status as JSON
+        poll.on_turn = self._notify
 
     def __repr__(self) -> str:
         return f"<Turns {self._poll.turn.number}, {len(self._waiting)} wait>"
 
     def now(self) -> StatusNow:
-        """Raises Unavailable, as the poll's latest answer."""
-        number = self._poll.turn.number  # first: of what comes meanwhile a reader is told once more, never not at all
+        """The current status. Raises Unavailable if it is too old."""
+        number = self._poll.turn.number  # read first: a reader may then get a turn twice, but never misses one
         status = self._poll.latest().status
         return StatusNow(
             **msgspec.structs.asdict(status), turn=number, trouble=self._poll.trouble(), losses=losses(status)
         )
 
     def encoded(self) -> bytes:
-        """The same, as JSON. Raises Unavailable."""
+        """`now` as JSON. Raises Unavailable."""
         self._poll.latest()
         if self._encoded[0] != self._poll.turn.number:
             now = self.now()
@@ -73,9 +72,9 @@ class Turns:
         return self._encoded[1]
 
     async def wait(self, number: int, connection: Connection) -> None:
-        """Until the turn is another one than that, the last answer is too old to be told, or the client has gone."""
+        """Wait until the turn is not `number` any more, the last answer is too old, or the client has gone."""
         self._loop = asyncio.get_running_loop()
-        # After the loop is known: a turn from now on is told to it. Again where one is told that was seen already.
+        # Check only once `_notify` can reach the loop, or a turn could be missed. Again, as it may report an old one.
         while not (self._ending or connection.transport.is_closing()):
             turn = self._poll.turn
             if turn.number != number or turn.answer is None:
@@ -84,7 +83,7 @@ class Turns:
             if stale_at <= time.monotonic():
                 return
             if self._timer is None:
-                self._timer = self._loop.call_at(stale_at, self._wake)  # whose clock is ours
+                self._timer = self._loop.call_at(stale_at, self._wake)  # the loop's clock is time.monotonic
             woken = connection.wakes = self._loop.create_future()
             self._waiting.add(woken)
             try:
@@ -94,13 +93,13 @@ class Turns:
                 self._waiting.discard(woken)
 
     def end(self) -> None:
-        """Nobody waits from now on."""
+        """Wake all waiting readers; no reader waits from now on."""
         self._ending = True
         self._wake()
 
-    def _told(self) -> None:
+    def _notify(self) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending
+            with contextlib.suppress(RuntimeError):  # the loop is closed, because we are ending
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -114,7 +113,7 @@ class Turns:
 
 
 class Short:
-    """Around the application: answers what open pages ask once a second each without going all its way."""
+    """A fast path around the application, for the status that each open page requests once a second."""
 
     def __init__(self, app: App, turns: Turns) -> None:
         self._app = app
@@ -127,7 +126,7 @@ class Short:
             try:
                 body = self._turns.encoded()
             except Unavailable:
-                pass  # told as every error is
+                pass  # the application reports it like every error
             else:
                 headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,4 +1,4 @@
-"""GPUs: KV in device memory, copied to and from the arena. Imported only where a worker has tensors on a GPU.
+"""GPUs: KV in device memory, copied to and from the arena. Imported only if a worker has tensors on a GPU.
 
-`gpus.py` is the server's end and says which file does what; `sharing.py` and `order.py` are the worker's.
+The server uses `gpus.py`, which describes the other files; workers use `sharing.py` and `order.py`.
 """

@@ -1,12 +1,13 @@
-"""Which way of copying is best for copies of which size, measured on the GPU itself; and what a context takes of it.
+"""Measures on a GPU which copy path is best for which copy size, and how much memory a context takes.
 
-Called once a GPU when its first worker registers, and by `kvdepot calibrate`. The one law: it copies between memory of
-its own, and gives all of it back.
+Called once per GPU when its first worker registers, and by `kvdepot calibrate`. It copies between buffers of its own,
+and frees them.
 
-Copies lie scattered on the GPU and side by side in the host's memory, as a chunk's do. Best is not simply fastest: the
-copy engines take nothing from whoever computes on the GPU, but what programs of this process run, the engine's wait for
-(two processes share a GPU by turns). So where it is not much slower than the best, `dma` is taken, then `staged`, whose
-programs copy within the GPU and are soon done, then `kernel`, which keeps its programs for as long as the bus is busy.
+Copies are scattered on the GPU and adjacent in the host's memory, like those of a chunk. The best path is not simply
+the fastest: the copy engines do not disturb computation on the GPU, whereas the engine's kernels wait while kernels of
+this process run (two processes share a GPU by time slices). So a path is chosen if it is not much slower than the
+fastest, in this order: `dma`; `staged`, whose kernels copy within the GPU and end soon; `kernel`, whose thread blocks
+run for as long as the bus is busy.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SIZES = tuple(kib << 10 for kib in (4, 8, 16, 32, 64, 256, 2048))
-"""Bytes a copy."""
+"""Bytes per copy."""
 PEAK = "one copy"
-"""The way of the figure that says how fast the bus is."""
+"""The `way` of the figure that gives the speed of the bus."""
 _PREFERRED = ("dma", "staged", "kernel")
 _GOOD_ENOUGH = 0.9
 _SCRATCH_BYTES = 64 << 20
@@ -47,22 +48,25 @@ _RUN_S = 0.004
 _FIRST_COPIES = 64
 _RUNS = 3
 _LIMIT_S = 0.8
-"""Larger copies than those measured by then go the way of the largest of those."""
+"""Sizes not measured by then use the copy path of the largest measured one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """How fast copies of `size` bytes went one way."""
+    """The speed of copies of `size` bytes on one copy path."""
 
     way: str
     is_store: bool
     size: int
     gbps: float
-    """10**9 bytes a second."""
+    """10**9 bytes per second."""
 
 
 def measure(gpu: Gpu) -> list[Figure]:
-    """Copy each size each way that is there, both directions; a second at most. Raises DeviceError, nothing kept."""
+    """Measure each size on each available copy path, in both directions. Blocks for a second at most.
+
+    Raises DeviceError, and then keeps nothing allocated.
+    """
     begun = time.perf_counter()
     figures: list[Figure] = []
     with gpu.driver.current(gpu.context), _scratch(gpu.driver) as (device, host):
@@ -72,8 +76,8 @@ def measure(gpu: Gpu) -> list[Figure]:
             figures.append(Figure(PEAK, is_store, _SCRATCH_BYTES, _speed(gpu, one, is_store, "dma")))
         for size in SIZES:
             for is_store in (True, False):
-                for way in gpu.copy_paths.there:
-                    # The first run finds caches cold, and tells how many copies are enough to be measured.
+                for way in gpu.copy_paths.available:
+                    # The first run warms up, and shows how many copies are enough for a measurement.
                     few = min(_FIRST_COPIES, _RUN_BYTES // size)
                     seconds = _seconds(gpu, _plan(device, host, size, few), is_store, way)
                     count = min(max(few, int(few * _RUN_S / seconds)), _RUN_BYTES // size)
@@ -88,7 +92,7 @@ def measure(gpu: Gpu) -> list[Figure]:
 
 @contextmanager
 def _scratch(driver: Driver) -> Iterator[tuple[int, int]]:
-    """Addresses of memory on the GPU and of pinned memory."""
+    """Addresses of scratch memory on the GPU and of pinned memory."""
     device = int(driver.call("cuMemAlloc", _SCRATCH_BYTES))
     try:
         host = int(driver.call("cuMemHostAlloc", _SCRATCH_BYTES, 0))
@@ -123,7 +127,7 @@ def _seconds(gpu: Gpu, plan: Plan, is_store: bool, way: str) -> float:
 
 
 def choose(figures: Sequence[Figure]) -> Choice:
-    """The copy path for each size. Between two sizes the smaller one's is taken: some are bad for small copies."""
+    """Choose a copy path for each size. Between two sizes the smaller one's is used: some are bad for small copies."""
     choice: Choice = {}
     for is_store in (True, False):
         steps: list[tuple[int, str]] = []
@@ -137,7 +141,7 @@ def choose(figures: Sequence[Figure]) -> Choice:
 
 
 def _by_size(figures: Sequence[Figure], is_store: bool) -> dict[int, dict[str, float]]:
-    """GB/s by size, rising, and way."""
+    """GB/s by size, ascending, and copy path."""
     found: dict[int, dict[str, float]] = {}
     for figure in sorted(figures, key=lambda figure: figure.size):
         if figure.is_store == is_store and figure.way != PEAK:
@@ -149,11 +153,11 @@ def _peak(figures: Sequence[Figure], is_store: bool) -> float:
     return next(figure.gbps for figure in figures if figure.way == PEAK and figure.is_store == is_store)
 
 
-# -- what people see
+# -- output
 
 
 def describe(figures: Sequence[Figure]) -> list[str]:
-    """One line a direction: which way from which size on, and how fast."""
+    """One line per direction: which copy path from which size on, and how fast it is."""
     choice = choose(figures)
     lines = []
     for is_store in (True, False):
@@ -169,7 +173,7 @@ def describe(figures: Sequence[Figure]) -> list[str]:
 
 
 def table(figures: Sequence[Figure]) -> list[str]:
-    """Every figure, a line a size, and beside it the way that is taken."""
+    """All figures, a line per size, with the chosen copy path."""
     choice = choose(figures)
     ways = [way for way in _PREFERRED if any(figure.way == way for figure in figures)]
     lines = []
@@ -188,7 +192,7 @@ def _bytes(size: int) -> str:
 
 
 def find(driver: Driver, wanted: str) -> list[str]:
-    """UUIDs of the GPUs that are meant: by UUID, by number, or all when nothing is said. Raises DeviceError."""
+    """The UUIDs of the requested GPUs: one by UUID or number, or all if `wanted` is empty. Raises DeviceError."""
     there = list(driver.devices())
     if not wanted and there:
         return there
@@ -204,10 +208,10 @@ def find(driver: Driver, wanted: str) -> list[str]:
 
 
 def cost_of(uuid: str, make: Callable[[], T]) -> tuple[int | None, T]:
-    """What `make` makes, and how many bytes of the GPU are in use more after it than before.
+    """Call `make`; returns the bytes of GPU memory in use that it added, and its result.
 
-    None where nvidia-ml-py is not installed, or somebody else freed memory meanwhile. The driver itself does not say
-    what a context takes, and can be asked for a GPU's memory only within one.
+    The bytes are None if nvidia-ml-py is not installed, or another process freed memory in the meantime. The driver
+    itself does not report what a context takes, and reports a GPU's memory only within a context.
     """
     before = _used_bytes(uuid)
     made = make()

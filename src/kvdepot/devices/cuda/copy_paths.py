@@ -1,12 +1,12 @@
 """The copy paths: ways to run a plan of copies between a GPU and pinned memory, and the choice among them.
 
-    dma      the copy engines, one call for all copies; takes no processor of the GPU, slow for small copies
-    kernel   a few programs of the GPU read or write the pinned memory themselves
-    staged   programs gather into (or scatter from) a buffer on the GPU, the copy engines move that in large pieces
+    dma      the copy engines, one call for all copies; uses no multiprocessors, slow for small copies
+    kernel   a few thread blocks on the GPU read or write the pinned memory directly
+    staged   a kernel gathers into (or scatters from) a buffer on the GPU; the copy engines move it in large pieces
 
-Used by copy threads, several at a time, the GPU's context current. Each copy has a slot to itself: a stream, a staging
-buffer and a table of copies for the kernel. The one law: when `run` returns, or raises, no byte is under way any more
-(unless the driver fails to wait for its stream: then the GPU's context is lost, and what is under way with it).
+Used by copy threads, several at a time, with the GPU's context current. Each copy has a slot to itself: a stream, a
+staging buffer and a table of copies for the kernel. Invariant: when `run` returns or raises, no copy is in progress
+(unless waiting for the stream fails: then the context is lost, and its copies with it).
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ log = logging.getLogger(__name__)
 
 COPY_PATHS = ("dma", "kernel", "staged")
 Choice: TypeAlias = dict[bool, list[tuple[int, str]]]
-"""By direction (is_store): rising `(bytes, way)`: which way serves copies of so many bytes and more."""
+"""By direction (is_store): ascending `(bytes, copy path)`; the path serves copies of that size and more."""
 
 SLOTS = 4
-"""Two threads a direction copy at a time (memory/copier.py)."""
+"""Two threads per direction copy at a time (memory/copier.py)."""
 _PROGRAMS = 16
-"""Enough to fill the bus; the rest of the GPU's processors stay the engine's."""
+"""Thread blocks: enough to saturate the bus, and few enough to leave the GPU to the engine."""
 _TABLE_ROWS = 1 << 15
 _ROW_BYTES = 24
 _ALIGNED = 16
 
 UNMEASURED: Choice = {True: [(0, "dma")], False: [(0, "staged"), (28 << 10, "dma")]}
-"""Where nothing was measured: copies to the host are fast from small sizes on, those to the device are not."""
+"""Used if measuring failed: copies to the host are fast even if small, those to the device are not."""
 
 
 class Slot:
-    """What one copy at a time has to itself."""
+    """The resources of one copy at a time."""
 
     def __init__(self, driver: Driver, staging_bytes: int) -> None:
         self._driver = driver
         self.stream = 0
         self.staging = self.table = self.host_table = 0
         self.staging_bytes = staging_bytes
-        self.rows = 0  # of the table that copies under way use
+        self.rows = 0  # rows of the table that copies in progress use
         try:
             self.stream = int(driver.call("cuStreamCreate", int(driver.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
             if staging_bytes:
@@ -63,7 +63,7 @@ class Slot:
             raise
 
     def _take_memory(self) -> None:
-        """For the kernel and staging, unless the GPU is full: an engine may take all of it after it has registered."""
+        """Allocate buffers for the kernel and staging; none if the GPU is full, as an engine may fill it any time."""
         try:
             self.staging = int(self._driver.call("cuMemAlloc", self.staging_bytes))
             self.table = int(self._driver.call("cuMemAlloc", _TABLE_ROWS * _ROW_BYTES))
@@ -76,11 +76,10 @@ class Slot:
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of the GPU's memory."""
+        """GPU memory in use."""
         return self.staging_bytes + _TABLE_ROWS * _ROW_BYTES if self.table else 0
 
     def close(self) -> None:
-        """Safe twice."""
         self._free_memory()
         if self.stream:
             self._driver.call("cuStreamDestroy", self.stream)
@@ -94,10 +93,10 @@ class Slot:
 
 
 class CopyPaths:
-    """All copies of one GPU. The kernel, and with it two of the copy paths, may be missing; `without` says why."""
+    """All copies of one GPU. The kernel, and with it two copy paths, may be unavailable; `without` says why."""
 
     def __init__(self, driver: Driver, device: int, staging_bytes: int) -> None:
-        """staging_bytes: what all slots together may take of the GPU's memory for buffers and tables."""
+        """staging_bytes: GPU memory for the buffers and tables of all slots together."""
         self.choice = UNMEASURED
         self.without = ""
         self._driver = driver
@@ -122,17 +121,17 @@ class CopyPaths:
 
     @property
     def device_bytes(self) -> int:
-        """What the slots take of the GPU's memory."""
+        """GPU memory in use by the slots."""
         return sum(slot.device_bytes for slot in self._slots)
 
     @property
-    def there(self) -> tuple[str, ...]:
-        """Those that work here."""
+    def available(self) -> tuple[str, ...]:
+        """The copy paths that work here."""
         return COPY_PATHS if self._kernel is not None else COPY_PATHS[:1]
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """A slot for a while; made when there is no free one. Raises DeviceError."""
+        """Borrow a slot; creates one if none is free. Raises DeviceError."""
         with self._lock:
             slot = self._free.pop() if self._free else None
         if slot is None:
@@ -145,13 +144,13 @@ class CopyPaths:
                 self._free.append(slot)
 
     def run(self, plan: Plan, is_store: bool, slot: Slot, way: str = "") -> None:
-        """Move the bytes of a plan between pinned memory and the GPU, the best way or this one. Blocks until they have.
+        """Copy between pinned memory and the GPU, on the best copy path or a given one. Blocks until it is done.
 
-        Raises DeviceError; some bytes may have moved then.
+        Raises DeviceError; some bytes may have been copied then.
         """
         if not len(plan):
             return
-        if not self._same_addresses:  # (under WSL) a batch takes addresses as they are, and breaks the context
+        if not self._same_addresses:  # (WSL) a batch would use the CPU's addresses on the GPU, and break the context
             self.run_unpinned(plan, is_store, slot)
             return
         if not slot.host_table or np.any((plan.device | plan.host | plan.sizes) & np.uint64(_ALIGNED - 1)):
@@ -170,7 +169,7 @@ class CopyPaths:
             self._wait(slot)
 
     def run_unpinned(self, plan: Plan, is_store: bool, slot: Slot) -> None:
-        """As `run`, for host memory that is not registered, or elsewhere for the GPU: the driver copies one by one."""
+        """Like `run`, one copy after the other, for host memory that is not registered or has another GPU address."""
         try:
             for device, host, size in zip(plan.device.tolist(), plan.host.tolist(), plan.sizes.tolist(), strict=True):
                 if is_store:
@@ -192,7 +191,7 @@ class CopyPaths:
             self._launch(dst[part], src[part], sizes[part], slot)
 
     def _staged(self, plan: Plan, is_store: bool, slot: Slot) -> None:
-        """In rounds that fill the buffer, host addresses rising in each, so that what the engines move is long."""
+        """Copy in rounds that fill the buffer, sorted by host address so that the copy engines' pieces are long."""
         order = np.argsort(plan.host, kind="stable")
         host, device, sizes = _tiles(plan.host[order], plan.device[order], plan.sizes[order])
         ends = np.cumsum(sizes)
@@ -229,7 +228,7 @@ class CopyPaths:
         slot.rows = 0
 
     def close(self) -> None:
-        """Give everything back; no copy may be under way. Safe twice."""
+        """Release everything; no copy may be in progress. May be called twice."""
         for slot in self._slots:
             slot.close()
         self._slots.clear()
@@ -240,7 +239,7 @@ class CopyPaths:
 
 
 def _tiles(first: Addresses, second: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-    """Copies cut into rows of the kernel's table: TILE_BYTES at most."""
+    """Cut copies into rows of the kernel's table, of TILE_BYTES at most."""
     if int(sizes.max()) <= TILE_BYTES:
         return first, second, sizes
     counts = -(-sizes.astype(np.int64) // TILE_BYTES)

@@ -1,8 +1,7 @@
-"""The copy kernel itself, and its compiler: `main`, which kernel.py runs in a process of its own.
+"""The copy kernel, and `main`, which compiles it; kernel.py runs that in a separate process.
 
-Only that process imports this module: Triton takes a hundred MiB, and its import stops all threads of whoever does it
-for as long as a library of that size takes to load. The one law: nothing here needs a GPU, a driver or torch, and
-nothing is left on disk.
+Only that process imports this module, because Triton takes a hundred MiB, and importing it blocks all threads until its
+library is loaded. It needs no GPU, driver or torch, and leaves nothing on disk.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from kvdepot.devices.cuda.kernel import TILE_BYTES, Compiled
 __all__ = ["ROWS", "WARPS", "build", "copy_rows", "main"]
 
 ROWS = 4
-"""Rows that a program has under way at once: a read over the bus takes 1 to 2 us, whatever its size."""
+"""Rows that a program copies at once, to hide the latency of a read over the bus: 1 to 2 us for any size."""
 
 WARPS = 8
-"""4 rows of 16 KiB are 64 data registers a thread of 8 warps: half of a multiprocessor's registers, none spilled."""
+"""With 8 warps, 4 rows of 16 KiB take 64 registers per thread: half of a multiprocessor's, without spilling."""
 
 
 def copy_rows(table: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, TILE: tl.constexpr) -> None:
     """Copy each row of `table`, the address of int64[count, 3] = (destination, source, bytes).
 
-    Of P programs, program p takes rows p, p + P, p + 2 * P, ..., ROWS of them at once: however few there are, they
-    are spread over all programs. In the loop the rows' bytes are asked for first, then the next rows' entries, and
-    only then does the first store wait for its bytes. The casts' hints make 128 bits of each access; nothing is read
-    again soon, so nothing need stay in the caches.
+    Of P programs, program p copies rows p, p + P, p + 2 * P, ..., ROWS of them at once, so even few rows are spread
+    over all programs. The loop loads the rows' bytes first, then the next rows' entries, and only then the first store
+    waits for its bytes. The hints on the casts make each access 128 bits wide. Nothing is read again soon, so it is
+    evicted from the caches first.
     """
     programs = tl.num_programs(0).to(tl.int64)
     row = tl.program_id(0) + programs * tl.arange(0, ROWS)
@@ -58,18 +57,18 @@ def copy_rows(table: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, TILE: tl.c
 
 
 def build(arch: int) -> Any:
-    """Triton's CompiledKernel for GPUs of compute capability `arch` (90 is 9.0). Blocks for about a second."""
+    """Compile for compute capability `arch` (90 is 9.0); returns Triton's CompiledKernel. Blocks for about a second."""
     source = ASTSource(
         fn=triton.jit(copy_rows),
         signature={"table": "i64", "count": "i64", "ROWS": "constexpr", "TILE": "constexpr"},
         constexprs={"ROWS": ROWS, "TILE": TILE_BYTES},
     )
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}  # the latter said, for Triton warns where it is not
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}  # Triton warns if the latter is not given
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def main(arch: int) -> None:
-    """Print what the launcher must know of the kernel, as the last line of stdout."""
+    """Compile the kernel and print a `Compiled` as JSON, as the last line of stdout."""
     with tempfile.TemporaryDirectory(prefix="kvdepot-") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # the server's home may be read-only
         kernel = build(arch)

@@ -1,13 +1,13 @@
-"""File descriptors of device memory, from a worker to the server: what a message cannot carry and a unix socket can.
+"""Passes file descriptors of device memory from a worker to the server, over a unix socket of their own.
 
-`offer` is the worker's: its process then listens in /dev/shm, on one daemon thread, and makes descriptors when it is
-asked for them. `fetch` is the server's, on a copy thread. What the descriptors stand for is sharing.py's. The one law:
-a descriptor is open only while it is handed on, so memory lives no longer than whoever mapped it wants, and thousands
-of pieces need no more open files than one message carries.
+The worker calls `offer`: its process then listens in /dev/shm, on one daemon thread, and creates descriptors on
+request. The server calls `fetch` on a copy thread. sharing.py exports and imports the memory behind them. Invariant: a
+descriptor is open only while it is passed on. So it does not keep memory alive, and thousands of pieces need no more
+open files than one message carries.
 
-One message asks (secret, number of the offer, first piece), one answers (the sizes of the next pieces, and with them
-as many descriptors; or a text that says why not). Only processes of the same user are answered; the secret, which
-travels with the registration, says that they were told of this memory.
+A request is (secret, number of the offer, first piece); the reply is the sizes of the next pieces with as many
+descriptors, or the text of an error. Only processes of the same user get a reply; the secret, which is sent with the
+registration, proves that they were told of this memory.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _PREFIX = "kvdepot-fds-"
 _NAME = re.compile(_PREFIX + "[0-9a-f]{16}")
 _SECRET_BYTES = 16
 _BATCH = 64
-"""Descriptors in one message: the kernel carries 253, but an engine may not have that many files to open."""
+"""Descriptors in one message: the kernel allows 253, but an engine may not be able to open that many files."""
 _FD = struct.Struct("i")
 _ROOM = socket.CMSG_LEN(_BATCH * _FD.size)
-"""For what comes beside a message. (socket.recv_fds forgets its flags, and children would inherit the descriptors.)"""
+"""Bytes for ancillary data. (socket.recv_fds ignores its flags, so children would inherit the descriptors.)"""
 _MOST_PIECES = 1 << 16
 _MOST_BYTES = 1 << 16
 """Bytes of one message."""
 _CONNECTIONS = 8
 _IDLE_S = 10.0
-"""A connection that asks nothing for so long is shut."""
+"""A connection without requests for this long is closed."""
 _PATIENCE_S = 10.0
-"""What the server waits for one worker's descriptors, all in all."""
+"""Total time that the server waits for one worker's descriptors."""
 _NO_FILES_S = 0.1
 
 Export = Callable[[int, int], Iterator[int]]
-"""Descriptors of the pieces `[first, end)`, new ones, which the caller closes. Raises KVDepotError."""
+"""Creates descriptors of the pieces `[first, end)`, which the caller closes. Raises KVDepotError."""
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Where an offer can be fetched."""
+    """Where to fetch an offer."""
 
     name: str
     secret: bytes
@@ -85,23 +85,23 @@ _decode_ask = msgspec.msgpack.Decoder(_Ask).decode
 _decode_answer: Callable[[bytes], list[int] | str] = msgspec.msgpack.Decoder(list[int] | str).decode
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-"""What msgspec raises for bytes that are not what they should be."""
+"""What msgspec raises for invalid bytes."""
 
 _starting = threading.Lock()
 _listener: _Listener | None = None
 
 
 def offer(key: Hashable, sizes: Sequence[int], export: Export) -> bytes:
-    """Let the server fetch descriptors of memory in pieces of these sizes; the handle to fetch them by.
+    """Let the server fetch descriptors of memory in pieces of these sizes; returns the handle for `fetch`.
 
-    The same key is the same memory: it is offered once. `export` is called on a thread of its own, whenever asked.
-    Raises DeviceError where this process cannot listen.
+    Memory with the same key is offered once. `export` is called on the listener's thread, for each request. Raises
+    DeviceError if this process cannot listen, LayoutError for too many pieces.
     """
     global _listener
     if len(sizes) > _MOST_PIECES:
         raise LayoutError(f"device memory in {len(sizes)} pieces, more than {_MOST_PIECES}")
     with _starting:
-        if _listener is None or _listener.pid != os.getpid():  # a child that was forked listens by itself
+        if _listener is None or _listener.pid != os.getpid():  # a forked child needs its own
             try:
                 _listener = _Listener()
             except OSError as exc:
@@ -110,17 +110,17 @@ def offer(key: Hashable, sizes: Sequence[int], export: Export) -> bytes:
 
 
 class _Listener:
-    """The worker's end: one socket and one thread a process."""
+    """The worker's end: one socket and one thread per process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.name = f"{_PREFIX}{secrets.token_hex(8)}"
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        self._offers: list[_Offer] = []  # appended to by whoever shares, under _starting; read by the thread
+        self._offers: list[_Offer] = []  # appended to under _starting; read by the thread
         self._numbers: dict[Hashable, int] = {}
         self._socket = _listen(SHM / self.name)
-        self._deadlines: dict[socket.socket, float] = {}  # of connections; the thread's
-        os.register_at_fork(after_in_child=self._socket.close)  # or a child would seem to be listening
+        self._deadlines: dict[socket.socket, float] = {}  # by connection; used by the thread only
+        os.register_at_fork(after_in_child=self._socket.close)  # otherwise a child would seem to be listening
         atexit.register(self._remove)
         threading.Thread(target=self._run, name="kvdepot-descriptors", daemon=True).start()
 
@@ -143,7 +143,7 @@ class _Listener:
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while True:
-                full = len(self._deadlines) >= _CONNECTIONS  # who comes now waits in the kernel's queue
+                full = len(self._deadlines) >= _CONNECTIONS  # further clients wait in the kernel's queue
                 if full == (self._socket in selector.get_map()):
                     if full:
                         selector.unregister(self._socket)
@@ -163,7 +163,7 @@ class _Listener:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError as exc:  # no files to open, most likely: it is asked again at once
+        except OSError as exc:  # probably out of descriptors; the socket stays readable, so we come back at once
             log.warning("cannot share device memory: %s", exc)
             time.sleep(_NO_FILES_S)
             return
@@ -180,7 +180,7 @@ class _Listener:
         connection.close()
 
     def _turn(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        """Answer one message; whoever sends nonsense, or is gone, is shut out."""
+        """Answer one message; closes the connection if the message is invalid or the client is gone."""
         try:
             going_on = self._answer(connection)
         except Exception:
@@ -210,7 +210,7 @@ class _Listener:
                 connection.send(msgspec.msgpack.encode(str(exc)))
             return False
         except OSError:
-            return False  # gone, or it asked without reading what it was answered
+            return False  # it is gone, or does not read the replies
         finally:
             for fd in fds:
                 os.close(fd)
@@ -219,14 +219,14 @@ class _Listener:
 
 def _listen(path: Path) -> socket.socket:
     """A socket that listens under this name, for this user only. Raises OSError."""
-    hidden = path.with_name(f".{path.name}")  # nobody finds it before it is ready, and takes it for a dead process'
+    hidden = path.with_name(f".{path.name}")  # until it listens, so that nobody takes it for a dead process's
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listening.bind(str(hidden))
         try:
-            hidden.chmod(0o600)  # before it listens: until then nobody can connect
+            hidden.chmod(0o600)  # before it listens, because until then nobody can connect
             listening.listen(_CONNECTIONS)
-            listening.setblocking(False)  # who connects may have left before he is let in
+            listening.setblocking(False)  # a client may be gone before it is accepted
             hidden.rename(path)
         except OSError:
             hidden.unlink()
@@ -238,17 +238,17 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _peer(connection: socket.socket) -> int:
-    """The user at the other end."""
+    """The user id of the process at the other end."""
     size = struct.calcsize("iII")
     _, user, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(user)
 
 
 def fetch(handle: bytes, patience_s: float = _PATIENCE_S) -> Generator[tuple[int, int], None, None]:
-    """(descriptor, bytes) of each piece of an offer, in order; a descriptor is open until the next one is asked for.
+    """Yield (descriptor, bytes) of each piece of an offer, in order; a descriptor is open until the next is taken.
 
-    patience_s: how long to wait for the worker, all in all. Raises LayoutError for what is no handle of a process of
-    ours, DeviceError when the worker refuses or does not answer.
+    patience_s: total time to wait for the worker. Raises LayoutError if it is not a handle of a process of ours,
+    DeviceError if the worker refuses or does not answer.
     """
     try:
         where = _decode_handle(handle)
@@ -274,7 +274,7 @@ def fetch(handle: bytes, patience_s: float = _PATIENCE_S) -> Generator[tuple[int
 
 
 class _Patience:
-    """How much longer to wait for a worker; the time that is spent on what it has sent does not count."""
+    """The remaining time to wait for a worker; time spent on processing its replies does not count."""
 
     def __init__(self, name: str, left_s: float) -> None:
         self.name = name
@@ -282,7 +282,7 @@ class _Patience:
 
     @contextlib.contextmanager
     def spend(self, connection: socket.socket) -> Iterator[float]:
-        """Wait in here. Raises DeviceError when it has taken too long, or the worker is gone."""
+        """Wait inside this context. Raises DeviceError if it takes too long, or the worker is gone."""
         began = time.monotonic()
         connection.settimeout(max(0.001, self._left_s))
         try:
@@ -296,7 +296,7 @@ class _Patience:
 
 
 def _connect(connection: socket.socket, path: Path, patience: _Patience) -> None:
-    """Connect to a process of ours. Raises LayoutError for anything else that lies there, DeviceError."""
+    """Connect to a process of ours. Raises LayoutError if it is not one, DeviceError."""
     try:
         info = path.lstat()
     except OSError as exc:
@@ -308,7 +308,7 @@ def _connect(connection: socket.socket, path: Path, patience: _Patience) -> None
             try:
                 connection.connect(str(path))
                 break
-            except BlockingIOError:  # its queue is full; unix sockets do not wait by themselves
+            except BlockingIOError:  # its queue is full, for which unix sockets do not wait
                 if time.monotonic() > deadline:
                     raise TimeoutError from None
                 time.sleep(0.01)
@@ -317,7 +317,7 @@ def _connect(connection: socket.socket, path: Path, patience: _Patience) -> None
 
 
 def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Patience) -> tuple[list[int], list[int]]:
-    """Ask for this many pieces: their sizes and descriptors, the caller's to close. Raises DeviceError."""
+    """Request this many pieces; returns sizes and descriptors, which the caller closes. Raises DeviceError."""
     with patience.spend(connection):
         connection.sendall(asked)
         data, ancillary, flags, _ = connection.recvmsg(_MOST_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
@@ -345,7 +345,7 @@ def _receive(connection: socket.socket, asked: bytes, count: int, patience: _Pat
 
 
 def sweep() -> int:
-    """Remove sockets of workers that were killed; how many. Those of the living stay."""
+    """Remove sockets of workers that were killed; returns how many. Keeps those of the living."""
     removed = 0
     for path in SHM.glob(f"*{_PREFIX}*"):
         try:
@@ -357,10 +357,10 @@ def sweep() -> int:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
                 probe.setblocking(False)
                 probe.connect(str(path))
-        except ConnectionRefusedError:  # the kernel's word that no process has it open
+        except ConnectionRefusedError:  # proves that no process has it open
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed += 1
         except OSError:
-            continue  # gone by now, or so busy that it lives
+            continue  # already gone, or busy and hence alive
     return removed

@@ -1,10 +1,10 @@
-"""Calls of the CUDA driver through NVIDIA's own bindings (cuda-python); here, and only here, its errors become ours.
+"""Calls of the CUDA driver through NVIDIA's bindings (cuda-python); the only place that maps its errors to ours.
 
-Used by the rest of this folder, on copy threads and in workers. The one law: what the driver refuses raises, here.
+Used by the rest of this folder, on copy threads and in workers.
 
-Addresses, streams and devices are plain ints outside this file. `copy_batch` alone goes past the bindings, to the
-function's address that they give: as arrays of numpy its arguments need no conversion, which for thousands of copies
-would take longer than the copies (source: CUDA Driver API reference, "Memory Management").
+Addresses, streams and devices are plain ints outside this file. Only `copy_batch` bypasses the bindings and calls the
+driver's function by its address, with numpy arrays: converting thousands of arguments would take longer than the copies
+(source: CUDA Driver API reference, "Memory Management").
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Addresses", "Driver", "DriverError", "load"]
 Addresses = npt.NDArray[np.uint64]
 
 _BINDINGS_SINCE = (12, 9, 1)
-"""Older bindings hold the GIL in all calls: the server would stand still while a copy runs."""
+"""Older bindings hold the GIL in all calls, so the server would stop while a copy runs."""
 _BATCH_SINCE = 12080
-"""CUDA 12.8 brought cuMemcpyBatchAsync; newer drivers keep it as it was then for who asks for that version."""
+"""CUDA 12.8 introduced cuMemcpyBatchAsync; newer drivers still provide that version of it on request."""
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 """CUmemcpySrcAccessOrder."""
 
 
 class DriverError(DeviceError):
-    """A call of the driver failed; `result` is the name that CUDA gives to why."""
+    """A call of the driver failed; `result` is CUDA's name of the error."""
 
-    def __init__(self, message: str, result: str = "") -> None:  # a default, or pickle could not make it again
+    def __init__(self, message: str, result: str = "") -> None:  # pickle needs the default
         super().__init__(message)
         self.result = result
 
@@ -54,7 +54,7 @@ _loaded: Driver | None = None
 
 
 def load() -> Driver:
-    """The driver of this process, initialised. Takes no memory of any GPU. Raises DeviceError where there is none."""
+    """The driver of this process, initialised. Uses no GPU memory. Raises DeviceError if there is no driver."""
     global _loaded
     with _loading:
         if _loaded is None:
@@ -89,7 +89,7 @@ class Driver:
         return f"<Driver {self.version // 1000}.{self.version % 1000 // 10}>"
 
     def call(self, name: str, *args: Any) -> Any:
-        """Run a function of the driver: None, the value, or the tuple of values it gives. Raises DriverError."""
+        """Call a function of the driver; returns None, its value, or a tuple of its values. Raises DriverError."""
         result, *values = getattr(self.cu, name)(*args)
         if result != self.cu.CUresult.CUDA_SUCCESS:
             raise self._error(name, result)
@@ -104,18 +104,18 @@ class Driver:
     # -- devices and contexts
 
     def devices(self) -> dict[str, int]:
-        """The GPUs that this process may use, by UUID."""
+        """The GPUs visible to this process, by UUID."""
         found = (int(self.call("cuDeviceGet", i)) for i in range(self.call("cuDeviceGetCount")))
         return {self.uuid(device): device for device in found}
 
     def uuid(self, device: int) -> str:
-        """A GPU's UUID as nvidia-smi writes it; of a part of a GPU (MIG), the part's."""
-        # Bindings for CUDA 12 have two of it, the older one of which tells the parts of a GPU not apart.
+        """A GPU's UUID as nvidia-smi prints it; for a MIG instance, that of the instance."""
+        # Bindings for CUDA 12 have two versions; the older one does not distinguish MIG instances.
         name = "cuDeviceGetUuid_v2" if hasattr(self.cu, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return f"GPU-{uuid.UUID(bytes=bytes(self.call(name, device).bytes))}"
 
     def device(self, wanted: str) -> int:
-        """The GPU of this UUID. Raises DeviceError that names those there are."""
+        """The GPU with this UUID. Raises DeviceError, which lists the available ones."""
         there = self.devices()
         if wanted not in there:
             raise DeviceError(
@@ -125,26 +125,25 @@ class Driver:
         return there[wanted]
 
     def name(self, device: int) -> str:
-        """What the GPU is called."""
         name: bytes = self.call("cuDeviceGetName", 256, device)
         return name.split(b"\0")[0].decode()
 
     def retain(self, device: int) -> Any:
-        """The GPU's primary context, made unless it is there. It takes some hundred MiB of the GPU."""
-        try:  # threads that wait for copies must not keep processors busy
+        """The GPU's primary context, created if necessary. It takes some hundred MiB of GPU memory."""
+        try:  # threads that wait for copies must sleep, not spin
             self.call("cuDevicePrimaryCtxSetFlags", device, int(self.cu.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC))
         except DriverError as exc:
-            if exc.result != "CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE":  # a worker's, which made it to its own liking
+            if exc.result != "CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE":  # a worker in this process has set its own flags
                 raise
         return self.call("cuDevicePrimaryCtxRetain", device)
 
     def release(self, device: int) -> None:
-        """Give the primary context up; the last to do so frees all that is in it."""
+        """Release the primary context; the last release frees everything in it."""
         self.call("cuDevicePrimaryCtxRelease", device)
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """Make a context the calling thread's for a while."""
+        """Make a context current on the calling thread."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -160,7 +159,7 @@ class Driver:
         if not address:
             return None
         pointer = ctypes.c_void_p
-        # dsts, srcs, sizes, count, attributes, their first copies, how many of them, which copy failed, stream
+        # dsts, srcs, sizes, count, attributes, first copy of each attribute, count of these, failed copy, stream
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int,
             pointer,
@@ -175,22 +174,17 @@ class Driver:
         )
         return kind(int(address))
 
-    @property
-    def has_batch(self) -> bool:
-        """Whether many copies can be asked for in one call."""
-        return self._batch is not None
-
     def copy_batch(self, dst: Addresses, src: Addresses, sizes: Addresses, stream: int, is_store: bool) -> None:
-        """Begin copies `dst[i] <- src[i]`, uint64[n] each, in any order, when the stream has got there. Never blocks.
+        """Enqueue copies `dst[i] <- src[i]`, uint64[n] each, on a stream, in any order. Never blocks.
 
-        is_store: the source is read in stream order; else at any time from now on (it must not change any more).
-        The stream must not be the default one. Raises DriverError, with some of the copies possibly under way.
+        is_store: the source is read in stream order; otherwise at any time from now on, so it must not change. The
+        stream must not be the default one. Raises DriverError; some of the copies may be enqueued then.
         """
         if self._batch is None:
             for to, start, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
                 self.call("cuMemcpyAsync", to, start, size, stream)
             return
-        # The driver reads them as C arrays: a view that repeats one size, say, is none.
+        # The driver reads them as C arrays, which a broadcast view, for example, is not.
         dst, src, sizes = (np.ascontiguousarray(column) for column in (dst, src, sizes))
         attributes = _Attributes(order=_ORDER_STREAM if is_store else _ORDER_ANY)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)

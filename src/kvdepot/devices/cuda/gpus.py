@@ -1,11 +1,11 @@
-"""The GPUs in use and their workers' tensors: the server's end. Imported when the first worker registers from one.
+"""The GPUs in use and their workers' tensors, in the server. Imported when the first worker registers from a GPU.
 
-Wires the files of this folder together: `driver` (calls), `sharing` and `descriptors` (a worker's allocation, mapped
-here), `pins` (the arena, registered), `plan` (which bytes go where), `copy_paths` and `kernel` (how), `calibrate` (how
-best).
+Connects the files of this folder: `driver` (calls), `sharing` and `descriptors` (a worker's allocation, mapped here),
+`pins` (the arena, registered), `plan` (which bytes go where), `copy_paths` and `kernel` (how they move), `calibrate`
+(which path is best).
 
-A GPU is in use from its first worker's registration to its last one's end; everything taken of it goes then: context,
-mappings, staging buffers, registrations of the arena. The one law: on a GPU that no worker registered from, not a byte.
+A GPU is in use from its first worker's registration until its last worker has left. Then everything is released:
+context, mappings, staging buffers, registrations of the arena. Nothing is used on a GPU that no worker registered from.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _TASK_BYTES = 64 << 20
 
 
 class Gpu:
-    """One GPU in use: its context, and how to copy. Made and closed by Gpus, or for a while to measure it."""
+    """One GPU in use: its context and copy paths. Created by `Gpus`, and by `kvdepot calibrate`."""
 
     def __init__(self, driver: Driver, uuid: str, staging_bytes: int) -> None:
-        """Makes the context. Raises DeviceError with nothing kept."""
+        """Creates the context. Raises DeviceError, and then keeps nothing."""
         self.driver = driver
         self.uuid = uuid
         self.device = driver.device(uuid)
         self.name = driver.name(self.device)
         self.registrations = 0
-        self.failure = ""  # of the last copy, what the driver said
+        self.failure = ""  # the driver's error of the last copy
         self.context_bytes, self.context = calibrate.cost_of(uuid, lambda: driver.retain(self.device))
         try:
             with driver.current(self.context):
@@ -56,7 +56,7 @@ class Gpu:
         return f"<Gpu {self.uuid} {self.name}, {self.registrations} registrations>"
 
     def close(self) -> None:
-        """Give back all that was taken of this GPU. No copy may be under way."""
+        """Release everything on this GPU. No copy may be in progress."""
         try:
             with self.driver.current(self.context):
                 self.copy_paths.close()
@@ -74,7 +74,7 @@ class DeviceTensors(Mapped):
     task_bytes = _TASK_BYTES
 
     def __init__(self, gpus: Gpus, gpu: Gpu, layout: Layout) -> None:
-        """Raises LayoutError or DeviceError with nothing kept."""
+        """Maps the tensors. Raises LayoutError or DeviceError, and then keeps nothing mapped."""
         self.layout = layout
         self._gpus = gpus
         self._gpu: Gpu | None = gpu
@@ -89,12 +89,12 @@ class DeviceTensors(Mapped):
         self._planner = Planner(layout, [opened.address for opened in self._opened])
 
     def lane(self, is_store: bool) -> str:
-        """A direction of the GPU's bus."""
+        """One lane for each direction of the GPU's bus."""
         return f"{self.layout.device} {'out' if is_store else 'in'}"
 
     def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
         gpu, pins = self._gpu, self._gpus.pins
-        assert gpu is not None, "a copy for tensors that were given up"
+        assert gpu is not None, "a copy for tensors that were closed"
         plan = self._planner.plan(pieces, pins.address, PIECE_BYTES)
         try:
             with ExitStack() as held:
@@ -119,7 +119,7 @@ class DeviceTensors(Mapped):
         with ExitStack() as held:
             try:
                 held.enter_context(gpu.driver.current(gpu.context))
-            except DeviceError as exc:  # it is lost; that these are open must be forgotten all the same
+            except DeviceError as exc:  # the context is lost; close the allocations anyway, for the bookkeeping
                 log.error("the context of %r is broken: %s", gpu, exc)
             for opened in self._opened:
                 try:
@@ -133,21 +133,21 @@ class Gpus:
     """The GPUs in use. Any thread."""
 
     def __init__(self, memory: Memory, staging_bytes: int) -> None:
-        """Raises DeviceError where there is no driver."""
+        """Raises DeviceError if there is no driver."""
         self._driver = load()
         self._staging_bytes = staging_bytes
         self.pins = Pins(self._driver, memory)
         self._change = threading.Condition()  # guards the next two
         self._gpus: dict[str, Gpu] = {}
-        self._turning: set[str] = set()  # being entered or left by some thread, which takes seconds
-        self._choices: dict[str, Choice] = {}  # measured once a GPU
-        self._measuring = threading.Lock()  # one at a time: the host's memory is theirs together
+        self._turning: set[str] = set()  # GPUs being entered or left by some thread, which takes seconds
+        self._choices: dict[str, Choice] = {}  # measured once per GPU
+        self._measuring = threading.Lock()  # one GPU at a time, because they share the host's memory bandwidth
 
     def __repr__(self) -> str:
         return f"<Gpus {list(self._gpus.values())}>"
 
     def map(self, layout: Layout) -> DeviceTensors:
-        """Map registered tensors. Blocks; with a GPU's first, for its context and to measure it."""
+        """Map registered tensors. Blocks; for a GPU's first tensors also to create its context and to measure it."""
         gpu = self._join(layout.device)
         try:
             return DeviceTensors(self, gpu, layout)
@@ -156,7 +156,7 @@ class Gpus:
             raise
 
     def _join(self, uuid: str) -> Gpu:
-        """One registration more. Others' GPUs can be entered and left meanwhile, by other threads."""
+        """Add a registration. Meanwhile other threads can enter and leave other GPUs."""
         with self._change:
             self._change.wait_for(lambda: uuid not in self._turning)
             if uuid in self._gpus:
@@ -204,7 +204,7 @@ class Gpus:
         return gpu
 
     def leave(self, gpu: Gpu) -> None:
-        """One registration less; with the last, everything that was taken of the GPU is given back."""
+        """Remove a registration; with the last one, everything on the GPU is released."""
         with self._change:
             gpu.registrations -= 1
             if gpu.registrations:
@@ -225,7 +225,7 @@ class Gpus:
         log.info("%s %s is no longer in use", gpu.name, gpu.uuid)
 
     def status(self) -> list[Device]:
-        """Each GPU in use. Never blocks."""
+        """The GPUs in use. Never blocks."""
         return [
             Device(
                 uuid=gpu.uuid,
@@ -241,11 +241,11 @@ class Gpus:
         ]
 
     def close(self) -> None:
-        """Give back what is left. No copy may be under way. Safe twice."""
+        """Release everything. No copy may be in progress. May be called twice."""
         with self._change:
             left = list(self._gpus.values())
             self._gpus.clear()
-            for gpu in left:  # to none of the others, which are left next
+            for gpu in left:  # not to another GPU, because those are left too
                 self.pins.pass_on(gpu.context, None)
         for gpu in left:
             self._give_back(gpu)

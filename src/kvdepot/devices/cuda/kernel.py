@@ -1,7 +1,7 @@
-"""The copy kernel's launcher: a few programs read and write pinned host memory directly, row by row of a table.
+"""Launches the copy kernel: a few thread blocks read and write pinned host memory directly, row by row of a table.
 
-A GPU's copy engines need about a microsecond a piece; a kernel has many small pieces under way at once. Constructed
-once a GPU, launched by any lane; the one law: the GPU's context is current in every call.
+A GPU's copy engines need about a microsecond per piece; a kernel copies many small pieces at once. There is one
+`CopyKernel` per GPU, launched by any lane. The GPU's context must be current in every call.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ TILE_BYTES = 16 << 10
 """Largest copy of one row of the table."""
 
 _COMPILER = (
-    "import sys; sys.path[:] = filter(None, sys.path); "  # not from wherever the server was started: /tmp, say
+    "import sys; sys.path[:] = filter(None, sys.path); "  # no imports from the working directory, which may be /tmp
     "from kvdepot.devices.cuda.copy_rows import main; main(int(sys.argv[1]))"
 )
 _COMPILE_S = 20.0
-"""Less than a worker waits for its registration."""
+"""Shorter than a worker waits for its registration."""
 _PARAMETERS = 2
-"""Of the kernel as we wrote it."""
+"""Parameters in our source of the kernel."""
 _SHARED_BYTES = 48 << 10
-"""Shared memory that a kernel gets without asking the driver for more."""
+"""Shared memory that a kernel gets by default."""
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """Machine code for one kind of GPU, and how it is to be launched."""
+    """Machine code for one kind of GPU, and how to launch it."""
 
     name: str
     cubin: bytes
     threads: int
-    parameters: int  # all of them 8 bytes; those behind ours are scratch memory, newer Tritons have more of them
+    parameters: int  # 8 bytes each; those behind ours are scratch memory, of which newer versions of Triton have more
     shared_bytes: int
     scratch_bytes: int
     blocks_per_cluster: int
 
     def refuse(self) -> None:
-        """Raises DeviceError for a kernel that wants more than `launch` gives."""
+        """Raise DeviceError for a kernel that needs more than `launch` provides."""
         wants = []
         if self.scratch_bytes:
             wants.append(f"{self.scratch_bytes} bytes of scratch memory")
@@ -67,8 +67,9 @@ class CopyKernel:
     """The kernel, loaded into one GPU's context."""
 
     def __init__(self, driver: Driver, device: int) -> None:
-        """Compile for this device (once a process and kind of GPU) and load; the context is current. Blocks for a
-        second or two. Raises DeviceError with nothing kept where Triton is not there, cannot, or the driver refuses.
+        """Compile for this device (once per process and kind of GPU) and load. Blocks for a second or two.
+
+        Raises DeviceError, and then keeps nothing, if Triton is missing or fails, or the driver refuses.
         """
         attribute = driver.cu.CUdevice_attribute
         major = driver.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
@@ -86,11 +87,11 @@ class CopyKernel:
         self._types = (ctypes.c_void_p, ctypes.c_int64) + (ctypes.c_void_p,) * scratch
 
     def launch(self, table: int, count: int, stream: int, programs: int) -> None:
-        """Copy on a stream, with `programs` blocks of threads at most; returns at once. Raises DeviceError.
+        """Enqueue the copies on a stream, with at most `programs` thread blocks. Never blocks. Raises DeviceError.
 
-        table: the device's address of int64[count, 3] = (destination, source, bytes), which must stay as it is until
-        the stream has come past. Addresses and bytes are multiples of 16, bytes at most TILE_BYTES; no row may write
-        what another reads or writes.
+        table: device address of int64[count, 3] = (destination, source, bytes), which must not change until the kernel
+        has run. Addresses and bytes are multiples of 16, bytes at most TILE_BYTES; no row may write what another reads
+        or writes.
         """
         if not count:
             return
@@ -100,7 +101,7 @@ class CopyKernel:
         self._driver.call("cuLaunchKernel", self._function, *grid, *block, shared, stream, parameters, 0)
 
     def close(self) -> None:
-        """Unload; no launch may be under way. Safe twice."""
+        """Unload the kernel; it must not be running. May be called twice."""
         if self._module is not None:
             module, self._module = self._module, None
             self._driver.call("cuModuleUnload", module)
@@ -108,9 +109,9 @@ class CopyKernel:
 
 @functools.cache
 def compiled(arch: int) -> Compiled:
-    """The kernel for GPUs of compute capability `arch` (90 is 9.0). Blocks; the first time, for a second or two.
+    """The kernel for GPUs of compute capability `arch` (90 is 9.0). Blocks for a second or two the first time.
 
-    Compiled by a process of its own: the server neither stops nor grows. Raises DeviceError, and tries again next time.
+    A separate process compiles it, so the server neither stops nor grows. After a DeviceError the next call retries.
     """
     if importlib.util.find_spec("triton") is None:
         raise DeviceError("the copy kernel needs Triton, which is not installed: pip install triton")

@@ -1,6 +1,6 @@
-"""A worker's end of order: all that this process has asked of a GPU is done before the server reads or writes there.
+"""Synchronises a worker with its GPU before the server reads or writes the GPU's memory.
 
-Used through `devices.finish`, on a thread that may wait. The one law: the engine's context stays as the engine made it.
+Called through `devices.finish`, on a thread that may block. It does not change the engine's context.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ __all__ = ["finish"]
 
 
 def finish(uuid: str) -> None:
-    """Wait until the GPU has done what this process asked of it so far. Blocks without the GIL. Raises DeviceError."""
+    """Wait until the GPU has finished all work that this process has submitted. Blocks without the GIL.
+
+    Raises DeviceError.
+    """
     driver = load()
     device = driver.device(uuid)
-    # Not `driver.retain`, which says how the context's threads wait: this one is the engine's.
+    # Not `driver.retain`, which sets how the context's threads wait: this context is the engine's.
     context = driver.call("cuDevicePrimaryCtxRetain", device)
     try:
         with driver.current(context):

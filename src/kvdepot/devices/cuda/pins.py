@@ -1,12 +1,12 @@
-"""The arena's memory, registered with the driver, so that GPUs reach it at the speed of the bus.
+"""Registers the arena's memory with the driver, so that GPUs access it at the speed of the bus.
 
-Used by the copy threads of all GPUs. Memory is registered piece by piece: ahead of its use on a thread of its own, or
-by the copy that needs it first. The one law: no copy crosses from one piece into the next (plan.py cuts), and no piece
-is given up while a copy uses any.
+Used by the copy threads of all GPUs. Memory is registered piece by piece: in advance on a thread of its own, or by the
+copy that needs it first. Invariants: no copy crosses from one piece into the next (plan.py cuts them), and no piece is
+unregistered while a copy uses it.
 
-A registration belongs to the context in which it was made, but all contexts may use it. When the GPU of that context is
-left by its last worker while others are in use, its pieces are given up and registered anew through another, one by
-one: a copy waits for the piece that it touches at most, not for a terabyte.
+A registration belongs to the context in which it was made, but all contexts may use it. When the last worker of that
+context's GPU leaves while other GPUs are in use, its pieces are registered again through another context, one by one:
+a copy waits at most for the pieces that it touches, not for a terabyte.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["PIECE_BYTES", "Pins"]
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""Registering so much takes some 20 ms: what a copy may have to wait for."""
+"""Registering this much takes about 20 ms, which a copy may have to wait for."""
 
 
 class Pins:
@@ -43,12 +43,12 @@ class Pins:
         self._size = len(memory.bytes)
         self._change = threading.Condition()
         # Guarded by _change:
-        self._context: Any = None  # in which pieces are registered from now on; None: there is no GPU in use
-        self._pinned: dict[int, Any] = {}  # and in which context each one is
-        self._begun: dict[int, Any] = {}  # being registered by some thread, or given up
-        self._refused: set[int] = set()  # tried in vain
-        self._users: Counter[int] = Counter()  # copies under way that touch a piece
-        self._leaving: int | None = None  # waits to be given up: no further copy may touch it
+        self._context: Any = None  # the context for new registrations; None: no GPU is in use
+        self._pinned: dict[int, Any] = {}  # registered pieces, and their contexts
+        self._begun: dict[int, Any] = {}  # pieces that some thread is registering or unregistering
+        self._refused: set[int] = set()  # pieces that could not be registered
+        self._users: Counter[int] = Counter()  # copies in progress, by piece
+        self._leaving: int | None = None  # a piece about to be unregistered: no further copy may touch it
         self._stopping = threading.Event()
 
     def __repr__(self) -> str:
@@ -65,22 +65,25 @@ class Pins:
     def _place(self, piece: int) -> int:
         return self.address + piece * PIECE_BYTES
 
-    # -- whose context it is
+    # -- contexts
 
     def attach(self, context: Any) -> None:
-        """A GPU is in use from now on: register through its context unless another's serves. Never blocks."""
+        """A GPU has come into use: register through its context if there is none yet. Never blocks."""
         with self._change:
             if self._context is None:
                 self._context = context
                 self._begin()
 
     def _begin(self) -> None:
-        self._stopping.set()  # who registered ahead so far has gone past what was another's then
+        self._stopping.set()  # end the previous thread, which has passed pieces that were then another context's
         self._stopping = threading.Event()
         threading.Thread(target=self._pin_ahead, args=(self._stopping,), name="kvdepot-pin", daemon=True).start()
 
     def pass_on(self, context: Any, other: Any) -> None:
-        """A GPU is about to be left; `other`: the context of one that stays, or None. Never blocks; then `give_up`."""
+        """A GPU is about to be left: register through `other` (None: no GPU) from now on. Never blocks.
+
+        Then call `give_up`.
+        """
         with self._change:
             if self._context == context:
                 self._stopping.set()
@@ -88,15 +91,15 @@ class Pins:
                 self._refused.clear()
 
     def give_up(self, context: Any) -> None:
-        """Give up what is registered in a context that was passed on: before that context ends, then `resume`.
+        """Unregister the pieces of a context, after `pass_on` and before the context ends; then call `resume`.
 
-        Blocks while copies that touch it end. What the driver refuses is logged.
+        Blocks until copies that use them have ended. Errors of the driver are logged.
         """
         while (piece := self._next_of(context)) is not None:
             try:
                 with self._driver.current(context):
                     self._driver.call("cuMemHostUnregister", self._place(piece))
-            except DeviceError as exc:  # a lost context's, mostly: with that it goes
+            except DeviceError as exc:  # mostly a lost context, whose end also ends the registration
                 log.warning("could not unregister a piece of the arena: %s", exc)
             finally:
                 with self._change:
@@ -104,9 +107,9 @@ class Pins:
                     self._change.notify_all()
 
     def resume(self) -> None:
-        """Register anew what was given up, where there is a GPU in use. Never blocks.
+        """Register the pieces again, if a GPU is in use. Never blocks.
 
-        After the old context's end: what could not be given up in one that was lost can be registered only then.
+        Call it after the old context's end: pieces that could not be unregistered in a lost context are free only then.
         """
         with self._change:
             if self._context is not None:
@@ -114,7 +117,7 @@ class Pins:
                 self._begin()
 
     def _next_of(self, context: Any) -> int | None:
-        """A piece to give up, which nobody touches any more and nobody can until it is given up; None: no more."""
+        """The next piece to unregister, once no copy uses it; no copy can use it until that is done. None: no more."""
         with self._change:
             self._change.wait_for(lambda: self._leaving is None and context not in self._begun.values())
             piece = next((piece for piece, owner in self._pinned.items() if owner == context), None)
@@ -130,11 +133,13 @@ class Pins:
 
     @contextmanager
     def used(self, plan: Plan) -> Iterator[bool]:
-        """Around a copy: whether every piece that it touches is registered, as far as there is memory and the driver
-        agrees. What is not can be copied all the same, slowly."""
+        """Use the pieces of a copy; registers those that are missing. Yields whether all are registered.
+
+        If memory is full or the driver refuses, the copy is possible nevertheless, but slow.
+        """
         pieces = np.unique((plan.host - np.uint64(self.address)) // np.uint64(PIECE_BYTES)).tolist()
         with self._change:
-            # All at once: whoever held some while he waited for others would never let them be given up.
+            # All at once: a copy that held some pieces while it waits for others could deadlock with `give_up`.
             self._change.wait_for(lambda: self._leaving not in pieces)
             self._users.update(pieces)
             missing = [piece for piece in pieces if piece not in self._pinned]
@@ -143,11 +148,11 @@ class Pins:
         finally:
             with self._change:
                 self._users.subtract(pieces)
-                self._users += Counter()  # only what is in use
+                self._users += Counter()  # drop those with count 0
                 self._change.notify_all()
 
     def _pin(self, piece: int) -> bool:
-        """Register a piece, or wait until another thread has. False where that failed, now or before."""
+        """Register a piece, or wait until another thread has. False if that failed, now or before."""
         with self._change:
             self._change.wait_for(lambda: piece not in self._begun)
             context = self._context
@@ -181,12 +186,12 @@ class Pins:
         return True
 
     def _complain(self, why: object) -> None:
-        """Once: a terabyte has as many pieces as would fill the log."""
+        """Warn only once, because a terabyte has enough pieces to fill the log."""
         level = logging.DEBUG if self._refused else logging.WARNING
         log.log(level, "memory behind %r is not registered with the driver, and slow to copy: %s", self, why)
 
     def _pin_ahead(self, stopping: threading.Event) -> None:
-        """Register everything, so that no copy has to wait for it; the rest is left alone once it is refused."""
+        """Register all pieces in advance; stops at the first failure."""
         try:
             for piece in range(-(-self._size // PIECE_BYTES)):
                 if stopping.is_set() or not self._pin(piece):

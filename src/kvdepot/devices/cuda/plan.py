@@ -1,12 +1,12 @@
-"""Which bytes go where: chunks' pieces as arrays of addresses. Pure arithmetic; called on copy threads.
+"""Plans copies: turns the pieces of a task into arrays of addresses. No I/O; called on copy threads.
 
     plan        device[i], host[i], sizes[i]: the copies of one task, in the order of the chunks' bytes in the arena
     one piece   segment s, block i of n:  device  base of s + ids[i] * stride of s
                                           logical n * before(s) + i * size(s)      before = sizes of earlier segments
                                           host    the extent that holds the logical byte
 
-Blocks that follow each other on both sides become one copy; a copy that lies in two extents, or in two pieces of
-pinned memory, becomes two: the driver refuses what crosses from one registration into the next.
+Blocks that are adjacent on both sides become one copy. A copy that spans two extents, or two pieces of pinned memory,
+becomes two, because the driver refuses copies that cross from one registration into the next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Plan:
     host: Addresses
     sizes: Addresses
     edge: int = 0
-    """An address that no copy crosses on the host's side, and each `cut` bytes from there another."""
+    """No copy crosses this address on the host's side, nor a multiple of `cut` bytes from there."""
     cut: int = 0
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Planner:
     """Plans for the tensors of one registration."""
 
     def __init__(self, layout: Layout, bases: Sequence[int]) -> None:
-        """bases: where each of the layout's mappings begins on the device."""
+        """bases: device address of each of the layout's mappings."""
         segments = layout.segments
         self._bases = np.array([bases[s.mapping] + s.offset for s in segments], np.uint64)[:, None]
         self._strides = np.array([s.stride for s in segments], np.uint64)[:, None]
@@ -55,7 +55,7 @@ class Planner:
         self._before = np.concatenate(([0], np.cumsum(self._sizes[:-1, 0]))).astype(np.uint64)[:, None]
 
     def plan(self, pieces: Sequence[CopyPiece], host: int, cut: int) -> Plan:
-        """The copies of these pieces. host: address of the arena; cut: no copy crosses a multiple of it in there."""
+        """The copies of these pieces. host: address of the arena; cut: no copy crosses a multiple of it there."""
         parts = [self._piece(piece, host, cut) for piece in pieces if len(piece.block_ids) > piece.skip]
         if len(parts) == 1:
             return parts[0]
@@ -73,7 +73,7 @@ class Planner:
         index = np.arange(piece.skip, count, dtype=np.uint64)[None, :]
         device = (self._bases + ids * self._strides).reshape(-1)
         logical = (self._before * np.uint64(count) + index * self._sizes).reshape(-1)
-        sizes = np.repeat(self._sizes, count - piece.skip)  # not broadcast: the driver reads it by its address
+        sizes = np.repeat(self._sizes, count - piece.skip)  # not broadcast, because the driver reads the memory
         device, logical, sizes = merge(device, logical, sizes)
         if len(piece.extents) == 1:
             places = logical + np.uint64(piece.extents[0][0])
@@ -96,7 +96,7 @@ class Planner:
 def merge(
     device: Addresses, places: Addresses, sizes: Addresses, edge: int = 0, cut: int = 0
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Join copies that follow each other on both sides, but none across `edge` or a multiple of `cut` from there."""
+    """Join copies that are adjacent on both sides, but not across `edge` or a multiple of `cut` from there."""
     joined = (device[:-1] + sizes[:-1] == device[1:]) & (places[:-1] + sizes[:-1] == places[1:])
     if cut:
         joined &= (places[1:] - np.uint64(edge)) % np.uint64(cut) != 0
@@ -109,7 +109,7 @@ def merge(
 def _split(
     device: Addresses, places: Addresses, sizes: Addresses, edges: Addresses
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Cut copies, given by rising places, wherever they cross one of the rising `edges`."""
+    """Cut copies, sorted by their places, wherever they cross one of the ascending `edges`."""
     low = np.searchsorted(edges, places, "right")
     high = np.searchsorted(edges, places + sizes, "left")
     if (low == high).all():

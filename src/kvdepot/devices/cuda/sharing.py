@@ -1,14 +1,14 @@
-"""GPU memory of a worker in the server: exported once an allocation, found again by the GPU's UUID, mapped, given up.
+"""Shares a worker's GPU memory with the server: the worker exports each allocation, the server maps it.
 
-`share` is the worker's end, on the engine's thread; `open_allocation` the server's, on a copy thread. There are two
-ways, and the first byte of a handle says which:
+The worker calls `share` on the engine's thread, the server `open_allocation` on a copy thread. The first byte of a
+handle gives its kind:
 
-    1, 64 bytes     memory from cudaMalloc: CUDA's own handle between processes (CUDA IPC)
+    1, 64 bytes     memory from cudaMalloc: a CUDA IPC handle
     2, an offer     virtual memory (PyTorch's expandable segments, vLLM's cumem allocator): physical pieces, mapped
-                    here one behind the other; each comes as a file descriptor (descriptors.py)
+                    here one behind the other; each is passed as a file descriptor (descriptors.py)
 
-The one law: the server keeps no reference to a worker's memory but what an `Opened` holds. (A reference that outlived
-it would keep the GPU's memory from the engine that wants it back.)
+Invariant: the server keeps no reference to a worker's memory other than those of an `Opened`, because a reference
+would keep the memory allocated after the engine has freed it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _POOL = (
 
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
-    """Export the allocation that a tensor lies in, and say where in it its elements are.
+    """Export the allocation that contains a tensor, and describe where its elements are.
 
-    Tensors of one allocation get the same mapping and handle. The memory must stay as it is: vLLM's sleep and wake put
-    other memory behind the same addresses, which must be shared and registered anew. Any thread. Raises LayoutError
-    for a tensor without memory, DeviceError for memory that cannot be shared, with what to set.
+    Tensors of one allocation get the same mapping and handle. The memory must not be remapped: vLLM's sleep and wake
+    put other memory behind the same addresses, which must be shared and registered again. Any thread. Raises
+    LayoutError for a tensor without memory, DeviceError, with what to set, for memory that cannot be shared.
     """
     storage = tensor.untyped_storage()
     start, size = storage.data_ptr(), storage.nbytes()
@@ -92,7 +92,7 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
 
 @contextlib.contextmanager
 def _primary(driver: Driver, device: int) -> Iterator[None]:
-    """The engine's context, whichever thread this is; its flags are the engine's, so not `driver.retain`."""
+    """Make the engine's context current on this thread. Not `driver.retain`, which sets the context's flags."""
     context = driver.call("cuDevicePrimaryCtxRetain", device)
     try:
         with driver.current(context):
@@ -102,13 +102,13 @@ def _primary(driver: Driver, device: int) -> Iterator[None]:
 
 
 def _allocation(driver: Driver, address: int) -> tuple[int, int]:
-    """Base and bytes of the allocation, or of the mapped piece of virtual memory, that holds an address."""
+    """Base and bytes of the allocation, or of the mapped piece of virtual memory, that contains an address."""
     base, length = driver.call("cuMemGetAddressRange", address)
     return int(base), int(length)
 
 
 def _bytes_of(handle: Any) -> bytes:
-    """The bytes of a CUipcMemHandle; newer bindings show nothing of it but where it is."""
+    """The bytes of a CUipcMemHandle; newer bindings give only its address."""
     return ctypes.string_at(int(handle.getPtr()), _IPC_BYTES)
 
 
@@ -128,7 +128,7 @@ def _pieces(driver: Driver, start: int, size: int, name: str) -> list[tuple[int,
 
 
 def _check_exportable(driver: Driver, pieces: list[tuple[int, int]], name: str) -> None:
-    """Raise DeviceError, with what to set, unless memory can be exported: its allocator had to ask for that."""
+    """Raise DeviceError, with what to set, unless the memory's allocator requested exportable handles."""
     address = pieces[0][0]
     try:
         memory = driver.call("cuMemRetainAllocationHandle", address)
@@ -137,7 +137,7 @@ def _check_exportable(driver: Driver, pieces: list[tuple[int, int]], name: str) 
     try:
         os.close(_descriptor(driver, memory))
     except DeviceError as exc:
-        # An expandable segment reserves addresses for more than the whole GPU, the cumem allocator just what it maps.
+        # An expandable segment reserves more addresses than the GPU has memory, the cumem allocator only what it maps.
         what = driver.cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
         reserved = driver.call("cuPointerGetAttribute", what, address)
         whose = _EXPANDABLE if reserved > sum(piece for _, piece in pieces) else _CUMEM
@@ -152,7 +152,7 @@ def _descriptor(driver: Driver, memory: Any) -> int:
 
 
 def _export(driver: Driver, device: int, addresses: list[int], first: int, end: int) -> Iterator[int]:
-    """Descriptors of what lies at these addresses now; nothing is kept from the engine, which may free it meanwhile."""
+    """Create descriptors of the memory at these addresses; keeps no reference, so the engine may free it."""
     with _primary(driver, device):
         for address in addresses[first:end]:
             memory = driver.call("cuMemRetainAllocationHandle", address)
@@ -167,7 +167,7 @@ def _export(driver: Driver, device: int, addresses: list[int], first: int, end: 
 
 
 class Opened:
-    """An allocation of a worker, mapped into this process: `[address, address + size)` of its GPU."""
+    """An allocation of a worker, mapped in this process: `[address, address + size)` of its GPU."""
 
     def __init__(self, address: int, size: int, close: Callable[[], None]) -> None:
         self.address = address
@@ -179,17 +179,17 @@ class Opened:
         return f"<Opened {self.size} bytes at {self.address:#x}{'' if self._is_open else ', closed'}>"
 
     def close(self) -> None:
-        """Give it up; nothing may touch it any more. The context must be current. Safe twice. Raises DeviceError."""
+        """Unmap it. The context must be current, and nothing may use it. May be called twice. Raises DeviceError."""
         if self._is_open:
             self._is_open = False
             self._close()
 
 
 def open_allocation(driver: Driver, mapping: Mapping) -> Opened:
-    """Map a worker's allocation. The context must be current. Blocks while the worker hands it out.
+    """Map a worker's allocation. The context must be current. Blocks while the worker passes it on.
 
-    Raises LayoutError for a handle that is none or stands for less memory, DeviceError where the driver or the worker
-    refuses; then nothing is kept.
+    Raises LayoutError for an invalid handle or one for less memory, DeviceError if the driver or the worker refuses;
+    then it keeps nothing mapped.
     """
     kind, handle = mapping.handle[:1], mapping.handle[1:]
     if mapping.size > 0 and kind == _IPC and len(handle) == _IPC_BYTES:
@@ -201,7 +201,7 @@ def open_allocation(driver: Driver, mapping: Mapping) -> Opened:
 
 @dataclass(slots=True)
 class _Shared:
-    """A CUDA IPC handle that is open: a process may have it open once a context."""
+    """An open CUDA IPC handle: a process may open it once per context."""
 
     address: int
     users: int = 0
@@ -249,7 +249,7 @@ def _open_pieces(driver: Driver, mapping: Mapping, handle: bytes) -> Opened:
     access.location.id = driver.device(mapping.device)
     access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     with contextlib.ExitStack() as undo, contextlib.closing(descriptors.fetch(handle)) as pieces:
-        undo.callback(descriptors.sweep)  # whose worker has died leaves its socket behind
+        undo.callback(descriptors.sweep)  # a worker that died leaves its socket behind
         start = int(driver.call("cuMemAddressReserve", mapping.size, 0, 0, 0))
         undo.callback(driver.call, "cuMemAddressFree", start, mapping.size)
         done = 0
@@ -260,7 +260,7 @@ def _open_pieces(driver: Driver, mapping: Mapping, handle: bytes) -> Opened:
             try:
                 driver.call("cuMemMap", start + done, size, 0, memory, 0)
             finally:
-                driver.call("cuMemRelease", memory)  # the mapping alone keeps it
+                driver.call("cuMemRelease", memory)  # the mapping keeps the memory
             undo.callback(driver.call, "cuMemUnmap", start + done, size)
             done += size
         if done < mapping.size:

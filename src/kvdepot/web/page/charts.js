@@ -1,4 +1,4 @@
-// Charts by uPlot, each with its figures in a table behind it. Without uPlot the tables are there all the same.
+// Charts drawn by uPlot, each with a table of its values. The tables work without uPlot.
 
 import { make, say, set } from "./dom.js";
 import * as format from "./format.js";
@@ -15,8 +15,9 @@ const TIME_STEPS = [
 ];
 
 /**
- * What each chart shows. colour: of style.css. dash: lines are told apart by more than their colours. rises: shown from
- * 0 at the window's beginning. top: the axis's end, where it is fixed; idle: where there is nothing. ticks: as format, on the axis. more: lines that only a status knows of.
+ * The charts. colour: a custom property of style.css. dash: so that lines differ by more than colour. rises: counted
+ * from 0 at the window's beginning. top: the end of the axis, if fixed; idle: its end without data. ticks: like format,
+ * for the axis. more: lines that depend on the status.
  */
 export const CHARTS = [
   {
@@ -91,7 +92,7 @@ export const CHARTS = [
   },
 ];
 
-/** uPlot with its style sheet, or null where it does not load. */
+/** uPlot with its style sheet, or null if it does not load. */
 export async function load() {
   try {
     const { default: uPlot } = await import("./vendor/uPlot.esm.js");
@@ -102,7 +103,7 @@ export async function load() {
   }
 }
 
-/** What a custom property of the style sheet is just now, as canvases want it. */
+/** The current value of a custom property of the style sheet, for canvases. */
 function colour(name) {
   const probe = make("span");
   probe.style.color = `var(${name})`;
@@ -162,7 +163,7 @@ export class Chart {
     this.#fillTable();
   }
 
-  /** Draw anew, in the colours of now. */
+  /** Redraw in the current colours. */
   recolour() {
     this.#plot?.destroy();
     this.#plot = null;
@@ -198,7 +199,7 @@ export class Chart {
     const options = {
       width: this.area.clientWidth || 300,
       height: HEIGHT,
-      padding: [8, 24, 0, 0], // half of a time's label
+      padding: [8, 24, 0, 0], // half the width of a time label
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "kvdepot" }, points: { size: 6 } },
       scales: { x: { time: true, auto: false }, y: { auto: false, distr: logarithmic ? 3 : 1 } },

@@ -1,5 +1,4 @@
-// Changing the document as little as possible: what stays is not touched, so that focus, selections and screen readers
-// stay where they are.
+// Changes the document as little as possible, so that focus, selections and screen readers keep their place.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -21,12 +20,12 @@ export function set(element, name, value) {
 }
 
 /**
- * Give `parent` one child an item, in order. key(item) tells them apart, as far as they differ; make(item) makes a
- * child; fill(child, item) writes what may change.
+ * Give `parent` one child per item, in order. key(item) identifies an item (it may repeat); make(item) creates a child;
+ * fill(child, item) updates it.
  */
 export function list(parent, items, key, make, fill) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
-  const seen = new Map(); // how often each key has come
+  const seen = new Map(); // number of items by key
   let at = parent.firstElementChild;
   for (const item of items) {
     const times = (seen.get(key(item)) ?? 0) + 1;
@@ -45,7 +44,7 @@ export function list(parent, items, key, make, fill) {
   for (const child of old.values()) child.remove();
 }
 
-/** Rows of a table: columns are [class, text of an item], the first one names the row. */
+/** Rows of a table: columns are [class, text of an item]; the first one is the row's header. */
 export function rows(table, items, key, columns) {
   const none = document.getElementById(`${table.id}-none`);
   if (none) none.hidden = items.length > 0;
@@ -70,7 +69,7 @@ export function rows(table, items, key, columns) {
   );
 }
 
-/** A bar that is full to `part` (0 to 1), for eyes and for screen readers. */
+/** Fill a bar to `part` (0 to 1), also for screen readers. */
 export function bar(element, part, text) {
   const percent = Math.min(Math.max(100 * (part || 0), 0), 100);
   set(element, "aria-valuenow", percent.toFixed(1));

@@ -1,4 +1,4 @@
-// Figures for people. Sizes in binary units, as memory is bought; rates in decimal ones, as buses are.
+// Formats numbers. Sizes are in binary units, like memory; rates in decimal units, like buses.
 
 import { BOUNDS_S } from "./series.js";
 
@@ -8,7 +8,7 @@ const NONE = "–";
 
 function scaled(value, base, units) {
   let unit = 0;
-  while (value >= base - 0.5 && unit < units.length - 1) { // what would be rounded to the next unit is said in it
+  while (value >= base - 0.5 && unit < units.length - 1) { // use the next unit for values that would be rounded to it
     value /= base;
     unit += 1;
   }
@@ -34,16 +34,16 @@ export function share(value) {
   if (value == null) return NONE;
   const percent = 100 * value;
   if (percent === 0) return "0%";
-  // Never "100%" of what is not whole, nor "0%" of what is there.
+  // Never round to "100%" or "0%".
   if (percent > 99.9 && percent < 100) return ">99.9%";
   if (percent > 0 && percent < 0.1) return "<0.1%";
   return `${percent.toFixed(1)}%`;
 }
 
-/** How long, in one unit: 12 s, 3 h. */
+/** A duration in one unit: 12 s, 3 h. */
 export const rough = (value) => duration(value).split(" ").slice(0, 2).join(" ");
 
-/** How long: 0.4 ms, 12 s, 3 h 12 min. */
+/** A duration: 0.4 ms, 12 s, 3 h 12 min. */
 export function duration(value) {
   if (value == null) return NONE;
   if (value === 0) return "0 s";
@@ -63,7 +63,7 @@ export function duration(value) {
   return `${seconds} s`;
 }
 
-/** How long a request took, as far as its bucket says: the first one begins at 0, the last one has no end. */
+/** A latency, as precise as its bucket: the first one begins at 0, the last one has no end. */
 export function latency(value) {
   if (value > 0 && value < BOUNDS_S[0]) return `<${duration(BOUNDS_S[0])}`;
   return value >= BOUNDS_S.at(-1) ? `≥${duration(BOUNDS_S.at(-1))}` : duration(value);
@@ -79,7 +79,7 @@ export const clock = (wall_s) => time.format(wall_s * 1000);
 
 export const clockMinute = (wall_s) => minute.format(wall_s * 1000);
 
-/** A time of day, with the day where it is not today's. */
+/** A time of day, with the date if it is not today's. */
 export function moment(wall_s, now_s) {
   const date = day.format(wall_s * 1000);
   return date === day.format(now_s * 1000) ? clock(wall_s) : `${date}, ${clock(wall_s)}`;

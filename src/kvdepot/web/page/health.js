@@ -1,11 +1,14 @@
-// Is it working? Turns one status into a verdict in words. Decides, draws nothing.
+// Health: turns one status into a verdict. Draws nothing.
 
 import { count, duration } from "./format.js";
 
-/** What counts as lately. */
+/** What counts as recent, in seconds. */
 export const RECENT_S = 300;
 
-/** Level (good, look, bad, wait), headline, and what to look at. slow: what is wrong with its answering, as a sentence; dropped: chunks without room, in RECENT_S. */
+/**
+ * Level (good, look, bad, wait), headline, and warnings. slow: why responses are missing or late, as a sentence;
+ * dropped: chunks not stored because memory was full, in RECENT_S.
+ */
 export function verdict(status, slow, dropped) {
   const reasons = [...concerns(status, slow, dropped)];
   return reasons.length
@@ -33,12 +36,12 @@ function* concerns(status, slow, dropped) {
   }
 }
 
-/** Which part of an engine a process is. */
+/** The role of an engine's process. */
 export function enginePart(engine) {
   return engine.ranks.length ? `worker ${engine.ranks.join(", ")}` : "scheduler";
 }
 
-/** In which state an engine is. */
+/** The state of an engine. */
 export function engineState(engine) {
   if (engine.queued) return "copying";
   if (engine.sessions) return "serving";

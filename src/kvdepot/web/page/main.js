@@ -1,5 +1,5 @@
-// The page's loop: ask for the next status while somebody looks, and show it. The server has one each second, and
-// answers all pages when it has.
+// The page's loop: request the next status while the page is visible, and show it. The server has one each second, and
+// then answers all pages.
 
 import { CHARTS, Chart, load } from "./charts.js";
 import { $ } from "./dom.js";
@@ -9,25 +9,25 @@ import { showAll, showVerdict } from "./panels.js";
 import { History, point } from "./series.js";
 import { Refusal, ask, hasToken, useToken } from "./source.js";
 
-/** Before asking again where there was no answer, or none that is new. */
+/** Delay before the next request if there was no response, or no new status. */
 const PAUSE_MS = 1000;
-/** After so long without a status, or when a clock was set by so much, points are asked for again. */
+/** After this long without a status, or if a clock was set by this much, the history is requested again. */
 const GAP_S = 5;
 
 const history = new History();
 let charts = [];
-let status = null; // the latest that came
-let began_s = 0; // when the server began, by the clock of the points that it kept
+let status = null; // the latest one
+let began_s = 0; // start of the server, by the clock of its history
 let range_s = 900;
-let seen = null; // which turn of the server's asking that was, whether it could be shown or not
-let asking = new AbortController(); // of the request under way
+let seen = null; // the number of its turn, even if it could not be shown
+let asking = new AbortController(); // of the current request
 let waiting = 0; // the timer until the next request
 
 async function turn() {
   clearTimeout(waiting);
-  asking.abort(); // whoever asks later takes over
+  asking.abort(); // the latest request wins
   const mine = (asking = new AbortController());
-  if (document.hidden) return; // `visibilitychange` goes on
+  if (document.hidden) return; // `visibilitychange` continues
   let next = null;
   let failure = null;
   try {
@@ -43,23 +43,23 @@ async function turn() {
     if (failure) showFailure(failure);
     else show(next);
   } catch (problem) {
-    console.error(problem); // figures that stand still must not say that all is well
+    console.error(problem); // stale figures must not look healthy
     showFailure({ headline: "Page error", reasons: [`This page cannot show the server's status: ${problem.message}`] });
   }
 }
 
-/** Whether a line from the latest status to this one is true. */
+/** Whether charts may connect the latest status with this one. */
 function follows(next) {
   if (status?.boot !== next.boot || Math.abs(began_s + next.uptime_s - next.wall_s) >= GAP_S) return false;
   return next.uptime_s >= status.uptime_s && next.uptime_s - status.uptime_s < GAP_S;
 }
 
-/** What the server has kept of the time before. Without it charts go on with what is here. */
+/** Get the server's history. Without it, charts continue with the points they have. */
 async function recall(next, stop) {
   began_s = next.wall_s - next.uptime_s;
   try {
     history.join(await ask("v1/history", stop), next.wall_s);
-    // Its points have an exact time, the status that of the last tick: the next point comes after them.
+    // Its points have exact times, the status has that of the last tick; the next point must be later than both.
     if (Math.abs(history.end_s - next.wall_s) < GAP_S) began_s = Math.max(history.end_s, next.wall_s) - next.uptime_s;
   } catch (problem) {
     if (problem instanceof Refusal && problem.status === 401) throw problem;
@@ -86,14 +86,14 @@ function explain(problem) {
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function show(next) {
-  if (status && status.version !== next.version) location.reload(); // another server's page
+  if (status && status.version !== next.version) location.reload(); // another version of the server, and of the page
   if (follows(next) && next.uptime_s > status.uptime_s) history.add(began_s + next.uptime_s, point(status, next));
   const began = moment(began_s, next.wall_s);
   const since = `version ${next.version}, since ${began} (${duration(Math.floor(next.uptime_s))})`;
   const slow = next.trouble ? sentence(next.trouble) : "";
   showVerdict(verdict(next, slow, history.total("dropped_chunks_s", RECENT_S)), since);
   showAll(next);
-  status = next; // it can be shown
+  status = next; // it could be shown
   document.body.classList.add("known");
   document.body.classList.remove("old");
   $("token").hidden = true;
@@ -126,7 +126,7 @@ addEventListener("colours", () => {
 });
 document.addEventListener("visibilitychange", turn);
 
-range_s = Number($("range").querySelector("input:checked").value); // browsers keep it over a reload
+range_s = Number($("range").querySelector("input:checked").value); // browsers restore it on a reload
 const uPlot = await load();
 $("charts-missing").hidden = uPlot !== null;
 charts = CHARTS.map((spec) => new Chart(uPlot, spec));

@@ -43,7 +43,7 @@ function showFacts(status) {
   fillFacts($("facts"), facts);
 }
 
-/** Names with their values. */
+/** Fill a list of names and values. */
 function fillFacts(part, facts) {
   list(
     part,
@@ -55,7 +55,7 @@ function fillFacts(part, facts) {
 }
 
 function showGain(status) {
-  // A window longer than the server's life says no more than the one before it.
+  // Leave out windows that are redundant, because a shorter one covers the server's whole life.
   const windows = (status.reuse ?? []).filter((_, i, all) => (all[i - 1]?.window_s ?? 0) < status.uptime_s);
   const asked = status.asked_tokens ?? 0;
   const overall = { window_s: 0, asked_tokens: asked, rate: asked ? Math.min(status.saved.tokens / asked, 1) : 0 };
@@ -180,7 +180,7 @@ function fillStore(card, store) {
 
 function showUsers(status) {
   say($("engines-count"), status.engine_count ? count(status.engine_count) : "");
-  // As they came: the server names first whom it heard last, which is another one each second.
+  // In order of connection: the server lists the last heard first, an order that changes each second.
   const engines = status.engines.toSorted((a, b) => b.since_s - a.since_s || (a.id < b.id ? -1 : 1));
   rows($("engines"), engines, (engine) => engine.id, [
     ["", enginePart, (engine) => [engine.tenant, engine.device].filter(Boolean).join(", ")],

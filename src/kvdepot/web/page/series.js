@@ -1,18 +1,18 @@
-// Figures over time: what the server kept (/v1/history), continued from one status to the next.
+// Time series: the server's history (/v1/history), continued from one status to the next.
 
-/** Upper ends of the buckets of latencies (kvdepot.metrics.BOUNDS_S), in seconds; one more is for what took longer. */
+/** Upper bounds of the latency buckets (kvdepot.metrics.BOUNDS_S), in seconds; one more bucket holds the rest. */
 export const BOUNDS_S = [
   0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 ];
 
-/** The longest time that charts show. */
+/** The longest range of the charts. */
 const LONGEST_S = 6 * 3600;
-/** Two points farther apart than this have nothing known between them: the server keeps older ones ten seconds apart. */
+/** A gap longer than this means missing data; the server keeps older points ten seconds apart. */
 const GAP_S = 25;
 
 /**
- * The time that `part` of the requests in these buckets took at most: linear within a bucket; the last bound where that
- * is not enough. null without any.
+ * The time within which `part` of the requests in these buckets was answered: linear within a bucket, the last bound for
+ * times beyond it; null without requests.
  */
 export function percentile(buckets, part) {
   const total = buckets.reduce((sum, value) => sum + value, 0);
@@ -29,10 +29,10 @@ export function percentile(buckets, part) {
   return BOUNDS_S.at(-1);
 }
 
-/** Counters of chunks that were not kept, a series each; kvdepot.web.history has the same. */
+/** Counters of chunks that were not kept, with a series each; kvdepot.web.history has the same list. */
 const LOST = ["dropped_chunks", "failed_chunks", "expired_chunks"];
 
-/** A run of the server as a number, as kvdepot.web.history has it: 48 bits of its id. */
+/** A number that identifies a run of the server, the same as in kvdepot.web.history: 48 bits of its boot id. */
 export const bootNumber = (boot) => Number.parseInt(boot.slice(0, 12) || "0", 16);
 
 const counter = (name) => (status) => status.counters[name] ?? 0;
@@ -41,9 +41,9 @@ function bucketsOf(status, request) {
   return status.latencies.find((latency) => latency.request === request)?.buckets ?? [];
 }
 
-/** The values of all series between two statuses of one boot, as kvdepot.web.history.measure has them. */
+/** The values of all series between two statuses of one boot, the same as in kvdepot.web.history.measure. */
 export function point(before, now) {
-  const elapsed_s = now.uptime_s - before.uptime_s; // wall_s is of the last tick, in whole seconds
+  const elapsed_s = now.uptime_s - before.uptime_s; // wall_s is that of the last tick, in whole seconds
   const a_second = (value) => Math.max(value(now) - value(before), 0) / elapsed_s;
   const newest = now.hit_rates[0];
   const reuse = now.reuse?.[0];
@@ -73,8 +73,8 @@ export function point(before, now) {
 }
 
 /**
- * A count since the server's start as one since the window's beginning. boots: whose count each value is: with another
- * run of the server it began anew at 0, whether it is less by now or more.
+ * Turn a counter since the server's start into one since the window's beginning. boots: the run of each value; in
+ * another run the counter restarted at 0, whether it is lower or higher now.
  */
 export function risen(line, boots) {
   let total = 0;
@@ -90,7 +90,7 @@ export function risen(line, boots) {
   });
 }
 
-/** Indices of values with none beside them, which no line goes through. */
+/** Indices of values without neighbours, through which no line is drawn. */
 export function alone(line) {
   const found = [];
   line.forEach((value, i) => {
@@ -99,12 +99,12 @@ export function alone(line) {
   return found;
 }
 
-/** All series, on one axis of time (seconds since 1970); null where there is nothing. */
+/** All series, on one time axis (seconds since 1970); null = no value. */
 export class History {
   times = [];
   series = {};
 
-  /** Take what the server kept until now; what we have of the time before that, of a server before it, stays. */
+  /** Take the server's history; keeps our own points from before it, e.g. of an earlier server. */
   join(kept, now_s) {
     const first = kept.times_s[0] ?? now_s;
     const since = this.times.findIndex((time) => time >= first);
@@ -121,7 +121,7 @@ export class History {
     this.times = [...this.times.slice(0, ours), ...kept.times_s];
   }
 
-  /** When the newest point was; 0 without any. */
+  /** The time of the newest point; 0 without any. */
   get end_s() {
     return this.times.at(-1) ?? 0;
   }
@@ -138,7 +138,7 @@ export class History {
     for (const line of Object.values(this.series)) line.splice(0, old);
   }
 
-  /** The last `range_s` seconds of some series: times first, one line each; null also where a gap begins. */
+  /** The last `range_s` seconds of some series: the times, then each series; null also where a gap begins. */
   window(names, range_s) {
     const times = [];
     const lines = names.map(() => []);
@@ -153,7 +153,7 @@ export class History {
     return [times, ...lines];
   }
 
-  /** What a series of so much a second comes to in the last `range_s` seconds. */
+  /** The sum of a series of rates over the last `range_s` seconds. */
   total(name, range_s) {
     const [times, line] = this.window([name], range_s);
     return line.reduce((sum, value, i) => (i && value !== null ? sum + value * (times[i] - times[i - 1]) : sum), 0);

@@ -1,6 +1,6 @@
-// Asking the server. Its token comes in the address's fragment (`kvdepot open`), which browsers send to nobody.
+// Requests to the server. The token comes in the URL's fragment (`kvdepot open`), which browsers do not send.
 
-/** More than the server waits for something new. */
+/** Longer than the server's long poll. */
 const TIMEOUT_MS = 6000;
 
 let token = take();
@@ -10,11 +10,11 @@ function take() {
   try {
     if (given) {
       sessionStorage.setItem("token", given);
-      history.replaceState(null, "", location.pathname + location.search); // not to stay in the address bar
+      history.replaceState(null, "", location.pathname + location.search); // remove it from the address bar
     }
     return given ?? sessionStorage.getItem("token");
   } catch {
-    return given; // storage is forbidden here: it lasts until the page is loaded again
+    return given; // storage is forbidden here, so it lasts until the page is reloaded
   }
 }
 
@@ -26,11 +26,11 @@ export function useToken(given) {
   try {
     sessionStorage.setItem("token", given);
   } catch {
-    // as above
+    // storage is forbidden
   }
 }
 
-/** The server answered that it will not, or cannot. status: of HTTP. */
+/** The server returned an error. status: of HTTP. */
 export class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -38,7 +38,7 @@ export class Refusal extends Error {
   }
 }
 
-/** What the server answers, as plain data. Throws Refusal, or what fetch throws when nobody answers, or after stop.abort(). */
+/** The server's response as plain data. Throws Refusal, or what fetch throws without a response or after stop.abort(). */
 export async function ask(path, stop) {
   const timer = setTimeout(() => stop.abort(), TIMEOUT_MS);
   try {
@@ -49,7 +49,7 @@ export async function ask(path, stop) {
     try {
       message = String((await answer.json()).message || message);
     } catch {
-      // not one of our answers: a proxy's
+      // not our response, but a proxy's
     }
     throw new Refusal(answer.status, message);
   } finally {

@@ -1,4 +1,4 @@
-// The chosen colours, before anything is drawn: hence no module, and in the head.
+// Applies the chosen colours before anything is drawn; hence it is not a module, and in the head.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -6,7 +6,7 @@
     try {
       return localStorage.getItem("theme") ?? "auto";
     } catch {
-      return "auto"; // storage is forbidden here: the system's colours, then
+      return "auto"; // storage is forbidden here, so use the system's colours
     }
   };
   const show = (theme) => {
@@ -23,7 +23,7 @@
       try {
         localStorage.setItem("theme", event.target.value);
       } catch {
-        // kept for as long as the page is open
+        // storage is forbidden: it lasts as long as the page is open
       }
       show(event.target.value);
     });
