@@ -27,7 +27,7 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import Status
 from kvdepot.testing.harness import Harness
 from kvdepot.testing.simulation import Link
-from kvdepot.tiers.worker import Erase, Load, Save, TierTask
+from kvdepot.tiers.worker import Erase, Erased, Load, Save, TierTask
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.shared import ArenaFile, LeaseView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
@@ -574,7 +574,7 @@ class Server(Checks, Harness):
             arrivals = tier_task.token.then.args[1]
             counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
             late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
-        counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and outcome is True
+        counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and isinstance(outcome, Erased)
         self.doing = tier_task
         self.finished(tier_task.token, outcome)
         if isinstance(tier_task, Load):

@@ -293,7 +293,7 @@ def seals_loads_that_are_spoilt(patch: Patch) -> None:
 
     def credulous(part: Any, blob: Any, *rest: Any) -> Any:
         found = check(part, blob, *rest)
-        return Header.unpack(blob.buffers[0]) if found is False else found
+        return Header.unpack(blob.buffers[0]) if found is tier_worker.NotLoaded.CORRUPT else found
 
     patch.setattr(tier_worker, "_check", credulous)
 
@@ -409,7 +409,7 @@ def saves_what_nobody_holds(patch: Patch) -> None:
     def end(self: Any, tier: Any, number: int, batch: Any, outcome: Any, now: float) -> Any:
         batch = [item for item in batch if not item[0].gone]
         self._index.hold([chunk for chunk, _, _ in batch], use=False)
-        return saved(self, tier, number, batch, [True] * len(batch), now)
+        return saved(self, tier, number, batch, tier_worker.Saved([True] * len(batch)), now)
 
     patch.setattr(Tiering, "_dispatch", loose)
     patch.setattr(Tiering, "_saved", end)

@@ -29,7 +29,23 @@ from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.format import Facts, Header, model_prefix, tenant_prefix
-from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Forget, Load, Part, Probe, Save
+from kvdepot.tiers.worker import (
+    MOST_PARTS,
+    Erase,
+    Find,
+    Forget,
+    Forgotten,
+    Load,
+    Loaded,
+    Located,
+    NotLoaded,
+    Part,
+    Probe,
+    Save,
+    Saved,
+    TierOutcome,
+    Unwanted,
+)  # fmt: skip
 
 __all__ = ["Forgetting", "TierLookup", "TierTasks", "Tiering", "Token"]
 
@@ -142,7 +158,7 @@ class Token:
     """What a tier task's outcome is for: `then(outcome, now)`."""
 
     tier: _Tier
-    then: Callable[[Any, float], TierTasks]
+    then: Callable[[TierOutcome, float], TierTasks]
     is_probe: bool = False
 
 
@@ -185,7 +201,7 @@ class Forgetting:
             f"{self.model[:_SHOWN]!r}, and may have others; name those in full, or forget all"
         )
 
-    def tier_task(self, tier: _Tier, then: Callable[[Any, float], TierTasks]) -> Forget:
+    def tier_task(self, tier: _Tier, then: Callable[[TierOutcome, float], TierTasks]) -> Forget:
         namespaces = {"" if self.tenant is None else tenant_prefix(self.tenant)}
         if self.model:
             namespaces = {model_prefix(self.tenant or "", name) for name in (self.model, *self.known)}
@@ -247,7 +263,7 @@ class Tiering:
                 self._failed(tier, now, "does not answer", is_probe=True)
         return tier_tasks
 
-    def _probed(self, tier: _Tier, outcome: Any, now: float) -> TierTasks:
+    def _probed(self, tier: _Tier, outcome: TierOutcome, now: float) -> TierTasks:
         tier.probing = None
         if isinstance(outcome, Usage):
             tier.usage = outcome
@@ -341,15 +357,15 @@ class Tiering:
             )
         return known
 
-    def _found(self, tier_lookup: TierLookup, tier: _Tier, outcome: Any, now: float) -> TierTasks:
+    def _found(self, tier_lookup: TierLookup, tier: _Tier, outcome: TierOutcome, now: float) -> TierTasks:
         tier.finding -= 1
         tier_lookup.owing.discard(tier.number)
         if isinstance(outcome, KVDepotError):
             log.debug("a tier lookup cannot learn what this tier has: %s", outcome, extra=_about(tier, tier_lookup))
         if tier_lookup.ended or tier_lookup.loading:
             return []
-        if isinstance(outcome, list):
-            for place, there in zip(tier_lookup.wanted, outcome, strict=True):
+        if isinstance(outcome, Located):
+            for place, there in zip(tier_lookup.wanted, outcome.there, strict=True):
                 if there:  # the nearest that has it
                     tier_lookup.found[place] = min(tier.number, tier_lookup.found.get(place, tier.number))
         if not tier_lookup.owing or len(tier_lookup.found) == len(tier_lookup.wanted):
@@ -449,11 +465,11 @@ class Tiering:
             if tier_lookup.held.pop(arrival.chunk.key, None) is not None:
                 self._index.release([arrival.chunk])
 
-    def _arrived(self, tier: _Tier, arrivals: list[_Arrival], outcome: Any, now: float) -> TierTasks:
+    def _arrived(self, tier: _Tier, arrivals: list[_Arrival], outcome: TierOutcome, now: float) -> TierTasks:
         tier_tasks: TierTasks = []
         corrupt: list[str] = []
         sealed: list[tuple[Chunk, int]] = []
-        outcomes = outcome if isinstance(outcome, list) else [None] * len(arrivals)
+        outcomes = outcome.shards if isinstance(outcome, Loaded) else [NotLoaded.ABSENT] * len(arrivals)
         if isinstance(outcome, KVDepotError):
             for tier_lookup in {
                 id(tier_lookup): tier_lookup for arrival in arrivals for tier_lookup in arrival.tier_lookups
@@ -462,7 +478,7 @@ class Tiering:
         for arrival, header in zip(arrivals, outcomes, strict=True):
             chunk, rank = arrival.chunk, arrival.rank
             self._arriving_bytes -= arrival.shard.size
-            if header is False:
+            if header is NotLoaded.CORRUPT:
                 corrupt.append(self._facts(chunk.namespace, rank).name(chunk.salt, chunk.key))
             if arrival.replaced:
                 self._index.give_back(arrival.shard)
@@ -476,7 +492,7 @@ class Tiering:
                 self._let_go(arrival)
                 self._index.remove(chunk, Reason.FAILED, rank)
         tier.counters["loaded_chunks"] += len(sealed)
-        tier.counters["missed_chunks"] += sum(header is None for header in outcomes)
+        tier.counters["missed_chunks"] += outcomes.count(NotLoaded.ABSENT)
         tier.counters["spoilt_chunks"] += len(corrupt)
         if corrupt:
             tier_tasks.append(Erase(Token(tier, _ignore), tier.number, corrupt, spoilt=True))
@@ -569,10 +585,15 @@ class Tiering:
         return tier_tasks
 
     def _saved(
-        self, tier: _Tier, number: int, batch: list[tuple[Chunk, int, _Demotion | None]], outcome: Any, now: float
+        self,
+        tier: _Tier,
+        number: int,
+        batch: list[tuple[Chunk, int, _Demotion | None]],
+        outcome: TierOutcome,
+        now: float,
     ) -> TierTasks:
         tier.saving.discard(number)
-        outcomes = outcome if isinstance(outcome, list) else [False] * len(batch)
+        outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(batch)
         unsaved = "unavailable_chunks" if isinstance(outcome, KVDepotError) else "refused_chunks"
         for (chunk, rank, demotion), kept in zip(batch, outcomes, strict=True):
             if kept:
@@ -659,9 +680,9 @@ class Tiering:
         tier.forgets = [item for item in tier.forgets if item[0]]
         return tier_tasks
 
-    def _forgotten(self, forgetting: Forgetting, tier: _Tier, outcome: Any, now: float) -> TierTasks:
-        failed = isinstance(outcome, KVDepotError)
-        forgetting.said[tier.config.name] = f"not forgotten: {outcome}" if failed else outcome
+    def _forgotten(self, forgetting: Forgetting, tier: _Tier, outcome: TierOutcome, now: float) -> TierTasks:
+        told = outcome.objects if isinstance(outcome, Forgotten) else f"not forgotten: {outcome}"
+        forgetting.said[tier.config.name] = told
         return self._no_longer_owes(forgetting, tier.number, now)
 
     def forgotten_here(self, forgetting: Forgetting, chunks: int, now: float) -> TierTasks:
@@ -691,13 +712,13 @@ class Tiering:
 
     # -- outcomes
 
-    def finished(self, token: Token, outcome: Any, now: float) -> TierTasks:
+    def finished(self, token: Token, outcome: TierOutcome, now: float) -> TierTasks:
         """A tier task has ended."""
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
             self._failed(tier, now, str(outcome), token.is_probe)
-        elif outcome is not None and tier.breaker.succeeded(now):
+        elif not isinstance(outcome, Unwanted) and tier.breaker.succeeded(now):
             log.info("tier %s recovered", tier.config.name, extra={"tier": tier.config.name})
         return token.then(outcome, now)
 
@@ -771,5 +792,5 @@ def _about(tier: _Tier, tier_lookup: TierLookup) -> dict[str, str]:
     return {"tier": tier.config.name, "request": tier_lookup.request}
 
 
-def _ignore(outcome: Any, now: float) -> TierTasks:
+def _ignore(outcome: TierOutcome, now: float) -> TierTasks:
     return []
