@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fuzz.choices import Choices, Script
 
 from kvdepot.config import Config
-from kvdepot.core.clients import Reply
+from kvdepot.core.actions import Reply
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore

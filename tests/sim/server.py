@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.core.clients import Action, Reply
+from kvdepot.core.actions import Action, Reply
 from kvdepot.core.index.recovery import restore
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.eviction import POLICIES

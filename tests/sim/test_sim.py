@@ -12,7 +12,7 @@ import pytest
 
 from kvdepot.client.connection import Connection
 from kvdepot.client.worker import WorkerClient
-from kvdepot.core.clients import Reply
+from kvdepot.core.actions import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from kvdepot.config import Config
+from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_names, check_salt, check_shards, check_targets, chunks_named, tenant_salt
-from kvdepot.core.clients import Action, Client, Instance, Lease, PendingLookup, Reply
+from kvdepot.core.clients import Client, Instance, Lease, PendingLookup
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
@@ -40,7 +41,7 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import Device, Status
 from kvdepot.tiers import TierConfig
 
-__all__ = ["Action", "Depot", "Reply"]
+__all__ = ["Depot"]
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from itertools import islice
 from typing import Any
 
 from kvdepot.config import Config
+from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_hashes, check_names, check_salt, tenant_salt
-from kvdepot.core.clients import Action, Client, NoLease, PendingLookup, Reply, Session
+from kvdepot.core.clients import Client, NoLease, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
