@@ -499,7 +499,7 @@ class Desk(Harness):
 def clear(index: Index) -> None:
     """Remove every chunk that nothing holds."""
     removals = Removals(index)
-    removals.begin(index.namespaces.all(), None, hides=False, done=lambda _: [])
+    removals.begin(index.namespaces.all(), None, hides=False)
     while removals:
         removals.step()
 

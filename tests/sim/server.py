@@ -571,7 +571,7 @@ class Server(Checks, Harness):
         tier = tier_task.token.tier
         usable = tier.breaker.usable
         if isinstance(tier_task, Load):
-            arrivals = tier_task.token.then.args[1]
+            arrivals = tier_task.token.arrivals
             counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
             late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
         counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and isinstance(outcome, Erased)
@@ -582,7 +582,7 @@ class Server(Checks, Harness):
             counters["late_load_sealed"] += bool(keys)
             self._late_keys |= keys
         elif isinstance(tier_task, Save):
-            for chunk, _, demotion in tier_task.token.then.args[2]:
+            for chunk, _, demotion in tier_task.token.batch:
                 if demotion is not None and not demotion.saves:
                     counters["demoted" if chunk.gone else "demotion_overtaken"] += 1
         counters["tier_tripped"] += usable and not tier.breaker.usable

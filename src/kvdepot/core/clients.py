@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvdepot.core.index.chunk import Chunk, Namespace
-from kvdepot.core.tiering import TierLookup
+from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.memory.copier import Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal

@@ -18,18 +18,21 @@ import numpy as np
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_names, check_salt, check_shards, check_targets, chunks_named, tenant_salt
+from kvdepot.core.admission import check_shards, check_targets, chunks_named, tenant_salt
 from kvdepot.core.clients import Client, Instance, Lease, PendingLookup
-from kvdepot.core.forgetting import STEP_CHUNKS, Removals
+from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Absent, NoRoom, Present, Reason, Replaced, Reserved
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.registrations import Registrations, Remapping
-from kvdepot.core.report import Report
+from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.reuse import Windows
 from kvdepot.core.sessions import Sessions
-from kvdepot.core.tiering import MOST_FORGETTINGS, Forgetting, Tiering, TierTasks, Token
+from kvdepot.core.tiering.forgetting import Forgetting
+from kvdepot.core.tiering.lookup import Arrived, TierLookup
+from kvdepot.core.tiering.tier import Token
+from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
 from kvdepot.memory.copier import Copy, CopyPiece, Mapped
@@ -49,10 +52,6 @@ _QUEUED_CHUNKS = 1 << 18
 """A client with so many chunks in flight waits until some have been copied."""
 _SAMPLED = 16
 """With `verify = "sampled"`, one chunk in so many is summed up."""
-
-
-_SHOWN = 80
-"""Characters of a model's name in the journal."""
 _MOST_SAVED = 1 << 32
 """Tokens, or seconds, that one request can have saved."""
 
@@ -115,6 +114,9 @@ class Depot:
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
+        self.forgetting = RemovalRequests(
+            config, index, self.removals, self.tiering, self.sessions, self.counters, self.report
+        )
 
     def __repr__(self) -> str:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
@@ -179,7 +181,7 @@ class Depot:
                 return [*actions, Reply(client.identity, number, self._count_saved(request))]
             case wire.Register():
                 self.report.note(
-                    "engine", f"client {client.called} registers KV tensors of {request.model[:_SHOWN] or 'a model'}"
+                    "engine", f"client {client.called} registers KV tensors of {request.model[:SHOWN] or 'a model'}"
                 )
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
@@ -189,15 +191,15 @@ class Depot:
             case wire.Noop():
                 value = "ok"
             case wire.Clear():
-                return self._clear(client, number, request)
+                return self.forgetting.clear(client, number, request)
             case wire.Pin():
                 return self.sessions.pin(client, number, request, self.now)
             case wire.Unpin():
                 return self.sessions.unpin(client, number, request.name)
             case wire.Forget():
-                return self._forget(client, number, request)
+                return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
-                return self._count_chunks(client, number, request)
+                return self.forgetting.count(client, number, request)
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
@@ -208,7 +210,7 @@ class Depot:
         """A task or a tier task has ended; `outcome` as in copier.Copier and worker.TierWorker."""
         self.now = now
         if isinstance(token, Token):
-            return [*self.tiering.finished(token, outcome, now), *self.tiering.make_room()]
+            return [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
         if isinstance(token, _Part):
             return self._copied(token, outcome)
         assert isinstance(token, Remapping), token
@@ -221,7 +223,25 @@ class Depot:
     def expire(self, now: float) -> list[Action]:
         """Go on with what is being removed, and answer what has waited for tiers long enough."""
         self.now = now
-        return [*self._remove_some(), *self.tiering.expire(now)]
+        actions = self.forgetting.step()
+        while self.tiering.next_deadline() <= now:
+            actions += self._go_on(self.tiering.expire(now))
+        return actions
+
+    def _go_on(self, decisions: list[Decision]) -> list[Action]:
+        """Do what has to follow what was decided of tiers, in its order: each must find what the one before left."""
+        actions: list[Action] = []
+        for decision in decisions:
+            match decision:
+                case TierLookup():
+                    actions += self.sessions.answer(decision)
+                case Arrived():
+                    actions += self.tiering.keep_nearer(decision)
+                case Forgetting():
+                    actions += self.forgetting.answer(decision)
+                case _:
+                    actions.append(decision)
+        return actions
 
     def tick(self, now: float, wall: float) -> list[Action]:
         """Once a second. wall: seconds since 1970."""
@@ -231,14 +251,17 @@ class Depot:
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
         self.counters["expired_chunks"] += self.index.expire(self.wall)
         self.report.tick(now)
-        return self.tiering.tick(now)
+        return [*self.tiering.tick(now)]
 
     def stop_waiting(self) -> list[Action]:
         """Remove what is to be removed, and answer every request that awaits tiers: the server is about to end."""
         actions: list[Action] = []
         while self.removals:
-            actions += self._remove_some()
-        return [*actions, *self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
+            actions += self.forgetting.step()
+        actions += self.sessions.stop(list(self._clients.values()))
+        for forgetting in self.tiering.stop():
+            actions += self.forgetting.answer(forgetting)
+        return actions
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """A client is gone: give up all it holds. What is being copied for it ends first, by itself.
@@ -265,59 +288,6 @@ class Depot:
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
         return None
-
-    def _forget(self, client: Client, number: bytes, request: wire.Forget) -> list[Action]:
-        namespaces, salt = self._named(client, request)
-        if self.tiering.forgettings >= MOST_FORGETTINGS:
-            raise Busy(f"{self.tiering.forgettings} models or salts are being forgotten: wait until they are")
-        what = f"{request.model[:_SHOWN] or 'every model'}{', one salt' if salt else ''}"
-
-        def removed(chunks: int) -> TierTasks:
-            self.counters["forgotten_chunks"] += chunks
-            self.report.note("forget", f"{what}: {chunks} chunks")
-            return self.tiering.forgotten_here(forgetting, chunks, self.now)
-
-        def done(said: dict[str, Any]) -> list[Action]:
-            return [] if client.dead else [Reply(client.identity, number, said)]
-
-        # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
-        tenant = client.tenant if self._config.keys or request.model else None
-        forgetting = Forgetting(tenant, request.model, {namespace.model for namespace in namespaces}, salt, done)
-        self.removals.begin(namespaces, salt, hides=True, done=removed)
-        self.sessions.forget()
-        return [*self.tiering.forget(forgetting, self.now), *self._remove_some()]
-
-    def _named(self, client: Client, request: wire.Forget | wire.Count) -> tuple[list[Namespace], bytes | None]:
-        """The namespaces and the salt that are meant, of the client's tenant; None: any salt. Raises BadRequest."""
-        check_names("", request.model)
-        check_salt(request.salt)
-        salt = tenant_salt(client.tenant, request.salt) if request.salt else None
-        tenants = [namespace for namespace in self.index.namespaces.all() if namespace.tenant == client.tenant]
-        return [namespace for namespace in tenants if namespace.model.startswith(request.model)], salt
-
-    def _count_chunks(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
-        def counted(chunks: int) -> list[Action]:
-            return [] if client.dead else [Reply(client.identity, number, [chunks, counting.counted_bytes])]
-
-        counting = self.removals.begin(*self._named(client, request), hides=False, done=counted, counts=True)
-        return self._remove_some()
-
-    def _clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
-        namespaces = [
-            namespace
-            for namespace in self.index.namespaces.all()
-            if namespace.tenant == client.tenant and request.model in ("", namespace.model)
-        ]
-
-        def removed(chunks: int) -> list[Action]:
-            self.counters["cleared_chunks"] += chunks
-            return [] if client.dead else [Reply(client.identity, number, None)]
-
-        self.removals.begin(namespaces, None, hides=False, done=removed)
-        return self._remove_some()
-
-    def _remove_some(self) -> list[Action]:
-        return [action for removal in self.removals.step() for action in removal.done(removal.removed)]
 
     # -- store and retrieve
 

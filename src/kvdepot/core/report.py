@@ -22,9 +22,12 @@ from kvdepot.protocol.status import MOST_NAME, Device, Engine, HitRate, Namespac
 if TYPE_CHECKING:
     from kvdepot.core.depot import Depot
 
-__all__ = ["Report"]
+__all__ = ["SHOWN", "Report"]
 
 log = logging.getLogger(__name__)
+
+SHOWN = 80
+"""Characters of a model's name in the journal."""
 
 _NAMESPACES = 100
 """The largest namespaces that a status lists, and the engines heard of last, so that it stays small."""
