@@ -596,7 +596,7 @@ class Server(Checks, Harness):
             for namespace in self.index.namespaces.all()
             for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
-            if shard.sealed and shard.checksum and self.depot._sums(chunk.key)
+            if shard.sealed and shard.checksum and self.depot.transfers._sums(chunk.key)
         ]
         if not shards:
             return False

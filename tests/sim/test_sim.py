@@ -27,6 +27,7 @@ from kvdepot.core.tiering.forgetting import Forgettings
 from kvdepot.core.tiering.lookup import Lookups
 from kvdepot.core.tiering.saving import Saves
 from kvdepot.core.tiering.tiering import Tiering
+from kvdepot.core.transfers import Transfers
 from kvdepot.memory import records
 from kvdepot.memory.copier import Copy
 from kvdepot.memory.records import Records
@@ -104,22 +105,22 @@ def has_no_limit_of_a_rate(patch: Patch) -> None:
 
 @breaks(0)
 def seals_before_the_copy_has_ended(patch: Patch) -> None:
-    start = Depot._start
+    start = Transfers._start
 
     def start_sealed(self: Any, operation: Any, *rest: Any) -> Any:
         tasks = start(self, operation, *rest)
         for chunk, rank in operation.chunks if operation.is_store else ():
-            self.index.seal(chunk, rank)
+            self._index.seal(chunk, rank)
         return tasks
 
-    patch.setattr(Depot, "_start", start_sealed)
-    patch.setattr(Depot, "_end_store", lambda self, operation: [])
+    patch.setattr(Transfers, "_start", start_sealed)
+    patch.setattr(Transfers, "_end_store", lambda self, operation, wall: [])
 
 
 @breaks(0)
 def ignores_the_fence(patch: Patch) -> None:
-    start = Depot._start
-    patch.setattr(Depot, "_start", lambda self, operation, pieces, *_: start(self, operation, pieces, None, 0))
+    start = Transfers._start
+    patch.setattr(Transfers, "_start", lambda self, operation, pieces, *_: start(self, operation, pieces, None, 0))
 
 
 @breaks(0)
@@ -133,19 +134,19 @@ def never_raises_the_fence(patch: Patch) -> None:
 
 @breaks(0)
 def answers_copies_twice(patch: Patch) -> None:
-    end = Depot._end
-    patch.setattr(Depot, "_end", lambda self, operation: 2 * [a for a in end(self, operation) if isinstance(a, Reply)])
+    end = Transfers._end
+    patch.setattr(Transfers, "_end", lambda self, *args: 2 * [a for a in end(self, *args) if isinstance(a, Reply)])
 
 
 @breaks(0)
 def forgets_to_answer_failed_stores(patch: Patch) -> None:
-    end = Depot._end
+    end = Transfers._end
 
-    def silent(self: Any, operation: Any) -> Any:
-        actions = end(self, operation)
+    def silent(self: Any, *args: Any) -> Any:
+        actions = end(self, *args)
         return [a for a in actions if not (isinstance(a, Reply) and a.value is False)]
 
-    patch.setattr(Depot, "_end", silent)
+    patch.setattr(Transfers, "_end", silent)
 
 
 @breaks(2)
@@ -196,12 +197,12 @@ def unmaps_while_a_copy_runs(patch: Patch) -> None:
 
 @breaks(0)
 def seals_what_did_not_arrive(patch: Patch) -> None:
-    copied = Depot._copied
+    copied = Transfers.copied
 
-    def credulous(self: Any, part: Any, sums: Any) -> Any:
-        return copied(self, part, [0] * (part.end - part.first) if sums is None else sums)
+    def credulous(self: Any, token: Any, sums: Any, wall: int) -> Any:
+        return copied(self, token, [0] * (token.end - token.first) if sums is None else sums, wall)
 
-    patch.setattr(Depot, "_copied", credulous)
+    patch.setattr(Transfers, "copied", credulous)
 
 
 @breaks(0)
@@ -211,14 +212,14 @@ def evicts_what_is_held(patch: Patch) -> None:
 
 @breaks(5)
 def writes_blocks_that_a_retrieve_must_skip(patch: Patch) -> None:
-    start = Depot._start
+    start = Transfers._start
 
     def unskipped(self: Any, operation: Any, pieces: Any, *rest: Any) -> Any:
         for piece in pieces:
             piece.skip = 0
         return start(self, operation, pieces, *rest)
 
-    patch.setattr(Depot, "_start", unskipped)
+    patch.setattr(Transfers, "_start", unskipped)
 
 
 @breaks(0)
@@ -258,7 +259,7 @@ def believes_damaged_records(patch: Patch) -> None:
 
 @breaks(73)
 def ignores_checksums(patch: Patch) -> None:
-    patch.setattr(Depot, "_is_as_stored", lambda self, chunk, rank, got: True)
+    patch.setattr(Transfers, "_is_as_stored", lambda self, chunk, rank, got: True)
 
 
 @breaks(0)
@@ -283,8 +284,8 @@ def copies_one_block_too_few(patch: Patch) -> None:
                 task.pieces[-1].skip = max(task.pieces[-1].skip, 1) if len(task.pieces[-1].block_ids) > 1 else 0
         return tasks
 
-    start = Depot._start
-    patch.setattr(Depot, "_start", short)
+    start = Transfers._start
+    patch.setattr(Transfers, "_start", short)
 
 
 # -- planted bugs of what lies behind memory
@@ -465,7 +466,7 @@ def gives_what_was_forgotten_while_it_was_copied(patch: Patch) -> None:
     def credulous(self: Any, chunk: Any, rank: int, got: int) -> bool:
         return bool(chunk.shards[rank].sealed)
 
-    patch.setattr(Depot, "_is_as_stored", credulous)
+    patch.setattr(Transfers, "_is_as_stored", credulous)
 
 
 @breaks(0)

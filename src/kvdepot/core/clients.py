@@ -1,7 +1,7 @@
 """What the depot knows of its clients. Plain data, shared by the files that decide.
 
 Owned by the deciding thread. `core/depot.py` makes and drops clients, `core/sessions.py` their lookups and pins,
-`core/registrations.py` their tensors.
+`core/registrations.py` their tensors; `core/transfers.py` counts what is under way for them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from itertools import islice
-from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
@@ -117,7 +116,7 @@ class Sessions:
         return actions
 
     def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
-        value: Any
+        value: object
         if not pending.by_hand:
             # With its hits, or a window would have the one without the other.
             self._ceiling.count(pending.lookup.hashes)
