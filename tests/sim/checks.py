@@ -256,6 +256,8 @@ class Checks:
         left = self.met.intersection(self.host.leases)
         assert not left, f"cards of the dead stay: {sorted(left)}"
         assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
+        waiting = self.depot.sessions._awaiting, self.depot.forgetting._removing, self.depot.forgetting._forgetting
+        assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
         assert not tiering.tier_lookups and not tiering._lookups._arrivals and not tiering.forgettings, tiering
         assert not tiering._lookups.arriving_bytes
