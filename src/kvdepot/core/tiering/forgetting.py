@@ -132,7 +132,7 @@ class Forgettings:
         token.forgetting.owing.discard(token.tier.number)
         return self._is_through(token.forgetting)
 
-    def memory_is_through(self, forgetting: Forgetting, chunks: int) -> bool:
+    def memory_ended(self, forgetting: Forgetting, chunks: int) -> bool:
         """Memory has been gone through; whether it is to be answered now."""
         forgetting.chunks = chunks
         return self._is_through(forgetting)

@@ -390,8 +390,8 @@ class Lookups:
         numbers = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
         return [self._tiers[number] for number in numbers]
 
-    def is_failure(self, tier_lookup: TierLookup, tier: TierState) -> bool:
-        """A lookup is answered without this tier: too late. Whether the tier has answered nothing meanwhile."""
+    def note_late(self, tier_lookup: TierLookup, tier: TierState) -> bool:
+        """A lookup is answered without this tier: too late. True: the tier has answered nothing since it began."""
         tier.counters["late"] += 1
         log.debug("a tier lookup is answered without this tier: too late", extra=_about(tier, tier_lookup))
         return tier.breaker.last_success < tier_lookup.begun

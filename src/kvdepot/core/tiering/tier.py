@@ -99,8 +99,8 @@ class TierState:
         self.probing, self.probe_after = now, now + _PROBE_EVERY_S
         return Probe(ProbeToken(self), self.number)
 
-    def is_probe_late(self, now: float) -> bool:
-        """Whether a probe has not been answered in time. It is given as much time again."""
+    def time_out_probe(self, now: float) -> bool:
+        """Begin a probe's time anew where it is over; whether it was."""
         if self.probing is None or now - self.probing <= _PROBE_S:
             return False
         self.probing = now

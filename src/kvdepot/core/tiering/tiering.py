@@ -77,7 +77,7 @@ class Tiering:
         if tier_lookup.ended:
             return []
         for tier in self._lookups.awaited(tier_lookup):
-            if self._lookups.is_failure(tier_lookup, tier):
+            if self._lookups.note_late(tier_lookup, tier):
                 self._failed(tier, now, "does not answer")
         self._lookups.end(tier_lookup)
         return [tier_lookup]
@@ -88,7 +88,7 @@ class Tiering:
         for tier in self._tiers:
             if (probe := tier.probe(now)) is not None:
                 probes.append(probe)
-            elif tier.is_probe_late(now):
+            elif tier.time_out_probe(now):
                 self._failed(tier, now, "does not answer", is_probe=True)
         return probes
 
@@ -158,7 +158,7 @@ class Tiering:
 
     def forgotten_here(self, forgetting: Forgetting, chunks: int) -> bool:
         """Memory has been gone through, and so many chunks were removed; whether it is to be answered now."""
-        return self._forgettings.memory_is_through(forgetting, chunks)
+        return self._forgettings.memory_ended(forgetting, chunks)
 
     def stop(self) -> list[Forgetting]:
         """The server ends; what is to be answered now of what is being forgotten."""
