@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fuzz.choices import Choices, Script
 
 from kvdepot.config import Config
-from kvdepot.core.clients import Reply
+from kvdepot.core.actions import Reply
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
@@ -499,7 +499,7 @@ class Desk(Harness):
 def clear(index: Index) -> None:
     """Remove every chunk that nothing holds."""
     removals = Removals(index)
-    removals.begin(index.namespaces.all(), None, hides=False, done=lambda _: [])
+    removals.begin(index.namespaces.all(), None, hides=False)
     while removals:
         removals.step()
 

@@ -77,7 +77,7 @@ def clear(index: Index, model: str = "") -> int:
     """Remove every chunk that nothing holds, of one model or of all; how many."""
     removals = Removals(index, step_chunks=3)
     namespaces = [namespace for namespace in index.namespaces.all() if model in ("", namespace.model)]
-    removal = removals.begin(namespaces, None, hides=False, done=lambda _: [])
+    removal = removals.begin(namespaces, None, hides=False)
     while removals:
         removals.step()
     return removal.removed

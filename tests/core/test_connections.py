@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvdepot.config import Config
-from kvdepot.core.clients import Reply
+from kvdepot.core.actions import Reply
 from kvdepot.core.connections import Connections
 from kvdepot.core.index.index import Index
 from kvdepot.devices.cpu import HostTensors

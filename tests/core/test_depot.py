@@ -705,7 +705,7 @@ def test_a_chunk_that_gets_too_old_while_it_is_retrieved_is_retrieved_all_the_sa
     desk.tick(1.0, 1020.0)
     desk.settle()
     assert desk.answers[asked] == [True, True]
-    assert desk.depot.retrieved_bytes == 2 * PAGE
+    assert desk.depot.transfers.retrieved_bytes == 2 * PAGE
     assert desk.ask(client, lookup(chain)) == 0
     desk.assert_empty()
 

@@ -33,7 +33,7 @@ from tests.core.shelf import prompt as keys_of
 
 
 def begin(removals: Removals, *namespaces: Namespace, hides: bool = True, salt: bytes | None = None) -> Removal:
-    return removals.begin(namespaces, salt, hides, lambda _: [])
+    return removals.begin(namespaces, salt, hides)
 
 
 def finish(removals: Removals) -> None:

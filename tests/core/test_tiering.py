@@ -14,7 +14,7 @@ import pytest
 from kvdepot.protocol import wire
 from kvdepot.testing.faulty import FaultyTier, MemoryTier
 from kvdepot.tiers.breaker import FAILURES
-from kvdepot.tiers.worker import MOST_PARTS, Find, Load, Probe, Save
+from kvdepot.tiers.worker import MOST_PARTS, Erased, Find, Load, Probe, Save
 from tests.conftest import clear
 from tests.core.desk import BLOCK, PER_CHUNK, layout, prompt, retrieve, shards, store
 from tests.core.host import Host, look, new_host
@@ -307,6 +307,14 @@ def test_a_tier_that_hangs_is_left_alone_after_some_lookups(tier: MemoryTier) ->
     host.tick(5.0, 1005.0)
     host.assert_quiet()
     assert host.depot.tiering.status(0.0)[0].state == "up"
+
+
+def test_an_outcome_that_is_none_of_its_task_is_a_bug_and_raises(tier: MemoryTier) -> None:
+    host = new_host(tier)
+    host.send(b"one", look(prompt("a", 2)))
+    (find,) = host.tier_tasks
+    with pytest.raises(AssertionError, match="FindToken ended with Erased"):
+        host.finished(find.token, Erased())
 
 
 def test_a_corrupt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:

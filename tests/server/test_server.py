@@ -486,7 +486,7 @@ def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says
     server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=8 / 1024, drain_s=0.1, http="off"))
     hanging = Hanging()
     if what == "a copy":
-        server.depot.operations += 1
+        server.depot.transfers.operations += 1
         server._copier.submit(Copy(None, False, hanging, []))
     else:
         server._copier.submit(Call(None, hanging.hang))

@@ -73,10 +73,10 @@ class Checks:
         self.index.validate()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
-        arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._arrivals.values())
-        replaced = tiering._arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
+        arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._lookups._arrivals.values())
+        replaced = tiering._lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
         assert replaced == self.index._detached_bytes or (replaced > 0) == (self.index._detached_bytes > 0)
-        assert tiering._demoting_bytes >= 0 and tiering.tier_lookups >= 0
+        assert tiering._saves._demoting_bytes >= 0 and tiering.tier_lookups >= 0
         if self.host.forgettings.all:
             for namespace in self.index.namespaces.all():
                 for chunk in namespace.chunks.values():
@@ -170,7 +170,7 @@ class Checks:
 
     def check_reserved(self, tier_task: Load) -> None:
         """A load writes only where room is reserved for it, or was until somebody else was to fill its chunk."""
-        arrivals = tier_task.token.then.args[1]
+        arrivals = tier_task.token.arrivals
         for part, arrival in zip(tier_task.parts, arrivals, strict=True):
             if arrival.replaced:
                 assert arrival.shard.extents == part.extents
@@ -256,10 +256,13 @@ class Checks:
         left = self.met.intersection(self.host.leases)
         assert not left, f"cards of the dead stay: {sorted(left)}"
         assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
+        waiting = self.depot.sessions._awaiting, self.depot.forgetting._removing, self.depot.forgetting._forgetting
+        assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
-        assert not tiering.tier_lookups and not tiering._arrivals and not tiering._forgettings, tiering
-        assert not tiering._arriving_bytes
-        assert not tiering._demoting_bytes, f"{tiering._demoting_bytes} bytes are still on their way out"
+        assert not tiering.tier_lookups and not tiering._lookups._arrivals and not tiering.forgettings, tiering
+        assert not tiering._lookups.arriving_bytes
+        demoting_bytes = tiering._saves._demoting_bytes
+        assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:
             assert not tier.saving and not tier.queue and not tier.queued_bytes, tier
         self.validate()

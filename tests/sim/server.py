@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.core.clients import Action, Reply
+from kvdepot.core.actions import Action, Reply
 from kvdepot.core.index.recovery import restore
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.eviction import POLICIES
@@ -27,7 +27,7 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import Status
 from kvdepot.testing.harness import Harness
 from kvdepot.testing.simulation import Link
-from kvdepot.tiers.worker import Erase, Load, Save, TierTask
+from kvdepot.tiers.worker import Erase, Erased, Load, Save, TierTask
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.shared import ArenaFile, LeaseView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
@@ -571,10 +571,10 @@ class Server(Checks, Harness):
         tier = tier_task.token.tier
         usable = tier.breaker.usable
         if isinstance(tier_task, Load):
-            arrivals = tier_task.token.then.args[1]
+            arrivals = tier_task.token.arrivals
             counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
             late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
-        counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and outcome is True
+        counters["spoilt_erased"] += isinstance(tier_task, Erase) and tier_task.spoilt and isinstance(outcome, Erased)
         self.doing = tier_task
         self.finished(tier_task.token, outcome)
         if isinstance(tier_task, Load):
@@ -582,7 +582,7 @@ class Server(Checks, Harness):
             counters["late_load_sealed"] += bool(keys)
             self._late_keys |= keys
         elif isinstance(tier_task, Save):
-            for chunk, _, demotion in tier_task.token.then.args[2]:
+            for chunk, _, demotion in tier_task.token.batch:
                 if demotion is not None and not demotion.saves:
                     counters["demoted" if chunk.gone else "demotion_overtaken"] += 1
         counters["tier_tripped"] += usable and not tier.breaker.usable
@@ -596,7 +596,7 @@ class Server(Checks, Harness):
             for namespace in self.index.namespaces.all()
             for chunk in namespace.chunks.values()
             for shard in chunk.shards.values()
-            if shard.sealed and shard.checksum and self.depot._sums(chunk.key)
+            if shard.sealed and shard.checksum and self.depot.transfers._sums(chunk.key)
         ]
         if not shards:
             return False

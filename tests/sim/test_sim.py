@@ -12,7 +12,7 @@ import pytest
 
 from kvdepot.client.connection import Connection
 from kvdepot.client.worker import WorkerClient
-from kvdepot.core.clients import Reply
+from kvdepot.core.actions import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index
@@ -23,7 +23,11 @@ from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.rates import Rates
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
-from kvdepot.core.tiering import Tiering
+from kvdepot.core.tiering.forgetting import Forgettings
+from kvdepot.core.tiering.lookup import Lookups
+from kvdepot.core.tiering.saving import Saves
+from kvdepot.core.tiering.tiering import Tiering
+from kvdepot.core.transfers import Transfers
 from kvdepot.memory import records
 from kvdepot.memory.copier import Copy
 from kvdepot.memory.records import Records
@@ -101,22 +105,22 @@ def has_no_limit_of_a_rate(patch: Patch) -> None:
 
 @breaks(0)
 def seals_before_the_copy_has_ended(patch: Patch) -> None:
-    start = Depot._start
+    start = Transfers._start
 
     def start_sealed(self: Any, operation: Any, *rest: Any) -> Any:
         tasks = start(self, operation, *rest)
         for chunk, rank in operation.chunks if operation.is_store else ():
-            self.index.seal(chunk, rank)
+            self._index.seal(chunk, rank)
         return tasks
 
-    patch.setattr(Depot, "_start", start_sealed)
-    patch.setattr(Depot, "_end_store", lambda self, operation: [])
+    patch.setattr(Transfers, "_start", start_sealed)
+    patch.setattr(Transfers, "_end_store", lambda self, operation, wall: [])
 
 
 @breaks(0)
 def ignores_the_fence(patch: Patch) -> None:
-    start = Depot._start
-    patch.setattr(Depot, "_start", lambda self, operation, pieces, *_: start(self, operation, pieces, None, 0))
+    start = Transfers._start
+    patch.setattr(Transfers, "_start", lambda self, operation, pieces, *_: start(self, operation, pieces, None, 0))
 
 
 @breaks(0)
@@ -130,19 +134,19 @@ def never_raises_the_fence(patch: Patch) -> None:
 
 @breaks(0)
 def answers_copies_twice(patch: Patch) -> None:
-    end = Depot._end
-    patch.setattr(Depot, "_end", lambda self, operation: 2 * [a for a in end(self, operation) if isinstance(a, Reply)])
+    end = Transfers._end
+    patch.setattr(Transfers, "_end", lambda self, *args: 2 * [a for a in end(self, *args) if isinstance(a, Reply)])
 
 
 @breaks(0)
 def forgets_to_answer_failed_stores(patch: Patch) -> None:
-    end = Depot._end
+    end = Transfers._end
 
-    def silent(self: Any, operation: Any) -> Any:
-        actions = end(self, operation)
+    def silent(self: Any, *args: Any) -> Any:
+        actions = end(self, *args)
         return [a for a in actions if not (isinstance(a, Reply) and a.value is False)]
 
-    patch.setattr(Depot, "_end", silent)
+    patch.setattr(Transfers, "_end", silent)
 
 
 @breaks(2)
@@ -193,12 +197,12 @@ def unmaps_while_a_copy_runs(patch: Patch) -> None:
 
 @breaks(0)
 def seals_what_did_not_arrive(patch: Patch) -> None:
-    copied = Depot._copied
+    copied = Transfers.copied
 
-    def credulous(self: Any, part: Any, sums: Any) -> Any:
-        return copied(self, part, [0] * (part.end - part.first) if sums is None else sums)
+    def credulous(self: Any, token: Any, sums: Any, wall: int) -> Any:
+        return copied(self, token, [0] * (token.end - token.first) if sums is None else sums, wall)
 
-    patch.setattr(Depot, "_copied", credulous)
+    patch.setattr(Transfers, "copied", credulous)
 
 
 @breaks(0)
@@ -208,14 +212,14 @@ def evicts_what_is_held(patch: Patch) -> None:
 
 @breaks(5)
 def writes_blocks_that_a_retrieve_must_skip(patch: Patch) -> None:
-    start = Depot._start
+    start = Transfers._start
 
     def unskipped(self: Any, operation: Any, pieces: Any, *rest: Any) -> Any:
         for piece in pieces:
             piece.skip = 0
         return start(self, operation, pieces, *rest)
 
-    patch.setattr(Depot, "_start", unskipped)
+    patch.setattr(Transfers, "_start", unskipped)
 
 
 @breaks(0)
@@ -255,7 +259,7 @@ def believes_damaged_records(patch: Patch) -> None:
 
 @breaks(73)
 def ignores_checksums(patch: Patch) -> None:
-    patch.setattr(Depot, "_is_as_stored", lambda self, chunk, rank, got: True)
+    patch.setattr(Transfers, "_is_as_stored", lambda self, chunk, rank, got: True)
 
 
 @breaks(0)
@@ -280,8 +284,8 @@ def copies_one_block_too_few(patch: Patch) -> None:
                 task.pieces[-1].skip = max(task.pieces[-1].skip, 1) if len(task.pieces[-1].block_ids) > 1 else 0
         return tasks
 
-    start = Depot._start
-    patch.setattr(Depot, "_start", short)
+    start = Transfers._start
+    patch.setattr(Transfers, "_start", short)
 
 
 # -- planted bugs of what lies behind memory
@@ -293,7 +297,7 @@ def seals_loads_that_are_spoilt(patch: Patch) -> None:
 
     def credulous(part: Any, blob: Any, *rest: Any) -> Any:
         found = check(part, blob, *rest)
-        return Header.unpack(blob.buffers[0]) if found is False else found
+        return Header.unpack(blob.buffers[0]) if found is tier_worker.NotLoaded.CORRUPT else found
 
     patch.setattr(tier_worker, "_check", credulous)
 
@@ -308,12 +312,18 @@ def believes_headers_of_others(patch: Patch) -> None:
 
 @breaks(0)
 def answers_lookups_again_at_their_deadline(patch: Patch) -> None:
-    overdue = Tiering._overdue
+    overdue, answer = Tiering._overdue, Sessions.answer
+    late = set()
 
-    def again(self: Any, tier_lookup: Any, now: float) -> Any:
-        return [*overdue(self, tier_lookup, now), *tier_lookup.done()]
+    def noted(self: Any, tier_lookup: Any, now: float) -> Any:
+        late.add(tier_lookup)
+        return overdue(self, tier_lookup, now)
 
-    patch.setattr(Tiering, "_overdue", again)
+    def again(self: Any, tier_lookup: Any) -> Any:
+        return (2 if tier_lookup in late else 1) * answer(self, tier_lookup)
+
+    patch.setattr(Tiering, "_overdue", noted)
+    patch.setattr(Sessions, "answer", again)
 
 
 @breaks(0)
@@ -328,8 +338,7 @@ def lets_tier_lookups_hold_nothing(patch: Patch) -> None:
     def careless(self: Any, *args: Any) -> Any:
         found = tier_lookup(self, *args)
         if found is not None and not found[0].ended:
-            self._index.release(list(found[0].held.values()))
-            found[0].held.clear()
+            self.release(found[0])
         return found
 
     patch.setattr(Tiering, "look_up", careless)
@@ -337,13 +346,7 @@ def lets_tier_lookups_hold_nothing(patch: Patch) -> None:
 
 @breaks(2)
 def keeps_what_tier_lookups_held(patch: Patch) -> None:
-    end = Tiering.end
-
-    def grasping(self: Any, tier_lookup: Any) -> Any:
-        tier_lookup.held.clear()
-        return end(self, tier_lookup)
-
-    patch.setattr(Tiering, "end", grasping)
+    patch.setattr(Lookups, "release", lambda self, tier_lookup: tier_lookup.held.clear())
 
 
 @breaks(10)
@@ -351,14 +354,15 @@ def gives_room_back_at_the_deadline(patch: Patch) -> None:
     overdue = Tiering._overdue
 
     def hasty(self: Any, tier_lookup: Any, now: float) -> Any:
+        lookups = self._lookups
         if not tier_lookup.ended:
-            for name, arrival in list(self._arrivals.items()):
+            for name, arrival in list(lookups._arrivals.items()):
                 if arrival.tier_lookups == [tier_lookup] and tier_lookup.held.pop(arrival.chunk.key, None) is not None:
-                    self._index.release([arrival.chunk])
+                    lookups._index.release([arrival.chunk])
                     shard = arrival.chunk.shards[arrival.rank]
-                    self._arriving_bytes -= shard.size
-                    self._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
-                    del self._arrivals[name]
+                    lookups.arriving_bytes -= shard.size
+                    lookups._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
+                    del lookups._arrivals[name]
         return overdue(self, tier_lookup, now)
 
     patch.setattr(Tiering, "_overdue", hasty)
@@ -366,66 +370,64 @@ def gives_room_back_at_the_deadline(patch: Patch) -> None:
 
 @breaks(585)
 def takes_in_what_was_forgotten_on_its_way(patch: Patch) -> None:
-    arrived = Tiering._arrived
+    arrived = Lookups.arrived
 
-    def welcoming(self: Any, tier: Any, arrivals: Any, *rest: Any) -> Any:
-        for arrival in arrivals:
+    def welcoming(self: Any, token: Any, outcome: Any) -> Any:
+        for arrival in token.arrivals:
             if arrival.chunk.state is State.PENDING_REMOVAL:
                 arrival.chunk.state = State.FILLING
-        return arrived(self, tier, arrivals, *rest)
+        return arrived(self, token, outcome)
 
-    patch.setattr(Tiering, "_arrived", welcoming)
+    patch.setattr(Lookups, "arrived", welcoming)
 
 
 @breaks(1551)
 def loads_what_is_being_forgotten(patch: Patch) -> None:
-    patch.setattr(Tiering, "_is_being_forgotten", lambda self, namespace, salt: False)
+    patch.setattr(Forgettings, "is_under_way", lambda self, namespace, salt: False)
 
 
 @breaks(59)
 def forgets_in_the_nearest_tier_alone(patch: Patch) -> None:
-    forget = Tiering.forget
+    begin = Forgettings.begin
 
     def lazy(self: Any, *args: Any) -> Any:
         tiers, self._tiers = self._tiers, self._tiers[:1]
-        tier_tasks = forget(self, *args)
+        tier_tasks = begin(self, *args)
         self._tiers = tiers
         return tier_tasks
 
-    patch.setattr(Tiering, "forget", lazy)
+    patch.setattr(Forgettings, "begin", lazy)
 
 
 @breaks(12)
 def saves_what_nobody_holds(patch: Patch) -> None:
-    dispatch, saved = Tiering._dispatch, Tiering._saved
+    dispatch, saved = Saves.dispatch, Saves.saved
 
     def loose(self: Any, tier: Any) -> Any:
-        tier_tasks = dispatch(self, tier)
-        for tier_task in tier_tasks:
-            if isinstance(tier_task, tier_worker.Save):
-                self._index.release([chunk for chunk, _, _ in tier_task.token.then.args[2]])
-        return tier_tasks
+        saves = dispatch(self, tier)
+        for save in saves:
+            self._index.release([queued.chunk for queued in save.token.batch])
+        return saves
 
-    def end(self: Any, tier: Any, number: int, batch: Any, outcome: Any, now: float) -> Any:
-        batch = [item for item in batch if not item[0].gone]
-        self._index.hold([chunk for chunk, _, _ in batch], use=False)
-        return saved(self, tier, number, batch, [True] * len(batch), now)
+    def end(self: Any, token: Any, outcome: Any) -> None:
+        token.batch = [queued for queued in token.batch if not queued.chunk.gone]
+        self._index.hold([queued.chunk for queued in token.batch], use=False)
+        saved(self, token, tier_worker.Saved([True] * len(token.batch)))
 
-    patch.setattr(Tiering, "_dispatch", loose)
-    patch.setattr(Tiering, "_saved", end)
+    patch.setattr(Saves, "dispatch", loose)
+    patch.setattr(Saves, "saved", end)
 
 
 @breaks(37)
 def counts_what_leaves_memory_for_ever(patch: Patch) -> None:
-    part_demoted = Tiering._part_demoted
+    part_demoted = Saves._part_demoted
 
-    def miscounted(self: Any, demotion: Any) -> Any:
+    def miscounted(self: Any, demotion: Any) -> None:
         before = self._demoting_bytes
-        tier_tasks = part_demoted(self, demotion)
+        part_demoted(self, demotion)
         self._demoting_bytes = before
-        return tier_tasks
 
-    patch.setattr(Tiering, "_part_demoted", miscounted)
+    patch.setattr(Saves, "_part_demoted", miscounted)
 
 
 @breaks(19)
@@ -464,7 +466,7 @@ def gives_what_was_forgotten_while_it_was_copied(patch: Patch) -> None:
     def credulous(self: Any, chunk: Any, rank: int, got: int) -> bool:
         return bool(chunk.shards[rank].sealed)
 
-    patch.setattr(Depot, "_is_as_stored", credulous)
+    patch.setattr(Transfers, "_is_as_stored", credulous)
 
 
 @breaks(0)

@@ -23,7 +23,25 @@ from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
 from kvdepot.tiers import Blob, TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
-from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Part, Probe, Save, TierTask, run
+from kvdepot.tiers.worker import (
+    MOST_PARTS,
+    Erase,
+    Erased,
+    Find,
+    Forgotten,
+    Load,
+    Loaded,
+    Located,
+    NotLoaded,
+    Part,
+    Probe,
+    Save,
+    Saved,
+    TierOutcome,
+    TierTask,
+    Unwanted,
+    run,
+)  # fmt: skip
 from tests.sim.content import CHUNK_TOKENS, Memory, chunk_image
 
 if TYPE_CHECKING:
@@ -215,7 +233,7 @@ class TierWorker:
         self._server.tier_task_ended(running.tier_task, running.outcome)
         self._start()
 
-    def _run(self, tier_task: TierTask) -> Any:
+    def _run(self, tier_task: TierTask) -> TierOutcome:
         oldest = WALL + self._world.now - self._ttl_s if self._ttl_s else 0.0
         try:
             return run(tier_task, self.store.tier, self._server, self._heads, self._codec, oldest)
@@ -362,7 +380,21 @@ def _short(tier_task: TierTask) -> str:
     return f"Forget {tier_task.salt[:4]} {' '.join(namespace[:4] for namespace in tier_task.namespaces)}"
 
 
-def _short_outcome(outcome: Any) -> str:
-    if isinstance(outcome, list):
-        return "".join("-" if each is None else "x" if each is False else "+" for each in outcome)
-    return str(outcome) if isinstance(outcome, int | KVDepotError) else type(outcome).__name__
+def _short_outcome(outcome: TierOutcome) -> str:
+    match outcome:
+        case Located():
+            return "".join("+" if there else "x" for there in outcome.there)
+        case Loaded():
+            marks = {NotLoaded.ABSENT: "-", NotLoaded.CORRUPT: "x"}
+            return "".join(marks[shard] if isinstance(shard, NotLoaded) else "+" for shard in outcome.shards)
+        case Saved():
+            return "".join("+" if kept else "x" for kept in outcome.kept)
+        case Forgotten():
+            return str(outcome.objects)
+        case Erased():
+            return "True"  # this and the next as in older logs, whose digests can so be compared
+        case Unwanted():
+            return "NoneType"
+        case KVDepotError():
+            return str(outcome)
+    return type(outcome).__name__

@@ -1,23 +1,22 @@
-"""What the depot knows of its clients, and what it says to them. Plain data, shared by the files that decide.
+"""What the depot knows of its clients. Plain data, shared by the files that decide.
 
 Owned by the deciding thread. `core/depot.py` makes and drops clients, `core/sessions.py` their lookups and pins,
-`core/registrations.py` their tensors.
+`core/registrations.py` their tensors; `core/transfers.py` counts what is under way for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
 from kvdepot.core.index.chunk import Chunk, Namespace
-from kvdepot.core.tiering import TierLookup
-from kvdepot.memory.copier import Call, Copy, Mapped
+from kvdepot.core.tiering.lookup import TierLookup
+from kvdepot.memory.copier import Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
-from kvdepot.tiers.worker import TierTask
 
-__all__ = ["Action", "Client", "Instance", "Lease", "NoLease", "PendingLookup", "Reply", "Session"]
+__all__ = ["Client", "Instance", "Lease", "NoLease", "PendingLookup", "Session"]
 
 
 class Lease(Protocol):
@@ -58,18 +57,6 @@ class NoLease:
 
     def close(self, remove: bool) -> None:
         pass
-
-
-@dataclass(slots=True)
-class Reply:
-    """Answer request `number` of `client`; an error in `value` is told as one."""
-
-    client: bytes
-    number: bytes
-    value: Any
-
-
-Action: TypeAlias = Reply | Copy | Call | TierTask
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvdepot.config import Config
-from kvdepot.core.clients import Action, Client, Lease, Reply
+from kvdepot.core.actions import Action, Reply
+from kvdepot.core.clients import Client, Lease
 from kvdepot.core.depot import Depot
 from kvdepot.core.rates import Rates
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, ProtocolError, UnknownClient, VersionMismatch

@@ -1,6 +1,6 @@
-"""The deciding part of the server: messages and outcomes in, replies and copy tasks out.
+"""The deciding part of the server: requests and outcomes in, actions out. It hands each to the file that decides it.
 
-Called with messages by core/connections.py and with outcomes by server/loop.py, on one thread. No sockets, threads or
+Called with requests by core/connections.py and with outcomes by server/loop.py, on one thread. No sockets, threads or
 clocks here, and no I/O: what takes time is returned as an action. The one law: every request is answered exactly once,
 and what a request holds (reservations, pins, mappings) is given up exactly once, whatever comes first: its end, an
 error, or its client's death.
@@ -10,76 +10,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any
 
-import numpy as np
-
 from kvdepot.config import Config
-from kvdepot.core.admission import check_names, check_salt, check_shards, check_targets, chunks_named, tenant_salt
-from kvdepot.core.clients import Action, Client, Instance, Lease, PendingLookup, Reply
-from kvdepot.core.forgetting import STEP_CHUNKS, Removals
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.actions import Action, Reply
+from kvdepot.core.admission import chunks_named
+from kvdepot.core.clients import Client, Lease, PendingLookup
+from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.index import Index
-from kvdepot.core.index.outcomes import Absent, NoRoom, Present, Reason, Replaced, Reserved
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.registrations import Registrations, Remapping
-from kvdepot.core.report import Report
+from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.reuse import Windows
 from kvdepot.core.sessions import Sessions
-from kvdepot.core.tiering import MOST_FORGETTINGS, Forgetting, Tiering, TierTasks, Token
+from kvdepot.core.tiering.forgetting import Forgetting
+from kvdepot.core.tiering.lookup import Arrived, TierLookup
+from kvdepot.core.tiering.tier import Token
+from kvdepot.core.tiering.tiering import Decision, Tiering
+from kvdepot.core.transfers import CopyToken, Transfers
 from kvdepot.devices.cpu import HostTensors
-from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient, UnknownInstance
-from kvdepot.memory.copier import Copy, CopyPiece, Mapped
+from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient
+from kvdepot.memory.copier import Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
-from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.status import Device, Status
 from kvdepot.tiers import TierConfig
 
-__all__ = ["Action", "Depot", "Reply"]
+__all__ = ["Depot"]
 
 log = logging.getLogger(__name__)
 
-_QUEUED_CHUNKS = 1 << 18
-"""A client with so many chunks in flight waits until some have been copied."""
-_SAMPLED = 16
-"""With `verify = "sampled"`, one chunk in so many is summed up."""
-
-
-_SHOWN = 80
-"""Characters of a model's name in the journal."""
 _MOST_SAVED = 1 << 32
 """Tokens, or seconds, that one request can have saved."""
-
-
-@dataclass(slots=True, eq=False)
-class _Operation:
-    """One STORE or RETRIEVE under way."""
-
-    client: Client
-    number: bytes
-    instance: Instance
-    is_store: bool
-    chunks: list[tuple[Chunk, int]]  # what is held: chunk and rank, in key order
-    tasks: int = 0
-    results: list[bool] = field(default_factory=list)  # one a key
-    places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
-    sums: dict[int, int] = field(default_factory=dict)  # of a store, by place in `chunks`: what has arrived
-    requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
-    unpins: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """A task's token: which chunks `[first, end)` of an operation it copies."""
-
-    operation: _Operation
-    first: int
-    end: int
 
 
 class Depot:
@@ -104,16 +68,17 @@ class Depot:
         self.reuse = Windows(0.0)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
         self.registrations = Registrations(config, index, self.counters, map_layout)
-        self.operations = 0
+        self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
         self.max_clients = config.max_clients  # less where there are not descriptors enough
         self._config = config
-        self._verify = config.verify
         self._clients: dict[bytes, Client] = {}
-        self.stored_bytes = self.retrieved_bytes = 0
         self.saved_tokens, self.saved_s = 0, 0.0  # as engines said
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
+        self.forgetting = RemovalRequests(
+            config, index, self.removals, self.tiering, self.sessions, self.counters, self.report
+        )
 
     def __repr__(self) -> str:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
@@ -164,21 +129,21 @@ class Depot:
             return [Reply(identity, number, exc)]
 
     def _decide(self, client: Client, number: bytes, request: wire.Request) -> list[Action]:
-        value: Any = None
+        value: object = None
         match request:
             case wire.Lookup():
                 return self.sessions.lookup(PendingLookup(client, number, client, request, 0), self.now)
             case wire.Store():
-                return self._store(client, number, request)
+                return self.transfers.store(client, number, request, self.wall)
             case wire.Retrieve():
-                return self._retrieve(client, number, request)
+                return self.transfers.retrieve(client, number, request)
             case wire.EndSession():
                 actions = self.sessions.give_up(client, request.request)
                 self.sessions.end(client, request.request)  # whatever it says that it saved
                 return [*actions, Reply(client.identity, number, self._count_saved(request))]
             case wire.Register():
                 self.report.note(
-                    "engine", f"client {client.called} registers KV tensors of {request.model[:_SHOWN] or 'a model'}"
+                    "engine", f"client {client.called} registers KV tensors of {request.model[:SHOWN] or 'a model'}"
                 )
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
@@ -188,30 +153,32 @@ class Depot:
             case wire.Noop():
                 value = "ok"
             case wire.Clear():
-                return self._clear(client, number, request)
+                return self.forgetting.clear(client, number, request)
             case wire.Pin():
                 return self.sessions.pin(client, number, request, self.now)
             case wire.Unpin():
                 return self.sessions.unpin(client, number, request.name)
             case wire.Forget():
-                return self._forget(client, number, request)
+                return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
-                return self._count_chunks(client, number, request)
+                return self.forgetting.count(client, number, request)
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
                 raise InternalError("hello is for core/connections.py to answer")
         return [Reply(client.identity, number, value)]
 
-    def finished(self, token: Any, outcome: Any, now: float = 0.0) -> list[Action]:
+    def finished(self, token: object, outcome: Any, now: float = 0.0) -> list[Action]:
         """A task or a tier task has ended; `outcome` as in copier.Copier and worker.TierWorker."""
         self.now = now
-        if isinstance(token, Token):
-            return [*self.tiering.finished(token, outcome, now), *self.tiering.make_room()]
-        if isinstance(token, _Part):
-            return self._copied(token, outcome)
-        assert isinstance(token, Remapping), token
-        return self.registrations.mapped(token, outcome)
+        match token:
+            case Token():
+                return [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
+            case CopyToken():
+                return self.transfers.copied(token, outcome, self.wall)
+            case Remapping():
+                return self.registrations.mapped(token, outcome)
+        raise AssertionError(f"nothing was asked for with {token!r}")
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as what has arrived is served."""
@@ -220,7 +187,25 @@ class Depot:
     def expire(self, now: float) -> list[Action]:
         """Go on with what is being removed, and answer what has waited for tiers long enough."""
         self.now = now
-        return [*self._remove_some(), *self.tiering.expire(now)]
+        actions = self.forgetting.step()
+        while self.tiering.next_deadline() <= now:
+            actions += self._go_on(self.tiering.expire(now))
+        return actions
+
+    def _go_on(self, decisions: list[Decision]) -> list[Action]:
+        """Do what has to follow what was decided of tiers, in its order: each must find what the one before left."""
+        actions: list[Action] = []
+        for decision in decisions:
+            match decision:
+                case TierLookup():
+                    actions += self.sessions.answer(decision)
+                case Arrived():
+                    actions += self.tiering.keep_nearer(decision)
+                case Forgetting():
+                    actions += self.forgetting.answer(decision)
+                case _:
+                    actions.append(decision)
+        return actions
 
     def tick(self, now: float, wall: float) -> list[Action]:
         """Once a second. wall: seconds since 1970."""
@@ -230,14 +215,17 @@ class Depot:
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
         self.counters["expired_chunks"] += self.index.expire(self.wall)
         self.report.tick(now)
-        return self.tiering.tick(now)
+        return [*self.tiering.tick(now)]
 
     def stop_waiting(self) -> list[Action]:
         """Remove what is to be removed, and answer every request that awaits tiers: the server is about to end."""
         actions: list[Action] = []
         while self.removals:
-            actions += self._remove_some()
-        return [*actions, *self.sessions.stop(list(self._clients.values())), *self.tiering.stop()]
+            actions += self.forgetting.step()
+        actions += self.sessions.stop(list(self._clients.values()))
+        for forgetting in self.tiering.stop():
+            actions += self.forgetting.answer(forgetting)
+        return actions
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """A client is gone: give up all it holds. What is being copied for it ends first, by itself.
@@ -265,249 +253,12 @@ class Depot:
         self.saved_s += request.saved_s
         return None
 
-    def _forget(self, client: Client, number: bytes, request: wire.Forget) -> list[Action]:
-        namespaces, salt = self._named(client, request)
-        if self.tiering.forgettings >= MOST_FORGETTINGS:
-            raise Busy(f"{self.tiering.forgettings} models or salts are being forgotten: wait until they are")
-        what = f"{request.model[:_SHOWN] or 'every model'}{', one salt' if salt else ''}"
-
-        def removed(chunks: int) -> TierTasks:
-            self.counters["forgotten_chunks"] += chunks
-            self.report.note("forget", f"{what}: {chunks} chunks")
-            return self.tiering.forgotten_here(forgetting, chunks, self.now)
-
-        def done(said: dict[str, Any]) -> list[Action]:
-            return [] if client.dead else [Reply(client.identity, number, said)]
-
-        # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
-        tenant = client.tenant if self._config.keys or request.model else None
-        forgetting = Forgetting(tenant, request.model, {namespace.model for namespace in namespaces}, salt, done)
-        self.removals.begin(namespaces, salt, hides=True, done=removed)
-        self.sessions.forget()
-        return [*self.tiering.forget(forgetting, self.now), *self._remove_some()]
-
-    def _named(self, client: Client, request: wire.Forget | wire.Count) -> tuple[list[Namespace], bytes | None]:
-        """The namespaces and the salt that are meant, of the client's tenant; None: any salt. Raises BadRequest."""
-        check_names("", request.model)
-        check_salt(request.salt)
-        salt = tenant_salt(client.tenant, request.salt) if request.salt else None
-        tenants = [namespace for namespace in self.index.namespaces.all() if namespace.tenant == client.tenant]
-        return [namespace for namespace in tenants if namespace.model.startswith(request.model)], salt
-
-    def _count_chunks(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
-        def counted(chunks: int) -> list[Action]:
-            return [] if client.dead else [Reply(client.identity, number, [chunks, counting.counted_bytes])]
-
-        counting = self.removals.begin(*self._named(client, request), hides=False, done=counted, counts=True)
-        return self._remove_some()
-
-    def _clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
-        namespaces = [
-            namespace
-            for namespace in self.index.namespaces.all()
-            if namespace.tenant == client.tenant and request.model in ("", namespace.model)
-        ]
-
-        def removed(chunks: int) -> list[Action]:
-            self.counters["cleared_chunks"] += chunks
-            return [] if client.dead else [Reply(client.identity, number, None)]
-
-        self.removals.begin(namespaces, None, hides=False, done=removed)
-        return self._remove_some()
-
-    def _remove_some(self) -> list[Action]:
-        return [action for removal in self.removals.step() for action in removal.done(removal.removed)]
-
-    # -- store and retrieve
-
-    def _store(self, client: Client, number: bytes, request: wire.Store) -> list[Action]:
-        instance = self._admit(client, request.instance)
-        for part in request.shards:
-            check_shards(part, instance.layout)
-        operation = _Operation(client, number, instance, is_store=True, chunks=[])
-        pieces: list[CopyPiece] = []
-        complete = True
-        namespaces = [self._namespace(instance, part) for part in request.shards]  # or it is refused with none reserved
-        for part, namespace in zip(request.shards, namespaces, strict=True):
-            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
-            count = len(part.hashes) // HASH_BYTES
-            blocks = len(ids) // count
-            size = instance.layout.block_bytes * blocks
-            salt = tenant_salt(client.tenant, part.salt)
-            operation.requests.append((part.request, part.model, count))
-            outcomes = self.index.reserve_missing(
-                namespace, part.rank, part.hashes, part.parent, part.depth + 1, size, salt, self.wall
-            )
-            for i, outcome in enumerate(outcomes):
-                match outcome:
-                    case Reserved(chunk) | Replaced(chunk):
-                        if isinstance(outcome, Replaced):
-                            self.tiering.replaced(chunk, part.rank)
-                        operation.chunks.append((chunk, part.rank))
-                        extents, block_ids = chunk.shards[part.rank].extents, ids[i * blocks : (i + 1) * blocks]
-                        pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
-                    case Present():
-                        self.counters["known_chunks"] += 1
-                    case NoRoom():
-                        # Without this chunk those behind it are useless: drop them too.
-                        self.counters["dropped_chunks"] += count - i
-                        asked = {"client": client.called, "request": part.request}
-                        log.debug("%d chunks of a store dropped: no room for them", count - i, extra=asked)
-                        complete = False
-        operation.results = [complete]
-        if not pieces:
-            _tell("stored %d of %d new chunks", 0, operation)
-            return [Reply(client.identity, number, complete)]
-        return self._start(operation, pieces, client.lease, request.ticket)
-
-    def _retrieve(self, client: Client, number: bytes, request: wire.Retrieve) -> list[Action]:
-        instance = self._admit(client, request.instance)
-        for part in request.shards:
-            check_shards(part, instance.layout)
-        check_targets(request.shards)
-        operation = _Operation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
-        pieces = []
-        for part in request.shards:
-            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
-            count = len(part.hashes) // HASH_BYTES
-            blocks = len(ids) // count
-            namespace = self._namespace(instance, part)
-            size = instance.layout.block_bytes * blocks
-            for i, found in enumerate(self.index.find(namespace, part.rank, part.hashes)):
-                operation.results.append(False)
-                if isinstance(found, Absent) or found.shard.size != size:
-                    self.counters["retrieve_misses"] += 1
-                    continue
-                chunk, shard = found.chunk, found.shard
-                operation.places.append(len(operation.results) - 1)
-                operation.chunks.append((chunk, part.rank))
-                skip = part.skip_blocks if i == 0 else 0
-                summed = shard.checksum != 0 and self._sums(chunk.key)
-                pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
-            operation.requests.append((part.request, part.model, count))
-        self.index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup was the use
-        if not pieces:
-            self._end_retrieve(operation)
-            return [Reply(client.identity, number, operation.results)]
-        return self._start(operation, pieces, None, 0)
-
-    def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
-        """Where the chunks of a part that has been checked belong. Raises Busy."""
-        blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
-        return self.registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
-
-    def _admit(self, client: Client, number: int) -> Instance:
-        instance = client.instances.get(number)
-        if instance is None or instance.mapped is None or instance.closing:
-            raise UnknownInstance(f"no KV tensors are registered under instance {number}")
-        if client.queued >= self._config.max_queued or client.queued_chunks >= _QUEUED_CHUNKS:
-            self.counters["operations_refused"] += 1
-            raise Busy(
-                f"{client.queued} stores and retrieves of {client.queued_chunks} chunks are in flight, the most that "
-                "max_queued and memory allow"
-            )
-        return instance
-
-    def _start(self, operation: _Operation, pieces: list[CopyPiece], lease: Lease | None, ticket: int) -> list[Action]:
-        client, instance = operation.client, operation.instance
-        assert instance.mapped is not None and len(pieces) == len(operation.chunks)
-        client.queued += 1
-        client.queued_chunks += len(pieces)
-        instance.copies += 1
-        self.operations += 1
-        size = len(pieces[0].block_ids) * instance.layout.block_bytes
-        step = max(1, -(-instance.mapped.task_bytes // size))
-        tasks: list[Action] = []
-        whole = cache(instance.mapped.whole)
-        for first in range(0, len(pieces), step):
-            part = _Part(operation, first, min(first + step, len(pieces)))
-            fence = None if lease is None else partial(getattr, lease, "fence")
-            tasks.append(
-                Copy(part, operation.is_store, instance.mapped, pieces[first : part.end], fence, ticket, whole)
-            )
-        operation.tasks = len(tasks)
-        return tasks
-
-    def _sums(self, key: bytes) -> bool:
-        """Whether the bytes of this chunk are summed up. The same chunks whenever they are asked for."""
-        return self._verify == "always" or (self._verify == "sampled" and key[0] < 256 // _SAMPLED)
-
-    def _copied(self, part: _Part, sums: list[int] | None) -> list[Action]:
-        operation = part.operation
-        operation.tasks -= 1
-        if sums is not None:
-            for i in range(part.first, part.end):
-                got = sums[i - part.first]
-                if operation.is_store:
-                    operation.sums[i] = got
-                else:
-                    operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
-        if operation.tasks:
-            return []
-        return self._end(operation)
-
-    def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
-        shard = chunk.shards[rank]
-        if not shard.sealed or self.index.is_forgotten(chunk):
-            return False  # found to be corrupt, or forgotten, while it was copied
-        if got and shard.checksum and got != shard.checksum:
-            self.counters["corrupt_chunks"] += 1
-            self.index.mark_corrupt(chunk, rank)
-            return False
-        return True
-
-    def _end(self, operation: _Operation) -> list[Action]:
-        client, instance = operation.client, operation.instance
-        client.queued -= 1
-        client.queued_chunks -= len(operation.chunks)
-        instance.copies -= 1
-        self.operations -= 1
-        value: Any
-        actions: list[Action] = []
-        if operation.is_store:
-            actions += self._end_store(operation)
-            value = operation.results[0]
-        else:
-            self._end_retrieve(operation)
-            value = operation.results
-        if not client.dead:
-            actions.append(Reply(client.identity, operation.number, value))
-        if instance.closing and not instance.copies:
-            actions.append(self.registrations.unmap(client, instance))
-        return actions
-
-    def _end_store(self, operation: _Operation) -> list[Action]:
-        arrived = {} if operation.client.dead else operation.sums
-        sealed = []
-        for i, (chunk, rank) in enumerate(operation.chunks):
-            if i in arrived and not self.index.is_hidden(chunk):
-                self.index.seal(chunk, rank, arrived[i], self.wall)
-                self.counters["stored_chunks"] += 1
-                self.stored_bytes += chunk.shards[rank].size
-                sealed.append((chunk, rank))
-            else:
-                self.index.remove(chunk, Reason.FAILED, rank)
-                self.counters["failed_chunks"] += 1
-        operation.results[0] &= len(sealed) == len(operation.chunks)
-        _tell("stored %d of %d new chunks", len(sealed), operation)
-        self.index.touch([chunk for chunk, _ in sealed])
-        return [*self.tiering.stored(sealed), *self.tiering.make_room()] if self.tiering else []
-
-    def _end_retrieve(self, operation: _Operation) -> None:
-        results = operation.results
-        _tell("retrieved %d of %d chunks", sum(results), operation)
-        self.counters["retrieved_chunks"] += sum(results)
-        for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
-            self.retrieved_bytes += chunk.shards[rank].size if results[place] else 0
-        self.index.release([chunk for chunk, _ in operation.chunks])  # what nobody is to have any more goes with this
-        if operation.unpins:
-            first = 0
-            for request, model, keys in operation.requests:
-                done = sum(results[first : first + keys])
-                self.sessions.count_retrieved(operation.client.tenant, request, model, keys, done)
-                first += keys
-
     # -- what people see
+
+    @property
+    def operations(self) -> int:
+        """Stores and retrieves under way."""
+        return self.transfers.operations
 
     @property
     def clients(self) -> Collection[Client]:
@@ -522,11 +273,3 @@ class Depot:
     def status(self, tenant: str = "") -> Status:
         """What there is and what has happened; see core/report.py."""
         return self.report.status(tenant)
-
-
-def _tell(what: str, done: int, operation: _Operation) -> None:
-    """How an operation ended, for who follows a request through the log."""
-    if log.isEnabledFor(logging.DEBUG):
-        count = len(operation.chunks) if operation.is_store else len(operation.results)
-        requests = " ".join(dict.fromkeys(request for request, _, _ in operation.requests))
-        log.debug(what, done, count, extra={"client": operation.client.called, "request": requests})

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from kvdepot.config import Config
+from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_names, check_shape
-from kvdepot.core.clients import Action, Client, Instance, Reply
+from kvdepot.core.clients import Client, Instance
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError

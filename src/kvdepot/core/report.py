@@ -22,9 +22,12 @@ from kvdepot.protocol.status import MOST_NAME, Device, Engine, HitRate, Namespac
 if TYPE_CHECKING:
     from kvdepot.core.depot import Depot
 
-__all__ = ["Report"]
+__all__ = ["SHOWN", "Report"]
 
 log = logging.getLogger(__name__)
+
+SHOWN = 80
+"""Characters of a model's name in the journal."""
 
 _NAMESPACES = 100
 """The largest namespaces that a status lists, and the engines heard of last, so that it stays small."""
@@ -121,8 +124,8 @@ class Report:
             engine_count=len(engines),
             pinned_count=pinned_count,
             pinned_bytes=pinned_bytes,
-            stored_bytes=depot.stored_bytes,
-            retrieved_bytes=depot.retrieved_bytes,
+            stored_bytes=depot.transfers.stored_bytes,
+            retrieved_bytes=depot.transfers.retrieved_bytes,
             saved=Saved(depot.reused_tokens, depot.saved_s),
             asked_tokens=depot.asked_tokens,
             reuse=depot.reuse.rates(depot.asked_tokens, depot.reused_tokens),

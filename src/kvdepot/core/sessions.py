@@ -7,17 +7,17 @@ it was for, its session or its client, once. The depot itself pins what people a
 from __future__ import annotations
 
 import logging
-from functools import partial
 from itertools import islice
-from typing import Any
 
 from kvdepot.config import Config
+from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_hashes, check_names, check_salt, tenant_salt
-from kvdepot.core.clients import Action, Client, NoLease, PendingLookup, Reply, Session
+from kvdepot.core.clients import Client, NoLease, PendingLookup, Session
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
-from kvdepot.core.tiering import Tiering
+from kvdepot.core.tiering.lookup import TierLookup
+from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
@@ -47,6 +47,7 @@ class Sessions:
         self._counters = counters
         self._ceiling = ceiling
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
+        self._awaiting: dict[TierLookup, PendingLookup] = {}  # what each tier lookup is for
         self._keepers: dict[str, Client] = {}  # by tenant: whose sessions are the pins by name
         self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # tenant, name -> bytes, when it ends
         self.retrieved_chunks = 0  # on all their ranks, by sessions that are over
@@ -73,15 +74,14 @@ class Sessions:
                 namespace.lookup_chunks += len(request.hashes) // HASH_BYTES
         if self._tiering and len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
             salt = tenant_salt(client.tenant, request.salt)
-            found = self._tiering.look_up(
-                namespaces[0], request.hashes, pending.first, request.chained, salt, pins[0].chunks, now,
-                partial(self._tiers_answered, pending), request.request,
-            )  # fmt: skip
+            found = self._tiering.look_up(namespaces[0], request, salt, pending.first, pins[0].chunks, now)
             if found is not None:
                 tier_lookup, tier_tasks = found
-                if not tier_lookup.ended:
-                    pending.tier_lookup = tier_lookup
-                    client.pending[request.request] = pending
+                self._awaiting[tier_lookup] = pending
+                if tier_lookup.ended:
+                    return [*actions, *tier_tasks, *self.answer(tier_lookup)]
+                pending.tier_lookup = tier_lookup
+                client.pending[request.request] = pending
                 return [*actions, *tier_tasks]
         return [*actions, self._reply(pending, namespaces, pins, pending.first)]
 
@@ -98,20 +98,25 @@ class Sessions:
             pins = [self._index.match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
         return namespaces, pins, matched
 
-    def _tiers_answered(self, pending: PendingLookup) -> list[Action]:
-        """The tiers have had their say, or their time."""
+    def answer(self, tier_lookup: TierLookup) -> list[Action]:
+        """The tiers have had their say, or their time: answer from memory, and let go of what the tier lookup held."""
+        pending = self._awaiting.pop(tier_lookup)
         owner, request = pending.owner, pending.lookup.request
         if owner.pending.get(request) is pending:
             del owner.pending[request]
-        if pending.given_up or pending.asker.dead:
-            return [] if pending.asker.dead else [Reply(pending.asker.identity, pending.number, 0)]
-        namespaces, pins, matched = self._match(owner, pending.lookup)
-        if not pending.by_hand:
-            self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
-        return [self._reply(pending, namespaces, pins, matched)]
+        actions: list[Action] = []
+        if pending.given_up and not pending.asker.dead:
+            actions.append(Reply(pending.asker.identity, pending.number, 0))
+        elif not pending.asker.dead:
+            namespaces, pins, matched = self._match(owner, pending.lookup)
+            if not pending.by_hand:
+                self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
+            actions.append(self._reply(pending, namespaces, pins, matched))
+        self._tiering.release(tier_lookup)  # after the pin, or what is found could be evicted before
+        return actions
 
     def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
-        value: Any
+        value: object
         if not pending.by_hand:
             # With its hits, or a window would have the one without the other.
             self._ceiling.count(pending.lookup.hashes)
@@ -137,7 +142,11 @@ class Sessions:
         if pending is None or pending.tier_lookup is None:
             return []
         pending.given_up = True
-        return self._tiering.end(pending.tier_lookup)
+        return self._end_tier_lookup(pending.tier_lookup)
+
+    def _end_tier_lookup(self, tier_lookup: TierLookup) -> list[Action]:
+        self._tiering.end(tier_lookup)
+        return self.answer(tier_lookup)
 
     def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
         """Pin what was matched, and say how much it is. Raises Busy where that is too much."""
@@ -192,7 +201,7 @@ class Sessions:
     def stop(self, clients: list[Client]) -> list[Action]:
         """Answer every lookup that awaits tiers with what memory has."""
         waiting = [pending for client in (*clients, *self._keepers.values()) for pending in client.pending.values()]
-        return [action for each in waiting if each.tier_lookup for action in self._tiering.end(each.tier_lookup)]
+        return [action for each in waiting if each.tier_lookup for action in self._end_tier_lookup(each.tier_lookup)]
 
     # -- by name
 

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from kvdepot.config import Config
-from kvdepot.core.clients import Action, Reply
+from kvdepot.core.actions import Action, Reply
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index

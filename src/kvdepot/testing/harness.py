@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.config import Config
-from kvdepot.core.clients import Action, Lease, Reply
+from kvdepot.core.actions import Action, Reply
+from kvdepot.core.clients import Lease
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import STEP_CHUNKS

@@ -1,6 +1,6 @@
 """Moves bytes between the arena and one tier: that tier's threads, and what they check on the way.
 
-Made by the server, one a tier; core/tiering.py decides what it does. As in memory/copier.py, loads go before stores
+Made by the server, one a tier; core/tiering/ decides what it does. As in memory/copier.py, loads go before stores
 and outcomes are reported on a thread of ours. The one law: nothing is believed that its header and its sum do not vouch
 for.
 """
@@ -14,35 +14,48 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.copier import Memory, checksum, views
-from kvdepot.tiers import Blob, Tier, TierConfig
+from kvdepot.tiers import Blob, Tier, TierConfig, Usage
 from kvdepot.tiers.codec import SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 
 __all__ = [
     "MOST_PARTS",
     "Erase",
+    "Erased",
     "Find",
     "Forget",
+    "Forgotten",
     "Load",
+    "Loaded",
+    "Located",
+    "NotLoaded",
     "Part",
     "Probe",
     "Save",
+    "Saved",
+    "TierOutcome",
     "TierTask",
     "TierWorker",
+    "Unwanted",
     "run",
     "start_workers",
 ]
 
 log = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+_T = TypeVar("_T")
 
 _OPEN_S = 1.0
 """A server waits so long for a tier before it begins without it."""
@@ -69,16 +82,21 @@ class Part:
         return self.facts.name(self.salt, self.key)
 
 
+# -- tier tasks. `token` is the caller's and comes back with the outcome; `tier` is the tier's number.
+
+
 @dataclass(slots=True)
 class Find:
-    """Which of these are there. Outcome: list of bool; None where nobody wants to know any more."""
+    """Which of these are there. Outcome: Located, or Unwanted."""
 
-    token: Any
+    token: object
     tier: int
     objects: list[tuple[Facts, bytes]]
     """(facts, key)"""
     salt: bytes
     is_wanted: Callable[[], bool] = lambda: True
+    """Whether anybody still awaits the answer. A callable, because it is asked on the tier's thread, when the task's
+    turn has come: what nobody awaits costs no call to the store."""
 
     @property
     def names(self) -> list[str]:
@@ -87,27 +105,27 @@ class Find:
 
 @dataclass(slots=True)
 class Load:
-    """Read shards into the arena. Outcome, one a part: its Header; None: not there (any more); False: spoilt."""
+    """Read shards into the arena. Outcome: Loaded."""
 
-    token: Any
+    token: object
     tier: int
     parts: list[Part]
 
 
 @dataclass(slots=True)
 class Save:
-    """Write shards. Outcome: list of bool, one a part."""
+    """Write shards. Outcome: Saved."""
 
-    token: Any
+    token: object
     tier: int
     parts: list[Part]
 
 
 @dataclass(slots=True)
 class Erase:
-    """Remove objects. Outcome: True."""
+    """Remove objects. Outcome: Erased."""
 
-    token: Any
+    token: object
     tier: int
     names: list[str]
     spoilt: bool = False
@@ -115,12 +133,12 @@ class Erase:
 
 @dataclass(slots=True)
 class Forget:
-    """Remove all of a salt and of these namespaces, by the beginnings of their names. Outcome: how many.
+    """Remove all of a salt and of these namespaces, by the beginnings of their names. Outcome: Forgotten.
 
     Where a tier must walk all its objects to forget (Redis), it does so once a space.
     """
 
-    token: Any
+    token: object
     tier: int
     salt: str
     namespaces: list[str]
@@ -130,12 +148,63 @@ class Forget:
 class Probe:
     """Look whether the tier is there. Outcome: its Usage."""
 
-    token: Any
+    token: object
     tier: int
 
 
 TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe
-"""Every outcome may be a KVDepotError instead: nothing is known of any object then."""
+
+
+# -- outcomes
+
+
+class NotLoaded(Enum):
+    """Why a shard was not loaded."""
+
+    ABSENT = "not there any more, too old, or not for this server to read"
+    CORRUPT = "what is there is not this shard, whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Which objects are there, one a name of the Find."""
+
+    there: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """The tier was not asked: nobody awaited the answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One a part of the Load: the header of a shard that lies in the arena now, intact; else why it does not."""
+
+    shards: list[Header | NotLoaded]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Which shards the tier has now, one a part of the Save."""
+
+    kept: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """No read that begins now finds the objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """How many objects were removed."""
+
+    objects: int
+
+
+TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotten | Usage | KVDepotError
+"""A KVDepotError: the task failed, and nothing is known of any object."""
 
 
 class TierWorker:
@@ -145,7 +214,7 @@ class TierWorker:
         self,
         config: TierConfig,
         arena: Memory,
-        report: Callable[[Any, Any], None],
+        report: Callable[[object, TierOutcome], None],
         codec: Codec,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -244,9 +313,9 @@ class TierWorker:
                 self._ready.wait()
             return None
 
-    def _run(self, heads: Any, saves: bool) -> None:
+    def _run(self, heads: Bytes, saves: bool) -> None:
         while (tier_task := self._next(saves)) is not None:
-            outcome: Any
+            outcome: TierOutcome
             try:
                 outcome = run(tier_task, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
             except KVDepotError as exc:
@@ -266,7 +335,7 @@ class TierWorker:
 
 
 def start_workers(
-    tiers: Sequence[TierConfig], ttl_s: int, arena: Memory, report: Callable[[Any, Any], None]
+    tiers: Sequence[TierConfig], ttl_s: int, arena: Memory, report: Callable[[object, TierOutcome], None]
 ) -> list[TierWorker]:
     """One a tier; ttl_s: of the server itself, 0: none. A store that cannot be had now may be had later.
 
@@ -287,38 +356,44 @@ def start_workers(
     return workers
 
 
-def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float = 0.0) -> Any:
-    """Do one tier task; its outcome. Blocks. heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely."""
+def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Bytes, codec: Codec, oldest: float = 0.0) -> TierOutcome:
+    """Do one tier task; its outcome. Blocks. Raises TierError.
+
+    heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely. oldest: what was computed before (seconds since
+    1970) is absent.
+    """
     match tier_task:
         case Find():
-            return _whole(tier_task.objects, tier.find(tier_task.names)) if tier_task.is_wanted() else None
+            if not tier_task.is_wanted():
+                return Unwanted()
+            return Located(_whole(tier_task.objects, tier.find(tier_task.names)))
         case Load():
-            return _load(tier_task.parts, tier, arena, heads, codec, oldest)
+            return Loaded(_load(tier_task.parts, tier, arena, heads, codec, oldest))
         case Save():
-            return _save(tier_task.parts, tier, arena, heads, codec)
+            return Saved(_save(tier_task.parts, tier, arena, heads, codec))
         case Erase():
             tier.remove(tier_task.names, tier_task.spoilt)
-            return True
+            return Erased()
         case Forget():
-            return sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces)
+            return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))
         case Probe():
             return tier.usage()
 
 
-def _whole(asked: list[Any], answers: list[Any]) -> list[Any]:
+def _whole(asked: Sequence[object], answers: list[_T]) -> list[_T]:
     if len(answers) != len(asked):
         raise TierError(f"{len(answers)} answers for {len(asked)} objects")
     return answers
 
 
 def _load(
-    parts: list[Part], tier: Tier, arena: Memory, heads: Any, codec: Codec, oldest: float
-) -> list[Header | bool | None]:
+    parts: list[Part], tier: Tier, arena: Memory, heads: Bytes, codec: Codec, oldest: float
+) -> list[Header | NotLoaded]:
     slack = codec.slack
     blobs = []
     if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
         log.warning("cannot allocate arena memory: dropped a load from a tier")  # which is no fault of the tier
-        return [None] * len(parts)
+        return [NotLoaded.ABSENT] * len(parts)
     for i, part in enumerate(parts):
         kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
         behind = [heads[i, HEADER_BYTES : HEADER_BYTES + slack].data] if slack else []
@@ -329,32 +404,33 @@ def _load(
     ]
 
 
-def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldest: float) -> Header | bool | None:
+def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldest: float) -> Header | NotLoaded:
     """What a read has brought, once its bytes lie in the arena as KV."""
     if size < 0:
-        return None
+        return NotLoaded.ABSENT
     header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
     if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):
-        return False
+        return NotLoaded.CORRUPT
     if header.stored != size - HEADER_BYTES:
-        return False
+        return NotLoaded.CORRUPT
     if header.born < oldest:
-        return None
+        return NotLoaded.ABSENT
     if not codec.is_readable(header):
         if not codec.told:
             codec.told = True
             log.warning("%s and similar objects count as misses: %s", part.name, codec.why_not(header))
-        return None
+        return NotLoaded.ABSENT
     if header.coding:
         out = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
         if not codec.decode(header, blob.buffers[1:], out):
-            return False
+            return NotLoaded.CORRUPT
     elif header.stored != part.size:
-        return False
-    return header if checksum(arena.bytes, part.extents, part.size) == header.checksum else False
+        return NotLoaded.CORRUPT
+    is_intact = checksum(arena.bytes, part.extents, part.size) == header.checksum
+    return header if is_intact else NotLoaded.CORRUPT
 
 
-def _save(parts: list[Part], tier: Tier, arena: Memory, heads: Any, codec: Codec) -> list[bool]:
+def _save(parts: list[Part], tier: Tier, arena: Memory, heads: Bytes, codec: Codec) -> list[bool]:
     blobs = []
     for i, part in enumerate(parts):
         kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]

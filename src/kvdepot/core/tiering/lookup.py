@@ -1,0 +1,430 @@
+"""Tier lookups: what a lookup's prefix lacks in memory is looked for in the tiers, and loaded.
+
+The one law: a tier can make a lookup late, up to its deadline, and a hit shorter; nothing else. Whatever a tier does or
+fails to do, what is in memory is served as if there were none.
+
+All tiers are asked at once for all that memory misses. What makes the prefix longer is loaded into reservations that
+the tier lookup holds. When all has arrived, or at the deadline, the lookup is answered from memory. What arrives later
+is sealed all the same, for whoever asks next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Absent, Found, Reason, Replaced, Reserved
+from kvdepot.core.tiering.forgetting import Forgettings
+from kvdepot.core.tiering.tier import TASK_BYTES, TierState, Token, facts_of
+from kvdepot.errors import KVDepotError
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES, ROOT
+from kvdepot.tiers.format import Header
+from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Loaded, Located, NotLoaded, Part, TierTask, Unwanted
+
+__all__ = ["Arrived", "EraseToken", "FindToken", "LoadToken", "LookupDecision", "Lookups", "TierLookup"]
+
+log = logging.getLogger(__name__)
+
+_MOST_TIER_LOOKUPS = 1024
+_MOST_WANTED = 1 << 16
+"""Shards that one tier lookup asks tiers for; the prefix ends there."""
+_MOST_WANTED_IN_ALL = 1 << 20
+_MOST_FINDS = 64
+"""Finds under way in one tier; above that it is not asked."""
+
+
+@dataclass(slots=True, eq=False)
+class TierLookup:
+    """One lookup's look behind memory, for chunks `[first, end)` of `hashes`."""
+
+    namespace: Namespace
+    request: str  # what the log calls it
+    hashes: bytes
+    chained: bool
+    salt: bytes
+    first: int
+    end: int
+    begun: float
+    held: dict[bytes, Chunk]
+    wanted: list[tuple[int, int]] = field(default_factory=list)  # chunk, rank: what tiers were asked for
+    found: dict[tuple[int, int], int] = field(default_factory=dict)  # -> tier
+    owing: set[int] = field(default_factory=set)  # tiers that have not said what they have
+    waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards on their way
+    loading: bool = False
+    ended: bool = False
+
+    def is_awaited(self) -> bool:
+        """Whether anybody wants to know what tiers have. Any thread."""
+        return not (self.ended or self.loading)
+
+    def key(self, chunk: int) -> bytes:
+        return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A shard on its way into memory, and who waits for it."""
+
+    chunk: Chunk
+    rank: int
+    shard: Shard
+    tier: int
+    tier_lookups: list[TierLookup] = field(default_factory=list)
+    replaced: bool = False  # somebody else fills the chunk
+
+    @property
+    def place(self) -> tuple[int, bytes, int]:
+        return self.chunk.namespace.number, self.chunk.key, self.rank
+
+
+@dataclass(slots=True, eq=False)
+class FindToken(Token):
+    """Of a Find."""
+
+    tier_lookup: TierLookup
+
+
+@dataclass(slots=True, eq=False)
+class LoadToken(Token):
+    """Of a Load."""
+
+    arrivals: list[Arrival]  # one a part
+
+
+@dataclass(slots=True, eq=False)
+class EraseToken(Token):
+    """Of an Erase of corrupt objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Shards that were loaded from a tier, and sealed."""
+
+    tier: TierState
+    shards: list[tuple[Chunk, int]]  # chunk, rank
+
+
+LookupDecision: TypeAlias = TierTask | TierLookup | Arrived
+"""Besides tier tasks: a tier lookup that has ended, for its lookup to be answered; and what may be saved nearer."""
+
+
+class Lookups:
+    """All tier lookups under way, and what they load."""
+
+    def __init__(self, tiers: Sequence[TierState], index: Index, forgettings: Forgettings, chunk_tokens: int) -> None:
+        self.arriving_bytes = 0
+        self._tiers = tiers
+        self._index = index
+        self._forgettings = forgettings
+        self._chunk_tokens = chunk_tokens
+        self._arrivals: dict[tuple[int, bytes, int], Arrival] = {}  # by namespace, key, rank
+        self._count = 0
+        self._wanted = 0  # shards that all of them asked for
+
+    def __repr__(self) -> str:
+        return f"<Lookups {len(self)}, {len(self._arrivals)} shards arriving>"
+
+    def __len__(self) -> int:
+        return self._count
+
+    # -- ask
+
+    def begin(
+        self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
+    ) -> TierLookup | None:
+        """Hold what memory has of a prefix, and note what it misses; None where there is no use. See `Tiering`."""
+        usable = [tier for tier in self._tiers if tier.breaker.usable]
+        is_known = len(namespace.sizes) == namespace.world_size
+        if not usable or not is_known or self._forgettings.is_under_way(namespace, salt):
+            return None
+        asked = [tier for tier in usable if tier.finding < _MOST_FINDS]
+        end = min(len(request.hashes) // HASH_BYTES, first + _MOST_WANTED // namespace.world_size)
+        room = self._wanted + (end - first) * namespace.world_size <= _MOST_WANTED_IN_ALL
+        for tier in usable:
+            tier.counters["searches_refused"] += not room or tier not in asked
+        if self._count >= _MOST_TIER_LOOKUPS or not room or not asked:
+            return None
+        tier_lookup = TierLookup(
+            namespace, request.request, request.hashes, request.chained, salt, first, end, now,
+            held={chunk.key: chunk for chunk in held},
+        )  # fmt: skip
+        tier_lookup.wanted = self._missing(tier_lookup)
+        tier_lookup.owing = {tier.number for tier in asked} if tier_lookup.wanted else set()
+        self._index.hold(list(tier_lookup.held.values()), use=False)
+        self._count += 1
+        self._wanted += len(tier_lookup.wanted)
+        return tier_lookup
+
+    def _missing(self, tier_lookup: TierLookup) -> list[tuple[int, int]]:
+        """What is neither in memory nor on its way there: chunk, rank."""
+        namespace, first, end = tier_lookup.namespace, tier_lookup.first, tier_lookup.end
+        hashes = tier_lookup.hashes[first * HASH_BYTES : end * HASH_BYTES]
+        near = [self._index.find(namespace, rank, hashes) for rank in range(namespace.world_size)]
+        return [
+            (i, rank)
+            for i in range(first, end)
+            for rank in range(namespace.world_size)
+            if isinstance(near[rank][i - first], Absent) and self._arrival(namespace, rank, tier_lookup.key(i)) is None
+        ]
+
+    def ask(self, tier_lookup: TierLookup) -> list[TierTask]:
+        """Ask the tiers, or load at once where nothing is missing. Then the tier lookup may end here."""
+        if not tier_lookup.wanted:
+            return self._load(tier_lookup)
+        namespace = tier_lookup.namespace
+        facts = [facts_of(namespace, rank, self._chunk_tokens) for rank in range(namespace.world_size)]
+        objects = [(facts[rank], tier_lookup.key(i)) for i, rank in tier_lookup.wanted]
+        asked = [tier for tier in self._tiers if tier.number in tier_lookup.owing]
+        for tier in asked:
+            tier.finding += 1
+        return [
+            Find(FindToken(tier, tier_lookup), tier.number, objects, tier_lookup.salt, tier_lookup.is_awaited)
+            for tier in asked
+        ]
+
+    def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError) -> list[LookupDecision]:
+        """A tier has said what it has, or failed to."""
+        tier, tier_lookup = token.tier, token.tier_lookup
+        tier.finding -= 1
+        tier_lookup.owing.discard(tier.number)
+        if isinstance(outcome, KVDepotError):
+            log.debug("a tier lookup cannot learn what this tier has: %s", outcome, extra=_about(tier, tier_lookup))
+        if not tier_lookup.is_awaited():
+            return []
+        if isinstance(outcome, Located):
+            for place, there in zip(tier_lookup.wanted, outcome.there, strict=True):
+                if there:  # the nearest that has it
+                    tier_lookup.found[place] = min(tier.number, tier_lookup.found.get(place, tier.number))
+        if tier_lookup.owing and len(tier_lookup.found) < len(tier_lookup.wanted):
+            return []
+        return self._load_or_end(tier_lookup)
+
+    def half_time(self, tier_lookup: TierLookup) -> list[LookupDecision]:
+        """Some tiers have not said what they have: load what the others have, while there is time."""
+        if not tier_lookup.is_awaited():
+            return []
+        first = tier_lookup.first
+        begins = all(
+            (first, rank) in tier_lookup.found or self._is_near(tier_lookup, first, rank)
+            for rank in range(tier_lookup.namespace.world_size)
+        )
+        return self._load_or_end(tier_lookup) if begins else []
+
+    def _is_near(self, tier_lookup: TierLookup, chunk: int, rank: int) -> bool:
+        """Whether a shard is in memory, or on its way there."""
+        key = tier_lookup.key(chunk)
+        (found,) = self._index.find(tier_lookup.namespace, rank, key)
+        return isinstance(found, Found) or self._arrival(tier_lookup.namespace, rank, key) is not None
+
+    def _arrival(self, namespace: Namespace, rank: int, key: bytes) -> Arrival | None:
+        """A shard's way into memory, if it is worth waiting for."""
+        arrival = self._arrivals.get((namespace.number, key, rank))
+        return arrival if arrival is not None and self._tiers[arrival.tier].breaker.usable else None
+
+    # -- load
+
+    def _load_or_end(self, tier_lookup: TierLookup) -> list[LookupDecision]:
+        tier_tasks = self._load(tier_lookup)
+        return [*tier_tasks, tier_lookup] if tier_lookup.ended else [*tier_tasks]
+
+    def _load(self, tier_lookup: TierLookup) -> list[TierTask]:
+        """Load what makes the prefix longer. Where nothing is on its way after that, the tier lookup has ended."""
+        namespace = tier_lookup.namespace
+        tier_lookup.loading = True
+        by_tier: dict[int, list[Arrival]] = {}
+        for i in range(tier_lookup.first, tier_lookup.end):
+            arrivals = self._reserve(tier_lookup, i) if not namespace.gone else None
+            if arrivals is None:
+                break
+            for arrival in arrivals:
+                by_tier.setdefault(arrival.tier, []).append(arrival)
+            chunk = namespace.chunks[tier_lookup.key(i)]
+            if chunk.key not in tier_lookup.held:
+                self._index.hold([chunk], use=False)
+                tier_lookup.held[chunk.key] = chunk
+        tier_tasks: list[TierTask] = []
+        for number, arrivals in by_tier.items():
+            tier = self._tiers[number]
+            log.debug("a tier lookup loads %d shards from this tier", len(arrivals), extra=_about(tier, tier_lookup))
+            tier_tasks += [
+                Load(LoadToken(tier, batch), number, [self._part(arrival) for arrival in batch])
+                for batch in _batches(arrivals)
+            ]
+        if not tier_lookup.waiting.total():
+            self.end(tier_lookup)
+        return tier_tasks
+
+    def _reserve(self, tier_lookup: TierLookup, i: int) -> list[Arrival] | None:
+        """Have chunk `i` whole, or all its shards on their way; those that set out now. None: the prefix ends here."""
+        namespace, key = tier_lookup.namespace, tier_lookup.key(i)
+        near: list[Arrival] = []
+        far: list[tuple[int, int]] = []  # rank, tier
+        for rank in range(namespace.world_size):
+            arrival = self._arrival(namespace, rank, key)
+            if arrival is not None:
+                near.append(arrival)
+            elif isinstance(self._index.find(namespace, rank, key)[0], Absent):
+                tier = tier_lookup.found.get((i, rank))
+                late = (namespace.number, key, rank) in self._arrivals  # of a tier whose circuit breaker is open
+                if tier is None or not (late or self._index.is_missing(namespace, rank, key)):
+                    return None
+                far.append((rank, tier))
+        if self.arriving_bytes + sum(namespace.sizes[rank] for rank, _ in far) > self._index.allocator.capacity // 2:
+            return None
+        chunk = namespace.chunks.get(key)
+        if far and self._forgettings.is_under_way(namespace, tier_lookup.salt if chunk is None else chunk.salt):
+            return None  # a tier may have said that it has it before it was told to forget it
+        fresh = self._reserve_shards(tier_lookup, i, far)
+        if fresh is None:
+            return None
+        for arrival in fresh:
+            self._arrivals[arrival.place] = arrival
+            self.arriving_bytes += arrival.shard.size
+        for arrival in (*near, *fresh):
+            arrival.tier_lookups.append(tier_lookup)
+            tier_lookup.waiting[arrival.tier] += 1
+        return fresh
+
+    def _reserve_shards(self, tier_lookup: TierLookup, i: int, far: list[tuple[int, int]]) -> list[Arrival] | None:
+        """Reserve these shards (rank, tier) of chunk `i`; None, with none of them reserved, where there is no room."""
+        namespace, key = tier_lookup.namespace, tier_lookup.key(i)
+        parent = b"" if not tier_lookup.chained else tier_lookup.key(i - 1) if i else ROOT
+        position = i + 1 if tier_lookup.chained else 0
+        fresh: list[Arrival] = []
+        for rank, tier in far:
+            (outcome,) = self._index.reserve_missing(
+                namespace, rank, key, parent, position, namespace.sizes[rank], tier_lookup.salt, is_load=True
+            )
+            if isinstance(outcome, Replaced):
+                self.replaced(outcome.chunk, rank)
+            elif not isinstance(outcome, Reserved):  # no room: those of its other ranks are no use
+                for arrival in fresh:
+                    self._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
+                return None
+            fresh.append(Arrival(outcome.chunk, rank, outcome.chunk.shards[rank], tier))
+        return fresh
+
+    def _part(self, arrival: Arrival) -> Part:
+        chunk, shard = arrival.chunk, arrival.shard
+        facts = facts_of(chunk.namespace, arrival.rank, self._chunk_tokens)
+        return Part(facts, chunk.salt, chunk.key, shard.extents, shard.size)
+
+    def replaced(self, chunk: Chunk, rank: int) -> None:
+        """A shard that was on its way has been reserved anew: whoever asked fills it now.
+
+        A load that is late or hangs must not keep out what is computed meanwhile, nor what another tier has.
+        """
+        arrival = self._arrivals.pop((chunk.namespace.number, chunk.key, rank))
+        arrival.replaced = True
+        self._let_go(arrival)  # it goes, should whoever fills it fail
+
+    def _let_go(self, arrival: Arrival) -> None:
+        """Tier lookups do not hold it any more."""
+        for tier_lookup in arrival.tier_lookups:
+            if tier_lookup.held.pop(arrival.chunk.key, None) is not None:
+                self._index.release([arrival.chunk])
+
+    # -- what arrives
+
+    def arrived(self, token: LoadToken, outcome: Loaded | KVDepotError) -> list[LookupDecision]:
+        """Shards have arrived, or have not."""
+        tier, arrivals = token.tier, token.arrivals
+        if isinstance(outcome, KVDepotError):
+            self._log_failure(token, outcome)
+        shards = outcome.shards if isinstance(outcome, Loaded) else [NotLoaded.ABSENT] * len(arrivals)
+        corrupt = [
+            self._part(arrival).name
+            for arrival, header in zip(arrivals, shards, strict=True)
+            if header is NotLoaded.CORRUPT
+        ]
+        sealed = [
+            (arrival.chunk, arrival.rank)
+            for arrival, header in zip(arrivals, shards, strict=True)
+            if self._settle(arrival, header, tier)
+        ]
+        tier.counters["loaded_chunks"] += len(sealed)
+        tier.counters["missed_chunks"] += shards.count(NotLoaded.ABSENT)
+        tier.counters["spoilt_chunks"] += len(corrupt)
+        decisions: list[LookupDecision] = []
+        if corrupt:
+            decisions.append(Erase(EraseToken(tier), tier.number, corrupt, spoilt=True))
+        for arrival in arrivals:
+            for tier_lookup in arrival.tier_lookups:
+                tier_lookup.waiting[tier.number] -= 1
+                if not tier_lookup.ended and not tier_lookup.waiting.total():
+                    self.end(tier_lookup)
+                    decisions.append(tier_lookup)
+        return [*decisions, Arrived(tier, sealed)]
+
+    def _settle(self, arrival: Arrival, header: Header | NotLoaded, tier: TierState) -> bool:
+        """Seal what has arrived, or give its reservation up; whether it is sealed."""
+        chunk, rank = arrival.chunk, arrival.rank
+        self.arriving_bytes -= arrival.shard.size
+        if arrival.replaced:
+            self._index.give_back(arrival.shard)
+            return False
+        del self._arrivals[arrival.place]
+        if isinstance(header, NotLoaded) or self._index.is_hidden(chunk):
+            self._let_go(arrival)
+            self._index.remove(chunk, Reason.FAILED, rank)
+            return False
+        arrival.shard.tiers |= tier.bit
+        self._index.seal(chunk, rank, header.checksum, header.born)
+        return True
+
+    def _log_failure(self, token: LoadToken, error: KVDepotError) -> None:
+        lookups = {id(each): each for arrival in token.arrivals for each in arrival.tier_lookups}
+        for each in lookups.values():
+            log.debug("what a tier lookup found could not be loaded: %s", error, extra=_about(token.tier, each))
+
+    # -- the end
+
+    def awaited(self, tier_lookup: TierLookup) -> list[TierState]:
+        """Tiers that have not said what they have, or not brought it."""
+        numbers = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
+        return [self._tiers[number] for number in numbers]
+
+    def note_late(self, tier_lookup: TierLookup, tier: TierState) -> bool:
+        """A lookup is answered without this tier: too late. True: the tier has answered nothing since it began."""
+        tier.counters["late"] += 1
+        log.debug("a tier lookup is answered without this tier: too late", extra=_about(tier, tier_lookup))
+        return tier.breaker.last_success < tier_lookup.begun
+
+    def end(self, tier_lookup: TierLookup) -> None:
+        """It is to be answered with what is in memory by now. What it holds it keeps, until `release`."""
+        assert not tier_lookup.ended
+        tier_lookup.ended = True
+        self._count -= 1
+        self._wanted -= len(tier_lookup.wanted)
+        # It may be remembered until its deadline.
+        tier_lookup.wanted, tier_lookup.found, tier_lookup.hashes = [], {}, b""
+
+    def release(self, tier_lookup: TierLookup) -> None:
+        """It was answered: let go of what it held."""
+        self._index.release(list(tier_lookup.held.values()))
+        tier_lookup.held.clear()
+
+
+def _batches(arrivals: list[Arrival]) -> Iterable[list[Arrival]]:
+    """Runs of at most MOST_PARTS shards and about TASK_BYTES."""
+    batch: list[Arrival] = []
+    taken = 0
+    for arrival in arrivals:
+        batch.append(arrival)
+        taken += arrival.shard.size
+        if len(batch) == MOST_PARTS or taken >= TASK_BYTES:
+            yield batch
+            batch, taken = [], 0
+    if batch:
+        yield batch
+
+
+def _about(tier: TierState, tier_lookup: TierLookup) -> dict[str, str]:
+    """Fields of a line of the log."""
+    return {"tier": tier.config.name, "request": tier_lookup.request}

@@ -1,0 +1,182 @@
+"""What is written to tiers: what was stored (`write=through`), and what is about to be evicted (`on_evict`).
+
+The one law: what waits in a tier's queue is not held and may go before its turn; what is being saved is held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvdepot.core.index.chunk import Chunk, is_evictable
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Reason
+from kvdepot.core.tiering.lookup import Arrived
+from kvdepot.core.tiering.tier import TASK_BYTES, Demotion, Queued, TierState, Token, facts_of
+from kvdepot.errors import KVDepotError
+from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
+
+__all__ = ["SaveToken", "Saves"]
+
+
+@dataclass(slots=True, eq=False)
+class SaveToken(Token):
+    """Of a Save."""
+
+    number: int
+    batch: list[Queued]  # one a part
+
+
+class Saves:
+    """All tiers' queues, and what is being saved."""
+
+    def __init__(self, tiers: Sequence[TierState], index: Index, chunk_tokens: int) -> None:
+        self._tiers = tiers
+        self._index = index
+        self._chunk_tokens = chunk_tokens
+        self._demoting_bytes = 0
+        self._low_bytes = index.allocator.capacity >> 3  # so much is kept free where chunks are saved as they leave
+        self._numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        queued = sum(len(tier.queue) for tier in self._tiers)
+        return f"<Saves {queued} shards queued, {self._demoting_bytes} bytes leaving>"
+
+    # -- what was stored
+
+    def stored(self, shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
+        """These were just sealed."""
+        return self._save(self._tiers, shards)
+
+    def keep_nearer(self, arrived: Arrived) -> list[Save]:
+        """What was far away is kept in the nearer tiers, too."""
+        return self._save(self._tiers[: arrived.tier.number], arrived.shards)
+
+    def _save(self, tiers: Iterable[TierState], shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
+        saves: list[Save] = []
+        shards = list(shards)
+        through = [tier for tier in tiers if tier.config.options.write == "through"]
+        for tier in through if shards else ():
+            room = tier.config.options.queue_mib << 20
+            for chunk, rank in shards:
+                shard = chunk.shards.get(rank)
+                if shard is None:
+                    tier.counters["overtaken_chunks"] += 1  # forgotten while it was on its way
+                elif not tier.breaker.usable:
+                    tier.counters["unavailable_chunks"] += 1
+                elif tier.queued_bytes and tier.queued_bytes + shard.size > room:
+                    tier.counters["dropped_chunks"] += 1
+                else:
+                    tier.queue.append(Queued(chunk, rank, None))
+                    tier.queued_bytes += shard.size
+            saves += self.dispatch(tier)
+        return saves
+
+    # -- the queue
+
+    def dispatch(self, tier: TierState) -> list[Save]:
+        """Save what waits, as far as the tier has threads for it."""
+        saves: list[Save] = []
+        while tier.queue and len(tier.saving) < tier.config.options.threads:
+            batch, parts = self._next_batch(tier)
+            if parts:
+                self._index.hold([queued.chunk for queued in batch], use=False)
+                number = next(self._numbers)
+                tier.saving.add(number)
+                saves.append(Save(SaveToken(tier, number, batch), tier.number, parts))
+        return saves
+
+    def _next_batch(self, tier: TierState) -> tuple[list[Queued], list[Part]]:
+        """Take the next shards from the queue that can be saved: at most MOST_PARTS and about TASK_BYTES."""
+        batch: list[Queued] = []
+        parts: list[Part] = []
+        taken = 0
+        while tier.queue and len(parts) < MOST_PARTS and taken < TASK_BYTES:
+            queued = tier.queue.popleft()
+            chunk, rank, demotion = queued
+            shard = chunk.shards.get(rank)
+            tier.queued_bytes -= chunk.namespace.sizes.get(rank, 0) if shard is None else shard.size
+            is_leaving = chunk.gone or self._index.is_hidden(chunk)
+            if is_leaving or shard is None or not shard.sealed or shard.tiers & tier.bit:
+                tier.counters["overtaken_chunks"] += 1  # evicted or forgotten meanwhile, or there already
+                self._part_demoted(demotion)
+                continue
+            facts = facts_of(chunk.namespace, rank, self._chunk_tokens)
+            parts.append(Part(facts, chunk.salt, chunk.key, shard.extents, shard.size, shard.checksum, chunk.born))
+            batch.append(queued)
+            taken += shard.size
+        return batch, parts
+
+    def saved(self, token: SaveToken, outcome: Saved | KVDepotError) -> None:
+        """A Save has ended."""
+        tier = token.tier
+        tier.saving.discard(token.number)
+        outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(token.batch)
+        unsaved = "refused_chunks" if isinstance(outcome, Saved) else "unavailable_chunks"
+        for (chunk, rank, demotion), kept in zip(token.batch, outcomes, strict=True):
+            if kept:
+                chunk.shards[rank].tiers |= tier.bit
+            tier.counters["saved_chunks" if kept else unsaved] += 1
+            self._index.release([chunk])
+            self._part_demoted(demotion)
+
+    def drop_queue(self, tier: TierState) -> None:
+        """The tier's circuit breaker has opened: it is not asked any more."""
+        queue, tier.queue = tier.queue, deque()
+        tier.queued_bytes = 0
+        tier.counters["unavailable_chunks"] += len(queue)
+        for queued in queue:
+            self._part_demoted(queued.demotion)
+
+    # -- on the way out of memory
+
+    def make_room(self) -> list[Save]:
+        """Where tiers get what memory evicts: save the next victims before their room is needed."""
+        tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.breaker.usable]
+        saves: list[Save] = []
+        while tiers and self._index.allocator.free_bytes + self._demoting_bytes < self._low_bytes:
+            chunk = self._index.victim()
+            if chunk is None:
+                break
+            missing = [tier for tier in tiers if not _has_all(chunk, tier)]
+            if not missing:
+                self._index.remove(chunk, Reason.EVICTED)
+                continue
+            demotion = Demotion(chunk, chunk.bytes, chunk.used)
+            self._index.hold([chunk], use=False)
+            self._demoting_bytes += demotion.bytes
+            for tier in missing:
+                for rank, shard in chunk.shards.items():
+                    tier.queue.append(Queued(chunk, rank, demotion))
+                    tier.queued_bytes += shard.size
+                    demotion.saves += 1
+            for tier in missing:
+                saves += self.dispatch(tier)
+        return saves
+
+    def _part_demoted(self, demotion: Demotion | None) -> None:
+        """One shard of what leaves memory was saved, or was not. With the last one the chunk may go."""
+        if demotion is None:
+            return
+        demotion.saves -= 1
+        if not demotion.saves:
+            chunk = demotion.chunk
+            self._demoting_bytes -= demotion.bytes
+            self._index.release([chunk])
+            short = self._index.allocator.free_bytes < self._low_bytes
+            if short and chunk.used == demotion.used and is_evictable(chunk):
+                self._index.remove(chunk, Reason.EVICTED)
+
+    def undemoted(self, tier: TierState) -> dict[str, int]:
+        """A counter: chunks that were evicted before the tier had all of them, where it was to get them."""
+        if tier.config.options.write != "on_evict":
+            return {}
+        saved = self._index.evicted_saved
+        count = self._index.evicted - sum(saved[tiers] for tiers in saved if tiers & tier.bit)
+        return {"undemoted_chunks": count} if count else {}
+
+
+def _has_all(chunk: Chunk, tier: TierState) -> bool:
+    return all(shard.tiers & tier.bit for shard in chunk.shards.values())

@@ -1,0 +1,160 @@
+"""A tier as the deciding thread sees it: circuit breaker, queue, counters, and the status that people see.
+
+Shared by the files of this folder; each field of `TierState` names the file that changes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.errors import KVDepotError
+from kvdepot.protocol.status import TierStatus
+from kvdepot.tiers import TierConfig, Usage
+from kvdepot.tiers.breaker import Breaker
+from kvdepot.tiers.format import Facts
+from kvdepot.tiers.worker import Probe
+
+__all__ = ["TASK_BYTES", "Demotion", "ProbeToken", "Queued", "TierState", "Token", "facts_of"]
+
+log = logging.getLogger(__name__)
+
+TASK_BYTES = 8 << 20
+"""A load or save is about this long, so that several threads share what one lookup needs."""
+_MOST_ERROR = 300
+"""Characters of a tier's error that log and status show."""
+_PROBE_EVERY_S = 10.0
+_PROBE_S = 5.0
+"""A tier that has not answered by then counts as failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Demotion:
+    """A chunk that leaves memory once the tiers have it."""
+
+    chunk: Chunk
+    bytes: int
+    used: int
+    saves: int = 0
+
+
+class Queued(NamedTuple):
+    """A shard that is to be saved. The queue does not hold its chunk."""
+
+    chunk: Chunk
+    rank: int
+    demotion: Demotion | None
+
+
+@dataclass(slots=True, eq=False)
+class TierState:
+    """One tier of a depot."""
+
+    number: int
+    config: TierConfig
+    breaker: Breaker = field(default_factory=Breaker)
+    counters: Counter[str] = field(default_factory=Counter)
+    finding: int = 0  # Finds under way; lookup.py
+    queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next two
+    queued_bytes: int = 0
+    saving: set[int] = field(default_factory=set)  # Saves under way, by number
+    usage: Usage | None = None
+    error: str = ""  # the last one
+    failed_at: float = 0.0
+    probing: float | None = None  # since when
+    probe_after: float = 0.0
+
+    @property
+    def bit(self) -> int:
+        """It in `Shard.tiers`."""
+        return 1 << self.number
+
+    # -- whether it works
+
+    def succeeded(self, now: float) -> None:
+        """It has answered."""
+        if self.breaker.succeeded(now):
+            log.info("tier %s recovered", self.config.name, extra={"tier": self.config.name})
+
+    def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
+        """It failed, or did not answer in time; True when its circuit breaker opens."""
+        self.error, self.failed_at = why[:_MOST_ERROR], now
+        opens = self.breaker.failed(now, is_probe)
+        if opens:
+            log.warning(
+                "tier %s: circuit breaker open, retrying with backoff: %s",
+                self.config.name,
+                self.error,
+                extra={"tier": self.config.name},
+            )
+        return opens
+
+    def probe(self, now: float) -> Probe | None:
+        """A probe, where one is due: the tier is quiet, or its circuit breaker is open."""
+        if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.probe_at):
+            return None
+        self.probing, self.probe_after = now, now + _PROBE_EVERY_S
+        return Probe(ProbeToken(self), self.number)
+
+    def time_out_probe(self, now: float) -> bool:
+        """Begin a probe's time anew where it is over; whether it was."""
+        if self.probing is None or now - self.probing <= _PROBE_S:
+            return False
+        self.probing = now
+        return True
+
+    def probed(self, outcome: Usage | KVDepotError) -> None:
+        """A probe has ended."""
+        self.probing = None
+        if isinstance(outcome, Usage):
+            self.usage = outcome
+
+    # -- what people see
+
+    def status(self, now: float, undemoted: dict[str, int]) -> TierStatus:
+        """undemoted: a counter that saving.py keeps."""
+        usage = self.usage or Usage()
+        return TierStatus(
+            name=self.config.name,
+            write=self.config.options.write,
+            state="up" if self.breaker.usable else "circuit breaker open",
+            objects=usage.objects,
+            bytes=usage.bytes,
+            capacity_bytes=usage.capacity_bytes,
+            queued_bytes=self.queued_bytes,
+            saves=len(self.saving),
+            counters={**usage.counters, **self.counters, **undemoted, "left_alone": self.breaker.trips},
+            error=self.error,
+            error_s=now - self.failed_at if self.error else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Token:
+    """What a tier task is for: the value that comes back with its outcome. One subclass a kind of task."""
+
+    tier: TierState
+
+
+@dataclass(slots=True, eq=False)
+class ProbeToken(Token):
+    """Of a Probe."""
+
+
+def facts_of(namespace: Namespace, rank: int, chunk_tokens: int) -> Facts:
+    """What a namespace's shards of one rank are called in tiers; made once."""
+    known = namespace.facts.get(rank)
+    if known is None:
+        known = namespace.facts[rank] = Facts(
+            namespace.tenant,
+            namespace.model,
+            namespace.world_size,
+            rank,
+            namespace.blocks_in_chunk,
+            chunk_tokens,
+            namespace.layouts[rank],
+        )
+    return known

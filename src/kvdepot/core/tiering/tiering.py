@@ -1,0 +1,208 @@
+"""The tiers behind memory: tier lookups, saves and forgettings, and how each goes on. No I/O, thread or clock here.
+
+Called by core/depot.py, core/sessions.py and core/forgetting.py on the deciding thread. Tier tasks go to the tiers'
+threads, and their outcomes come back with their tokens. What others must go on with is returned as a value among the
+tier tasks (`Decision`), in the order in which it is to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
+from kvdepot.core.tiering.deadlines import Deadlines, HalfTime, Overdue
+from kvdepot.core.tiering.forgetting import FORGET_S, Forgetting, Forgettings, ForgetToken
+from kvdepot.core.tiering.lookup import Arrived, EraseToken, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
+from kvdepot.core.tiering.saving import Saves, SaveToken
+from kvdepot.core.tiering.tier import ProbeToken, TierState, Token
+from kvdepot.errors import KVDepotError
+from kvdepot.protocol import wire
+from kvdepot.protocol.status import TierStatus
+from kvdepot.tiers import TierConfig, Usage
+from kvdepot.tiers.worker import (
+    Erased,
+    Forget,
+    Forgotten,
+    Loaded,
+    Located,
+    Probe,
+    Save,
+    Saved,
+    TierOutcome,
+    TierTask,
+    Unwanted,
+)
+
+__all__ = ["Decision", "Tiering"]
+
+Decision: TypeAlias = LookupDecision | Forgetting
+"""A tier task; or a tier lookup or forgetting that is to be answered now; or what `keep_nearer` wants."""
+
+
+class Tiering:
+    """All tiers of one depot, nearest first."""
+
+    def __init__(self, configs: Sequence[TierConfig], index: Index, chunk_tokens: int, lookup_s: float) -> None:
+        self._tiers = [TierState(number, config) for number, config in enumerate(configs)]
+        self._lookup_s = lookup_s
+        self._forgettings = Forgettings(self._tiers)
+        self._lookups = Lookups(self._tiers, index, self._forgettings, chunk_tokens)
+        self._saves = Saves(self._tiers, index, chunk_tokens)
+        self._deadlines = Deadlines()
+
+    def __repr__(self) -> str:
+        return f"<Tiering {len(self._tiers)} tiers, {self._lookups}, {self._saves}, {self._forgettings}>"
+
+    def __bool__(self) -> bool:
+        return bool(self._tiers)
+
+    # -- time
+
+    def next_deadline(self) -> float:
+        """When `expire` must be called next."""
+        return self._deadlines.next()
+
+    def expire(self, now: float) -> list[Decision]:
+        """Do the first thing that is due. What it decides must be done before the next."""
+        deadline = self._deadlines.pop()
+        if isinstance(deadline, HalfTime):
+            return [*self._lookups.half_time(deadline.of)]
+        if isinstance(deadline.of, TierLookup):
+            return self._overdue(deadline.of, now)
+        return [deadline.of] if self._forgettings.end(deadline.of) else []
+
+    def _overdue(self, tier_lookup: TierLookup, now: float) -> list[Decision]:
+        if tier_lookup.ended:
+            return []
+        for tier in self._lookups.awaited(tier_lookup):
+            if self._lookups.note_late(tier_lookup, tier):
+                self._failed(tier, now, "does not answer")
+        self._lookups.end(tier_lookup)
+        return [tier_lookup]
+
+    def tick(self, now: float) -> list[Probe]:
+        """Once a second: look after tiers that are quiet, and those whose circuit breaker is open."""
+        probes = []
+        for tier in self._tiers:
+            if (probe := tier.probe(now)) is not None:
+                probes.append(probe)
+            elif tier.time_out_probe(now):
+                self._failed(tier, now, "does not answer", is_probe=True)
+        return probes
+
+    # -- lookups
+
+    def look_up(
+        self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
+    ) -> tuple[TierLookup, list[TierTask]] | None:
+        """Look behind memory for what it misses of a lookup from chunk `first` on; None where there is no use.
+
+        held: chunks of the prefix that memory has; kept, with what is loaded, until `release`. Where the tier lookup
+        has not ended on return, it is returned as a decision when it has, once; unless `end` comes first.
+        """
+        tier_lookup = self._lookups.begin(namespace, request, salt, first, held, now)
+        if tier_lookup is None:
+            return None
+        self._deadlines.add(now + self._lookup_s / 2, HalfTime(tier_lookup))
+        self._deadlines.add(now + self._lookup_s, Overdue(tier_lookup))
+        return tier_lookup, self._lookups.ask(tier_lookup)
+
+    def end(self, tier_lookup: TierLookup) -> None:
+        """Nobody waits for it any longer: it is to be answered with what is in memory by now."""
+        self._lookups.end(tier_lookup)
+
+    def release(self, tier_lookup: TierLookup) -> None:
+        """A tier lookup that has ended was answered: let go of what it held."""
+        self._lookups.release(tier_lookup)
+
+    def replaced(self, chunk: Chunk, rank: int) -> None:
+        """A shard that was on its way from a tier has been reserved anew, for others to fill."""
+        self._lookups.replaced(chunk, rank)
+
+    @property
+    def tier_lookups(self) -> int:
+        """How many are under way."""
+        return len(self._lookups)
+
+    # -- writing
+
+    def stored(self, shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
+        """These (chunk, rank) were just sealed: save them where tiers get what is stored."""
+        return self._saves.stored(shards)
+
+    def keep_nearer(self, arrived: Arrived) -> list[Save]:
+        """Save what was loaded from a tier in those nearer than it."""
+        return self._saves.keep_nearer(arrived)
+
+    def make_room(self) -> list[Save]:
+        """Where tiers get what memory evicts: save the next victims before their room is needed."""
+        return self._saves.make_room()
+
+    # -- forgetting
+
+    @property
+    def forgettings(self) -> int:
+        """How many are under way."""
+        return len(self._forgettings)
+
+    def forget(self, forgetting: Forgetting, now: float) -> list[Forget]:
+        """Remove what is in the tiers; it is returned as a decision, once, when they and memory are through, or late.
+
+        What is on its way into memory is dropped when it arrives; a tier is told once what it was saving is saved.
+        Memory is for the caller to go through: `forgotten_here`.
+        """
+        self._deadlines.add(now + FORGET_S, Overdue(forgetting))
+        return self._forgettings.begin(forgetting)
+
+    def forgotten_here(self, forgetting: Forgetting, chunks: int) -> bool:
+        """Memory has been gone through, and so many chunks were removed; whether it is to be answered now."""
+        return self._forgettings.memory_ended(forgetting, chunks)
+
+    def stop(self) -> list[Forgetting]:
+        """The server ends; what is to be answered now of what is being forgotten."""
+        return self._forgettings.end_all()
+
+    # -- outcomes
+
+    def finished(self, token: Token, outcome: TierOutcome, now: float) -> list[Decision]:
+        """A tier task has ended."""
+        tier = token.tier
+        if isinstance(outcome, KVDepotError):
+            tier.counters["failures"] += 1
+            self._failed(tier, now, str(outcome), isinstance(token, ProbeToken))
+        elif not isinstance(outcome, Unwanted):
+            tier.succeeded(now)
+        match token, outcome:
+            case FindToken(), Located() | Unwanted() | KVDepotError():
+                return [*self._lookups.located(token, outcome)]
+            case LoadToken(), Loaded() | KVDepotError():
+                return [*self._lookups.arrived(token, outcome)]
+            case SaveToken(), Saved() | KVDepotError():
+                self._saves.saved(token, outcome)
+                return [*self._forgettings.save_ended(tier, token.number), *self._saves.dispatch(tier)]
+            case ForgetToken(), Forgotten() | KVDepotError():
+                return [token.forgetting] if self._forgettings.told(token, outcome) else []
+            case ProbeToken(), Usage() | KVDepotError():
+                tier.probed(outcome)
+                return []
+            case EraseToken(), Erased() | KVDepotError():
+                return []
+        raise AssertionError(f"a tier task of {type(token).__name__} ended with {outcome!r}")
+
+    def _failed(self, tier: TierState, now: float, why: str, is_probe: bool = False) -> None:
+        if tier.failed(now, why, is_probe):
+            self._saves.drop_queue(tier)
+
+    # -- what people see
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being saved, loaded or forgotten."""
+        is_saving = any(tier.saving or tier.queue for tier in self._tiers)
+        return bool(self._lookups.arriving_bytes or self._forgettings or is_saving)
+
+    def status(self, now: float) -> list[TierStatus]:
+        """What people see of each tier."""
+        return [tier.status(now, self._saves.undemoted(tier)) for tier in self._tiers]

@@ -1,0 +1,293 @@
+"""Stores and retrieves: what is reserved or held for them, which bytes are copied, what is sealed and answered.
+
+Called by core/depot.py on the deciding thread. The one law: what is reserved or held for an operation is given up once,
+when its last copy has ended, whether its client lives or not.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import numpy as np
+
+from kvdepot.config import Config
+from kvdepot.core.actions import Action, Reply
+from kvdepot.core.admission import check_shards, check_targets, tenant_salt
+from kvdepot.core.clients import Client, Instance, Lease
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import Absent, NoRoom, Present, Reason, Replaced, Reserved
+from kvdepot.core.registrations import Registrations
+from kvdepot.core.sessions import Sessions
+from kvdepot.core.tiering.tiering import Tiering
+from kvdepot.errors import Busy, UnknownInstance
+from kvdepot.memory.copier import Copy, CopyPiece
+from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
+from kvdepot.protocol.keys import HASH_BYTES
+
+__all__ = ["CopyToken", "Transfers"]
+
+log = logging.getLogger(__name__)
+
+_QUEUED_CHUNKS = 1 << 18
+"""A client with so many chunks in flight waits until some have been copied."""
+_SAMPLED = 16
+"""With `verify = "sampled"`, one chunk in so many is summed up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """One STORE or RETRIEVE under way."""
+
+    client: Client
+    number: bytes
+    instance: Instance
+    is_store: bool
+    chunks: list[tuple[Chunk, int]]  # what is held: chunk and rank, in key order
+    tasks: int = 0
+    results: list[bool] = field(default_factory=list)  # one a key
+    places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
+    sums: dict[int, int] = field(default_factory=dict)  # of a store, by place in `chunks`: what has arrived
+    requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
+    unpins: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class CopyToken:
+    """Of a Copy: which chunks `[first, end)` of an operation it copies."""
+
+    operation: _Operation
+    first: int
+    end: int
+
+
+class Transfers:
+    """All stores and retrieves of one depot."""
+
+    def __init__(
+        self,
+        config: Config,
+        index: Index,
+        registrations: Registrations,
+        sessions: Sessions,
+        tiering: Tiering,
+        counters: Counters,
+    ) -> None:
+        self.operations = 0  # under way
+        self.stored_bytes = self.retrieved_bytes = 0
+        self._config = config
+        self._index = index
+        self._registrations = registrations
+        self._sessions = sessions
+        self._tiering = tiering
+        self._counters = counters
+
+    def __repr__(self) -> str:
+        return f"<Transfers {self.operations} operations>"
+
+    def store(self, client: Client, number: bytes, request: wire.Store, wall: int) -> list[Action]:
+        """Reserve what is missing and copy it; answered when it has arrived. wall: seconds since 1970.
+
+        Raises BadRequest, UnknownInstance or Busy with nothing done.
+        """
+        instance = self._admit(client, request.instance)
+        for part in request.shards:
+            check_shards(part, instance.layout)
+        operation = _Operation(client, number, instance, is_store=True, chunks=[])
+        pieces: list[CopyPiece] = []
+        complete = True
+        namespaces = [self._namespace(instance, part) for part in request.shards]  # or it is refused with none reserved
+        for part, namespace in zip(request.shards, namespaces, strict=True):
+            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
+            count = len(part.hashes) // HASH_BYTES
+            blocks = len(ids) // count
+            size = instance.layout.block_bytes * blocks
+            salt = tenant_salt(client.tenant, part.salt)
+            operation.requests.append((part.request, part.model, count))
+            outcomes = self._index.reserve_missing(
+                namespace, part.rank, part.hashes, part.parent, part.depth + 1, size, salt, wall
+            )
+            for i, outcome in enumerate(outcomes):
+                match outcome:
+                    case Reserved(chunk) | Replaced(chunk):
+                        if isinstance(outcome, Replaced):
+                            self._tiering.replaced(chunk, part.rank)
+                        operation.chunks.append((chunk, part.rank))
+                        extents, block_ids = chunk.shards[part.rank].extents, ids[i * blocks : (i + 1) * blocks]
+                        pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
+                    case Present():
+                        self._counters["known_chunks"] += 1
+                    case NoRoom():
+                        # Without this chunk those behind it are useless: drop them too.
+                        self._counters["dropped_chunks"] += count - i
+                        asked = {"client": client.called, "request": part.request}
+                        log.debug("%d chunks of a store dropped: no room for them", count - i, extra=asked)
+                        complete = False
+        operation.results = [complete]
+        if not pieces:
+            _tell("stored %d of %d new chunks", 0, operation)
+            return [Reply(client.identity, number, complete)]
+        return self._start(operation, pieces, client.lease, request.ticket)
+
+    def retrieve(self, client: Client, number: bytes, request: wire.Retrieve) -> list[Action]:
+        """Copy what is there into the engine's blocks; answered, one bool a key, when that has ended.
+
+        Raises BadRequest, UnknownInstance or Busy with nothing done.
+        """
+        instance = self._admit(client, request.instance)
+        for part in request.shards:
+            check_shards(part, instance.layout)
+        check_targets(request.shards)
+        operation = _Operation(client, number, instance, is_store=False, chunks=[], unpins=request.unpins)
+        pieces = []
+        for part in request.shards:
+            ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
+            count = len(part.hashes) // HASH_BYTES
+            blocks = len(ids) // count
+            namespace = self._namespace(instance, part)
+            size = instance.layout.block_bytes * blocks
+            for i, found in enumerate(self._index.find(namespace, part.rank, part.hashes)):
+                operation.results.append(False)
+                if isinstance(found, Absent) or found.shard.size != size:
+                    self._counters["retrieve_misses"] += 1
+                    continue
+                chunk, shard = found.chunk, found.shard
+                operation.places.append(len(operation.results) - 1)
+                operation.chunks.append((chunk, part.rank))
+                skip = part.skip_blocks if i == 0 else 0
+                summed = shard.checksum != 0 and self._sums(chunk.key)
+                pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
+            operation.requests.append((part.request, part.model, count))
+        self._index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup was the use
+        if not pieces:
+            self._end_retrieve(operation)
+            return [Reply(client.identity, number, operation.results)]
+        return self._start(operation, pieces, None, 0)
+
+    def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
+        """Where the chunks of a part that has been checked belong. Raises Busy."""
+        blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
+        return self._registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
+
+    def _admit(self, client: Client, number: int) -> Instance:
+        instance = client.instances.get(number)
+        if instance is None or instance.mapped is None or instance.closing:
+            raise UnknownInstance(f"no KV tensors are registered under instance {number}")
+        if client.queued >= self._config.max_queued or client.queued_chunks >= _QUEUED_CHUNKS:
+            self._counters["operations_refused"] += 1
+            raise Busy(
+                f"{client.queued} stores and retrieves of {client.queued_chunks} chunks are in flight, the most that "
+                "max_queued and memory allow"
+            )
+        return instance
+
+    def _start(self, operation: _Operation, pieces: list[CopyPiece], lease: Lease | None, ticket: int) -> list[Action]:
+        client, instance = operation.client, operation.instance
+        assert instance.mapped is not None and len(pieces) == len(operation.chunks)
+        client.queued += 1
+        client.queued_chunks += len(pieces)
+        instance.copies += 1
+        self.operations += 1
+        size = len(pieces[0].block_ids) * instance.layout.block_bytes
+        step = max(1, -(-instance.mapped.task_bytes // size))
+        tasks: list[Action] = []
+        whole = cache(instance.mapped.whole)
+        for first in range(0, len(pieces), step):
+            token = CopyToken(operation, first, min(first + step, len(pieces)))
+            fence = None if lease is None else partial(getattr, lease, "fence")
+            tasks.append(
+                Copy(token, operation.is_store, instance.mapped, pieces[first : token.end], fence, ticket, whole)
+            )
+        operation.tasks = len(tasks)
+        return tasks
+
+    def _sums(self, key: bytes) -> bool:
+        """Whether the bytes of this chunk are summed up. The same chunks whenever they are asked for."""
+        return self._config.verify == "always" or (self._config.verify == "sampled" and key[0] < 256 // _SAMPLED)
+
+    def copied(self, token: CopyToken, sums: list[int] | None, wall: int) -> list[Action]:
+        """A copy has ended; sums: one a piece, None where it failed. wall: seconds since 1970."""
+        operation = token.operation
+        operation.tasks -= 1
+        if sums is not None:
+            for i in range(token.first, token.end):
+                got = sums[i - token.first]
+                if operation.is_store:
+                    operation.sums[i] = got
+                else:
+                    operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
+        if operation.tasks:
+            return []
+        return self._end(operation, wall)
+
+    def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
+        shard = chunk.shards[rank]
+        if not shard.sealed or self._index.is_forgotten(chunk):
+            return False  # found to be corrupt, or forgotten, while it was copied
+        if got and shard.checksum and got != shard.checksum:
+            self._counters["corrupt_chunks"] += 1
+            self._index.mark_corrupt(chunk, rank)
+            return False
+        return True
+
+    def _end(self, operation: _Operation, wall: int) -> list[Action]:
+        client, instance = operation.client, operation.instance
+        client.queued -= 1
+        client.queued_chunks -= len(operation.chunks)
+        instance.copies -= 1
+        self.operations -= 1
+        value: object
+        actions: list[Action] = []
+        if operation.is_store:
+            actions += self._end_store(operation, wall)
+            value = operation.results[0]
+        else:
+            self._end_retrieve(operation)
+            value = operation.results
+        if not client.dead:
+            actions.append(Reply(client.identity, operation.number, value))
+        if instance.closing and not instance.copies:
+            actions.append(self._registrations.unmap(client, instance))
+        return actions
+
+    def _end_store(self, operation: _Operation, wall: int) -> list[Action]:
+        arrived = {} if operation.client.dead else operation.sums
+        sealed = []
+        for i, (chunk, rank) in enumerate(operation.chunks):
+            if i in arrived and not self._index.is_hidden(chunk):
+                self._index.seal(chunk, rank, arrived[i], wall)
+                self._counters["stored_chunks"] += 1
+                self.stored_bytes += chunk.shards[rank].size
+                sealed.append((chunk, rank))
+            else:
+                self._index.remove(chunk, Reason.FAILED, rank)
+                self._counters["failed_chunks"] += 1
+        operation.results[0] &= len(sealed) == len(operation.chunks)
+        _tell("stored %d of %d new chunks", len(sealed), operation)
+        self._index.touch([chunk for chunk, _ in sealed])
+        return [*self._tiering.stored(sealed), *self._tiering.make_room()] if self._tiering else []
+
+    def _end_retrieve(self, operation: _Operation) -> None:
+        results = operation.results
+        _tell("retrieved %d of %d chunks", sum(results), operation)
+        self._counters["retrieved_chunks"] += sum(results)
+        for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
+            self.retrieved_bytes += chunk.shards[rank].size if results[place] else 0
+        self._index.release([chunk for chunk, _ in operation.chunks])  # what nobody is to have any more goes with this
+        if operation.unpins:
+            first = 0
+            for request, model, keys in operation.requests:
+                done = sum(results[first : first + keys])
+                self._sessions.count_retrieved(operation.client.tenant, request, model, keys, done)
+                first += keys
+
+
+def _tell(what: str, done: int, operation: _Operation) -> None:
+    """How an operation ended, for who follows a request through the log."""
+    if log.isEnabledFor(logging.DEBUG):
+        count = len(operation.chunks) if operation.is_store else len(operation.results)
+        requests = " ".join(dict.fromkeys(request for request, _, _ in operation.requests))
+        log.debug(what, done, count, extra={"client": operation.client.called, "request": requests})
