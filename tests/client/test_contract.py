@@ -496,6 +496,47 @@ def test_the_adapters_have_the_attributes_of_the_contract(engine: Engine) -> Non
         assert len(empty) == 0
 
 
+def test_forgetting_a_lookup_future_forgets_the_lookup(engine: Engine) -> None:
+    scheduler, tokens = engine.scheduler, prompt(CHUNK)
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+    futures = scheduler.lookup_futures
+    for forget in (futures.pop, futures.__delitem__, lambda _: futures.clear()):
+        assert engine.lookup("r", token_ids=tokens) == CHUNK
+        assert list(futures) == ["r"] and futures["r"].result() == 1
+        forget("r")
+        assert not scheduler.lookup_futures
+        with pytest.raises(errors.UnknownRequest):
+            scheduler.check_lookup_result("r")
+    with pytest.raises(KeyError):
+        futures.pop("r")
+
+
+def test_a_lookup_future_of_somebody_else_is_refused(engine: Engine) -> None:
+    with pytest.raises(errors.BadRequest, match="maybe_submit_lookup_request"):
+        engine.scheduler.lookup_futures["r"] = MessagingFuture.resolved(1)
+
+
+def test_attributes_of_an_adapter_can_be_set(depot: Depot, engine: Engine) -> None:
+    scheduler, tokens, other = engine.scheduler, prompt(2 * CHUNK), unique("model")
+    engine.worker.shutdown()
+    worker = LMCacheMPWorkerAdapter(depot.url, depot.context, "m", 2, 1, 2 * BLOCK)
+    worker.model_name, worker.world_size, worker.worker_id, worker.blocks_in_chunk = other, 1, 0, PER_CHUNK
+    engine.workers, engine.caches = [worker], [make_caches()]
+    worker.register_kv_caches(engine.caches[0])
+    engine.store(LoadStoreOp(list(range(8)), token_ids=tokens))
+    assert engine.lookup(token_ids=tokens) == 0
+    scheduler.model_name = other
+    assert engine.lookup(token_ids=tokens) == 2 * CHUNK
+    key = scheduler._create_key(tokens)
+    assert (key.model_name, key.world_size, key.worker_id) == (other, 1, 0)
+    connection = MessageQueueClient(depot.url, depot.context)
+    scheduler.mq_client.close()
+    scheduler.mq_client = connection
+    assert engine.lookup(token_ids=tokens) == 2 * CHUNK
+    worker.finished_stores.add("r")
+    assert worker.get_finished(set())[0] == {"r"}
+
+
 def test_instance_ids_are_unique(make_engine: MakeEngine) -> None:
     ids = [worker.instance_id for _ in range(3) for worker in make_engine(world_size=2).workers]
     assert len(set(ids)) == 6

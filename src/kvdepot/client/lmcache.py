@@ -8,7 +8,7 @@ become what the contract returns. Nothing is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -24,8 +24,8 @@ from kvdepot.client.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, Unanswered
-from kvdepot.client.socket import CONNECT_S, MessagingFuture
+from kvdepot.client.scheduler import Cached, Lookup, LookupOutcome, Pending, SchedulerClient, Unanswered
+from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import BadRequest
@@ -64,42 +64,69 @@ def get_lmcache_chunk_size(mq_client: MessageQueueClient) -> int:
     return mq_client.learn_chunk_size(CONNECT_S)
 
 
-class _Names:
-    """The contract's attributes that both adapters have."""
+class _Adapter:
+    """The contract's attributes that both adapters have. They can be set, and hold for what is sent afterwards."""
 
-    spec: ShardSpec
-
-    @property
-    def model_name(self) -> str:
-        """All that must be equal for KV bytes to mean the same."""
-        return self.spec.model
-
-    @property
-    def world_size(self) -> int:
-        """KV ranks."""
-        return self.spec.world_size
+    mq_client: MessageQueueClient
+    model_name: str
+    world_size: int
+    worker_id: int
+    """The KV rank."""
+    chunk_size: int
+    """Tokens a chunk."""
+    blocks_in_chunk: int
 
     @property
-    def worker_id(self) -> int:
-        """The KV rank."""
-        return self.spec.rank
+    def client(self) -> Client:
+        """`mq_client`, as the native clients name it."""
+        return self.mq_client
+
+    @client.setter
+    def client(self, client: Client) -> None:
+        assert isinstance(client, MessageQueueClient)
+        self.mq_client = client
 
     @property
-    def chunk_size(self) -> int:
-        """Tokens a chunk."""
-        return self.spec.chunk_tokens
+    def spec(self) -> ShardSpec:
+        """The other attributes, as the native clients name them."""
+        return ShardSpec(self.model_name, self.world_size, self.worker_id, self.chunk_size, self.blocks_in_chunk)
 
-    @property
-    def blocks_in_chunk(self) -> int:
-        """Engine blocks in a chunk."""
-        return self.spec.blocks_in_chunk
+    @spec.setter
+    def spec(self, spec: ShardSpec) -> None:
+        self.model_name, self.world_size, self.worker_id = spec.model, spec.world_size, spec.rank
+        self.chunk_size, self.blocks_in_chunk = spec.chunk_tokens, spec.blocks_in_chunk
 
     def num_blocks_per_chunk(self) -> int:
         """Engine blocks in a chunk."""
-        return self.spec.blocks_in_chunk
+        return self.blocks_in_chunk
 
 
-class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
+class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
+    """By request id: chunks in the longest cached prefix, 0 for a lookup that failed. A live view of an adapter's
+    lookups: to delete one forgets it (see `cleanup_lookup_result`). Raises BadRequest where one is set.
+    """
+
+    def __init__(self, lookups: dict[str, Lookup]) -> None:
+        self._lookups = lookups
+
+    def __getitem__(self, request_id: str) -> MessagingFuture[int]:
+        lookup = self._lookups[request_id]
+        return MessagingFuture.resolved(0) if isinstance(lookup.outcome, Unanswered) else lookup.future
+
+    def __setitem__(self, request_id: str, future: MessagingFuture[int]) -> None:
+        raise BadRequest("a lookup's future cannot be set: start the lookup with maybe_submit_lookup_request")
+
+    def __delitem__(self, request_id: str) -> None:
+        del self._lookups[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lookups)
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+
+class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
     """The scheduler's side: what of a prompt is cached. Used by one thread."""
 
     def __init__(
@@ -117,16 +144,13 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        self.mq_client = client = client or MessageQueueClient(server_url, context)
+        client = client or MessageQueueClient(server_url, context)
         super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property
-    def lookup_futures(self) -> dict[str, MessagingFuture[int]]:
-        """By request id: chunks in the longest cached prefix, 0 where nobody knows any more."""
-        return {
-            request_id: MessagingFuture.resolved(0) if isinstance(lookup.outcome, Unanswered) else lookup.future
-            for request_id, lookup in self._lookups.items()
-        }
+    def lookup_futures(self) -> LookupFutures:
+        """This adapter's lookups by request id; to delete one forgets it."""
+        return LookupFutures(self._lookups)
 
     def maybe_submit_lookup_request(
         self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
@@ -142,12 +166,12 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
         if request_id in self._lookups:
             return
         if token_ids is not None:
-            hashes, size = b"", self.spec.chunk_tokens
-            if chunks := len(token_ids) // size:
-                _, hashes = self.mq_client.chains.name(request_id, token_ids, size, 0, chunks)
+            hashes = b""
+            if chunks := len(token_ids) // self.chunk_size:
+                _, hashes = self.mq_client.chains.name(request_id, token_ids, self.chunk_size, 0, chunks)
         else:
             assert block_hashes is not None
-            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.spec.blocks_in_chunk)))
+            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
         self.submit_lookup(request_id, hashes, chained=token_ids is not None)
 
     def check_lookup_result(self, request_id: str) -> int | None:
@@ -198,7 +222,7 @@ def _tokens(outcome: LookupOutcome) -> int | None:
     return None if isinstance(outcome, Pending) else 0
 
 
-class LMCacheMPWorkerAdapter(_Names, WorkerClient):
+class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     """A rank's side: moves blocks into the depot and chunks back. Used by one thread."""
 
     def __init__(
@@ -216,7 +240,7 @@ class LMCacheMPWorkerAdapter(_Names, WorkerClient):
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        self.mq_client = client = client or MessageQueueClient(server_url, context)
+        client = client or MessageQueueClient(server_url, context)
         super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property

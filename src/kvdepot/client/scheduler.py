@@ -22,7 +22,7 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownR
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["Cached", "LookupOutcome", "Pending", "SchedulerClient", "Unanswered"]
+__all__ = ["Cached", "Lookup", "LookupOutcome", "Pending", "SchedulerClient", "Unanswered"]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _PENDING = Pending()
 
 
 @dataclass(slots=True, eq=False)
-class _Lookup:
+class Lookup:
     """One request's lookup, and what is known of its answer."""
 
     message: wire.Lookup
@@ -72,7 +72,7 @@ class SchedulerClient:
         self.client = client
         self.spec = spec
         self.watch: Callable[[Operation], None] | None = None  # told of each lookup when its answer is asked for
-        self._lookups: dict[str, _Lookup] = {}
+        self._lookups: dict[str, Lookup] = {}
 
     def submit_lookup(
         self, request_id: str, hashes: bytes, readers: int = 0, chained: bool = True, salt: bytes = b""
@@ -87,7 +87,7 @@ class SchedulerClient:
 
     def _ask(self, request_id: str, message: wire.Lookup, is_second: bool = False) -> None:
         client = self.client
-        lookup = self._lookups[request_id] = _Lookup(message, Began.now(), client.heard, is_second)
+        lookup = self._lookups[request_id] = Lookup(message, Began.now(), client.heard, is_second)
         if not message.hashes:
             lookup.future, lookup.outcome = MessagingFuture.resolved(0), Cached(0)
             return
