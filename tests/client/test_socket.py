@@ -20,7 +20,8 @@ import zmq
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import connection
 from kvdepot.client import socket as client
-from kvdepot.client.connection import GRACE_S, LINGER_S, Connection, Watch
+from kvdepot.client.connection import GRACE_S, LINGER_S, Connection
+from kvdepot.client.servers import Watch
 from kvdepot.errors import (
     Busy,
     DeadlineExceeded,

@@ -1,15 +1,15 @@
-"""What a client knows of its server: requests under way, deadlines, recovery. No socket, thread or clock of its own.
+"""One client's requests to its server: what is under way, when it has failed, what is sent again after a restart.
 
-Driven by client/socket.py, and by the simulation with a network and a clock that it makes up. The one law: every
-request ends once, with a value or an error. Lookups and the like have deadlines; a store or retrieve ends when the
-server answered, or when the server provably touches no memory any more (its lock on the arena is free, see
-memory/shm.py; and where tensors are in a GPU's memory, a moment has passed since).
+Driven by client/socket.py, and by the simulation with a network and a clock of its own; it has no socket, thread or
+clock. Invariant: every request ends once, with a value or an error. Lookups and most others have deadlines; a store or
+retrieve ends when the server has answered, or when the server provably touches no memory any more (its lock on the
+arena is free, see memory/shm.py; with tensors on a GPU, LINGER_S later).
 
-A server that restarted answers `UnknownClient`, or its connection broke, which the socket tells (`disconnected`). The
-connection then **recovers**: it says hello, takes its registrations back and makes them anew, and sends again what was
-refused, what was not sent, and what may be asked twice: lookups, ends of sessions and, once, copies. The server answers
-`Unregister` only when no copy touches the tensors, and a copy of a server that is gone waits until that is proved.
-So a restart costs callers time, at most GRACE_S, and nothing else.
+A server that restarted answers `UnknownClient`, or its connection breaks, which the socket reports (`disconnected`).
+The connection then **recovers**: it says hello (client/handshake.py), withdraws its registrations and makes them anew,
+and sends again what was refused, what was not sent, and what may be repeated: lookups, ends of sessions and, once,
+copies. The server answers `Unregister` only when no copy touches the tensors; copies that were sent to a server which
+has died wait until its death is proved (client/servers.py). So a restart costs callers at most GRACE_S.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
+from kvdepot.client.handshake import Handshake
+from kvdepot.client.servers import Servers, Watch
 from kvdepot.errors import (
     Busy,
     DeadlineExceeded,
@@ -33,9 +35,8 @@ from kvdepot.errors import (
     UnknownInstance,
 )
 from kvdepot.protocol import wire
-from kvdepot.protocol.handshake import Offer, Seal
 
-__all__ = ["MAX_IN_FLIGHT", "Connection", "Done", "Watch"]
+__all__ = ["MAX_IN_FLIGHT", "Connection", "Done"]
 
 log = logging.getLogger(__name__)
 
@@ -64,18 +65,6 @@ Done: TypeAlias = Callable[[object], None]
 """Told what became of a request, once: its value, or a KVDepotError."""
 
 
-class Watch(Protocol):
-    """What tells whether one incarnation of a server still lives (header.Watch).
-
-    secret: what lies in its arena and only its own user can read."""
-
-    secret: bytes
-
-    def is_gone(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Pending:
     request: wire.Request
@@ -87,16 +76,6 @@ class _Pending:
     may_repeat: bool = True
     """Whether it may be sent again when its answer is lost. A copy may once: it could be what ends servers. A lookup
     may not when its session has ended meanwhile: it would pin for ever."""
-
-
-@dataclass(slots=True)
-class _Server:
-    """A run of a server that has welcomed us."""
-
-    incarnation: bytes
-    watch: Watch
-    gone_at: float | None = None  # when it was first seen to be gone
-    copies: list[int] = field(default_factory=list)  # that were sent to it, unanswered when its successor welcomed us
 
 
 class Connection:
@@ -114,34 +93,27 @@ class Connection:
     ) -> None:
         """lease, secret: how it introduces itself (memory/shm.py).
 
-        send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError.
-        others_between: asked at each hello: whether another user could stand between here and the server."""
+        send: hand a frame over, False when nobody takes it. watch: opens what tells of a server's end; may raise a
+        KVDepotError. others_between: asked at each hello: whether another user could stand between here and the server.
+        """
         self.incarnation = b""
         self.chunk_size = 0  # tokens; known once welcomed
-        self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
+        self.lookup_s = 0.0  # how long the server may search its tiers; known once welcomed
         self.heard = 0  # replies, and connections made: while it stays the same, asking again is of no use
         self.welcomed = False
         self._url = url
-        self._lease = lease
-        self._secret = secret
-        self._others_between = others_between
-        self._offer = Offer(lease, secret, False)  # our last hello
-        self._proved: _Server | None = None  # has proved itself, and has not welcomed us yet
-        self._seals: list[Seal] = []  # of what we send, and of what we take: one before the first is still taken
-        self._answered = b""  # the incarnation that the last answer in recovery came from
         self._send = send
-        self._open_watch = watch
         self._clock = clock
+        self._handshake = Handshake(url, lease, secret, watch, others_between)
+        self._servers = Servers(clock)
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._parked: deque[int] = deque()  # pending numbers that wait for the welcome
         self._registered: dict[int, wire.Register] = {}
         self._recovering: set[int] = set()  # numbers of our own hello and registrations
+        self._answered = b""  # the incarnation that the last answer in recovery came from
         self._lost: list[int] = []  # sent before the connection was made anew, unanswered
-        self._server: _Server | None = None
-        self._former: list[_Server] = []  # predecessors that may still touch blocks
         self._greet_at = 0.0
-        self._linger_s = 0.0  # how long after its death a server may; more once tensors are on a device
         self._met = False  # a server has welcomed us at least once
         self._lost_at: float | None = None  # when a server that had welcomed us was found to be lost
         self._owes_hello = False  # there is a connection, and nobody at its end has answered to a hello
@@ -174,7 +146,7 @@ class Connection:
             elif isinstance(request, wire.Lookup) and deadline_s is not None:
                 deadline_s += self.lookup_s
             if isinstance(request, wire.Register) and request.layout.device:
-                self._linger_s = LINGER_S
+                self._servers.linger_s = LINGER_S
             if isinstance(request, wire.EndSession):
                 for item in self._pending.values():
                     if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
@@ -206,9 +178,8 @@ class Connection:
 
     def _transmit(self, number: int) -> bool:
         pending = self._pending[number]
-        if self._seals and not isinstance(pending.request, wire.Hello | wire.Prove):
-            return self._send(self._seals[0].close(pending.frame))
-        return self._send(pending.frame)
+        is_handshake = isinstance(pending.request, wire.Hello | wire.Prove)
+        return self._send(pending.frame if is_handshake else self._handshake.seal(pending.frame))
 
     def _cut_off(self) -> Unavailable:
         return Unavailable(f"the connection to {self._url} is down")
@@ -243,8 +214,7 @@ class Connection:
 
     def _greet(self) -> bool:
         """Whether somebody has taken our hello."""
-        self._offer = Offer(self._lease, self._secret, self._others_between())
-        return self._ask_own(self._offer.hello, self._on_proof, _HELLO_S)
+        return self._ask_own(self._handshake.hello(), self._on_proof, _HELLO_S)
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
         """One of our own requests; `then` gets the value or the error."""
@@ -273,33 +243,18 @@ class Connection:
         if isinstance(value, KVDepotError):
             self.lose(value)
             return
-        self._drop_proved()
         try:
-            proof = msgspec.convert(value, wire.Proof)
-            self._proved = _Server(self._answered, self._open_watch(proof.arena, self._answered))
-            prove, seal = self._offer.accept(proof, self._answered, self._proved.watch.secret)
-        except (Unavailable, msgspec.ValidationError) as exc:
-            self._drop_proved()
-            self.lose(
-                Unavailable(f"who answers at {self._url} is no kvdepot server of this user ({exc}): not believed")
-            )
-            return
-        except KVDepotError as exc:
-            # Without it nobody could tell whether a server that falls silent still touches blocks.
-            self.lose(Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?"))
+            prove, seal = self._handshake.check(value, self._answered)
+        except Unavailable as exc:
+            self.lose(exc)
             return
         if not self._ask_own(prove, self._on_welcome, _HELLO_S):
             self.lose(self._cut_off())
             return
-        self._seals = [seal, *self._seals[:1]] if seal is not None else []
-
-    def _drop_proved(self) -> None:
-        if self._proved is not None:
-            self._proved.watch.close()
-            self._proved = None
+        self._handshake.use(seal)
 
     def _on_welcome(self, value: object) -> None:
-        proved = self._proved
+        proved = self._handshake.proved
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded):
             if not self._met:
@@ -314,20 +269,9 @@ class Connection:
         except msgspec.ValidationError as exc:
             self.lose(ProtocolError(f"the welcome of {self._url} is none: {exc}"))
             return
-        assert proved is not None
-        self._proved = None
-        self.incarnation = proved.incarnation
-        del self._seals[1:]
-        if (
-            self._server is not None
-            and self._server.incarnation != self.incarnation
-            and not self._is_gone(self._server)
-        ):
-            self._server.copies = self._unanswered_copies()
-            self._former.append(self._server)  # a successor has its place, and still it may touch blocks
-            self._server = None
-        self._forget_server()
-        self._server = proved
+        server = self._handshake.finish()
+        self.incarnation = server.incarnation
+        self._servers.succeed(server, self._unanswered_copies())
         self.chunk_size = welcome.chunk_size
         self.lookup_s = welcome.lookup_s
         if self._met and self._registered:
@@ -346,15 +290,12 @@ class Connection:
 
     def _unanswered_copies(self) -> list[int]:
         """Stores and retrieves that were sent to our server: neither parked nor waiting for a former one."""
-        elsewhere = {*self._parked, *self._held_by_former()}
+        elsewhere = {*self._parked, *self._servers.held_copies()}
         return [
             number
             for number, pending in self._pending.items()
             if isinstance(pending.request, wire.Store | wire.Retrieve) and number not in elsewhere
         ]
-
-    def _held_by_former(self) -> set[int]:
-        return {number for server in self._former for number in server.copies}
 
     def _on_taken_back(self, value: object) -> None:
         """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
@@ -374,7 +315,7 @@ class Connection:
         if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
             self._begin_anew(value)
         elif not self._recovering:
-            held = self._held_by_former()
+            held = self._servers.held_copies()
             for number in self._lost:
                 pending = self._pending.get(number)
                 if pending is not None and number not in held:
@@ -395,22 +336,8 @@ class Connection:
             pending.born = self._clock()
             self._parked.append(number)
         else:
-            self._end_lost(number)
-
-    def _end_lost(self, number: int) -> None:
-        if number in self._pending:
-            self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
-
-    def _is_gone(self, server: _Server) -> bool:
-        """Whether a server can touch no block any more, through its GPUs either."""
-        if server.gone_at is None and server.watch.is_gone():
-            server.gone_at = self._clock()
-        return server.gone_at is not None and self._clock() - server.gone_at >= self._linger_s
-
-    def _forget_server(self) -> None:
-        if self._server is not None:
-            self._server.watch.close()
-            self._server = None
+            del self._pending[number]
+            pending.done(Unavailable("the connection broke; the answer is lost"))
 
     def lose(self, error: KVDepotError, for_good: bool = False) -> None:
         """Nothing new reaches the server: it is gone, or only the connection is. for_good: none will be made again."""
@@ -419,7 +346,7 @@ class Connection:
         if self._lost_at is None:
             self._lost_at = self._clock()
         may_come_back = self._met and not for_good and self._clock() < self._lost_at + GRACE_S
-        if not may_come_back and (self._server is None or self._is_gone(self._server)) and not self._former:
+        if not may_come_back and not self._servers.may_touch_blocks():
             self._fail_all(error)
             return
         # It may still touch blocks: copies that were sent wait until that is known. And it holds pins: who ends a
@@ -448,7 +375,7 @@ class Connection:
 
     def take(self, frame: bytes) -> None:
         """A frame has arrived."""
-        opened = next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
+        opened = self._handshake.open(frame)
         try:
             number, incarnation, value = wire.decode_reply(frame if opened is None else opened)
         except ProtocolError:
@@ -461,8 +388,7 @@ class Connection:
             return  # answered after its deadline
         if not self.welcomed and number in self._parked:
             return  # not asked yet, or to be asked again: whoever answers that has not proved who it is
-        seals = self._seals or self._offer.hello.sealed
-        if seals and opened is None and not self._believes_unsealed(pending.request, value):
+        if self._handshake.is_sealed and opened is None and not self._believes_unsealed(pending.request, value):
             self.welcomed = False  # somebody in between; or a server that has lost our key: say hello again
             return
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
@@ -486,8 +412,7 @@ class Connection:
             return True
         if isinstance(request, wire.Prove):
             return isinstance(value, KVDepotError)
-        is_gone = not self._former and (self._server is None or self._server.watch.is_gone())
-        return isinstance(value, UnknownClient) and is_gone
+        return isinstance(value, UnknownClient) and not self._servers.may_run()
 
     def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
         """The server has forgotten us: introduce ourselves again, then send this once more."""
@@ -517,25 +442,22 @@ class Connection:
             pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
         if self._parked:
             self._parked = deque(n for n in self._parked if n in self._pending)
-        for former in [server for server in self._former if self._is_gone(server)]:
-            self._former.remove(former)
-            former.watch.close()
-            for number in former.copies:
-                if (pending := self._pending.get(number)) is not None:
-                    self._send_again(number, pending)
-            if self.welcomed:
-                self._send_parked()
+        for number in self._servers.release_copies():
+            if (pending := self._pending.get(number)) is not None:
+                self._send_again(number, pending)
+        self._send_parked()
         silent = not self.welcomed or now - self._last_reply > _GONE_CHECK_S
-        if self._pending and silent and self._server is not None:
+        server = self._servers.current
+        if self._pending and silent and server is not None:
             self._last_reply = now
-            if self._is_gone(self._server):
+            if self._servers.is_gone(server):
                 # Whoever is there now does not know us: what was sent to the old one waits for the next welcome.
                 self.welcomed = False
                 if self._lost_at is None:
                     self._lost_at = now
-                self._forget_server()
+                self._servers.forget_current()
                 self._drop_own()
-            elif self._server.gone_at is not None and self.welcomed:
+            elif server.gone_at is not None and self.welcomed:
                 self.lose(self._cut_off())  # its process is gone, and what it asked of GPUs may not be
         # Only what has no deadline (copies, ends of sessions): what just takes long, as registering may, would end.
         endless = (item for item in self._pending.values() if item.deadline == float("inf"))
@@ -551,8 +473,5 @@ class Connection:
         if not self._closed:
             self._closed = True
             self._fail_all(Unavailable("this client is closed"))
-            self._forget_server()
-            self._drop_proved()
-            for former in self._former:
-                former.watch.close()
-            self._former.clear()
+            self._handshake.close()
+            self._servers.close()
