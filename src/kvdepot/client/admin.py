@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ class Prompt:
 @contextmanager
 def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[Client]:
     """A client that has been welcomed. Raises Unavailable, ConfigError for a key that is none."""
-    context: zmq.Context[Any] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         client = Client(url, context, key=key)
         try:
@@ -222,7 +222,7 @@ def forget(client: Client, model: str, salt: str) -> dict[str, Any]:
     return said
 
 
-def not_forgotten(said: dict[str, Any]) -> list[str]:
+def not_forgotten(said: Mapping[str, object]) -> list[str]:
     """Of what `forget` was told: where something may still be, and why. Empty: nothing is."""
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 

@@ -71,7 +71,7 @@ class RequestType(enum.Enum):
     """`[]` -> None"""
 
 
-_RESPONSES: dict[RequestType, type[Any]] = {
+_RESPONSES: dict[RequestType, type[object]] = {
     RequestType.REGISTER_KV_CACHE: type(None),
     RequestType.UNREGISTER_KV_CACHE: type(None),
     RequestType.LOOKUP: int,
@@ -85,7 +85,7 @@ _RESPONSES: dict[RequestType, type[Any]] = {
 NEEDS_CHUNK_SIZE = {RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE}
 
 
-def get_response_class(request_type: RequestType) -> type[Any]:
+def get_response_class(request_type: RequestType) -> type[object]:
     """The type of the answer. Raises BadRequest for what is no request type."""
     try:
         return _RESPONSES[request_type]
@@ -221,7 +221,7 @@ class Call(msgspec.Struct):
     """A message, and how its answer becomes the contract's."""
 
     request: wire.Request
-    convert: Callable[[Any], Any] = lambda value: value
+    convert: Callable[[object], object] = lambda value: value
     after_device: bool = False
     """Whether what the tensors' device was asked to do so far must be done before this is sent."""
 
@@ -260,7 +260,7 @@ def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, c
     raise BadRequest(f"{request_type!r} is no request type")
 
 
-def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> Any:
+def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> int | bool | list[bool]:
     """The answer where `translate` found no whole chunk to ask for."""
     if request_type is RequestType.LOOKUP:
         return 0
@@ -276,7 +276,7 @@ def chunk_range(start: int, end: int, tokens: int, chunk_size: int) -> tuple[int
     return start // chunk_size, end // chunk_size
 
 
-def _lookup(keys: Any, chunk_size: int, chains: Chains) -> Call | None:
+def _lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], chunk_size: int, chains: Chains) -> Call | None:
     keys = [keys] if isinstance(keys, IPCCacheEngineKey) else list(keys)
     if not keys:
         return None
@@ -340,7 +340,7 @@ def _transfer(
     if request_type is RequestType.STORE:
         return Call(wire.Store(instance, 0xFFFFFFFFFFFFFFFF, shards))
 
-    def per_key(value: Any) -> list[bool]:
+    def per_key(value: object) -> list[bool]:
         results = iter(check_type(value, list))
         return [count > 0 and all(list(itertools.islice(results, count))) for count in counts]
 
@@ -369,14 +369,14 @@ class _DeviceWork:
 class MessageQueueClient(Client):
     """A connection to one server that takes the contract's requests. Any thread may use it, several at once."""
 
-    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
+    def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
         super().__init__(server_url, context, key=key)
         self.chains = Chains()
         self._device_events = EventQueue("kvdepot-device-work")
         self._device_work: dict[str, _DeviceWork] = {}  # one a device: who waits for it together waits once
 
     def submit_request(
-        self, request_type: RequestType, payloads: list[Any], response_cls: type[Any] | None = None
+        self, request_type: RequestType, payloads: list[Any], response_cls: type[object] | None = None
     ) -> MessagingFuture[Any]:
         """Send a request of the contract; see client/socket.py for its payloads. Raises BadRequest for wrong ones."""
         expected = get_response_class(request_type) if response_cls is None else response_cls
@@ -385,7 +385,7 @@ class MessageQueueClient(Client):
         call = translate(request_type, payloads, self.chunk_size, self.chains)
         if call is None:
             return MessagingFuture.resolved(nothing_to_do(request_type, payloads))
-        future: MessagingFuture[Any] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
+        future: MessagingFuture[object] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
         request = call.request
         device = ""
         if call.after_device and isinstance(request, wire.Store | wire.Retrieve):

@@ -18,11 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, Unavailable
 
-__all__ = ["EVENT_S", "EventQueue", "happened"]
+__all__ = ["EVENT_S", "DeviceEvent", "EventQueue", "happened"]
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,13 @@ _LONGEST_PAUSE_S = 0.001
 _STOP_S = 5.0
 
 
-def happened(event: Any) -> bool:
+class DeviceEvent(Protocol):
+    """What a request may wait for: a CUDA event, or anything else that can be asked whether it has happened."""
+
+    def query(self) -> bool: ...
+
+
+def happened(event: DeviceEvent | None) -> bool:
     """Whether an event (None: nothing to wait for) has happened.
 
     Raises BadRequest for what is no event, KVDepotError for one that failed: a CUDA event does once its GPU is lost.
@@ -52,7 +58,7 @@ def happened(event: Any) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    event: Any
+    event: DeviceEvent | None
     go: Callable[[], None]
     fail: Callable[[KVDepotError], None]
     born: float = field(default_factory=time.monotonic)
@@ -75,7 +81,7 @@ class EventQueue:
     def __repr__(self) -> str:
         return f"<EventQueue {self._name}, {len(self._waiting)} waiting>"
 
-    def put(self, event: Any, go: Callable[[], None], fail: Callable[[KVDepotError], None]) -> None:
+    def put(self, event: DeviceEvent | None, go: Callable[[], None], fail: Callable[[KVDepotError], None]) -> None:
         """Call `go` once `event` has happened, or `fail` with the reason why it will not. Never blocks.
 
         Both are called on our thread or on one that looks.
@@ -148,7 +154,7 @@ class EventQueue:
             self._woken.clear()
 
 
-def _ask(event: Any) -> bool | KVDepotError:
+def _ask(event: DeviceEvent | None) -> bool | KVDepotError:
     try:
         return happened(event)
     except KVDepotError as exc:

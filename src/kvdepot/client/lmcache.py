@@ -24,6 +24,7 @@ from kvdepot.client.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
+from kvdepot.client.device_events import DeviceEvent
 from kvdepot.client.scheduler import Cached, Lookup, LookupOutcome, Pending, SchedulerClient, Unanswered
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
@@ -132,7 +133,7 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
     def __init__(
         self,
         server_url: str,
-        context: zmq.Context[Any],
+        context: zmq.Context[zmq.Socket[bytes]],
         model_name: str,
         world_size: int,
         kv_rank: int,
@@ -228,7 +229,7 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     def __init__(
         self,
         server_url: str,
-        context: zmq.Context[Any],
+        context: zmq.Context[zmq.Socket[bytes]],
         model_name: str,
         world_size: int,
         kv_rank: int,
@@ -275,7 +276,7 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         axes = find_block_axes(views, self.spec.block_tokens) if block_axes is None else list(block_axes)
         self.register_layout(build_layout(views, axes), kv_caches)
 
-    def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any) -> None:
+    def submit_store_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
 
         event: what must have happened before the bytes may be read: a CUDA event, or on the CPU None or any
@@ -283,15 +284,19 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         """
         self.batched_submit_store_requests([request_id], [op], event)
 
-    def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any) -> None:
+    def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy the chunks under the op's keys into `op.block_ids`, after `event`. Never blocks."""
         self.batched_submit_retrieve_requests([request_id], [op], event)
 
-    def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any) -> None:
+    def batched_submit_store_requests(
+        self, request_ids: list[str], ops: list[LoadStoreOp], event: DeviceEvent | None
+    ) -> None:
         """Store for several requests in one message; they are reported finished together."""
         self.submit_store(request_ids, self._transfers(request_ids, ops), event)
 
-    def batched_submit_retrieve_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any) -> None:
+    def batched_submit_retrieve_requests(
+        self, request_ids: list[str], ops: list[LoadStoreOp], event: DeviceEvent | None
+    ) -> None:
         """Retrieve for several requests in one message; they are reported finished together."""
         self.submit_retrieve(request_ids, self._transfers(request_ids, ops), event)
 

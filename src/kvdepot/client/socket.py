@@ -154,7 +154,7 @@ class Client:
     ConfigError for a key file that cannot be used.
     """
 
-    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
+    def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
         self.server_url = server_url
         if fault := fault_of_endpoint(server_url):
             raise Unavailable(f"no address of a server: {fault}")
@@ -260,19 +260,19 @@ class Client:
     def ask(
         self,
         request: wire.Request,
-        convert: Callable[[object], Any] | None = None,
+        convert: Callable[[object], T] | None = None,
         deadline_s: float | None = DEADLINE_S,
-    ) -> MessagingFuture[Any]:
+    ) -> MessagingFuture[T]:
         """Send a message of the wire; never blocks. deadline_s None: until answered or the server is gone.
 
         convert: of the answer to what the future gives; what it raises (KVDepotError, ValueError and the like) the
         future raises.
         """
-        future: MessagingFuture[Any] = MessagingFuture(self, convert)
+        future = MessagingFuture(self, convert)
         self._ask(request, future, deadline_s)
         return future
 
-    def _ask(self, request: wire.Request, future: MessagingFuture[Any], deadline_s: float | None) -> None:
+    def _ask(self, request: wire.Request, future: MessagingFuture[T], deadline_s: float | None) -> None:
         with self._lock:
             self._take_events()  # what is sent on a connection that was made anew must come after our hello
             self._connection.ask(request, future._finish, deadline_s)
@@ -309,7 +309,7 @@ class Client:
     def _receive(self) -> None:
         while True:
             try:
-                frame = cast(bytes, self._socket.recv(zmq.NOBLOCK))
+                frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except zmq.ZMQError as exc:

@@ -8,7 +8,6 @@ the trace headers that a request came with. Where spans go is the process's trac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -38,7 +37,7 @@ class Spans:
 
     def __call__(self, operation: Operation) -> None:
         """An operation has ended. Where it was for several requests, each has a span of it in its own trace."""
-        attributes: dict[str, Any] = {
+        attributes: dict[str, int | str] = {
             "kvdepot.chunks": operation.chunks,
             "kvdepot.chunks_done": operation.done,
             "kvdepot.size_bytes": operation.size_bytes,

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from kvdepot.client.device_events import EventQueue, happened
+from kvdepot.client.device_events import DeviceEvent, EventQueue, happened
 from kvdepot.client.operation import Began, Operation
 from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import ShardSpec, Transfer
@@ -133,7 +133,9 @@ class WorkerClient:
 
     # -- moving bytes
 
-    def submit_store(self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: Any) -> None:
+    def submit_store(
+        self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
+    ) -> None:
         """Copy blocks into the depot, in one message. Never blocks.
 
         request_ids: whose it is for `poll`; all of them end together. event: what must have happened before the bytes
@@ -141,7 +143,9 @@ class WorkerClient:
         """
         self._submit(self.stores, self._send_store, request_ids, transfers, event)
 
-    def submit_retrieve(self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: Any) -> None:
+    def submit_retrieve(
+        self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
+    ) -> None:
         """Copy chunks into blocks after `event`, in one message. Never blocks. Arguments as in `submit_store`."""
         self._submit(self.retrieves, self._send_retrieve, request_ids, transfers, event)
 
@@ -151,7 +155,7 @@ class WorkerClient:
         send: Callable[[Submitted[T]], MessagingFuture[T]],
         request_ids: Sequence[str],
         transfers: Sequence[Transfer],
-        event: Any,
+        event: DeviceEvent | None,
     ) -> None:
         may_go = happened(event)
         self._last_ticket += 1
@@ -229,7 +233,7 @@ class WorkerClient:
                 skip = 0
         self._tell("retrieve", submitted, sum(filled), blocks)
 
-    def _tell(self, kind: str, submitted: Submitted[Any], done: int, blocks: int, stored: bytes = b"") -> None:
+    def _tell(self, kind: str, submitted: Submitted[T], done: int, blocks: int, stored: bytes = b"") -> None:
         """done, blocks: chunks and blocks that were moved."""
         if self.watch is None or not submitted.transfers:
             return
