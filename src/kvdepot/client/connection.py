@@ -45,24 +45,24 @@ DEADLINE_S = 30.0
 """For requests that are neither lookups nor copies: registering maps gigabytes."""
 _HELLO_S = 1.0
 _PATIENCE_S = 2.0
-"""For the first try to register again. Its answer may be lost with the connection, and all copies wait for it."""
+"""For the first attempt to register again. Its answer may be lost with the connection, and all copies wait for it."""
 GRACE_S = 1.0
-"""How long requests wait for a server that was lost: one that is started again serves within half a second. Later, and
-until there is a connection, they fail at once."""
+"""How long requests wait for a lost server: a restarted one serves within half a second. After that, and until there is
+a connection, they fail at once."""
 _GONE_CHECK_S = 0.2
 _PAUSE_S = 0.1
-"""Between a recovery that failed and the next."""
+"""Between a failed recovery and the next."""
 _STALE_S = 10.0
-"""After this long, a copy's answer is suspected lost although nobody has heard of a broken connection."""
+"""After this long without an answer, a copy's answer is suspected lost although no broken connection was reported."""
 _MAX_REPEATS = 3
 LINGER_S = 1.0
-"""So long after a server's death its GPUs may still run copies that were queued with the driver: no lock tells when the
-driver has taken a dead process's queues down."""
+"""How long after a server's death its GPUs may still run copies that were queued with the driver: no lock tells when
+the driver has torn a dead process's queues down."""
 CHECK_S = 0.01
-"""How often `expire` looks."""
+"""Least time between two checks in `expire`."""
 
 Done: TypeAlias = Callable[[object], None]
-"""Told what became of a request, once: its value, or a KVDepotError."""
+"""Called once with the outcome of a request: its value, or a KVDepotError."""
 
 
 @dataclass(slots=True)
@@ -74,12 +74,12 @@ class _Pending:
     born: float
     repeats: int = 0
     may_repeat: bool = True
-    """Whether it may be sent again when its answer is lost. A copy may once: it could be what ends servers. A lookup
-    may not when its session has ended meanwhile: it would pin for ever."""
+    """Whether it may be sent again when its answer is lost. A copy may once: it may be what crashes the server. A
+    lookup may not once its session has ended: nothing would release its pins."""
 
 
 class Connection:
-    """One client's requests to the server at one address. Not thread-safe: client/socket.py has the lock."""
+    """One client's requests to the server at one address. Not thread-safe: client/socket.py holds a lock."""
 
     def __init__(
         self,
@@ -91,15 +91,15 @@ class Connection:
         secret: bytes = b"",
         others_between: Callable[[], bool] = bool,
     ) -> None:
-        """lease, secret: how it introduces itself (memory/shm.py).
+        """lease, secret: name and secret of the client's lease (memory/shm.py).
 
-        send: hand a frame over, False when nobody takes it. watch: opens what tells of a server's end; may raise a
-        KVDepotError. others_between: asked at each hello: whether another user could stand between here and the server.
+        send: sends a frame; False where there is no connection. watch: opens a Watch of an arena and incarnation, or
+        raises a KVDepotError. others_between: called at each hello: whether another user's process could be in between.
         """
         self.incarnation = b""
         self.chunk_size = 0  # tokens; known once welcomed
         self.lookup_s = 0.0  # how long the server may search its tiers; known once welcomed
-        self.heard = 0  # replies, and connections made: while it stays the same, asking again is of no use
+        self.heard = 0  # replies received and connections made: while it stays the same, asking again is useless
         self.welcomed = False
         self._url = url
         self._send = send
@@ -112,13 +112,13 @@ class Connection:
         self._registered: dict[int, wire.Register] = {}
         self._recovering: set[int] = set()  # numbers of our own hello and registrations
         self._answered = b""  # the incarnation that the last answer in recovery came from
-        self._lost: list[int] = []  # sent before the connection was made anew, unanswered
+        self._lost: list[int] = []  # sent before the last reconnection, unanswered
         self._greet_at = 0.0
         self._met = False  # a server has welcomed us at least once
         self._lost_at: float | None = None  # when a server that had welcomed us was found to be lost
-        self._owes_hello = False  # there is a connection, and nobody at its end has answered to a hello
+        self._owes_hello = False  # connected, but no hello was answered yet
         self._closed = False
-        self._patience_s = _PATIENCE_S  # for an answer in recovery; more each time that none comes
+        self._patience_s = _PATIENCE_S  # for an answer in recovery; doubled each time that none comes
         self._last_reply = 0.0
         self._next_check = 0.0
 
@@ -127,7 +127,7 @@ class Connection:
         return len(self._pending)
 
     def device(self, instance: int) -> str:
-        """Where the tensors that were registered under this number are: empty for the processor's memory."""
+        """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
         asked = (item.request for item in self._pending.values() if isinstance(item.request, wire.Register))
         known = [*self._registered.values(), *asked]
         return next((register.layout.device for register in known if register.instance == instance), "")
@@ -135,7 +135,7 @@ class Connection:
     # -- asking
 
     def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
-        """Send a message of the wire. deadline_s None: until answered or the server is gone."""
+        """Send a message. deadline_s None: wait until it is answered or the server is gone."""
         if self._closed:
             done(Unavailable("this client is closed"))
         elif len(self._pending) >= MAX_IN_FLIGHT:
@@ -185,7 +185,7 @@ class Connection:
         return Unavailable(f"the connection to {self._url} is down")
 
     def no_server(self) -> Unavailable:
-        """What to say where nobody answers."""
+        """The error for a server that does not answer."""
         return Unavailable(
             f"no kvdepot server answers at {self._url}; start one with `kvdepot serve` (one with --keys answers only "
             "clients whose key it knows: KVDEPOT_KEY)"
@@ -194,14 +194,14 @@ class Connection:
     # -- hello, and again after a restart
 
     def connected(self) -> None:
-        """The socket has a connection: say hello at once, rather than at the next look of `expire`."""
+        """The socket has connected: say hello now, not at the next `expire`."""
         self.heard += 1
         self._owes_hello = self._met
         if self._waits_to_greet():
             self._greet()
 
     def disconnected(self) -> None:
-        """The socket's connection broke, and with it went what was on its way."""
+        """The socket's connection broke, and messages in transit are lost."""
         self._owes_hello = False
         if self._met:
             self.lose(self._cut_off())
@@ -213,11 +213,11 @@ class Connection:
         return waits and self._clock() >= self._greet_at
 
     def _greet(self) -> bool:
-        """Whether somebody has taken our hello."""
+        """Say hello; whether it was sent."""
         return self._ask_own(self._handshake.hello(), self._on_proof, _HELLO_S)
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
-        """One of our own requests; `then` gets the value or the error."""
+        """Send a request of the connection's own; whether it was sent. `then` gets the value or the error."""
         number = next(self._numbers)
         now = self._clock()
         frame = wire.encode_request(number, request)
@@ -230,16 +230,16 @@ class Connection:
         return False
 
     def _drop_own(self) -> None:
-        """Nobody will answer our own requests: begin anew."""
+        """Forget our own requests: nobody will answer them."""
         for number in self._recovering:
             self._pending.pop(number, None)
         self._recovering.clear()
 
     def _on_proof(self, value: object) -> None:
-        """The answer to our hello. Nothing is believed, and nothing told, before it is checked against the arena."""
+        """The answer to our hello, which is not trusted before it is checked against the arena."""
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded) and not self._met:
-            return  # it accepts connections but is slow to answer: `expire` asks again, as long as callers wait
+            return  # the server is slow to answer: `expire` says hello again while callers wait
         if isinstance(value, KVDepotError):
             self.lose(value)
             return
@@ -260,14 +260,14 @@ class Connection:
             if not self._met:
                 return  # as in `_on_proof`
         elif isinstance(value, UnknownClient) or proved is None or proved.incarnation != self._answered:
-            return  # another server than the one that has proved itself: `expire` says hello to that one
+            return  # not the server that has proved itself: `expire` says hello to this one
         if isinstance(value, KVDepotError):
             self.lose(value)
             return
         try:
             welcome = msgspec.convert(value, wire.Welcome)
         except msgspec.ValidationError as exc:
-            self.lose(ProtocolError(f"the welcome of {self._url} is none: {exc}"))
+            self.lose(ProtocolError(f"the welcome from {self._url} is malformed: {exc}"))
             return
         server = self._handshake.finish()
         self.incarnation = server.incarnation
@@ -277,7 +277,7 @@ class Connection:
         if self._met and self._registered:
             log.info("reconnected to %s; registering again", self._url)
         self._met = True
-        # Asked before the parked requests are: what is unanswered when these are answered never will be.
+        # These are sent before the parked requests: what is unanswered when they are answered never will be.
         waiting = {*self._parked, *self._recovering}
         self._lost = [number for number in self._pending if number not in waiting]
         for instance, register in self._registered.items():
@@ -289,7 +289,7 @@ class Connection:
         self._on_recovered(None)
 
     def _unanswered_copies(self) -> list[int]:
-        """Stores and retrieves that were sent to our server: neither parked nor waiting for a former one."""
+        """Stores and retrieves that were sent to the current server: neither parked nor held by a former one."""
         elsewhere = {*self._parked, *self._servers.held_copies()}
         return [
             number
@@ -298,14 +298,14 @@ class Connection:
         ]
 
     def _on_taken_back(self, value: object) -> None:
-        """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
+        """The answer to an Unregister: until it succeeds, copies may still touch the tensors."""
         if isinstance(value, KVDepotError):
             self._begin_anew(value)
         else:
             self._on_recovered(value)
 
     def _begin_anew(self, error: KVDepotError) -> None:
-        """Recovery has failed: `expire` says hello again, to a server that refused us after a moment."""
+        """Recovery has failed: `expire` says hello again, after a pause where the server refused us."""
         self._drop_own()
         if not isinstance(error, Unavailable | DeadlineExceeded):
             self._greet_at = self._clock() + _PAUSE_S
@@ -323,13 +323,13 @@ class Connection:
             self._lost.clear()
             self._patience_s = _PATIENCE_S
             self._lost_at = None
-            # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
+            # In the order in which they were asked: nothing releases the pins of a lookup sent after its EndSession.
             self._parked = deque(sorted(self._parked))
             self.welcomed = True
             self._send_parked()
 
     def _send_again(self, number: int, pending: _Pending) -> None:
-        """Its answer is lost, and nothing that was done for it is under way any more: park it, or end it."""
+        """Its answer is lost, and the server does nothing for it any more: park it to be sent again, or fail it."""
         is_copy = isinstance(pending.request, wire.Store | wire.Retrieve)
         if pending.may_repeat and (is_copy or isinstance(pending.request, wire.Lookup | wire.EndSession)):
             pending.may_repeat = not is_copy
@@ -340,7 +340,7 @@ class Connection:
             pending.done(Unavailable("the connection broke; the answer is lost"))
 
     def lose(self, error: KVDepotError, for_good: bool = False) -> None:
-        """Nothing new reaches the server: it is gone, or only the connection is. for_good: none will be made again."""
+        """The server, or the connection to it, is lost. for_good: there will be no other connection."""
         self.welcomed = False
         self._drop_own()
         if self._lost_at is None:
@@ -349,8 +349,8 @@ class Connection:
         if not may_come_back and not self._servers.may_touch_blocks():
             self._fail_all(error)
             return
-        # It may still touch blocks: copies that were sent wait until that is known. And it holds pins: who ends a
-        # session does so with the next welcome.
+        # The server may still touch blocks: copies that were sent wait until that is known. It holds pins, too: ends of
+        # sessions are sent after the next welcome.
         unsent, self._parked = set(self._parked), deque()
         for number, pending in list(self._pending.items()):
             request = pending.request
@@ -374,7 +374,7 @@ class Connection:
     # -- hearing
 
     def take(self, frame: bytes) -> None:
-        """A frame has arrived."""
+        """Handle a frame that has arrived."""
         opened = self._handshake.open(frame)
         try:
             number, incarnation, value = wire.decode_reply(frame if opened is None else opened)
@@ -385,11 +385,11 @@ class Connection:
         self.heard += 1
         pending = self._pending.get(number)
         if pending is None:
-            return  # answered after its deadline
+            return  # the answer came after its deadline
         if not self.welcomed and number in self._parked:
-            return  # not asked yet, or to be asked again: whoever answers that has not proved who it is
+            return  # not sent yet, or to be sent again: an answer now comes from a server that has not proved itself
         if self._handshake.is_sealed and opened is None and not self._believes_unsealed(pending.request, value):
-            self.welcomed = False  # somebody in between; or a server that has lost our key: say hello again
+            self.welcomed = False  # a program in between, or a server that has lost our key: say hello again
             return
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
             return
@@ -404,9 +404,9 @@ class Connection:
         pending.done(value)
 
     def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
-        """Whether an answer counts that carries no seal though our messages do: where its sender can have no key.
+        """Whether an unsealed answer to a sealed request is accepted: only where its sender cannot have a key.
 
-        While its server lives, no other end of a store or retrieve is believed: it may still touch blocks.
+        While a server may run, no unsealed answer ends a store or retrieve: that server may still touch blocks.
         """
         if isinstance(request, wire.Hello):
             return True
@@ -415,7 +415,7 @@ class Connection:
         return isinstance(value, UnknownClient) and not self._servers.may_run()
 
     def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
-        """The server has forgotten us: introduce ourselves again, then send this once more."""
+        """The server does not know us: say hello, then send this again. Whether it will be sent again."""
         known = not isinstance(value, UnknownInstance) or (
             isinstance(pending.request, wire.Store | wire.Retrieve) and pending.request.instance in self._registered
         )
@@ -429,7 +429,7 @@ class Connection:
         return True
 
     def expire(self) -> None:
-        """End what is overdue, find out whether the server is gone, begin to recover. Cheap; call it often."""
+        """Fail overdue requests, find out whether the server is gone, start recovery. Cheap; call it often."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -437,7 +437,7 @@ class Connection:
         for number in [n for n, item in self._pending.items() if item.deadline <= now]:
             pending = self._pending.pop(number, None)
             if pending is None:
-                continue  # our own hello was overdue too, and its end ended this one
+                continue  # our own hello was overdue too, and its failure failed this one
             self._recovering.discard(number)
             pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
         if self._parked:
@@ -451,25 +451,26 @@ class Connection:
         if self._pending and silent and server is not None:
             self._last_reply = now
             if self._servers.is_gone(server):
-                # Whoever is there now does not know us: what was sent to the old one waits for the next welcome.
+                # Its successor does not know us: what was sent to the old server waits for the next welcome.
                 self.welcomed = False
                 if self._lost_at is None:
                     self._lost_at = now
                 self._servers.forget_current()
                 self._drop_own()
             elif server.gone_at is not None and self.welcomed:
-                self.lose(self._cut_off())  # its process is gone, and what it asked of GPUs may not be
-        # Only what has no deadline (copies, ends of sessions): what just takes long, as registering may, would end.
+                self.lose(self._cut_off())  # its process is gone, but its GPUs may still copy
+        # Only requests without deadline (copies, ends of sessions): recovery fails others that are merely slow, such as
+        # a registration.
         endless = (item for item in self._pending.values() if item.deadline == float("inf"))
         oldest = next(endless, None) if self.welcomed else None
         if oldest is not None and now - oldest.born > _STALE_S:
-            self.welcomed = False  # its answer may be lost: recovering tells
+            self.welcomed = False  # its answer may be lost: recovery will tell
             oldest.born = now
         if self._waits_to_greet() and not self._greet() and self._met:
             self.lose(self.no_server())
 
     def close(self) -> None:
-        """End every request with Unavailable. Safe twice."""
+        """Fail every request with Unavailable. Safe twice."""
         if not self._closed:
             self._closed = True
             self._fail_all(Unavailable("this client is closed"))

@@ -1,7 +1,7 @@
-"""A client's side of the handshake: who answers is believed once it has proved itself, and messages carry seals then.
+"""A client's side of the handshake: checks that a server belongs to our user, and seals messages.
 
-Used by client/connection.py, which sends the messages and decides when. What is proved, and why, protocol/handshake.py
-says. Invariant: a server has proved that it can read its own arena before anything that it says has an effect.
+Used by client/connection.py, which sends the messages. protocol/handshake.py describes the protocol and its threat
+model. Invariant: nothing that a server says has an effect before it has proved that it can read its own arena.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Handshake"]
 
 
 class Handshake:
-    """Hello, Proof, Prove, Welcome, with whoever answers at one address; again whenever a server is new."""
+    """Hello, Proof, Prove and Welcome with the server at one address; anew for each hello."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Handshake:
         others_between: Callable[[], bool],
     ) -> None:
         """The arguments are those of Connection."""
-        self.proved: Server | None = None  # has proved itself, and has not welcomed us yet
+        self.proved: Server | None = None  # has proved itself, but has not welcomed us yet
         self._url = url
         self._lease = lease
         self._secret = secret
@@ -40,15 +40,15 @@ class Handshake:
         self._seals: list[Seal] = []  # the first seals what we send; replies may still carry the one before
 
     def hello(self) -> wire.Hello:
-        """The message that begins a handshake."""
+        """Begin a handshake: its first message."""
         self._offer = Offer(self._lease, self._secret, self._others_between())
         return self._offer.hello
 
     def check(self, answer: object, incarnation: bytes) -> tuple[wire.Prove, Seal | None]:
-        """Check the answer to our hello; our own proof, and what seals messages once that is sent.
+        """Check the answer to our hello. Returns our own proof, and the seal to `use` once that is sent.
 
-        incarnation: of the server that answered, by its own word. Raises Unavailable for one that is not to be
-        believed, or whose arena cannot be seen.
+        incarnation: as the reply states it. Raises Unavailable for a server that does not prove itself, or whose arena
+        cannot be opened.
         """
         self.close()
         try:
@@ -61,15 +61,15 @@ class Handshake:
                 f"who answers at {self._url} is no kvdepot server of this user ({exc}): not believed"
             ) from exc
         except KVDepotError as exc:
-            # Without it nobody could tell whether a server that falls silent still touches blocks.
+            # Without the arena, nobody could tell whether a server that falls silent still touches blocks.
             raise Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?") from exc
 
     def use(self, seal: Seal | None) -> None:
-        """Our proof is sent: seal with this from now on. None: no seals."""
+        """Our proof is sent: use this seal from now on. None: no seals."""
         self._seals = [seal, *self._seals[:1]] if seal is not None else []
 
     def finish(self) -> Server:
-        """The server that has proved itself has welcomed us."""
+        """The server that has proved itself has welcomed us. Returns it."""
         server, self.proved = self.proved, None
         assert server is not None
         del self._seals[1:]
@@ -81,15 +81,15 @@ class Handshake:
         return bool(self._seals) or self._offer.hello.sealed
 
     def seal(self, frame: bytes) -> bytes:
-        """A frame as it is sent."""
+        """A frame with its seal, if messages are sealed."""
         return self._seals[0].close(frame) if self._seals else frame
 
     def open(self, frame: bytes) -> bytes | None:
-        """A reply without its seal; None where it carries none that is right."""
+        """A reply without its seal; None where the seal is missing or wrong."""
         return next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
 
     def close(self) -> None:
-        """Forget a server that has proved itself and has not welcomed us."""
+        """Forget a server that has proved itself but not welcomed us."""
         if self.proved is not None:
             self.proved.watch.close()
             self.proved = None

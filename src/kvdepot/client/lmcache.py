@@ -1,9 +1,9 @@
 """The public client API: what an inference engine calls.
 
-The names and signatures are those of the client contract that vLLM 0.15 to 0.17 documents for its LMCache multi-process
-integration; code written against it runs on these. They are the native clients (client/scheduler.py, client/worker.py)
-under the contract's names: here tokens, block hashes and block ids become hashes of chunks and transfers, and outcomes
-become what the contract returns. Nothing is decided here.
+Names and signatures are those of the client contract that vLLM 0.15 to 0.17 documents for its LMCache multi-process
+integration; code written against that runs here unchanged. The adapters are the native clients (client/scheduler.py,
+client/worker.py) under the contract's names: they turn tokens, block hashes and block ids into chunk hashes and
+transfers, and outcomes into what the contract returns. They decide nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 def send_lmcache_request(
     mq_client: MessageQueueClient, request_type: RequestType, payloads: list[Any]
 ) -> MessagingFuture[Any]:
-    """Submit one request, get a future. Raises BadRequest for payloads that are not of the type's kind."""
+    """Submit one request, get a future. Raises BadRequest for payloads that do not fit the request type."""
     return mq_client.submit_request(request_type, payloads, get_response_class(request_type))
 
 
@@ -66,7 +66,7 @@ def get_lmcache_chunk_size(mq_client: MessageQueueClient) -> int:
 
 
 class _Adapter:
-    """The contract's attributes that both adapters have. They can be set, and hold for what is sent afterwards."""
+    """The contract's attributes that both adapters have. Setting one affects what is sent afterwards."""
 
     mq_client: MessageQueueClient
     model_name: str
@@ -74,7 +74,7 @@ class _Adapter:
     worker_id: int
     """The KV rank."""
     chunk_size: int
-    """Tokens a chunk."""
+    """Tokens per chunk."""
     blocks_in_chunk: int
 
     @property
@@ -103,8 +103,9 @@ class _Adapter:
 
 
 class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
-    """By request id: chunks in the longest cached prefix, 0 for a lookup that failed. A live view of an adapter's
-    lookups: to delete one forgets it (see `cleanup_lookup_result`). Raises BadRequest where one is set.
+    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix, 0 for a failed lookup.
+
+    A live view: deleting a future forgets the lookup, as `cleanup_lookup_result` does. Setting one raises BadRequest.
     """
 
     def __init__(self, lookups: dict[str, Lookup]) -> None:
@@ -128,7 +129,7 @@ class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
 
 
 class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
-    """The scheduler's side: what of a prompt is cached. Used by one thread."""
+    """The scheduler's side: how much of a prompt is cached. Used by one thread."""
 
     def __init__(
         self,
@@ -150,17 +151,17 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
 
     @property
     def lookup_futures(self) -> LookupFutures:
-        """This adapter's lookups by request id; to delete one forgets it."""
+        """Futures of the lookups, by request id; deleting one forgets the lookup."""
         return LookupFutures(self._lookups)
 
     def maybe_submit_lookup_request(
         self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
     ) -> None:
-        """Start a lookup for this request unless one is under way. Never blocks.
+        """Start a lookup for this request, unless it already has one. Never blocks.
 
-        token_ids: looks up the chunk-aligned head; fewer tokens than a chunk send nothing. block_hashes: looks up
-        the last block's hash of each full chunk. A hit is pinned for this request until it has been retrieved or its
-        session ends. Raises BadRequest unless exactly one of the two is given.
+        token_ids: looks up all whole chunks; a prompt shorter than a chunk sends nothing. block_hashes: looks up the
+        hash of the last block of each full chunk. A hit pins the matched chunks for this request until they are
+        retrieved or its session ends. Raises BadRequest unless exactly one of the two is given.
         """
         if (block_hashes is None) == (token_ids is None):
             raise BadRequest("a lookup needs token_ids or block_hashes, and not both")
@@ -178,23 +179,25 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
     def check_lookup_result(self, request_id: str) -> int | None:
         """Tokens in the longest cached prefix, or None while the answer is pending. Never blocks.
 
-        0 also where the server failed, is gone or did not answer in time. Raises UnknownRequest for a request id
-        without a lookup.
+        Also 0 where the server failed, is gone, or did not answer in time. Raises UnknownRequest for a request without
+        a lookup.
         """
         return _tokens(self.check_lookup(request_id))
 
     def wait_lookup_result(self, request_id: str, timeout_s: float) -> int | None:
-        """Like `check_lookup_result`, but waits up to `timeout_s` for an answer that is under way, and asks again where
-        a server could answer now what none has answered, or another than is there now. See SchedulerClient.wait_lookup.
+        """Like `check_lookup_result`, but waits up to `timeout_s` for a pending answer.
+
+        It repeats a lookup that no server answered, or that a server answered which has been replaced since; see
+        SchedulerClient.wait_lookup.
         """
         return _tokens(self.wait_lookup(request_id, timeout_s))
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forget the local lookup state of a request; unknown ids are fine."""
+        """Forget a request's lookup on this side; unknown ids are fine."""
         self.forget_lookup(request_id)
 
     def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
-        """Tell the server that the request is over: pins it still holds are released. Fire and forget.
+        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
 
         saved_tokens, saved_s: see wire.EndSession.
         """
@@ -202,7 +205,7 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         super().end_session(request_id, saved_tokens, saved_s)
 
     def shutdown(self) -> None:
-        """Close the connection; every pin of this engine goes with it. Safe twice."""
+        """Close the connection, which releases all pins of this engine. Safe twice."""
         self.close()
 
     def _create_key(
@@ -217,14 +220,13 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
 
 
 def _tokens(outcome: LookupOutcome) -> int | None:
-    """An outcome as the contract returns it."""
     if isinstance(outcome, Cached):
         return outcome.tokens
     return None if isinstance(outcome, Pending) else 0
 
 
 class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
-    """A rank's side: moves blocks into the depot and chunks back. Used by one thread."""
+    """A worker's side: stores blocks of one rank and retrieves chunks into them. Used by one thread."""
 
     def __init__(
         self,
@@ -246,31 +248,30 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
 
     @property
     def store_futures(self) -> dict[str, list[Submitted[bool]]]:
-        """By request id: its stores under way."""
+        """Stores under way, by request id."""
         return self.stores
 
     @property
     def retrieve_futures(self) -> dict[str, list[Submitted[list[bool]]]]:
-        """By request id: its retrieves under way."""
+        """Retrieves under way, by request id."""
         return self.retrieves
 
     @property
     def finished_stores(self) -> set[str]:
-        """Ids that the engine has reported finished, with a store still in flight."""
+        """Ids that the engine has reported finished and that have a store under way."""
         return self.ended
 
     @property
     def previously_finished(self) -> set[str]:
-        """Ids that `get_finished` has returned, and that the engine has reported again ever since."""
+        """Ids that `get_finished` has returned and that the engine has reported again in every call since."""
         return self.repeated
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_axes: Sequence[int] | None = None) -> None:
         """Share the paged KV tensors (layer name -> tensor) with the server; returns when it has mapped them.
 
-        CPU tensors' storage moves into shared memory; see KVCacheHandle for what stays valid. block_axes names each
-        tensor's block axis; without it, it must be plain from the shapes (`[num_blocks, ...]`, or
-        `[2, num_blocks, ...]`). Blocks up to 30 s. Raises LayoutError, with the shapes, for tensors it can't describe
-        or share.
+        CPU tensors' storage moves into shared memory; see KVCacheHandle for what stays valid. block_axes: each tensor's
+        block axis; without it, the shapes must show it (`[num_blocks, ...]` or `[2, num_blocks, ...]`). Blocks 30 s at
+        most. Raises LayoutError, with the shapes, for tensors that cannot be described or shared.
         """
         views = [handle.view for handle in wrap_kv_caches(kv_caches)]
         axes = find_block_axes(views, self.spec.block_tokens) if block_axes is None else list(block_axes)
@@ -279,8 +280,8 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
 
-        event: what must have happened before the bytes may be read: a CUDA event, or on the CPU None or any
-        object with `query()`. Raises BadRequest for an op whose tokens, hashes and blocks do not agree.
+        event: must happen before the bytes may be read: a CUDA event, or on the CPU None or any object with `query()`.
+        Raises BadRequest for an op whose tokens, hashes and blocks do not agree.
         """
         self.batched_submit_store_requests([request_id], [op], event)
 
@@ -301,7 +302,7 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         self.submit_retrieve(request_ids, self._transfers(request_ids, ops), event)
 
     def _transfers(self, request_ids: list[str], ops: list[LoadStoreOp]) -> list[Transfer]:
-        """The ops of so many requests; those without a whole chunk are left out."""
+        """One transfer for each op that has a whole chunk. Raises BadRequest."""
         if len(request_ids) != len(ops):
             raise BadRequest(f"{len(request_ids)} request ids for {len(ops)} ops")
         transfers = [self._transfer(request_id, op) for request_id, op in zip(request_ids, ops, strict=True)]
@@ -327,11 +328,11 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Polled every engine step; never blocks.
 
-        First set: ids that the engine has reported finished (now or earlier) and that have no store in flight; each at
+        First set: ids that the engine has reported finished (now or earlier) and that have no store under way; each at
         most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set.
 
-        An id may be used again: what counts as a repeated report is one in the calls that directly follow the id's
-        return. Once a call does not report the id, or a store or retrieve is submitted under it, it is a new request.
+        An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
+        call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
         stored, retrieved = self.poll(finished_req_ids_from_engine)
         for request_id in stored:
@@ -339,9 +340,9 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         return stored or None, retrieved or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose retrieve failed since the last call; the engine must recompute them."""
+        """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         return self.take_failed_blocks()
 
     def shutdown(self) -> None:
-        """Unregister and close. Safe twice and without a server; blocks 5 s at most."""
+        """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self.close()
