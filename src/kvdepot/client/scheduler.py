@@ -85,7 +85,8 @@ class SchedulerClient:
         will retrieve each chunk; 0: world_size. chained, salt: see wire.Lookup.
         """
         if request_id not in self._lookups:
-            self._ask(request_id, self.spec.lookup(request_id, readers or self.spec.world_size, hashes, chained, salt))
+            spec = self.spec
+            self._ask(request_id, spec.lookup(request_id, readers or spec.world_size, hashes, chained, salt))
 
     def _ask(self, request_id: str, message: wire.Lookup, is_second: bool = False) -> None:
         client = self.client
