@@ -1,4 +1,4 @@
-"""A connection whose server dies, hangs or restarts: what was sent ends only when nothing can touch its blocks."""
+"""Connections whose server dies, hangs or restarts: a copy ends only when nothing can touch its blocks any more."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ sys.stdin.read()
 
 
 class Server:
-    """A process that owns an arena, and the frames that would reach it; the test answers them."""
+    """A process that owns an arena; the test answers for it."""
 
     def __init__(self, name: str, boot: bytes) -> None:
         self.name = name
@@ -103,7 +103,7 @@ LEASE = b"secret of a lease"
 
 
 class Talk:
-    """A connection whose network and clock are the test's; locks and processes are real."""
+    """A connection with a network and a clock of the test; locks and processes are real."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -122,7 +122,7 @@ class Talk:
         self.copies: list[tuple[bytes, bytes]] = []  # the same of copies, by number
 
     def send(self, frame: bytes) -> bool:
-        """Deliver; all but copies are answered at once."""
+        """Deliver a frame; the server answers all but copies at once."""
         server = self.server
         if server is None:
             return False
@@ -155,12 +155,12 @@ class Talk:
         self.hear()
 
     def break_off(self) -> None:
-        """The connection breaks, with all that was on its way, and the socket says so."""
+        """The connection breaks, messages in transit are lost, and the socket reports it."""
         self.replies.clear()
         self.connection.disconnected()
 
     def connect(self) -> None:
-        """The socket says that it has a connection."""
+        """The socket reports a connection."""
         self.connection.connected()
         self.hear()
 
@@ -169,7 +169,7 @@ class Talk:
         return sum(1 for whom, request in self.sent if whom == boot and isinstance(request, kind))
 
     def answer_copies(self, boot: bytes) -> None:
-        """The server of that boot has done what it was asked to copy."""
+        """The server of that boot has finished its copies."""
         for whom, number in self.copies:
             if whom == boot:
                 self.replies.append(wire.encode_answer(number, boot, True))
@@ -180,7 +180,7 @@ class Talk:
             self.connection.take(self.replies.pop(0))
 
     def wait(self, seconds: float) -> None:
-        """Let time pass as a client does that looks every 10 ms."""
+        """Let time pass; the client calls `expire` every 10 ms."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + 0.01, end)
@@ -216,7 +216,7 @@ def talk() -> Iterator[Talk]:
 
 
 def test_a_registration_that_takes_long_is_waited_for(talk: Talk, start_server: Callable[..., Server]) -> None:
-    """Of eight ranks on eight GPUs, say: contexts, a compiler, measurements."""
+    """For example with eight ranks on eight GPUs: contexts, a compiler, measurements."""
     talk.server = start_server()
     talk.holds_back = True
     answers: list[Any] = []
@@ -231,7 +231,7 @@ def test_a_registration_that_takes_long_is_waited_for(talk: Talk, start_server: 
 def test_the_end_of_a_session_whose_answer_was_lost_is_told_again(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
-    """It has no deadline, for what it pins would stay pinned; nothing else is under way that would find out."""
+    """It has no deadline, or its pins could stay; and no other request is under way that would reveal the loss."""
     talk.server = start_server()
     talk.ask(wire.Noop(), lambda value: None)
     answers: list[Any] = []
@@ -246,7 +246,7 @@ def lookup(request: str = "r") -> wire.Lookup:
 
 
 def begin_copies(talk: Talk, device: str) -> dict[str, Any]:
-    """Register, and ask for a store and a retrieve that the server does not answer; what becomes of them."""
+    """Register, then send a store and a retrieve, which the server does not answer. Returns their outcomes."""
     told: dict[str, Any] = {}
     talk.ask(wire.Register(1, layout(device)), lambda value: told.update(registered=value))
     talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
@@ -285,7 +285,7 @@ def test_a_copy_that_a_hanging_server_may_still_do_is_sent_to_no_successor_of_an
 def test_a_copy_is_sent_again_only_when_its_registration_was_taken_back(
     refusal: KVDepotError, talk: Talk, start_server: Callable[..., Server]
 ) -> None:
-    """Else the server may be doing it still, and would do it twice."""
+    """Else the server may still be copying, and would copy twice."""
     talk.server = start_server()
     begin_copies(talk, "")
     assert len(talk.copies) == 2
@@ -306,7 +306,7 @@ def test_a_copy_is_sent_again_only_when_its_registration_was_taken_back(
 def test_a_killed_servers_copies_end_when_nothing_of_it_can_be_under_way_and_no_other_comes(
     device: str, talk: Talk, start_server: Callable[..., Server]
 ) -> None:
-    """What was queued with a GPU's driver may run on when the process is gone and its lock is free."""
+    """Copies queued with a GPU's driver may run on after the process is gone and its lock is free."""
     server = talk.server = start_server()
     told = begin_copies(talk, device)
     talk.wait(2 * LINGER_S)
@@ -409,7 +409,7 @@ def test_requests_wait_a_moment_for_a_server_that_was_lost_and_none_for_one_that
 def test_a_lookup_is_not_asked_again_when_its_session_has_ended(
     talk: Talk, start_server: Callable[..., Server]
 ) -> None:
-    """What it pinned would stay pinned."""
+    """Its pins would stay."""
     server = talk.server = start_server()
     told: dict[str, Any] = {}
     talk.ask(wire.Noop(), lambda value: told.update(first=value))

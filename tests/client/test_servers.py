@@ -6,7 +6,7 @@ from kvdepot.client.servers import Server, Servers
 
 
 class Life:
-    """A server's process, as the test says, and a clock."""
+    """A Watch of a server that ends when the test says so."""
 
     secret = b""
 

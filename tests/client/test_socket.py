@@ -73,7 +73,7 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
 def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_there(
     start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is asked meanwhile, and nobody looks for what is overdue or gone."""
+    """Even though no request is sent and no periodic check runs."""
     depot = start_depot()
     with zmq.Context() as context:
         asking = client.Client(depot.url, context)
@@ -96,7 +96,7 @@ def test_a_client_hears_at_once_that_its_server_was_killed_and_that_the_next_is_
 
 
 def test_an_answer_of_the_wrong_kind_ends_its_future_with_an_error() -> None:
-    """Whatever the converter raises: a future that never ends would be waited for."""
+    """Whatever the converter raises: a future that never ends would block its caller."""
     for error in (ProtocolError("none of ours"), ValueError("no number")):
 
         def convert(value: object, error: Exception = error) -> int:

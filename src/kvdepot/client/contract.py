@@ -112,7 +112,7 @@ class IPCCacheEngineKey:
 
     def __post_init__(self) -> None:
         if (self.token_ids is None) == (self.chunk_hash is None):
-            raise BadRequest("a key needs token_ids or chunk_hash, and not both")
+            raise BadRequest("give exactly one of token_ids and chunk_hash")
 
     def no_worker_id_version(self) -> IPCCacheEngineKey:
         """The same key without a rank, for a lookup."""
@@ -175,7 +175,7 @@ class LoadStoreOp:
 
     def __post_init__(self) -> None:
         if (self.token_ids is None) == (self.block_hashes is None):
-            raise BadRequest("an op needs token_ids or block_hashes, and not both")
+            raise BadRequest("give exactly one of token_ids and block_hashes")
 
     def __len__(self) -> int:
         return len(self.block_ids)

@@ -164,7 +164,7 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         retrieved or its session ends. Raises BadRequest unless exactly one of the two is given.
         """
         if (block_hashes is None) == (token_ids is None):
-            raise BadRequest("a lookup needs token_ids or block_hashes, and not both")
+            raise BadRequest("give exactly one of token_ids and block_hashes")
         if request_id in self._lookups:
             return
         if token_ids is not None:
