@@ -9,7 +9,8 @@ transfers, and outcomes into what the contract returns. They decide nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import zmq
 
@@ -35,6 +36,8 @@ from kvdepot.protocol.layout import build_layout, find_block_axes
 
 if TYPE_CHECKING:
     import torch
+
+_Value = TypeVar("_Value")
 
 __all__ = [
     "IPCCacheEngineKey",
@@ -65,41 +68,47 @@ def get_lmcache_chunk_size(mq_client: MessageQueueClient) -> int:
     return mq_client.learn_chunk_size(CONNECT_S)
 
 
+class _OfSpec(Generic[_Value]):
+    """A field of an adapter's `spec` under the contract's name. Setting it replaces the spec."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __get__(self, adapter: _Adapter, owner: object) -> _Value:
+        value: _Value = getattr(adapter.spec, self._field)
+        return value
+
+    def __set__(self, adapter: _Adapter, value: _Value) -> None:
+        changes: dict[str, Any] = {self._field: value}
+        adapter.spec = replace(adapter.spec, **changes)
+
+
 class _Adapter:
     """The contract's attributes that both adapters have. Setting one affects what is sent afterwards."""
 
-    mq_client: MessageQueueClient
-    model_name: str
-    world_size: int
-    worker_id: int
+    client: Client
+    spec: ShardSpec
+    model_name = _OfSpec[str]("model")
+    world_size = _OfSpec[int]("world_size")
+    worker_id = _OfSpec[int]("rank")
     """The KV rank."""
-    chunk_size: int
+    chunk_size = _OfSpec[int]("chunk_tokens")
     """Tokens per chunk."""
-    blocks_in_chunk: int
+    blocks_in_chunk = _OfSpec[int]("blocks_in_chunk")
 
     @property
-    def client(self) -> Client:
-        """`mq_client`, as the native clients name it."""
-        return self.mq_client
+    def mq_client(self) -> MessageQueueClient:
+        """The connection to the server."""
+        assert isinstance(self.client, MessageQueueClient)
+        return self.client
 
-    @client.setter
-    def client(self, client: Client) -> None:
-        assert isinstance(client, MessageQueueClient)
-        self.mq_client = client
-
-    @property
-    def spec(self) -> ShardSpec:
-        """The other attributes, as the native clients name them."""
-        return ShardSpec(self.model_name, self.world_size, self.worker_id, self.chunk_size, self.blocks_in_chunk)
-
-    @spec.setter
-    def spec(self, spec: ShardSpec) -> None:
-        self.model_name, self.world_size, self.worker_id = spec.model, spec.world_size, spec.rank
-        self.chunk_size, self.blocks_in_chunk = spec.chunk_tokens, spec.blocks_in_chunk
+    @mq_client.setter
+    def mq_client(self, client: MessageQueueClient) -> None:
+        self.client = client
 
     def num_blocks_per_chunk(self) -> int:
         """Engine blocks in a chunk."""
-        return self.blocks_in_chunk
+        return self.spec.blocks_in_chunk
 
 
 class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
@@ -169,11 +178,12 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
             return
         if token_ids is not None:
             hashes = b""
-            if chunks := len(token_ids) // self.chunk_size:
-                _, hashes = self.mq_client.chains.name(request_id, token_ids, self.chunk_size, 0, chunks)
+            size = self.spec.chunk_tokens
+            if chunks := len(token_ids) // size:
+                _, hashes = self.mq_client.chains.name(request_id, token_ids, size, 0, chunks)
         else:
             assert block_hashes is not None
-            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.blocks_in_chunk)))
+            hashes = b"".join(map(engine_hash, striding_block_hashes(block_hashes, self.spec.blocks_in_chunk)))
         self.submit_lookup(request_id, hashes, chained=token_ids is not None)
 
     def check_lookup_result(self, request_id: str) -> int | None:
