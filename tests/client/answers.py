@@ -1,4 +1,4 @@
-"""A client without a server: what it is asked is noted, and the test answers."""
+"""A client without a server: it records requests, and the test answers them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvdepot.protocol import wire
 
 
 class Lease:
-    """Notes where its fence is."""
+    """Records its fence."""
 
     def __init__(self) -> None:
         self.fence = 0
@@ -20,7 +20,7 @@ class Lease:
 
 
 class Answering:
-    """As client.socket.Client. A test answers the oldest request that has none."""
+    """Stands in for client.socket.Client. The test answers the oldest open request."""
 
     def __init__(self) -> None:
         self.incarnation = b"one"

@@ -1,4 +1,4 @@
-"""The least engine: a scheduler and a worker on the adapters, with real tensors."""
+"""A minimal engine: a scheduler and a worker on the adapters, with real tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Engine:
         self.worker.register_kv_caches({"layer": self.cache})
 
     def wait_connected(self) -> None:
-        """Until both adapters have found the server that runs now."""
+        """Wait until both adapters are connected to the current server."""
 
         def answers(client: MessageQueueClient) -> bool:
             try:
@@ -65,7 +65,7 @@ class Engine:
 
 
 def works(depot: Depot) -> bool:
-    """Whether bytes go into a server and come back."""
+    """Whether a server stores bytes and gives them back."""
     engine, tokens = Engine(depot), list(range(CHUNK))
     engine.store(tokens, [0, 1, 2, 3])
     good = engine.lookup(tokens) == CHUNK and engine.retrieve(tokens, [7, 6, 5, 4]) == set()

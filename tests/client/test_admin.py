@@ -1,4 +1,4 @@
-"""What an engine whose cache is reset asks for: all of its model is forgotten, or it is told that it may not be."""
+"""Resetting an engine's cache: all chunks of its model are forgotten, or it learns that some may remain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors() -> Iterator[Path]:
 
 
 def fill(client: MessageQueueClient, tensors: Path, model: str, instance: int) -> bytes:
-    """Store a prompt; its keys."""
+    """Store a prompt; return its keys."""
     layout = Layout(
         [Mapping(tensors.name, CHUNKS * BLOCK_BYTES)], [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], CHUNKS, bytes(32)
     )

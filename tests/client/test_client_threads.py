@@ -37,7 +37,7 @@ def _threads_switch_often() -> Iterator[None]:
 
 
 def on_threads(work: Callable[[int], None], threads: int = THREADS) -> None:
-    """Run `work(number)` on so many threads at once; raises what one of them raised."""
+    """Run `work(number)` on several threads at once; raise what one of them raised."""
     together = threading.Barrier(threads)
 
     def run(number: int) -> None:
@@ -49,7 +49,7 @@ def on_threads(work: Callable[[int], None], threads: int = THREADS) -> None:
 
 
 def prompts(seed: int, count: int, most_chunks: int) -> list[tuple[int, ...]]:
-    """Prompts of whole chunks, some of which begin alike."""
+    """Prompts of whole chunks, some with a common prefix."""
     numbers = random.Random(seed)
     head = tuple(numbers.choices(range(50_000), k=CHUNK))
     made = []
@@ -107,7 +107,7 @@ def client(depot: Depot) -> Iterator[MessageQueueClient]:
 
 
 def test_threads_that_share_a_client_get_back_the_bytes_of_their_own_prompts(client: MessageQueueClient) -> None:
-    """Raw keys without a request id, as another adapter may send them."""
+    """Keys without a request id, as another adapter may send them."""
     model, per_chunk = "threads", 4
     said = prompts(2, THREADS, 6)
     blocks = max(len(tokens) for tokens in said) // CHUNK * per_chunk
@@ -152,7 +152,7 @@ def test_schedulers_of_two_threads_on_one_client_find_their_own_prompts_under_on
     sent: list[bytes] = []
 
     class Noting(LMCacheMPSchedulerAdapter):
-        """Notes the hashes that it looks up, and sends nothing."""
+        """Records the hashes that it looks up, and sends nothing."""
 
         def submit_lookup(self, request_id: str, hashes: bytes, *args: Any, **kwargs: Any) -> None:
             sent.append(hashes)
@@ -197,7 +197,7 @@ class Never:
 
 
 def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() -> None:
-    """A descriptor is free for the next client before ZeroMQ has taken the last one's monitor down."""
+    """A descriptor is reused by the next client before ZeroMQ has closed the last one's monitor."""
     context: zmq.Context[Any] = zmq.Context()
 
     def make_and_close(_: int) -> None:
@@ -209,7 +209,7 @@ def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() ->
 
 
 def test_a_client_that_closes_while_it_is_being_connected_stops_no_other_of_its_context(depot: Depot) -> None:
-    """ZeroMQ's thread, which all sockets of a context share, waits for ever to tell a monitor that is closed."""
+    """ZeroMQ's thread, which all sockets of a context share, would block for ever on the closed monitor."""
     moments = random.Random(7)
     with closing(MessageQueueClient(depot.url, depot.context)) as other:
         for _ in range(300):

@@ -77,7 +77,7 @@ def read_blocks(caches: dict[str, torch.Tensor], ids: list[int]) -> list[bytes]:
 
 
 def prompt(tokens: int) -> list[int]:
-    """A prompt no other test has."""
+    """A prompt that no other test uses."""
     first = next(_seeds) * 1_000_000
     return list(range(first, first + tokens))
 
@@ -106,7 +106,7 @@ class Later:
 
 
 class Engine:
-    """One engine: a scheduler, a worker a rank, and their tensors."""
+    """One engine: a scheduler, one worker per rank, and their tensors."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Engine:
         block_size: int = BLOCK,
         ranks: list[int] | None = None,
     ) -> None:
-        """ranks: which shard each worker holds; by default one worker a shard."""
+        """ranks: which shard each worker holds; by default one worker per shard."""
         self.model = model or unique("model")
         shape = (depot.url, depot.context, self.model, world_size)
         self.scheduler = LMCacheMPSchedulerAdapter(*shape, 0, block_size)
@@ -131,14 +131,14 @@ class Engine:
         return self.workers[0]
 
     def store(self, op: LoadStoreOp, rank: int = 0, request_id: str = "") -> None:
-        """Store and wait until it has ended."""
+        """Store, and wait until it has ended."""
         request_id = request_id or unique("store")
         worker = self.workers[rank]
         worker.submit_store_request(request_id, op, None)
         eventually(lambda: request_id in (worker.get_finished({request_id})[0] or ()))
 
     def retrieve(self, op: LoadStoreOp, rank: int = 0, request_id: str = "") -> set[int]:
-        """Retrieve and wait until it has ended; the block ids that failed."""
+        """Retrieve, and wait until it has ended. Returns the ids of blocks that failed."""
         request_id = request_id or unique("retrieve")
         worker = self.workers[rank]
         worker.submit_retrieve_request(request_id, op, None)
@@ -496,6 +496,47 @@ def test_the_adapters_have_the_attributes_of_the_contract(engine: Engine) -> Non
         assert len(empty) == 0
 
 
+def test_forgetting_a_lookup_future_forgets_the_lookup(engine: Engine) -> None:
+    scheduler, tokens = engine.scheduler, prompt(CHUNK)
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
+    futures = scheduler.lookup_futures
+    for forget in (futures.pop, futures.__delitem__, lambda _: futures.clear()):
+        assert engine.lookup("r", token_ids=tokens) == CHUNK
+        assert list(futures) == ["r"] and futures["r"].result() == 1
+        forget("r")
+        assert not scheduler.lookup_futures
+        with pytest.raises(errors.UnknownRequest):
+            scheduler.check_lookup_result("r")
+    with pytest.raises(KeyError):
+        futures.pop("r")
+
+
+def test_a_lookup_future_of_somebody_else_is_refused(engine: Engine) -> None:
+    with pytest.raises(errors.BadRequest, match="maybe_submit_lookup_request"):
+        engine.scheduler.lookup_futures["r"] = MessagingFuture.resolved(1)
+
+
+def test_attributes_of_an_adapter_can_be_set(depot: Depot, engine: Engine) -> None:
+    scheduler, tokens, other = engine.scheduler, prompt(2 * CHUNK), unique("model")
+    engine.worker.shutdown()
+    worker = LMCacheMPWorkerAdapter(depot.url, depot.context, "m", 2, 1, 2 * BLOCK)
+    worker.model_name, worker.world_size, worker.worker_id, worker.blocks_in_chunk = other, 1, 0, PER_CHUNK
+    engine.workers, engine.caches = [worker], [make_caches()]
+    worker.register_kv_caches(engine.caches[0])
+    engine.store(LoadStoreOp(list(range(8)), token_ids=tokens))
+    assert engine.lookup(token_ids=tokens) == 0
+    scheduler.model_name = other
+    assert engine.lookup(token_ids=tokens) == 2 * CHUNK
+    key = scheduler._create_key(tokens)
+    assert (key.model_name, key.world_size, key.worker_id) == (other, 1, 0)
+    connection = MessageQueueClient(depot.url, depot.context)
+    scheduler.mq_client.close()
+    scheduler.mq_client = connection
+    assert engine.lookup(token_ids=tokens) == 2 * CHUNK
+    worker.finished_stores.add("r")
+    assert worker.get_finished(set())[0] == {"r"}
+
+
 def test_instance_ids_are_unique(make_engine: MakeEngine) -> None:
     ids = [worker.instance_id for _ in range(3) for worker in make_engine(world_size=2).workers]
     assert len(set(ids)) == 6
@@ -789,7 +830,7 @@ def test_storing_the_same_chunk_again_moves_no_bytes(depot: Depot, engine: Engin
 def test_replicas_of_a_shard_store_it_once_between_them_and_each_gets_it(
     depot: Depot, make_engine: MakeEngine, world_size: int, ranks: list[int]
 ) -> None:
-    """As tensor-parallel ranks do that hold the same bytes each: those of MLA, or of fewer KV heads than ranks."""
+    """As tensor-parallel ranks do that hold the same bytes: with MLA, or with fewer KV heads than ranks."""
     shards = [make_caches() for _ in range(world_size)]
     caches = [{name: tensor.clone() for name, tensor in shards[rank].items()} for rank in ranks]
     engine = make_engine(world_size=world_size, ranks=ranks, caches=caches)
@@ -1170,7 +1211,7 @@ def test_a_retrieve_does_not_wait_behind_the_event_of_an_earlier_store(engine: E
 
 
 def test_stores_that_are_given_up_before_their_event_are_never_sent(depot: Depot, engine: Engine) -> None:
-    """The engine reuses the blocks at once: to copy them would be work for nothing."""
+    """The engine reuses the blocks at once, so copying them would be useless."""
     worker, tokens, event = engine.worker, prompt(CHUNK), Later()
     worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=tokens), event)
     worker.give_up_stores({"r"}, 0.01)
@@ -1194,7 +1235,7 @@ def test_submitting_and_polling_never_wait_for_an_event(engine: Engine) -> None:
 
 
 class Broken:
-    """An event that fails when it is asked for the `fatal`-th time."""
+    """An event whose `fatal`-th query fails."""
 
     def __init__(self, fatal: int) -> None:
         self._left = fatal
@@ -1252,7 +1293,7 @@ def held(depot: Depot) -> tuple[int, int]:
 
 @pytest.fixture
 def quiet_engine(quiet_depot: Depot, make_engine: MakeEngine) -> Iterator[Engine]:
-    """The only engine on its server; it must leave nothing held."""
+    """The only engine on its server; it must leave no chunk held."""
     engine = make_engine(quiet_depot)
     assert held(quiet_depot) == (0, 0)
     yield engine
@@ -1496,7 +1537,7 @@ def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: l
 def test_a_lookup_that_found_no_server_is_asked_again_once_one_is_there(
     start_depot: StartDepot, make_engine: MakeEngine, is_noticed: bool
 ) -> None:
-    """Whether or not anybody had met the end of the server before it was asked."""
+    """Whether or not the client had noticed the end of the server before."""
     first = start_depot()
     engine, tokens = make_engine(first), prompt(2 * CHUNK)
     scheduler = engine.scheduler
@@ -1566,7 +1607,7 @@ def test_a_request_that_was_held_back_in_vain_is_looked_up_once_more_when_a_serv
     engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens))
 
     def hold_back() -> None:
-        """Ask while the server does not answer, let the lookup end, and hear the server."""
+        """Ask while the server hangs, let the lookup end, and then hear from the server."""
         os.kill(server.process.pid, signal.SIGSTOP)
         assert scheduler.wait_lookup_result("r", 0.01) is None
         assert scheduler.mq_client.wait(scheduler.lookup_futures["r"].query, 10.0)

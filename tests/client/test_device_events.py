@@ -1,4 +1,4 @@
-"""Requests that wait for events: each is let go or fails, once, and none waits behind another's event."""
+"""Requests that wait for events: each is sent or fails, once, and none waits behind another's event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import HANG_S, eventually
 
 
 class Later:
-    """An event that happens when the test says so, and counts how often it was asked."""
+    """An event that happens when the test says so, and counts its queries."""
 
     def __init__(self) -> None:
         self.there = False
@@ -28,7 +28,7 @@ class Later:
 
 
 class Blocking:
-    """An event that answers only when the test lets it."""
+    """An event whose query blocks until the test lets it go."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -42,7 +42,7 @@ class Blocking:
 
 
 class Outcomes:
-    """What became of requests, in order."""
+    """The outcomes of requests, in order."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -81,7 +81,7 @@ def test_no_request_waits_behind_the_event_of_an_earlier_one(waits: EventQueue) 
 
 
 def test_who_looks_lets_go_on_its_own_thread_while_ours_has_nothing_left_to_do() -> None:
-    """A hand-over between threads costs milliseconds under the GIL; an engine that polls need not wait for it."""
+    """A switch of threads costs milliseconds under the GIL; an engine that polls need not wait for one."""
     threads: list[threading.Thread] = []
     began, go_on = threading.Event(), threading.Event()
 
@@ -199,7 +199,7 @@ def test_stopping_is_bounded_with_an_event_that_does_not_answer_and_its_request_
 
 
 def test_nothing_is_asked_while_nothing_waits(waits: EventQueue) -> None:
-    """The thread sleeps: an idle engine is not woken a thousand times a second."""
+    """The thread sleeps; it does not wake an idle engine a thousand times a second."""
     outcomes, event = Outcomes(), Later()
     event.there = True
     waits.put(event, *outcomes.of("r"))

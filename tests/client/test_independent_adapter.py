@@ -49,7 +49,7 @@ class Engine:
             worker.register(caches)
 
     def finish(self, rank: int = 0) -> dict[str, Any]:
-        """Poll until nothing is under way; the answers by name."""
+        """Poll until nothing is under way. Returns the answers by name."""
         worker, answers = self.workers[rank], {}
         deadline = time.monotonic() + 60.0
         while worker.under_way:

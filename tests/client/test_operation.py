@@ -1,4 +1,4 @@
-"""What adapters tell of each lookup, store and retrieve, against what was asked; and spans of it."""
+"""The operations that adapters report, compared with what was asked; and their spans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _needs_otel() -> None:
 
 @pytest.fixture
 def engine(depot: Depot) -> Iterator[Engine]:
-    """Blocks of 256 bytes; a chunk is 1 KiB."""
+    """Blocks have 256 bytes, so a chunk has 1 KiB."""
     made = Engine(depot)
     yield made
     made.close()

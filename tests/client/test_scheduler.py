@@ -1,4 +1,4 @@
-"""The scheduler's client: what becomes of a lookup, without a server. With one: test_contract.py."""
+"""The scheduler's client: outcomes of lookups, without a server. With one: test_contract.py."""
 
 from __future__ import annotations
 

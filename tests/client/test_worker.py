@@ -1,4 +1,4 @@
-"""A worker's client: what becomes of stores and retrieves, without a server. With one: test_contract.py."""
+"""The worker's client: outcomes of stores and retrieves, without a server. With one: test_contract.py."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
 
 
 def warmed_up() -> PrefillSpeed:
-    """Of an engine whose first step is over."""
+    """The speed of an engine whose first step is over."""
     prefill = PrefillSpeed()
     prefill.output(prefill.built([2048], -100.0), -50.0)
     return prefill

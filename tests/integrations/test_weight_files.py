@@ -71,7 +71,7 @@ def test_the_home_folder_and_links_lead_to_the_same_files(tmp_path: Path, monkey
 
 
 def test_a_change_is_dated_by_what_nobody_can_set_back(tmp_path: Path) -> None:
-    """Times of files can be set; when their inode, the folder's name or a link changed cannot."""
+    """File times can be set; the times at which their inode, the folder's name or a link changed cannot."""
     began = time.time() - 1  # clocks of file systems lag behind by some milliseconds
     long_ago = (0, 0)
     folder = _model(tmp_path / "model", times=long_ago)

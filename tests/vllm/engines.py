@@ -164,7 +164,7 @@ class Nursery:
         return os.environ | ENVIRON | {"PYTHONPATH": path}
 
     def fork(self, arguments: dict[str, Any], channel: socket.socket, log: int) -> int:
-        """An engine with vLLM's `arguments` and this process's environment; its process id."""
+        """Fork an engine with vLLM's `arguments` and this process's environment. Returns its process id."""
         message = json.dumps({"do": "fork", "arguments": arguments, "environ": self._environ()}).encode()
         with self._lock:
             socket.send_fds(self._channel, [message], [channel.fileno(), log])
@@ -220,7 +220,7 @@ class Engine:
         return self
 
     def start_error(self) -> str:
-        """What the engine says when it refuses to start."""
+        """The engine's error when it refuses to start."""
         with pytest.raises(EngineError) as caught:
             self._answer(START_S)
         return str(caught.value)
@@ -260,7 +260,7 @@ class Engine:
         return self.run(tokens, **options)
 
     def wait(self) -> int:
-        """Wait until the process has ended by itself; its exit code."""
+        """Wait until the process has ended by itself. Returns its exit code."""
         if self._exit_code is None:
             assert select.select([self._process], [], [], END_S)[0], f"still there:\n{self.logged()[-4000:]}"
             self._exit_code = nursery().wait(self.pid)
@@ -285,10 +285,10 @@ class EngineError(Exception):
 
 
 def output(result: dict[str, Any]) -> tuple[Any, Any]:
-    """What must be equal bit for bit."""
+    """The part of an answer that must be equal bit for bit."""
     return result["tokens"], result["logprobs"]
 
 
 def nothing_is_held(status: dict[str, Any]) -> bool:
-    """Whether an engine that has done all it was asked has let go of everything; sessions' ends have no answer."""
+    """Whether an idle engine holds no chunk any more; ends of sessions are not answered."""
     return bool(status["reserved_shards"] == status["holds"] == status["operations"] == 0)

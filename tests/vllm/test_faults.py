@@ -22,7 +22,7 @@ def kill(depot: Depot) -> None:
 
 
 def alone(engine: Engine) -> list[Any]:
-    """What the engine answers by itself, one request at a time."""
+    """The engine's own answers, one request at a time."""
     return [output(engine.run_fresh(tokens)) for tokens in PROMPTS]
 
 

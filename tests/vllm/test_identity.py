@@ -1,4 +1,4 @@
-"""What of vLLM's configuration separates engines: everything but the fields that are known to be harmless."""
+"""Engines share KV only if all of vLLM's configuration is equal, except fields that are known to be harmless."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _classes(cls: type, seen: dict[str, type]) -> dict[str, type]:
 
 
 def _instances(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The configurations in a configuration that are not left out as a whole."""
+    """The configurations within a configuration, except those left out as a whole."""
     yield path, value
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)

@@ -1,4 +1,4 @@
-"""What lies where in vLLM's KV: every layout it knows, on the bytes that its own code lays out."""
+"""Every layout of vLLM's KV, on bytes that its own code lays out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 
 
 class Arena:
-    """Memory to copy into."""
+    """Memory to copy to."""
 
     def __init__(self, size: int) -> None:
         self.bytes = np.zeros(size, np.uint8)

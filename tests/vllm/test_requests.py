@@ -1,4 +1,4 @@
-"""What of a request names its chunks, on vLLM's own request objects."""
+"""What besides the tokens identifies a request's chunks, on vLLM's own request objects."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def lora(path: Path | str, number: int = 1, name: str = "red") -> Any:
 
 
 def started(later_s: float = 60.0) -> Any:
-    """The adapters of an engine that is started after what is on disk now."""
+    """The adapters of an engine that starts after the last change on disk."""
     from kvdepot.integrations.vllm.lora import Adapters
 
     return Adapters(time.time() + later_s)
@@ -329,7 +329,7 @@ def test_a_block_that_is_given_to_be_computed_anew_is_trusted_again() -> None:
 
 
 class Steps:
-    """A connector of a scheduler, and steps as vLLM builds them and brings them back."""
+    """A scheduler's connector, and steps as vLLM builds and returns them."""
 
     def __init__(self, url: str, model: Path) -> None:
         import torch
@@ -349,7 +349,7 @@ class Steps:
         self.connector = KVDepotConnector(options.create_engine_config(), KVConnectorRole.SCHEDULER, config)
 
     def build(self, tokens: int = 0, preempted: bool = False) -> Any:
-        """The orders of a step that computes so many tokens of the request `r`, in blocks 1 to 4."""
+        """The orders of a step that computes `tokens` tokens of request `r`, in blocks 1 to 4."""
         from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
         step = SchedulerOutput.make_empty()
@@ -359,7 +359,7 @@ class Steps:
         return self.connector.build_connector_meta(step)
 
     def back(self, orders: Any, failed: set[int] | None = None) -> None:
-        """The step's output."""
+        """Return the step's output."""
         from vllm.v1.outputs import KVConnectorOutput
 
         from kvdepot.integrations.vllm.messages import WorkerReport
@@ -432,7 +432,7 @@ def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_
 def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored_and_not_with_the_load_or_the_last_token(
     vllm_depot: Depot, models: dict[str, Path]
 ) -> None:
-    """What is stored behind chunks that are gone is found by nobody; and decoding takes long."""
+    """A chunk stored behind evicted ones can never be found; but decoding takes long, and must hold no pins."""
     from vllm.v1.outputs import KVConnectorOutput
 
     steps = Steps(vllm_depot.url, models["gqa"])

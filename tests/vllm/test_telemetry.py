@@ -1,4 +1,4 @@
-"""What a real engine's connector and a depot tell of themselves: vLLM's metrics, its KV events, its traces."""
+"""Telemetry of a real engine's connector and a depot: vLLM's metrics, KV events and traces."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Events:
         return [event for event in self.hear()[since:] if type(event).__name__ == kind]
 
     def tokens_of(self, medium: str, since: int = 0) -> int:
-        """How many tokens were told to be there now."""
+        """Number of tokens that the events say are cached now."""
         return sum(len(event.token_ids) for event in self.of("BlockStored", since) if event.medium == medium)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ def test_what_the_depot_publishes_is_what_vllm_reads(tmp_path: Path) -> None:
 
 
 class Prompt:
-    """What is read of vLLM's request: hashed blocks of 4 tokens, 8 tokens a chunk."""
+    """The attributes of vLLM's request that are read: hashed blocks of 4 tokens, 8 tokens a chunk."""
 
     lora_request = None
 
@@ -252,7 +252,7 @@ class Prompt:
         self.chain.extend(self.all_token_ids)
 
     def stored(self, first: int, end: int, *ranks: int) -> Any:
-        """What workers tell of these chunks, in one step."""
+        """The workers' report of these chunks, in one step."""
         from kvdepot.integrations.vllm.messages import WorkerReport
 
         told = WorkerReport()
@@ -264,7 +264,7 @@ class Prompt:
 
 
 def told(known: Any) -> list[tuple[str, list[bytes]]]:
-    """Events by their hashes, of which vLLM tells the last 64 bits."""
+    """Events by their hashes, of which vLLM publishes the last 64 bits."""
     return [
         (type(event).__name__, [each.to_bytes(8, "big").rjust(32, b"-") for each in event.block_hashes])
         for event in known.take()

@@ -24,7 +24,7 @@ TIERS = ("redis", "object", "mooncake")
 
 
 class Stored(NamedTuple):
-    """What the first engine left behind, and its answer."""
+    """What the first engine stored, and its answer."""
 
     urls: dict[str, str]
     answer: dict[str, Any]
@@ -58,7 +58,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def stored(urls: dict[str, str], models: dict[str, Path]) -> Iterator[Stored]:
-    """An engine has run, its depot has passed all on to every tier, and the engine is gone."""
+    """An engine has run, its depot has saved all chunks to every tier, and the engine has ended."""
     depot = Depot("--tiers", *urls.values(), arena_mib=128).wait_ready()
     engine = Engine(models["gqa"], depot.url)
     try:
@@ -75,14 +75,14 @@ def stored(urls: dict[str, str], models: dict[str, Path]) -> Iterator[Stored]:
 
 @pytest.fixture(scope="module")
 def place() -> tuple[str, str]:
-    """URL and arena of the second depot, which lives several times."""
+    """URL and arena of the second depot, which is started several times."""
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     return f"ipc:///tmp/{name}.sock", name
 
 
 @pytest.fixture(scope="module")
 def second(place: tuple[str, str], models: dict[str, Path]) -> Iterator[Engine]:
-    """The second engine; started where its depot is already there."""
+    """The second engine, started while its depot runs."""
     engine = Engine(models["gqa"], place[0])
     yield engine.wait_started()
     engine.close()

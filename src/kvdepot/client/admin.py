@@ -1,6 +1,6 @@
-"""`kvdepot warm`, `pin` and `forget`: what people do to chunks by hand, and an engine whose cache is reset.
+"""Warming, pinning and forgetting chunks by hand (`kvdepot warm`, `pin`, `forget`), and resetting an engine's cache.
 
-Called by cli/chunks.py, web/app.py and integrations/vllm/scheduler.py; a client like any other.
+Called by cli/chunks.py, web/app.py and integrations/vllm/scheduler.py. To the server, a client like any other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,21 +46,21 @@ _ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """Chunks of one prompt, and whose they are, of no rank in particular."""
+    """The chunks of one prompt, on all ranks."""
 
     spec: ShardSpec
     hashes: bytes
     salt: bytes
 
     def __len__(self) -> int:
-        """Chunks."""
+        """Number of chunks."""
         return len(self.hashes) // HASH_BYTES
 
 
 @contextmanager
 def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[Client]:
-    """A client that has been welcomed. Raises Unavailable, ConfigError for a key that is none."""
-    context: zmq.Context[Any] = zmq.Context()
+    """A client that has been welcomed. Raises Unavailable without a server, ConfigError for a bad key file."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         client = Client(url, context, key=key)
         try:
@@ -75,7 +75,7 @@ def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[C
 def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: str, salt: str) -> Prompt:
     """The chunks of the prompt in a file: token ids (JSON, or separated numbers), or chunk hashes in hex; `-`: stdin.
 
-    model: a name that the server lists, or the beginning of just one; empty: the only one there is. Raises ConfigError.
+    model: a name that the server lists, or the beginning of exactly one; empty: the only one. Raises ConfigError.
     """
     file = tokens or hashes or "-"
     try:
@@ -92,9 +92,8 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
 def make_prompt(
     client: Client, ids: Sequence[int], hashes: bytes, model: str, salt: str, what: str = "the prompt"
 ) -> Prompt:
-    """The chunks of these token ids, or those with these hashes. model: as above. what: its name in errors.
-
-    Raises ConfigError.
+    """The chunks of these token ids, or those with these hashes. model: see `read_prompt`. what: the prompt's name in
+    errors. Raises ConfigError.
     """
     name, world_size, blocks_in_chunk = _shape_named(client, model)
     if not hashes:
@@ -108,9 +107,9 @@ def make_prompt(
 
 
 def _shape_named(client: Client, model: str) -> tuple[str, int, int]:
-    """The one model, world size and blocks a chunk that are named so, in full or by a beginning. Raises ConfigError.
+    """Name, world size and blocks per chunk of the one model with this name or beginning. Raises ConfigError.
 
-    Where the server lists some of its namespaces only, a name in full means the shape that is listed: the largest.
+    If the server lists only some of its namespaces, a full name means the listed shape, which is the largest.
     """
     told = client.ask(wire.Status()).result(_ANSWER_S)
     namespaces = told["namespaces"]
@@ -128,13 +127,13 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int]:
     (shape,) = shapes
     if len(shape[0]) >= MOST_NAME:
         raise ConfigError(
-            f"model {model[:80]!r}: the server tells {MOST_NAME} characters of a name, and this one may have more: "
-            f"chunks of such a model are loaded and pinned by its engines only"
+            f"model {model[:80]!r}: the server reports {MOST_NAME} characters of a name, and this one may be longer: "
+            f"only its engines can load and pin its chunks"
         )
     if unlisted > 0 and not is_whole:
         raise ConfigError(
             f"model {model!r} may name others than {shape[0]}: the server does not list its {unlisted} smallest "
-            f"models and shapes; name it in full"
+            f"models and shapes; give the full name"
         )
     return shape
 
@@ -147,9 +146,8 @@ def _hash(word: str) -> bytes:
 
 
 def warm(client: Client, prompt: Prompt, told: Callable[[int], None] = lambda chunks: None) -> int:
-    """Load what tiers have of a prompt into memory; chunks of its prefix that are there then. Blocks until all are.
-
-    told: how many are there by now.
+    """Load a prompt's chunks from the tiers into memory. Blocks until no more arrive; returns how many of its first
+    chunks are in memory. told: called with that number as it grows.
     """
     request = f"warm {os.urandom(8).hex()}"
     lookup = prompt.spec.lookup(request, 0, prompt.hashes, True, prompt.salt)
@@ -160,7 +158,7 @@ def warm(client: Client, prompt: Prompt, told: Callable[[int], None] = lambda ch
         if matched == len(prompt) or matched <= reached:
             client.ask(wire.EndSession(request), deadline_s=None).result(_ANSWER_S)
             return matched
-        reached = matched  # the deadline of a lookup has passed; what came late is there now
+        reached = matched  # the lookup's deadline passed; chunks that arrived later are in memory by now
 
 
 def pin(
@@ -170,9 +168,9 @@ def pin(
     ttl_s: int = 0,
     told: Callable[[int], None] = lambda chunks: None,
 ) -> int:
-    """Keep a prompt's prefix in memory under a name; chunks that are kept. Raises Busy where that is too much.
+    """Keep a prompt's prefix in memory under a name. Returns how many chunks are kept; raises Busy if that is too much.
 
-    told: how many are in memory by now.
+    told: see `warm`.
     """
     warm(client, prompt, told)
     request = prompt.spec.pin(name, prompt.hashes, prompt.salt, ttl_s)
@@ -180,14 +178,14 @@ def pin(
 
 
 def unpin(client: Client, name: str) -> None:
-    """End a pin. Raises BadRequest where there is none of that name."""
+    """End a pin. Raises BadRequest if there is none of that name."""
     if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
         raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
 
 
 class Preview(msgspec.Struct, frozen=True):
-    """What `forget` of the same model and salt would remove: chunks and bytes in memory, and from each tier at most
-    what it holds in all (None where it has not told), as a tier cannot count by model or salt."""
+    """What `forget` would remove: chunks and bytes in memory, and from each tier at most all that it holds (None where
+    that is unknown), since a tier cannot count by model or salt."""
 
     memory: MemoryPreview
     tiers: dict[str, TierPreview]
@@ -204,7 +202,7 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 
 def preview(client: Client, model: str, salt: str) -> Preview:
-    """What `forget` would remove now; removes nothing. Raises ProtocolError where the server is too old to count."""
+    """What `forget` would remove now. Raises ProtocolError if the server is too old to count."""
     chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
     status = read(client.ask(wire.Status()).result(_ANSWER_S))
     return Preview(
@@ -214,22 +212,24 @@ def preview(client: Client, model: str, salt: str) -> Preview:
 
 
 def forget(client: Client, model: str, salt: str) -> dict[str, Any]:
-    """Remove chunks of models whose name begins so and of one salt (empty: of all), from memory and tiers.
+    """Remove the chunks of models whose names begin with `model`, and of one salt (empty: all), from memory and tiers.
 
-    What each said: chunks removed, or what went wrong.
+    Returns by place (memory or a tier) the number of chunks removed, or what went wrong.
     """
     said: dict[str, Any] = client.ask(wire.Forget(model, salt_tag(salt))).result(_ANSWER_S)
     return said
 
 
-def not_forgotten(said: dict[str, Any]) -> list[str]:
-    """Of what `forget` was told: where something may still be, and why. Empty: nothing is."""
+def not_forgotten(said: Mapping[str, object]) -> list[str]:
+    """Of a result of `forget`: where chunks may remain, and why."""
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 
 
 def reset(client: Client, model: str) -> bool:
-    """Forget all that an engine stored, as its weights have changed; False, and a line in the log, where something may
-    be left. Blocks 30 s at most, and raises nothing."""
+    """Forget all chunks of an engine whose weights have changed. False, with a warning, if some may remain.
+
+    Blocks 30 s at most; raises nothing.
+    """
     try:
         left = not_forgotten(forget(client, model, ""))
     except KVDepotError as exc:

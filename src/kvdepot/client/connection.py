@@ -1,15 +1,15 @@
-"""What a client knows of its server: requests under way, deadlines, recovery. No socket, thread or clock of its own.
+"""One client's requests to its server: what is under way, when it has failed, what is sent again after a restart.
 
-Driven by client/socket.py, and by the simulation with a network and a clock that it makes up. The one law: every
-request ends once, with a value or an error. Lookups and the like have deadlines; a store or retrieve ends when the
-server answered, or when the server provably touches no memory any more (its lock on the arena is free, see
-memory/shm.py; and where tensors are in a GPU's memory, a moment has passed since).
+Driven by client/socket.py, and by the simulation with a network and a clock of its own; it has no socket, thread or
+clock. Invariant: every request ends once, with a value or an error. Lookups and most others have deadlines; a store or
+retrieve ends when the server has answered, or when the server provably touches no memory any more (its lock on the
+arena is free, see memory/shm.py; with tensors on a GPU, LINGER_S later).
 
-A server that restarted answers `UnknownClient`, or its connection broke, which the socket tells (`disconnected`). The
-connection then **recovers**: it says hello, takes its registrations back and makes them anew, and sends again what was
-refused, what was not sent, and what may be asked twice: lookups, ends of sessions and, once, copies. The server answers
-`Unregister` only when no copy touches the tensors, and a copy of a server that is gone waits until that is proved.
-So a restart costs callers time, at most GRACE_S, and nothing else.
+A server that restarted answers `UnknownClient`, or its connection breaks, which the socket reports (`disconnected`).
+The connection then **recovers**: it says hello (client/handshake.py), withdraws its registrations and makes them anew,
+and sends again what was refused, what was not sent, and what may be repeated: lookups, ends of sessions and, once,
+copies. The server answers `Unregister` only when no copy touches the tensors; copies that were sent to a server which
+has died wait until its death is proved (client/servers.py). So a restart costs callers at most GRACE_S.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
+from kvdepot.client.handshake import Handshake
+from kvdepot.client.servers import Servers, Watch
 from kvdepot.errors import (
     Busy,
     DeadlineExceeded,
@@ -33,9 +35,8 @@ from kvdepot.errors import (
     UnknownInstance,
 )
 from kvdepot.protocol import wire
-from kvdepot.protocol.handshake import Offer, Seal
 
-__all__ = ["MAX_IN_FLIGHT", "Connection", "Done", "Watch"]
+__all__ = ["MAX_IN_FLIGHT", "Connection", "Done"]
 
 log = logging.getLogger(__name__)
 
@@ -44,36 +45,24 @@ DEADLINE_S = 30.0
 """For requests that are neither lookups nor copies: registering maps gigabytes."""
 _HELLO_S = 1.0
 _PATIENCE_S = 2.0
-"""For the first try to register again. Its answer may be lost with the connection, and all copies wait for it."""
+"""For the first attempt to register again. Its answer may be lost with the connection, and all copies wait for it."""
 GRACE_S = 1.0
-"""How long requests wait for a server that was lost: one that is started again serves within half a second. Later, and
-until there is a connection, they fail at once."""
+"""How long requests wait for a lost server: a restarted one serves within half a second. After that, and until there is
+a connection, they fail at once."""
 _GONE_CHECK_S = 0.2
 _PAUSE_S = 0.1
-"""Between a recovery that failed and the next."""
+"""Between a failed recovery and the next."""
 _STALE_S = 10.0
-"""After this long, a copy's answer is suspected lost although nobody has heard of a broken connection."""
+"""After this long without an answer, a copy's answer is suspected lost although no broken connection was reported."""
 _MAX_REPEATS = 3
 LINGER_S = 1.0
-"""So long after a server's death its GPUs may still run copies that were queued with the driver: no lock tells when the
-driver has taken a dead process's queues down."""
+"""How long after a server's death its GPUs may still run copies that were queued with the driver: no lock tells when
+the driver has torn a dead process's queues down."""
 CHECK_S = 0.01
-"""How often `expire` looks."""
+"""Least time between two checks in `expire`."""
 
 Done: TypeAlias = Callable[[object], None]
-"""Told what became of a request, once: its value, or a KVDepotError."""
-
-
-class Watch(Protocol):
-    """What tells whether one incarnation of a server still lives (header.Watch).
-
-    secret: what lies in its arena and only its own user can read."""
-
-    secret: bytes
-
-    def is_gone(self) -> bool: ...
-
-    def close(self) -> None: ...
+"""Called once with the outcome of a request: its value, or a KVDepotError."""
 
 
 @dataclass(slots=True)
@@ -85,22 +74,12 @@ class _Pending:
     born: float
     repeats: int = 0
     may_repeat: bool = True
-    """Whether it may be sent again when its answer is lost. A copy may once: it could be what ends servers. A lookup
-    may not when its session has ended meanwhile: it would pin for ever."""
-
-
-@dataclass(slots=True)
-class _Server:
-    """A run of a server that has welcomed us."""
-
-    incarnation: bytes
-    watch: Watch
-    gone_at: float | None = None  # when it was first seen to be gone
-    copies: list[int] = field(default_factory=list)  # that were sent to it, unanswered when its successor welcomed us
+    """Whether it may be sent again when its answer is lost. A copy may once: it may be what crashes the server. A
+    lookup may not once its session has ended: nothing would release its pins."""
 
 
 class Connection:
-    """One client's requests to the server at one address. Not thread-safe: client/socket.py has the lock."""
+    """One client's requests to the server at one address. Not thread-safe: client/socket.py holds a lock."""
 
     def __init__(
         self,
@@ -112,41 +91,34 @@ class Connection:
         secret: bytes = b"",
         others_between: Callable[[], bool] = bool,
     ) -> None:
-        """lease, secret: how it introduces itself (memory/shm.py).
+        """lease, secret: name and secret of the client's lease (memory/shm.py).
 
-        send: hand a frame over, False when nobody takes it. watch: see header.Watch; may raise a KVDepotError.
-        others_between: asked at each hello: whether another user could stand between here and the server."""
+        send: sends a frame; False where there is no connection. watch: opens a Watch of an arena and incarnation, or
+        raises a KVDepotError. others_between: called at each hello: whether another user's process could be in between.
+        """
         self.incarnation = b""
         self.chunk_size = 0  # tokens; known once welcomed
-        self.lookup_s = 0.0  # so long the server may look behind memory; known once welcomed
-        self.heard = 0  # replies, and connections made: while it stays the same, asking again is of no use
+        self.lookup_s = 0.0  # how long the server may search its tiers; known once welcomed
+        self.heard = 0  # replies received and connections made: while it stays the same, asking again is useless
         self.welcomed = False
         self._url = url
-        self._lease = lease
-        self._secret = secret
-        self._others_between = others_between
-        self._offer = Offer(lease, secret, False)  # our last hello
-        self._proved: _Server | None = None  # has proved itself, and has not welcomed us yet
-        self._seals: list[Seal] = []  # of what we send, and of what we take: one before the first is still taken
-        self._answered = b""  # the incarnation that the last answer in recovery came from
         self._send = send
-        self._open_watch = watch
         self._clock = clock
+        self._handshake = Handshake(url, lease, secret, watch, others_between)
+        self._servers = Servers(clock)
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._parked: deque[int] = deque()  # pending numbers that wait for the welcome
         self._registered: dict[int, wire.Register] = {}
         self._recovering: set[int] = set()  # numbers of our own hello and registrations
-        self._lost: list[int] = []  # sent before the connection was made anew, unanswered
-        self._server: _Server | None = None
-        self._former: list[_Server] = []  # predecessors that may still touch blocks
+        self._answered = b""  # the incarnation that the last answer in recovery came from
+        self._lost: list[int] = []  # sent before the last reconnection, unanswered
         self._greet_at = 0.0
-        self._linger_s = 0.0  # how long after its death a server may; more once tensors are on a device
         self._met = False  # a server has welcomed us at least once
         self._lost_at: float | None = None  # when a server that had welcomed us was found to be lost
-        self._owes_hello = False  # there is a connection, and nobody at its end has answered to a hello
+        self._owes_hello = False  # connected, but no hello was answered yet
         self._closed = False
-        self._patience_s = _PATIENCE_S  # for an answer in recovery; more each time that none comes
+        self._patience_s = _PATIENCE_S  # for an answer in recovery; doubled each time that none comes
         self._last_reply = 0.0
         self._next_check = 0.0
 
@@ -155,7 +127,7 @@ class Connection:
         return len(self._pending)
 
     def device(self, instance: int) -> str:
-        """Where the tensors that were registered under this number are: empty for the processor's memory."""
+        """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
         asked = (item.request for item in self._pending.values() if isinstance(item.request, wire.Register))
         known = [*self._registered.values(), *asked]
         return next((register.layout.device for register in known if register.instance == instance), "")
@@ -163,7 +135,7 @@ class Connection:
     # -- asking
 
     def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
-        """Send a message of the wire. deadline_s None: until answered or the server is gone."""
+        """Send a message. deadline_s None: wait until it is answered or the server is gone."""
         if self._closed:
             done(Unavailable("this client is closed"))
         elif len(self._pending) >= MAX_IN_FLIGHT:
@@ -174,7 +146,7 @@ class Connection:
             elif isinstance(request, wire.Lookup) and deadline_s is not None:
                 deadline_s += self.lookup_s
             if isinstance(request, wire.Register) and request.layout.device:
-                self._linger_s = LINGER_S
+                self._servers.linger_s = LINGER_S
             if isinstance(request, wire.EndSession):
                 for item in self._pending.values():
                     if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
@@ -206,15 +178,14 @@ class Connection:
 
     def _transmit(self, number: int) -> bool:
         pending = self._pending[number]
-        if self._seals and not isinstance(pending.request, wire.Hello | wire.Prove):
-            return self._send(self._seals[0].close(pending.frame))
-        return self._send(pending.frame)
+        is_handshake = isinstance(pending.request, wire.Hello | wire.Prove)
+        return self._send(pending.frame if is_handshake else self._handshake.seal(pending.frame))
 
     def _cut_off(self) -> Unavailable:
         return Unavailable(f"the connection to {self._url} is down")
 
     def no_server(self) -> Unavailable:
-        """What to say where nobody answers."""
+        """The error for a server that does not answer."""
         return Unavailable(
             f"no kvdepot server answers at {self._url}; start one with `kvdepot serve` (one with --keys answers only "
             "clients whose key it knows: KVDEPOT_KEY)"
@@ -223,14 +194,14 @@ class Connection:
     # -- hello, and again after a restart
 
     def connected(self) -> None:
-        """The socket has a connection: say hello at once, rather than at the next look of `expire`."""
+        """The socket has connected: say hello now, not at the next `expire`."""
         self.heard += 1
         self._owes_hello = self._met
         if self._waits_to_greet():
             self._greet()
 
     def disconnected(self) -> None:
-        """The socket's connection broke, and with it went what was on its way."""
+        """The socket's connection broke, and messages in transit are lost."""
         self._owes_hello = False
         if self._met:
             self.lose(self._cut_off())
@@ -242,12 +213,11 @@ class Connection:
         return waits and self._clock() >= self._greet_at
 
     def _greet(self) -> bool:
-        """Whether somebody has taken our hello."""
-        self._offer = Offer(self._lease, self._secret, self._others_between())
-        return self._ask_own(self._offer.hello, self._on_proof, _HELLO_S)
+        """Say hello; whether it was sent."""
+        return self._ask_own(self._handshake.hello(), self._on_proof, _HELLO_S)
 
     def _ask_own(self, request: wire.Request, then: Done, deadline_s: float = DEADLINE_S) -> bool:
-        """One of our own requests; `then` gets the value or the error."""
+        """Send a request of the connection's own; whether it was sent. `then` gets the value or the error."""
         number = next(self._numbers)
         now = self._clock()
         frame = wire.encode_request(number, request)
@@ -260,80 +230,54 @@ class Connection:
         return False
 
     def _drop_own(self) -> None:
-        """Nobody will answer our own requests: begin anew."""
+        """Forget our own requests: nobody will answer them."""
         for number in self._recovering:
             self._pending.pop(number, None)
         self._recovering.clear()
 
     def _on_proof(self, value: object) -> None:
-        """The answer to our hello. Nothing is believed, and nothing told, before it is checked against the arena."""
+        """The answer to our hello, which is not trusted before it is checked against the arena."""
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded) and not self._met:
-            return  # it accepts connections but is slow to answer: `expire` asks again, as long as callers wait
+            return  # the server is slow to answer: `expire` says hello again while callers wait
         if isinstance(value, KVDepotError):
             self.lose(value)
             return
-        self._drop_proved()
         try:
-            proof = msgspec.convert(value, wire.Proof)
-            self._proved = _Server(self._answered, self._open_watch(proof.arena, self._answered))
-            prove, seal = self._offer.accept(proof, self._answered, self._proved.watch.secret)
-        except (Unavailable, msgspec.ValidationError) as exc:
-            self._drop_proved()
-            self.lose(
-                Unavailable(f"who answers at {self._url} is no kvdepot server of this user ({exc}): not believed")
-            )
-            return
-        except KVDepotError as exc:
-            # Without it nobody could tell whether a server that falls silent still touches blocks.
-            self.lose(Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?"))
+            prove, seal = self._handshake.check(value, self._answered)
+        except Unavailable as exc:
+            self.lose(exc)
             return
         if not self._ask_own(prove, self._on_welcome, _HELLO_S):
             self.lose(self._cut_off())
             return
-        self._seals = [seal, *self._seals[:1]] if seal is not None else []
-
-    def _drop_proved(self) -> None:
-        if self._proved is not None:
-            self._proved.watch.close()
-            self._proved = None
+        self._handshake.use(seal)
 
     def _on_welcome(self, value: object) -> None:
-        proved = self._proved
+        proved = self._handshake.proved
         self._owes_hello = isinstance(value, DeadlineExceeded)
         if isinstance(value, DeadlineExceeded):
             if not self._met:
                 return  # as in `_on_proof`
         elif isinstance(value, UnknownClient) or proved is None or proved.incarnation != self._answered:
-            return  # another server than the one that has proved itself: `expire` says hello to that one
+            return  # not the server that has proved itself: `expire` says hello to this one
         if isinstance(value, KVDepotError):
             self.lose(value)
             return
         try:
             welcome = msgspec.convert(value, wire.Welcome)
         except msgspec.ValidationError as exc:
-            self.lose(ProtocolError(f"the welcome of {self._url} is none: {exc}"))
+            self.lose(ProtocolError(f"the welcome from {self._url} is malformed: {exc}"))
             return
-        assert proved is not None
-        self._proved = None
-        self.incarnation = proved.incarnation
-        del self._seals[1:]
-        if (
-            self._server is not None
-            and self._server.incarnation != self.incarnation
-            and not self._is_gone(self._server)
-        ):
-            self._server.copies = self._unanswered_copies()
-            self._former.append(self._server)  # a successor has its place, and still it may touch blocks
-            self._server = None
-        self._forget_server()
-        self._server = proved
+        server = self._handshake.finish()
+        self.incarnation = server.incarnation
+        self._servers.succeed(server, self._unanswered_copies())
         self.chunk_size = welcome.chunk_size
         self.lookup_s = welcome.lookup_s
         if self._met and self._registered:
             log.info("reconnected to %s; registering again", self._url)
         self._met = True
-        # Asked before the parked requests are: what is unanswered when these are answered never will be.
+        # These are sent before the parked requests: what is unanswered when they are answered never will be.
         waiting = {*self._parked, *self._recovering}
         self._lost = [number for number in self._pending if number not in waiting]
         for instance, register in self._registered.items():
@@ -345,26 +289,23 @@ class Connection:
         self._on_recovered(None)
 
     def _unanswered_copies(self) -> list[int]:
-        """Stores and retrieves that were sent to our server: neither parked nor waiting for a former one."""
-        elsewhere = {*self._parked, *self._held_by_former()}
+        """Stores and retrieves that were sent to the current server: neither parked nor held by a former one."""
+        elsewhere = {*self._parked, *self._servers.held_copies()}
         return [
             number
             for number, pending in self._pending.items()
             if isinstance(pending.request, wire.Store | wire.Retrieve) and number not in elsewhere
         ]
 
-    def _held_by_former(self) -> set[int]:
-        return {number for server in self._former for number in server.copies}
-
     def _on_taken_back(self, value: object) -> None:
-        """The answer to an Unregister: until it is granted, copies may still touch the tensors."""
+        """The answer to an Unregister: until it succeeds, copies may still touch the tensors."""
         if isinstance(value, KVDepotError):
             self._begin_anew(value)
         else:
             self._on_recovered(value)
 
     def _begin_anew(self, error: KVDepotError) -> None:
-        """Recovery has failed: `expire` says hello again, to a server that refused us after a moment."""
+        """Recovery has failed: `expire` says hello again, after a pause where the server refused us."""
         self._drop_own()
         if not isinstance(error, Unavailable | DeadlineExceeded):
             self._greet_at = self._clock() + _PAUSE_S
@@ -374,7 +315,7 @@ class Connection:
         if isinstance(value, Unavailable | DeadlineExceeded | UnknownClient):
             self._begin_anew(value)
         elif not self._recovering:
-            held = self._held_by_former()
+            held = self._servers.held_copies()
             for number in self._lost:
                 pending = self._pending.get(number)
                 if pending is not None and number not in held:
@@ -382,48 +323,34 @@ class Connection:
             self._lost.clear()
             self._patience_s = _PATIENCE_S
             self._lost_at = None
-            # In the order in which they were asked: a lookup that comes after the end of its session pins for ever.
+            # In the order in which they were asked: nothing releases the pins of a lookup sent after its EndSession.
             self._parked = deque(sorted(self._parked))
             self.welcomed = True
             self._send_parked()
 
     def _send_again(self, number: int, pending: _Pending) -> None:
-        """Its answer is lost, and nothing that was done for it is under way any more: park it, or end it."""
+        """Its answer is lost, and the server does nothing for it any more: park it to be sent again, or fail it."""
         is_copy = isinstance(pending.request, wire.Store | wire.Retrieve)
         if pending.may_repeat and (is_copy or isinstance(pending.request, wire.Lookup | wire.EndSession)):
             pending.may_repeat = not is_copy
             pending.born = self._clock()
             self._parked.append(number)
         else:
-            self._end_lost(number)
-
-    def _end_lost(self, number: int) -> None:
-        if number in self._pending:
-            self._pending.pop(number).done(Unavailable("the connection broke; the answer is lost"))
-
-    def _is_gone(self, server: _Server) -> bool:
-        """Whether a server can touch no block any more, through its GPUs either."""
-        if server.gone_at is None and server.watch.is_gone():
-            server.gone_at = self._clock()
-        return server.gone_at is not None and self._clock() - server.gone_at >= self._linger_s
-
-    def _forget_server(self) -> None:
-        if self._server is not None:
-            self._server.watch.close()
-            self._server = None
+            del self._pending[number]
+            pending.done(Unavailable("the connection broke; the answer is lost"))
 
     def lose(self, error: KVDepotError, for_good: bool = False) -> None:
-        """Nothing new reaches the server: it is gone, or only the connection is. for_good: none will be made again."""
+        """The server, or the connection to it, is lost. for_good: there will be no other connection."""
         self.welcomed = False
         self._drop_own()
         if self._lost_at is None:
             self._lost_at = self._clock()
         may_come_back = self._met and not for_good and self._clock() < self._lost_at + GRACE_S
-        if not may_come_back and (self._server is None or self._is_gone(self._server)) and not self._former:
+        if not may_come_back and not self._servers.may_touch_blocks():
             self._fail_all(error)
             return
-        # It may still touch blocks: copies that were sent wait until that is known. And it holds pins: who ends a
-        # session does so with the next welcome.
+        # The server may still touch blocks: copies that were sent wait until that is known. It holds pins, too: ends of
+        # sessions are sent after the next welcome.
         unsent, self._parked = set(self._parked), deque()
         for number, pending in list(self._pending.items()):
             request = pending.request
@@ -447,8 +374,8 @@ class Connection:
     # -- hearing
 
     def take(self, frame: bytes) -> None:
-        """A frame has arrived."""
-        opened = next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
+        """Handle a frame that has arrived."""
+        opened = self._handshake.open(frame)
         try:
             number, incarnation, value = wire.decode_reply(frame if opened is None else opened)
         except ProtocolError:
@@ -458,12 +385,11 @@ class Connection:
         self.heard += 1
         pending = self._pending.get(number)
         if pending is None:
-            return  # answered after its deadline
+            return  # the answer came after its deadline
         if not self.welcomed and number in self._parked:
-            return  # not asked yet, or to be asked again: whoever answers that has not proved who it is
-        seals = self._seals or self._offer.hello.sealed
-        if seals and opened is None and not self._believes_unsealed(pending.request, value):
-            self.welcomed = False  # somebody in between; or a server that has lost our key: say hello again
+            return  # not sent yet, or to be sent again: an answer now comes from a server that has not proved itself
+        if self._handshake.is_sealed and opened is None and not self._believes_unsealed(pending.request, value):
+            self.welcomed = False  # a program in between, or a server that has lost our key: say hello again
             return
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
             return
@@ -478,19 +404,18 @@ class Connection:
         pending.done(value)
 
     def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
-        """Whether an answer counts that carries no seal though our messages do: where its sender can have no key.
+        """Whether an unsealed answer to a sealed request is accepted: only where its sender cannot have a key.
 
-        While its server lives, no other end of a store or retrieve is believed: it may still touch blocks.
+        While a server may run, no unsealed answer ends a store or retrieve: that server may still touch blocks.
         """
         if isinstance(request, wire.Hello):
             return True
         if isinstance(request, wire.Prove):
             return isinstance(value, KVDepotError)
-        is_gone = not self._former and (self._server is None or self._server.watch.is_gone())
-        return isinstance(value, UnknownClient) and is_gone
+        return isinstance(value, UnknownClient) and not self._servers.may_run()
 
     def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
-        """The server has forgotten us: introduce ourselves again, then send this once more."""
+        """The server does not know us: say hello, then send this again. Whether it will be sent again."""
         known = not isinstance(value, UnknownInstance) or (
             isinstance(pending.request, wire.Store | wire.Retrieve) and pending.request.instance in self._registered
         )
@@ -504,7 +429,7 @@ class Connection:
         return True
 
     def expire(self) -> None:
-        """End what is overdue, find out whether the server is gone, begin to recover. Cheap; call it often."""
+        """Fail overdue requests, find out whether the server is gone, start recovery. Cheap; call it often."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -512,47 +437,42 @@ class Connection:
         for number in [n for n, item in self._pending.items() if item.deadline <= now]:
             pending = self._pending.pop(number, None)
             if pending is None:
-                continue  # our own hello was overdue too, and its end ended this one
+                continue  # our own hello was overdue too, and its failure failed this one
             self._recovering.discard(number)
             pending.done(DeadlineExceeded(f"no answer to {type(pending.request).__name__} in time"))
         if self._parked:
             self._parked = deque(n for n in self._parked if n in self._pending)
-        for former in [server for server in self._former if self._is_gone(server)]:
-            self._former.remove(former)
-            former.watch.close()
-            for number in former.copies:
-                if (pending := self._pending.get(number)) is not None:
-                    self._send_again(number, pending)
-            if self.welcomed:
-                self._send_parked()
+        for number in self._servers.release_copies():
+            if (pending := self._pending.get(number)) is not None:
+                self._send_again(number, pending)
+        self._send_parked()
         silent = not self.welcomed or now - self._last_reply > _GONE_CHECK_S
-        if self._pending and silent and self._server is not None:
+        server = self._servers.current
+        if self._pending and silent and server is not None:
             self._last_reply = now
-            if self._is_gone(self._server):
-                # Whoever is there now does not know us: what was sent to the old one waits for the next welcome.
+            if self._servers.is_gone(server):
+                # Its successor does not know us: what was sent to the old server waits for the next welcome.
                 self.welcomed = False
                 if self._lost_at is None:
                     self._lost_at = now
-                self._forget_server()
+                self._servers.forget_current()
                 self._drop_own()
-            elif self._server.gone_at is not None and self.welcomed:
-                self.lose(self._cut_off())  # its process is gone, and what it asked of GPUs may not be
-        # Only what has no deadline (copies, ends of sessions): what just takes long, as registering may, would end.
+            elif server.gone_at is not None and self.welcomed:
+                self.lose(self._cut_off())  # its process is gone, but its GPUs may still copy
+        # Only requests without deadline (copies, ends of sessions): recovery fails others that are merely slow, such as
+        # a registration.
         endless = (item for item in self._pending.values() if item.deadline == float("inf"))
         oldest = next(endless, None) if self.welcomed else None
         if oldest is not None and now - oldest.born > _STALE_S:
-            self.welcomed = False  # its answer may be lost: recovering tells
+            self.welcomed = False  # its answer may be lost: recovery will tell
             oldest.born = now
         if self._waits_to_greet() and not self._greet() and self._met:
             self.lose(self.no_server())
 
     def close(self) -> None:
-        """End every request with Unavailable. Safe twice."""
+        """Fail every request with Unavailable. Safe twice."""
         if not self._closed:
             self._closed = True
             self._fail_all(Unavailable("this client is closed"))
-            self._forget_server()
-            self._drop_proved()
-            for former in self._former:
-                former.watch.close()
-            self._former.clear()
+            self._handshake.close()
+            self._servers.close()

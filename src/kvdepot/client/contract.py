@@ -1,8 +1,7 @@
-"""The requests that vLLM's contract fixes, and how each becomes a message of the wire.
+"""The requests of the contract, and how each becomes a message.
 
-Used by client/lmcache.py; every public name here is exported by `kvdepot.client.lmcache`. The
-source is the client contract of vLLM 0.15 to 0.17's LMCache multi-process integration. The one law: tokens end here;
-what goes on is 32 bytes a chunk.
+Used by client/lmcache.py, which exports every public name here. The contract is that of the clients in vLLM 0.15 to
+0.17's LMCache multi-process integration. Invariant: no token id leaves the process; messages carry 32 bytes a chunk.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _MAX_CHAINS = 1024
 
 
 class RequestType(enum.Enum):
-    """What a client may ask, with the payloads that go with it."""
+    """The requests of the contract, with their payloads and answers."""
 
     REGISTER_KV_CACHE = "register_kv_cache"
     """`[instance_id: int, handles: list[KVCacheHandle]]` -> None"""
@@ -58,9 +57,9 @@ class RequestType(enum.Enum):
     STORE = "store"
     """`[keys, instance_id, block_ids: list[int], event_handle: bytes]` -> bool
 
-    event_handle: `ipc_handle()` of the CUDA event to wait for; empty where there is nothing to wait for."""
+    event_handle: `ipc_handle()` of the CUDA event to wait for; empty: nothing to wait for."""
     RETRIEVE = "retrieve"
-    """the same -> list[bool], one a key"""
+    """as STORE -> list[bool], one per key"""
     END_SESSION = "end_session"
     """`[request_id]` -> None"""
     GET_CHUNK_SIZE = "get_chunk_size"
@@ -71,7 +70,7 @@ class RequestType(enum.Enum):
     """`[]` -> None"""
 
 
-_RESPONSES: dict[RequestType, type[Any]] = {
+_RESPONSES: dict[RequestType, type[object]] = {
     RequestType.REGISTER_KV_CACHE: type(None),
     RequestType.UNREGISTER_KV_CACHE: type(None),
     RequestType.LOOKUP: int,
@@ -85,8 +84,8 @@ _RESPONSES: dict[RequestType, type[Any]] = {
 NEEDS_CHUNK_SIZE = {RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE}
 
 
-def get_response_class(request_type: RequestType) -> type[Any]:
-    """The type of the answer. Raises BadRequest for what is no request type."""
+def get_response_class(request_type: RequestType) -> type[object]:
+    """The type of a request's answer. Raises BadRequest for anything but a request type."""
     try:
         return _RESPONSES[request_type]
     except (KeyError, TypeError) as exc:
@@ -95,9 +94,10 @@ def get_response_class(request_type: RequestType) -> type[Any]:
 
 @dataclass(frozen=True)
 class IPCCacheEngineKey:
-    """Names chunks: tokens `[start, end)` of a prompt given from its start, or one chunk by an engine's hash.
+    """Names chunks: those of tokens `[start, end)` of a prompt, or one chunk by the engine's own hash.
 
-    worker_id: the KV rank; None on lookups. request_id is for sessions and takes no part in equality.
+    token_ids: from the prompt's start. worker_id: the KV rank; None on lookups. request_id: for sessions; it takes no
+    part in equality.
     Raises BadRequest unless exactly one of token_ids and chunk_hash is given.
     """
 
@@ -112,10 +112,10 @@ class IPCCacheEngineKey:
 
     def __post_init__(self) -> None:
         if (self.token_ids is None) == (self.chunk_hash is None):
-            raise BadRequest("a key needs token_ids or chunk_hash, and not both")
+            raise BadRequest("give exactly one of token_ids and chunk_hash")
 
     def no_worker_id_version(self) -> IPCCacheEngineKey:
-        """The same key for a lookup: of no rank in particular."""
+        """The same key without a rank, for a lookup."""
         return replace(self, worker_id=None)
 
 
@@ -123,12 +123,12 @@ class KVCacheHandle:
     """What another process needs to map one layer's paged KV tensor.
 
     A CPU tensor's storage moves into POSIX shared memory: every torch tensor on that storage moves with it and stays
-    valid, but its old memory is freed. What holds an address outside torch (a NumPy array or memoryview of the tensor,
-    a DLPack import, a `data_ptr()` that somebody keeps) then points at freed memory: make those afterwards. What can be
-    seen of that is refused: a tensor on memory of NumPy, a buffer or a mapped file, one in shared memory already, and
-    one of which a NumPy array is alive. DLPack exports and kept addresses cannot be seen. Blocks while it copies the
-    storage. A CUDA tensor's allocation is exported as it is. Raises LayoutError or DeviceError for
-    tensors that cannot be shared; the message says what to do.
+    valid, but its old memory is freed. Addresses held outside torch (a NumPy array or memoryview of the tensor, a
+    DLPack import, a stored `data_ptr()`) then point at freed memory: take those afterwards. What can be detected is
+    refused: a tensor on memory of NumPy, a buffer or a mapped file, one already in shared memory, and one of which a
+    NumPy array is alive. DLPack exports and stored addresses cannot be detected. Blocks while it copies the storage. A
+    CUDA tensor's allocation is exported as it is. Raises LayoutError or DeviceError for tensors that cannot be shared;
+    the message says what to do.
     """
 
     __slots__ = ("view",)
@@ -143,7 +143,7 @@ class KVCacheHandle:
 
 
 def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
-    """One shareable handle a layer, in dict order. Raises LayoutError for what is no dict of names and tensors."""
+    """One shareable handle per layer, in dict order. Raises LayoutError unless given a dict of names and tensors."""
     if not isinstance(kv_caches, dict):
         raise LayoutError(f"KV tensors are registered as a dict of layer names and tensors, not as {_kind(kv_caches)}")
     return [KVCacheHandle(tensor, name) for name, tensor in kv_caches.items()]
@@ -164,7 +164,7 @@ def striding_block_hashes(block_hashes: list[bytes], blocks_in_chunk: int) -> It
 class LoadStoreOp:
     """Blocks to copy, and what names their chunks: tokens `[start, end)` of a prompt, or the blocks' hashes.
 
-    token_ids are the prompt's from its start. Raises BadRequest unless exactly one of the two is given.
+    token_ids: from the prompt's start. Raises BadRequest unless exactly one of the two is given.
     """
 
     block_ids: list[int]
@@ -175,16 +175,16 @@ class LoadStoreOp:
 
     def __post_init__(self) -> None:
         if (self.token_ids is None) == (self.block_hashes is None):
-            raise BadRequest("an op needs token_ids or block_hashes, and not both")
+            raise BadRequest("give exactly one of token_ids and block_hashes")
 
     def __len__(self) -> int:
         return len(self.block_ids)
 
 
 class Chains:
-    """The chunk chains of requests under way, so that each token is hashed once a request. Any thread.
+    """The chunk chains of requests under way, so that each token is hashed once per request. Any thread may use it.
 
-    A chain is not thread-safe, so a thread takes it out while it extends and reads it. Another thread that names chunks
+    A chain is not thread-safe, so a thread removes it while it extends and reads it. Another thread that names chunks
     of the same request meanwhile finds none and hashes from the start. The lock is never held while tokens are hashed.
     """
 
@@ -218,16 +218,16 @@ class Chains:
 
 
 class Call(msgspec.Struct):
-    """A message, and how its answer becomes the contract's."""
+    """A message, and how to make the contract's answer from its answer."""
 
     request: wire.Request
-    convert: Callable[[Any], Any] = lambda value: value
+    convert: Callable[[object], object] = lambda value: value
     after_device: bool = False
-    """Whether what the tensors' device was asked to do so far must be done before this is sent."""
+    """Whether to send it only after all work queued on the tensors' device so far."""
 
 
 def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, chains: Chains) -> Call | None:
-    """The message for a request of the contract; None where there is nothing to ask. Raises BadRequest."""
+    """The message for a request of the contract; None for one without a whole chunk. Raises BadRequest."""
     try:
         match request_type:
             case RequestType.REGISTER_KV_CACHE:
@@ -242,8 +242,8 @@ def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, c
                 keys, instance, block_ids, event_handle = payloads
                 call = _transfer(request_type, keys, instance, block_ids, chunk_size, chains)
                 if call is not None:
-                    # The process that made an event cannot open its handle; but what the event stands for was asked
-                    # of the device before, and the device can be waited for.
+                    # The process that made an event cannot open its handle. But the work before the event is already
+                    # queued on the device, and we can wait for the device.
                     call.after_device = bool(event_handle)
                 return call
             case RequestType.END_SESSION:
@@ -260,15 +260,15 @@ def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, c
     raise BadRequest(f"{request_type!r} is no request type")
 
 
-def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> Any:
-    """The answer where `translate` found no whole chunk to ask for."""
+def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> int | bool | list[bool]:
+    """The answer to a request for which `translate` returned None."""
     if request_type is RequestType.LOOKUP:
         return 0
     return True if request_type is RequestType.STORE else [not payloads[2]] * len(payloads[0])
 
 
 def chunk_range(start: int, end: int, tokens: int, chunk_size: int) -> tuple[int, int]:
-    """Chunk numbers `[first, end)` of tokens `[start, end)`; a tail shorter than a chunk is left out."""
+    """Chunk numbers `[first, end)` of tokens `[start, end)`, without a tail shorter than a chunk. Raises BadRequest."""
     if start % chunk_size or not 0 <= start <= end <= tokens:
         raise BadRequest(
             f"tokens [{start}, {end}) of {tokens}: the start must be a multiple of the chunk size {chunk_size}"
@@ -276,7 +276,7 @@ def chunk_range(start: int, end: int, tokens: int, chunk_size: int) -> tuple[int
     return start // chunk_size, end // chunk_size
 
 
-def _lookup(keys: Any, chunk_size: int, chains: Chains) -> Call | None:
+def _lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], chunk_size: int, chains: Chains) -> Call | None:
     keys = [keys] if isinstance(keys, IPCCacheEngineKey) else list(keys)
     if not keys:
         return None
@@ -292,7 +292,7 @@ def _lookup(keys: Any, chunk_size: int, chains: Chains) -> Call | None:
 
 
 def _key_hashes(key: IPCCacheEngineKey, chunk_size: int, chains: Chains) -> tuple[bytes, int, bytes]:
-    """Parent, depth and hashes of the chunks a key names."""
+    """Parent, depth and hashes of the chunks that a key names."""
     if key.chunk_hash is not None:
         return b"", 0, engine_hash(key.chunk_hash)
     tokens = cast(tuple[int, ...], key.token_ids)
@@ -340,7 +340,7 @@ def _transfer(
     if request_type is RequestType.STORE:
         return Call(wire.Store(instance, 0xFFFFFFFFFFFFFFFF, shards))
 
-    def per_key(value: Any) -> list[bool]:
+    def per_key(value: object) -> list[bool]:
         results = iter(check_type(value, list))
         return [count > 0 and all(list(itertools.islice(results, count))) for count in counts]
 
@@ -355,7 +355,7 @@ def _same_request(one: wire.Shards, other: wire.Shards) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceWork:
-    """All that this process has asked of a device so far, as an event that is waited for by asking."""
+    """All work that this process has queued on a device so far, as an event. `query` blocks until it is done."""
 
     device: str
 
@@ -369,23 +369,27 @@ class _DeviceWork:
 class MessageQueueClient(Client):
     """A connection to one server that takes the contract's requests. Any thread may use it, several at once."""
 
-    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
+    def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
         super().__init__(server_url, context, key=key)
         self.chains = Chains()
         self._device_events = EventQueue("kvdepot-device-work")
-        self._device_work: dict[str, _DeviceWork] = {}  # one a device: who waits for it together waits once
+        self._device_work: dict[str, _DeviceWork] = {}  # one per device: requests that wait together wait once
 
     def submit_request(
-        self, request_type: RequestType, payloads: list[Any], response_cls: type[Any] | None = None
+        self, request_type: RequestType, payloads: list[Any], response_cls: type[object] | None = None
     ) -> MessagingFuture[Any]:
-        """Send a request of the contract; see client/socket.py for its payloads. Raises BadRequest for wrong ones."""
+        """Send a request of the contract, with the payloads listed at RequestType.
+
+        Blocks, 5 s at most, only while the chunk size is not known. Raises BadRequest for wrong payloads, Unavailable
+        where no server tells its chunk size.
+        """
         expected = get_response_class(request_type) if response_cls is None else response_cls
         if request_type in NEEDS_CHUNK_SIZE and not self.chunk_size:
             self.learn_chunk_size(CONNECT_S)
         call = translate(request_type, payloads, self.chunk_size, self.chains)
         if call is None:
             return MessagingFuture.resolved(nothing_to_do(request_type, payloads))
-        future: MessagingFuture[Any] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
+        future: MessagingFuture[object] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
         request = call.request
         device = ""
         if call.after_device and isinstance(request, wire.Store | wire.Retrieve):
@@ -398,9 +402,9 @@ class MessageQueueClient(Client):
         return future
 
     def close(self) -> None:
-        """End the connection; what is in flight fails with Unavailable. Safe twice.
+        """Close the connection; requests under way fail with Unavailable. Safe twice.
 
-        Blocks 0.2 s at most, 5 s more where requests wait for a device that does not get its work done.
+        Blocks 0.2 s at most; 5 s more where requests wait for a device that does not finish its work.
         """
         self._device_events.stop()
         super().close()

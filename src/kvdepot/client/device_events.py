@@ -1,13 +1,12 @@
-"""Requests that must not be sent before an event has happened: what the GPU was asked to do before, mostly.
+"""Requests that must not be sent before an event has happened: mostly, before the GPU has done its queued work.
 
-Used by client/worker.py (events of its caller) and client/socket.py (a GPU's whole work). The one law: each request is
-let go or fails, once, whatever its event does, and nobody waits here who does not want to.
+Used by client/worker.py (events of its caller) and client/contract.py (all work queued on a GPU). Invariant: each
+request is sent or failed, once, whatever its event does.
 
-Events are asked again and again, all of them in each round, so that a retrieve never waits behind a later store's
-event. Whoever polls for outcomes asks too (`look`): what an engine's own thread sends needs no hand-over between
-threads. A thread of our own sees to the rest. Rejected: blocking in the driver until an event happens. That
-waits for one event at a time, has no deadline and no end when the engine shuts down, and burns a core for every event
-that its maker did not mark as blocking.
+Events are polled, all of them in each round, so that no retrieve waits behind a later store's event. Polling for
+outcomes polls them, too (`look`), so what the engine's own thread sends needs no switch of threads; a thread of ours
+polls the rest of the time. Rejected: blocking in the driver until an event happens. That waits for one event at a time,
+has no deadline and no end when the engine shuts down, and burns a core for every event not created as blocking.
 """
 
 from __future__ import annotations
@@ -18,27 +17,34 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, Unavailable
 
-__all__ = ["EVENT_S", "EventQueue", "happened"]
+__all__ = ["EVENT_S", "DeviceEvent", "EventQueue", "happened"]
 
 log = logging.getLogger(__name__)
 
 EVENT_S = 60.0
-"""A request whose event has not happened by then fails."""
+"""A request fails if its event has not happened after this long."""
 _MAX_WAITING = 4096
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.001
-"""Between two rounds of our thread: it doubles while nothing happens. Each round takes the GIL from the engine."""
+"""The pause between two rounds of the thread doubles while nothing happens: each takes the GIL from the engine."""
 _STOP_S = 5.0
 
 
-def happened(event: Any) -> bool:
+class DeviceEvent(Protocol):
+    """What a request may wait for: a CUDA event, or any object that tells whether it has happened."""
+
+    def query(self) -> bool: ...
+
+
+def happened(event: DeviceEvent | None) -> bool:
     """Whether an event (None: nothing to wait for) has happened.
 
-    Raises BadRequest for what is no event, KVDepotError for one that failed: a CUDA event does once its GPU is lost.
+    Raises BadRequest for an object that is no event, KVDepotError for an event that failed, as a CUDA event does once
+    its GPU is lost.
     """
     try:
         return event is None or bool(event.query())
@@ -52,40 +58,40 @@ def happened(event: Any) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    event: Any
+    event: DeviceEvent | None
     go: Callable[[], None]
     fail: Callable[[KVDepotError], None]
     born: float = field(default_factory=time.monotonic)
 
 
 class EventQueue:
-    """Requests that wait for events. `stop` it; what still waits fails then."""
+    """Requests that wait for events. `stop` ends it and fails those that still wait."""
 
     def __init__(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
-        """name: of its thread, which begins with the first request and calls `prepare` first."""
+        """name: of its thread, which starts with the first request and calls `prepare` first."""
         self._name = name
         self._prepare = prepare
         self._numbers = itertools.count()
-        self._waiting: dict[int, _Waiting] = {}  # added to under the lock; whoever takes one out ends it
+        self._waiting: dict[int, _Waiting] = {}  # added to under the lock; whoever removes a request ends it
         self._woken = threading.Event()
-        self._lock = threading.Lock()  # of the next two: one thread is started, and nothing is added after `stop`
+        self._lock = threading.Lock()  # guards the next two: one thread is started, and nothing is added after `stop`
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"<EventQueue {self._name}, {len(self._waiting)} waiting>"
 
-    def put(self, event: Any, go: Callable[[], None], fail: Callable[[KVDepotError], None]) -> None:
-        """Call `go` once `event` has happened, or `fail` with the reason why it will not. Never blocks.
+    def put(self, event: DeviceEvent | None, go: Callable[[], None], fail: Callable[[KVDepotError], None]) -> None:
+        """Call `go` once `event` has happened, or `fail` with the error. Never blocks.
 
-        Both are called on our thread or on one that looks.
+        Both are called on the queue's thread or on one that calls `look`.
         """
         refusal = self._add(_Waiting(event, go, fail))
         if refusal is not None:
             fail(refusal)
 
     def _add(self, waiting: _Waiting) -> KVDepotError | None:
-        """Take it in; or why not."""
+        """Add a request, or return why it is refused."""
         with self._lock:
             if self._stopping:
                 return Unavailable("this client is closed")
@@ -99,12 +105,13 @@ class EventQueue:
         return None
 
     def look(self) -> None:
-        """Let go what may go. Blocks only where an event's `query` does. Several threads may be at it.
+        """Send the requests whose events have happened. Blocks only where an event's `query` does.
 
-        No lock keeps them apart: who waits for the GIL with it would keep the others from what they could do at once.
+        Several threads may call it at once. No lock keeps them apart: a thread that waited for the GIL while holding it
+        would keep the others from sending.
         """
-        # Asked once each, for what waits now: the answer may not cover what is added meanwhile.
-        # A copy is made at once; going through the dictionary itself fails where another thread adds to it.
+        # Each event is queried once, for the requests that wait now: the answer may not cover those added meanwhile.
+        # The copy is atomic; iterating over the dictionary itself fails where another thread adds to it.
         waiting_now = self._waiting.copy()
         answers: dict[int, bool | KVDepotError] = {}
         for number, waiting in waiting_now.items():
@@ -117,7 +124,7 @@ class EventQueue:
                 _end(waiting, answer)
 
     def stop(self) -> None:
-        """Fail what waits and end the thread. Blocks 5 s at most, for an event that does not answer. Safe twice."""
+        """Fail the requests that wait, and end the thread. Blocks 5 s at most, for an event that blocks. Safe twice."""
         with self._lock:
             self._stopping = True
             thread = self._thread
@@ -132,7 +139,7 @@ class EventQueue:
     def _run(self) -> None:
         try:
             self._prepare()
-        except Exception:  # events say themselves what they cannot do
+        except Exception:  # the events will fail themselves, with a reason
             log.exception("could not set up the device-event thread")
         pause = _FIRST_PAUSE_S
         while not self._stopping:
@@ -148,7 +155,7 @@ class EventQueue:
             self._woken.clear()
 
 
-def _ask(event: Any) -> bool | KVDepotError:
+def _ask(event: DeviceEvent | None) -> bool | KVDepotError:
     try:
         return happened(event)
     except KVDepotError as exc:
@@ -163,6 +170,6 @@ def _end(waiting: _Waiting, answer: bool | KVDepotError) -> None:
             waiting.go()
     except KVDepotError as exc:
         waiting.fail(exc)
-    except Exception as exc:  # nobody may be left waiting, and others wait behind this one
+    except Exception as exc:  # the request must end, and others wait behind it
         log.exception("a request that waited for a device event failed")
-        waiting.fail(KVDepotError(f"it could not go on after its event: {exc!r}"))
+        waiting.fail(KVDepotError(f"could not be sent after its event: {exc!r}"))

@@ -1,15 +1,16 @@
 """The public client API: what an inference engine calls.
 
-The names and signatures are those of the client contract that vLLM 0.15 to 0.17 documents for its LMCache multi-process
-integration; code written against it runs on these. They are the native clients (client/scheduler.py, client/worker.py)
-under the contract's names: here tokens, block hashes and block ids become hashes of chunks and transfers, and outcomes
-become what the contract returns. Nothing is decided here.
+Names and signatures are those of the client contract that vLLM 0.15 to 0.17 documents for its LMCache multi-process
+integration; code written against that runs here unchanged. The adapters are the native clients (client/scheduler.py,
+client/worker.py) under the contract's names: they turn tokens, block hashes and block ids into chunk hashes and
+transfers, and outcomes into what the contract returns. They decide nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import zmq
 
@@ -24,8 +25,9 @@ from kvdepot.client.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, Unanswered
-from kvdepot.client.socket import CONNECT_S, MessagingFuture
+from kvdepot.client.device_events import DeviceEvent
+from kvdepot.client.scheduler import Cached, Lookup, LookupOutcome, Pending, SchedulerClient, Unanswered
+from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, learn_spec, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.errors import BadRequest
@@ -34,6 +36,8 @@ from kvdepot.protocol.layout import build_layout, find_block_axes
 
 if TYPE_CHECKING:
     import torch
+
+_Value = TypeVar("_Value")
 
 __all__ = [
     "IPCCacheEngineKey",
@@ -55,7 +59,7 @@ __all__ = [
 def send_lmcache_request(
     mq_client: MessageQueueClient, request_type: RequestType, payloads: list[Any]
 ) -> MessagingFuture[Any]:
-    """Submit one request, get a future. Raises BadRequest for payloads that are not of the type's kind."""
+    """Submit one request, get a future. Raises BadRequest for payloads that do not fit the request type."""
     return mq_client.submit_request(request_type, payloads, get_response_class(request_type))
 
 
@@ -64,48 +68,82 @@ def get_lmcache_chunk_size(mq_client: MessageQueueClient) -> int:
     return mq_client.learn_chunk_size(CONNECT_S)
 
 
-class _Names:
-    """The contract's attributes that both adapters have."""
+class _OfSpec(Generic[_Value]):
+    """A field of an adapter's `spec` under the contract's name. Setting it replaces the spec."""
 
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __get__(self, adapter: _Adapter, owner: object) -> _Value:
+        value: _Value = getattr(adapter.spec, self._field)
+        return value
+
+    def __set__(self, adapter: _Adapter, value: _Value) -> None:
+        changes: dict[str, Any] = {self._field: value}
+        adapter.spec = replace(adapter.spec, **changes)
+
+
+class _Adapter:
+    """The contract's attributes that both adapters have. Setting one affects what is sent afterwards."""
+
+    client: Client
     spec: ShardSpec
+    model_name = _OfSpec[str]("model")
+    world_size = _OfSpec[int]("world_size")
+    worker_id = _OfSpec[int]("rank")
+    """The KV rank."""
+    chunk_size = _OfSpec[int]("chunk_tokens")
+    """Tokens per chunk."""
+    blocks_in_chunk = _OfSpec[int]("blocks_in_chunk")
 
     @property
-    def model_name(self) -> str:
-        """All that must be equal for KV bytes to mean the same."""
-        return self.spec.model
+    def mq_client(self) -> MessageQueueClient:
+        """The connection to the server."""
+        assert isinstance(self.client, MessageQueueClient)
+        return self.client
 
-    @property
-    def world_size(self) -> int:
-        """KV ranks."""
-        return self.spec.world_size
-
-    @property
-    def worker_id(self) -> int:
-        """The KV rank."""
-        return self.spec.rank
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens a chunk."""
-        return self.spec.chunk_tokens
-
-    @property
-    def blocks_in_chunk(self) -> int:
-        """Engine blocks in a chunk."""
-        return self.spec.blocks_in_chunk
+    @mq_client.setter
+    def mq_client(self, client: MessageQueueClient) -> None:
+        self.client = client
 
     def num_blocks_per_chunk(self) -> int:
         """Engine blocks in a chunk."""
         return self.spec.blocks_in_chunk
 
 
-class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
-    """The scheduler's side: what of a prompt is cached. Used by one thread."""
+class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
+    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix, 0 for a failed lookup.
+
+    A live view: deleting a future forgets the lookup, as `cleanup_lookup_result` does. Setting one raises BadRequest.
+    """
+
+    def __init__(self, lookups: dict[str, Lookup]) -> None:
+        self._lookups = lookups
+
+    def __getitem__(self, request_id: str) -> MessagingFuture[int]:
+        lookup = self._lookups[request_id]
+        return MessagingFuture.resolved(0) if isinstance(lookup.outcome, Unanswered) else lookup.future
+
+    def __setitem__(self, request_id: str, future: MessagingFuture[int]) -> None:
+        raise BadRequest("a lookup's future cannot be set: start the lookup with maybe_submit_lookup_request")
+
+    def __delitem__(self, request_id: str) -> None:
+        del self._lookups[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lookups)
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+
+class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
+    """The scheduler's side: how much of a prompt is cached. Used by one thread."""
 
     def __init__(
         self,
         server_url: str,
-        context: zmq.Context[Any],
+        context: zmq.Context[zmq.Socket[bytes]],
         model_name: str,
         world_size: int,
         kv_rank: int,
@@ -117,32 +155,30 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        self.mq_client = client = client or MessageQueueClient(server_url, context)
+        client = client or MessageQueueClient(server_url, context)
         super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property
-    def lookup_futures(self) -> dict[str, MessagingFuture[int]]:
-        """By request id: chunks in the longest cached prefix, 0 where nobody knows any more."""
-        return {
-            request_id: MessagingFuture.resolved(0) if isinstance(lookup.outcome, Unanswered) else lookup.future
-            for request_id, lookup in self._lookups.items()
-        }
+    def lookup_futures(self) -> LookupFutures:
+        """Futures of the lookups, by request id; deleting one forgets the lookup."""
+        return LookupFutures(self._lookups)
 
     def maybe_submit_lookup_request(
         self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
     ) -> None:
-        """Start a lookup for this request unless one is under way. Never blocks.
+        """Start a lookup for this request, unless it already has one. Never blocks.
 
-        token_ids: looks up the chunk-aligned head; fewer tokens than a chunk send nothing. block_hashes: looks up
-        the last block's hash of each full chunk. A hit is pinned for this request until it has been retrieved or its
-        session ends. Raises BadRequest unless exactly one of the two is given.
+        token_ids: looks up all whole chunks; a prompt shorter than a chunk sends nothing. block_hashes: looks up the
+        hash of the last block of each full chunk. A hit pins the matched chunks for this request until they are
+        retrieved or its session ends. Raises BadRequest unless exactly one of the two is given.
         """
         if (block_hashes is None) == (token_ids is None):
-            raise BadRequest("a lookup needs token_ids or block_hashes, and not both")
+            raise BadRequest("give exactly one of token_ids and block_hashes")
         if request_id in self._lookups:
             return
         if token_ids is not None:
-            hashes, size = b"", self.spec.chunk_tokens
+            hashes = b""
+            size = self.spec.chunk_tokens
             if chunks := len(token_ids) // size:
                 _, hashes = self.mq_client.chains.name(request_id, token_ids, size, 0, chunks)
         else:
@@ -153,23 +189,25 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
     def check_lookup_result(self, request_id: str) -> int | None:
         """Tokens in the longest cached prefix, or None while the answer is pending. Never blocks.
 
-        0 also where the server failed, is gone or did not answer in time. Raises UnknownRequest for a request id
-        without a lookup.
+        Also 0 where the server failed, is gone, or did not answer in time. Raises UnknownRequest for a request without
+        a lookup.
         """
         return _tokens(self.check_lookup(request_id))
 
     def wait_lookup_result(self, request_id: str, timeout_s: float) -> int | None:
-        """Like `check_lookup_result`, but waits up to `timeout_s` for an answer that is under way, and asks again where
-        a server could answer now what none has answered, or another than is there now. See SchedulerClient.wait_lookup.
+        """Like `check_lookup_result`, but waits up to `timeout_s` for a pending answer.
+
+        It repeats a lookup that no server answered, or that a server answered which has been replaced since; see
+        SchedulerClient.wait_lookup.
         """
         return _tokens(self.wait_lookup(request_id, timeout_s))
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forget the local lookup state of a request; unknown ids are fine."""
+        """Forget a request's lookup on this side; unknown ids are fine."""
         self.forget_lookup(request_id)
 
     def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
-        """Tell the server that the request is over: pins it still holds are released. Fire and forget.
+        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
 
         saved_tokens, saved_s: see wire.EndSession.
         """
@@ -177,7 +215,7 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
         super().end_session(request_id, saved_tokens, saved_s)
 
     def shutdown(self) -> None:
-        """Close the connection; every pin of this engine goes with it. Safe twice."""
+        """Close the connection, which releases all pins of this engine. Safe twice."""
         self.close()
 
     def _create_key(
@@ -192,19 +230,18 @@ class LMCacheMPSchedulerAdapter(_Names, SchedulerClient):
 
 
 def _tokens(outcome: LookupOutcome) -> int | None:
-    """An outcome as the contract returns it."""
     if isinstance(outcome, Cached):
         return outcome.tokens
     return None if isinstance(outcome, Pending) else 0
 
 
-class LMCacheMPWorkerAdapter(_Names, WorkerClient):
-    """A rank's side: moves blocks into the depot and chunks back. Used by one thread."""
+class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
+    """A worker's side: stores blocks of one rank and retrieves chunks into them. Used by one thread."""
 
     def __init__(
         self,
         server_url: str,
-        context: zmq.Context[Any],
+        context: zmq.Context[zmq.Socket[bytes]],
         model_name: str,
         world_size: int,
         kv_rank: int,
@@ -216,63 +253,66 @@ class LMCacheMPWorkerAdapter(_Names, WorkerClient):
 
         Raises Unavailable when no server answers, BadRequest when the block size does not divide the chunk size.
         """
-        self.mq_client = client = client or MessageQueueClient(server_url, context)
+        client = client or MessageQueueClient(server_url, context)
         super().__init__(client, learn_spec(client, model_name, world_size, kv_rank, vllm_block_size, CONNECT_S))
 
     @property
     def store_futures(self) -> dict[str, list[Submitted[bool]]]:
-        """By request id: its stores under way."""
+        """Stores under way, by request id."""
         return self.stores
 
     @property
     def retrieve_futures(self) -> dict[str, list[Submitted[list[bool]]]]:
-        """By request id: its retrieves under way."""
+        """Retrieves under way, by request id."""
         return self.retrieves
 
     @property
     def finished_stores(self) -> set[str]:
-        """Ids that the engine has reported finished, with a store still in flight."""
+        """Ids that the engine has reported finished and that have a store under way."""
         return self.ended
 
     @property
     def previously_finished(self) -> set[str]:
-        """Ids that `get_finished` has returned, and that the engine has reported again ever since."""
+        """Ids that `get_finished` has returned and that the engine has reported again in every call since."""
         return self.repeated
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_axes: Sequence[int] | None = None) -> None:
         """Share the paged KV tensors (layer name -> tensor) with the server; returns when it has mapped them.
 
-        CPU tensors' storage moves into shared memory; see KVCacheHandle for what stays valid. block_axes names each
-        tensor's block axis; without it, it must be plain from the shapes (`[num_blocks, ...]`, or
-        `[2, num_blocks, ...]`). Blocks up to 30 s. Raises LayoutError, with the shapes, for tensors it can't describe
-        or share.
+        CPU tensors' storage moves into shared memory; see KVCacheHandle for what stays valid. block_axes: each tensor's
+        block axis; without it, the shapes must show it (`[num_blocks, ...]` or `[2, num_blocks, ...]`). Blocks 30 s at
+        most. Raises LayoutError, with the shapes, for tensors that cannot be described or shared.
         """
         views = [handle.view for handle in wrap_kv_caches(kv_caches)]
         axes = find_block_axes(views, self.spec.block_tokens) if block_axes is None else list(block_axes)
         self.register_layout(build_layout(views, axes), kv_caches)
 
-    def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any) -> None:
+    def submit_store_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
 
-        event: what must have happened before the bytes may be read: a CUDA event, or on the CPU None or any
-        object with `query()`. Raises BadRequest for an op whose tokens, hashes and blocks do not agree.
+        event: must happen before the bytes may be read: a CUDA event, or on the CPU None or any object with `query()`.
+        Raises BadRequest for an op whose tokens, hashes and blocks do not agree.
         """
         self.batched_submit_store_requests([request_id], [op], event)
 
-    def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any) -> None:
+    def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy the chunks under the op's keys into `op.block_ids`, after `event`. Never blocks."""
         self.batched_submit_retrieve_requests([request_id], [op], event)
 
-    def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any) -> None:
+    def batched_submit_store_requests(
+        self, request_ids: list[str], ops: list[LoadStoreOp], event: DeviceEvent | None
+    ) -> None:
         """Store for several requests in one message; they are reported finished together."""
         self.submit_store(request_ids, self._transfers(request_ids, ops), event)
 
-    def batched_submit_retrieve_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any) -> None:
+    def batched_submit_retrieve_requests(
+        self, request_ids: list[str], ops: list[LoadStoreOp], event: DeviceEvent | None
+    ) -> None:
         """Retrieve for several requests in one message; they are reported finished together."""
         self.submit_retrieve(request_ids, self._transfers(request_ids, ops), event)
 
     def _transfers(self, request_ids: list[str], ops: list[LoadStoreOp]) -> list[Transfer]:
-        """The ops of so many requests; those without a whole chunk are left out."""
+        """One transfer for each op that has a whole chunk. Raises BadRequest."""
         if len(request_ids) != len(ops):
             raise BadRequest(f"{len(request_ids)} request ids for {len(ops)} ops")
         transfers = [self._transfer(request_id, op) for request_id, op in zip(request_ids, ops, strict=True)]
@@ -298,11 +338,11 @@ class LMCacheMPWorkerAdapter(_Names, WorkerClient):
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Polled every engine step; never blocks.
 
-        First set: ids that the engine has reported finished (now or earlier) and that have no store in flight; each at
+        First set: ids that the engine has reported finished (now or earlier) and that have no store under way; each at
         most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set.
 
-        An id may be used again: what counts as a repeated report is one in the calls that directly follow the id's
-        return. Once a call does not report the id, or a store or retrieve is submitted under it, it is a new request.
+        An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
+        call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
         stored, retrieved = self.poll(finished_req_ids_from_engine)
         for request_id in stored:
@@ -310,9 +350,9 @@ class LMCacheMPWorkerAdapter(_Names, WorkerClient):
         return stored or None, retrieved or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose retrieve failed since the last call; the engine must recompute them."""
+        """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         return self.take_failed_blocks()
 
     def shutdown(self) -> None:
-        """Unregister and close. Safe twice and without a server; blocks 5 s at most."""
+        """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self.close()

@@ -1,7 +1,7 @@
-"""What an engine asked of the depot and how it ended: told once an operation, for figures and traces.
+"""One operation of a client (a lookup, store or retrieve) and its outcome, for metrics and traces.
 
-The scheduler's and the worker's client tell whoever watches them (`watch`), on the thread that uses them. The one law:
-to tell changes nothing; who watches neither waits nor raises.
+The scheduler's and the worker's client pass each to their `watch` once it has ended, on the thread that uses them. A
+watcher must neither block nor raise.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ __all__ = ["Began", "Operation"]
 
 
 class Began(msgspec.Struct, frozen=True):
-    """When, by a clock that people read and by one that never jumps."""
+    """When an operation began, by the wall clock and by the monotonic one."""
 
     wall_ns: int
     at_s: float
 
     @classmethod
     def now(cls) -> Began:
-        """This moment."""
         return cls(time.time_ns(), time.monotonic())
 
 
@@ -33,17 +32,17 @@ class Operation(msgspec.Struct, frozen=True):
     kind: str
     """lookup, store or retrieve."""
     requests: list[str]
-    """Whose; several where an engine's step stores or retrieves for them at once."""
+    """Request ids; several where one engine step stores or retrieves for several requests."""
     began: Began
     took_s: float
-    """Until the engine was told, or asked for it."""
+    """Until the engine asked for the outcome."""
     chunks: int
-    """That were asked for: of each, a store or retrieve moves one rank's shard."""
+    """Chunks asked for; a store or retrieve copies one rank's shard of each."""
     done: int
-    """That were found, or are stored, or retrieved. Of a store that was not whole: 0."""
+    """Chunks found, stored or retrieved; 0 for a store that was not complete."""
     size_bytes: int = 0
-    """Of the shards that are done."""
+    """Bytes of the shards that are done."""
     error: KVDepotError | None = None
-    """Why nobody knows, or nothing was moved."""
+    """Why the lookup was not answered, or nothing was copied."""
     stored: bytes = b""
-    """Keys of the chunks of a store that was whole, 32 bytes each."""
+    """Hashes of the chunks of a complete store, 32 bytes each."""

@@ -1,8 +1,8 @@
-"""What an engine's scheduler asks of the depot: how much of a prompt is cached. Requests and sessions, no bytes.
+"""An engine's scheduler as a client: lookups (how much of a prompt is cached) and sessions, no bytes.
 
 Used by the vLLM connector, and by client/lmcache.py under the contract's names. It takes hashes of chunks, never
-tokens. The one law: what has failed is told as such (`Unanswered`), and no call that an engine makes every step waits
-for the server.
+tokens. Invariants: a failed lookup is `Unanswered`, never a miss; no method waits for the server, but `wait_lookup`,
+which has a timeout.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownR
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
-__all__ = ["Cached", "LookupOutcome", "Pending", "SchedulerClient", "Unanswered"]
+__all__ = ["Cached", "Lookup", "LookupOutcome", "Pending", "SchedulerClient", "Unanswered"]
 
 log = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0
-"""A lookup without an answer by then, and the time that the server's tiers have, counts as a miss for now."""
+"""A lookup without an answer after this, plus the deadline of the server's tiers, counts as a miss for now."""
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Cached(msgspec.Struct, frozen=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True):
-    """The lookup has failed, so nobody knows; it counts as a miss."""
+    """The lookup failed, so nobody knows; engines treat it as a miss."""
 
     error: KVDepotError
 
@@ -51,43 +51,46 @@ _PENDING = Pending()
 
 
 @dataclass(slots=True, eq=False)
-class _Lookup:
-    """One request's lookup, and what is known of its answer."""
+class Lookup:
+    """One request's lookup, and its answer as far as it is known."""
 
     message: wire.Lookup
     began: Began
-    heard: int  # how often a server had been heard when it was asked
-    is_second: bool  # it took the place of one whose caller was told to come back
+    heard: int  # `Client.heard` when it was sent
+    is_second: bool  # it replaced one whose caller was told to come back
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
-    outcome: Cached | Unanswered | None = None  # None: nobody has been told of its end
+    outcome: Cached | Unanswered | None = None  # None: pending, or the caller has not asked since it ended
     was_held: bool = False  # its caller was told to come back
 
 
 class SchedulerClient:
-    """Lookups, and the sessions that hold what they matched. Used by one thread."""
+    """Lookups, and the sessions that hold the matched chunks. Used by one thread."""
 
     def __init__(self, client: Client, spec: ShardSpec) -> None:
-        """The client becomes its own. spec: its rank does not matter."""
+        """client: closed with this one. spec: its rank does not matter."""
         self.client = client
         self.spec = spec
-        self.watch: Callable[[Operation], None] | None = None  # told of each lookup when its answer is asked for
-        self._lookups: dict[str, _Lookup] = {}
+        self.watch: Callable[[Operation], None] | None = (
+            None  # called for each lookup that has ended, by `check_lookup`
+        )
+        self._lookups: dict[str, Lookup] = {}
 
     def submit_lookup(
         self, request_id: str, hashes: bytes, readers: int = 0, chained: bool = True, salt: bytes = b""
     ) -> None:
-        """Look up a prompt's chunk hashes (32 bytes each), unless a lookup of the request is known. Never blocks.
+        """Look up a prompt's chunk hashes (32 bytes each), unless the request already has a lookup. Never blocks.
 
-        What matches is pinned for the request until it has been retrieved or its session ends. readers: how many ranks
-        will retrieve each chunk; 0 = world_size. chained, salt: see wire.Lookup.
+        Matched chunks are pinned for the request until they are retrieved or its session ends. readers: how many ranks
+        will retrieve each chunk; 0: world_size. chained, salt: see wire.Lookup.
         """
         if request_id not in self._lookups:
-            self._ask(request_id, self.spec.lookup(request_id, readers or self.spec.world_size, hashes, chained, salt))
+            spec = self.spec
+            self._ask(request_id, spec.lookup(request_id, readers or spec.world_size, hashes, chained, salt))
 
     def _ask(self, request_id: str, message: wire.Lookup, is_second: bool = False) -> None:
         client = self.client
-        lookup = self._lookups[request_id] = _Lookup(message, Began.now(), client.heard, is_second)
+        lookup = self._lookups[request_id] = Lookup(message, Began.now(), client.heard, is_second)
         if not message.hashes:
             lookup.future, lookup.outcome = MessagingFuture.resolved(0), Cached(0)
             return
@@ -99,7 +102,7 @@ class SchedulerClient:
         lookup.future = client.ask(message, take, deadline_s=LOOKUP_S)
 
     def check_lookup(self, request_id: str) -> LookupOutcome:
-        """What has become of the request's lookup. Never blocks. Raises UnknownRequest where there is none."""
+        """The outcome of the request's lookup. Never blocks. Raises UnknownRequest where there is none."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             raise UnknownRequest(f"no lookup was submitted for request {request_id[:64]!r}")
@@ -121,13 +124,13 @@ class SchedulerClient:
         return outcome
 
     def wait_lookup(self, request_id: str, timeout_s: float) -> LookupOutcome:
-        """Like `check_lookup`, but waits up to `timeout_s` for an answer that is under way, and asks again.
+        """Like `check_lookup`, but waits up to `timeout_s` for a pending answer, and repeats lookups.
 
-        For a caller that can still use an answer. Asked again is a lookup that was not answered, once a server has been
-        heard since; and one that was answered by a server which another has replaced. Pending while it is under way,
-        and once more where that ended without an answer but a server was heard meanwhile; then Unanswered, until the
-        caller comes anew. A server that stays away, or hangs, is not heard, so nobody waits for it longer than LOOKUP_S
-        and the tiers' time, and later nobody waits at all.
+        For a caller that can still use an answer. A lookup is repeated if no server answered it and one has been heard
+        since, or if a server answered it that has been replaced. The outcome is Pending while a lookup is under way; if
+        it ends unanswered although a server was heard meanwhile, it is repeated once and Pending again; then it is
+        Unanswered until the next call. A server that is gone or hangs is not heard, so nobody waits for it longer than
+        LOOKUP_S and the tiers' deadline, and afterwards nobody waits at all.
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]
@@ -146,9 +149,10 @@ class SchedulerClient:
         return outcome
 
     def known_tokens(self, request_id: str) -> int:
-        """Tokens of the request's prompt that the server which is there now has said to have; 0 without a lookup.
+        """Tokens of the request's prompt that the current server has answered to have; 0 without a lookup.
 
-        Never blocks."""
+        Never blocks.
+        """
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return 0
@@ -157,19 +161,18 @@ class SchedulerClient:
         return outcome.tokens if isinstance(outcome, Cached) and is_current else 0
 
     def forget_lookup(self, request_id: str) -> None:
-        """Forget what is known here of the request's lookup; unknown ids are fine."""
+        """Forget the request's lookup on this side; unknown ids are fine."""
         self._lookups.pop(request_id, None)
 
     def end_session(self, request_id: str, saved_tokens: int = 0, saved_s: float = 0.0) -> None:
-        """Tell the server that the request is over: pins it still holds are released. Fire and forget.
+        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
 
         saved_tokens, saved_s: see wire.EndSession.
         """
-        self.client.ask(
-            wire.EndSession(request_id, saved_tokens, saved_s), deadline_s=None
-        )  # a living server must hear it, however late
+        # No deadline: a server that lives must hear it, however late.
+        self.client.ask(wire.EndSession(request_id, saved_tokens, saved_s), deadline_s=None)
         self.client.pump()
 
     def close(self) -> None:
-        """Close the connection; every pin of this engine goes with it. Safe twice."""
+        """Close the connection, which releases all pins of this engine. Safe twice."""
         self.client.close()

@@ -1,9 +1,8 @@
 """A client's socket: requests out, futures back.
 
-Used by the scheduler's and the worker's client, and by whoever else asks a server. What to send again, and when a
-request has failed, client/connection.py decides. No thread of its own: the socket is read by whoever asks a future,
-under a lock, so an answer is seen without a hand-over between threads. The one law: every future gets a value or an
-error.
+Used by the scheduler's and the worker's client, and by everything else that asks a server. client/connection.py decides
+what is sent again and when a request has failed. No thread is dedicated to the socket: polling a future reads it, under
+a lock, so no answer waits for a switch of threads. Invariant: every future gets a value or an error.
 """
 
 from __future__ import annotations
@@ -44,22 +43,21 @@ CONNECT_S = 5.0
 
 
 def _check_owner(url: str) -> None:
-    """Raise Unavailable for another user's unix socket: whoever answers there could prove nothing (handshake.py)."""
+    """Raise Unavailable for another user's unix socket: its server could not prove itself (protocol/handshake.py)."""
     if not url.startswith("ipc://") or is_open_to_all(url):
         return
     path = url[len("ipc://") :]
     try:
-        owners = {os.lstat(path).st_uid, os.stat(path).st_uid}  # noqa: PTH116 - of the link and of what it leads to
+        owners = {os.lstat(path).st_uid, os.stat(path).st_uid}  # noqa: PTH116 - of the link and of its target
     except OSError:
         return  # nobody listens there yet
     for owner in owners - {os.geteuid()}:
-        raise Unavailable(f"{path} belongs to user {owner}, not to user {os.geteuid()} who asks: not connecting")
+        raise Unavailable(f"{path} belongs to user {owner}, not to this user ({os.geteuid()}): not connecting")
 
 
 def _others_between(url: str) -> bool:
-    """Whether another user could ever listen at this endpoint: at a unix socket, whoever can change a folder above it.
-
-    A folder that anybody may add to but only its owner may take from (/tmp) is no danger above one of our own.
+    """Whether another user could ever listen at this endpoint. At a unix socket, those can who may change a folder
+    above it; a sticky folder (/tmp) is harmless above one of our own.
     """
     if is_open_to_all(url) or not url.startswith("ipc://"):
         return is_open_to_all(url)
@@ -68,7 +66,7 @@ def _others_between(url: str) -> bool:
         try:
             info = folder.stat()
         except OSError:
-            return True  # it may come to be anybody's
+            return True  # anybody may create it
         shared = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if info.st_uid not in (0, os.geteuid()) or (
             shared and not (info.st_mode & stat.S_ISVTX and folder != child.parent)
@@ -78,14 +76,14 @@ def _others_between(url: str) -> bool:
 
 
 def check_type(value: object, expected: type[T]) -> T:
-    """An answer if it is of this type (a bool is no int). Raises ProtocolError."""
+    """Return an answer if it is of this type (a bool is no int); raise ProtocolError otherwise."""
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is int):
         raise ProtocolError(f"the server answered {value!r:.80}, not {expected.__name__}")
     return value
 
 
 class MessagingFuture(Generic[T]):
-    """The answer to one request, now or later."""
+    """The answer to one request, once it is there."""
 
     __slots__ = ("_client", "_convert", "_done", "_error", "_value")
 
@@ -98,14 +96,14 @@ class MessagingFuture(Generic[T]):
 
     @classmethod
     def resolved(cls, value: T) -> MessagingFuture[T]:
-        """A future that has its value already."""
+        """A future that is done."""
         future: MessagingFuture[T] = cls(None)
         future._finish(value)
         return future
 
     def query(self) -> bool:
         """Whether it is done, with a value or an error. Never blocks."""
-        client = self._client  # which another thread takes away when it finishes us
+        client = self._client  # read once: a thread that finishes this future clears it
         if not self._done and client is not None:
             client.pump()
         return self._done
@@ -113,8 +111,8 @@ class MessagingFuture(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """The value; blocks for `timeout` seconds at most (None: until it is done, at most 60 s).
 
-        Raises what the server answered; Unavailable when it is gone; DeadlineExceeded after `timeout` (the request
-        is still under way then).
+        Raises the server's error; Unavailable when the server is gone; DeadlineExceeded after `timeout` (the request
+        is then still under way).
         """
         client = self._client
         if not self.query() and client is not None:
@@ -148,16 +146,16 @@ class MessagingFuture(Generic[T]):
 class Client:
     """A connection to one server. Any thread may use it, several at once; `close` it.
 
-    Construction does not block and does not fail when no server is there: the first requests wait up
-    to 5 s for it. key: this client's key or the file of it, where the server wants one; empty: what KVDEPOT_KEY names,
-    if anything. Raises Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user;
-    ConfigError for a key file that cannot be used.
+    The constructor neither blocks nor fails without a server: the first requests wait up to 5 s for one. key: this
+    client's key or its file, for a server that requires one; empty: the file that KVDEPOT_KEY names, if any. Raises
+    Unavailable for an address that ZeroMQ does not understand, or a unix socket of another user; ConfigError for a key
+    file that cannot be used.
     """
 
-    def __init__(self, server_url: str, context: zmq.Context[Any], *, key: str | Key = "") -> None:
+    def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
         self.server_url = server_url
         if fault := fault_of_endpoint(server_url):
-            raise Unavailable(f"no address of a server: {fault}")
+            raise Unavailable(f"invalid server address: {fault}")
         _check_owner(server_url)
         key = key or default_key()
         keys = key if isinstance(key, Key) else read_client_key(key) if key else None
@@ -167,10 +165,10 @@ class Client:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + os.urandom(15))
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue towards a server that is not there
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a server that is not connected
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.SNDHWM, MAX_IN_FLIGHT)
-        self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers wait here: the server keeps few for a client
+        self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers queue here: the server queues few per client
         if keys is not None:
             keys.use(self._socket)
         try:
@@ -178,18 +176,20 @@ class Client:
         except zmq.ZMQError as exc:
             self._socket.close()
             self.lease.close()
-            raise Unavailable(f"ZeroMQ has no socket left: {exc.strerror}") from exc
+            raise Unavailable(f"ZeroMQ cannot make a socket: {exc.strerror}") from exc
         self._fds = [cast(int, each.getsockopt(zmq.FD)) for each in (self._socket, self._monitor.socket)]
         self._has_events = select.poll()
         self._has_events.register(self._fds[1], select.POLLIN)
-        self._read_events()  # its descriptor tells of events only once it has been found empty
+        self._read_events()  # the descriptor signals events only after the socket was read empty
         try:
             self._socket.connect(server_url)
         except zmq.ZMQError as exc:
             self._close_sockets()
             self.lease.close()
-            raise Unavailable(f"{server_url!r} is no address of a server: {exc.strerror}") from exc
-        between = partial(_others_between, server_url) if keys is None else bool  # CURVE proves each message itself
+            raise Unavailable(f"invalid server address {server_url!r}: {exc.strerror}") from exc
+        between = (
+            partial(_others_between, server_url) if keys is None else bool
+        )  # CURVE authenticates each message itself
         self._connection = Connection(
             server_url, self.lease.name, self._send, Watch, time.monotonic, self.lease.secret, between
         )
@@ -200,10 +200,10 @@ class Client:
 
     def _send(self, frame: bytes) -> bool:
         try:
-            if not self._connection.welcomed:  # the socket may have been made, or made anew, since we looked last
+            if not self._connection.welcomed:  # another user may have made the socket meanwhile
                 _check_owner(self.server_url)
             self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:  # no connection; or the engine has ended its ZeroMQ context before us
+        except zmq.ZMQError:  # no connection, or the engine has already ended its ZeroMQ context
             return False
         except Unavailable as exc:
             log.debug("%s", exc)
@@ -213,32 +213,32 @@ class Client:
     # -- asking
 
     def device_of(self, instance: int) -> str:
-        """Where the tensors registered under this number are: empty for the processor's memory, else a GPU's UUID."""
+        """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
         with self._lock:
             return self._connection.device(instance)
 
     @property
     def is_welcomed(self) -> bool:
-        """Whether what is asked now reaches a server that knows us, as far as we have heard."""
+        """Whether a server knows this client and is connected, as far as this end has heard."""
         return self._connection.welcomed
 
     @property
     def incarnation(self) -> bytes:
-        """The run of a server that welcomed us last."""
+        """The run of a server that last welcomed this client."""
         return self._connection.incarnation
 
     @property
     def heard(self) -> int:
-        """How often a server was heard: replies, and connections made."""
+        """Replies received and connections made so far."""
         return self._connection.heard
 
     @property
     def chunk_size(self) -> int:
-        """The server's tokens a chunk; 0 before it has welcomed us."""
+        """The server's tokens per chunk; 0 before the first welcome."""
         return self._connection.chunk_size
 
     def learn_chunk_size(self, timeout_s: float) -> int:
-        """The server's tokens a chunk. Blocks until the first welcome; raises Unavailable without one."""
+        """The server's tokens per chunk. Blocks until the first welcome; raises Unavailable after `timeout_s`."""
         if not self.chunk_size:
             try:
                 self.ask(wire.ChunkSize()).result(timeout_s)
@@ -260,29 +260,29 @@ class Client:
     def ask(
         self,
         request: wire.Request,
-        convert: Callable[[object], Any] | None = None,
+        convert: Callable[[object], T] | None = None,
         deadline_s: float | None = DEADLINE_S,
-    ) -> MessagingFuture[Any]:
-        """Send a message of the wire; never blocks. deadline_s None: until answered or the server is gone.
+    ) -> MessagingFuture[T]:
+        """Send a message; never blocks. deadline_s None: wait until it is answered or the server is gone.
 
-        convert: of the answer to what the future gives; what it raises (KVDepotError, ValueError and the like) the
+        convert: makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the
         future raises.
         """
-        future: MessagingFuture[Any] = MessagingFuture(self, convert)
+        future = MessagingFuture(self, convert)
         self._ask(request, future, deadline_s)
         return future
 
-    def _ask(self, request: wire.Request, future: MessagingFuture[Any], deadline_s: float | None) -> None:
+    def _ask(self, request: wire.Request, future: MessagingFuture[T], deadline_s: float | None) -> None:
         with self._lock:
-            self._take_events()  # what is sent on a connection that was made anew must come after our hello
+            self._take_events()  # on a new connection, hello must come first
             self._connection.ask(request, future._finish, deadline_s)
 
     # -- hearing
 
     def pump(self) -> None:
-        """Take in what has arrived and end what is overdue. Never blocks."""
+        """Handle what has arrived, and fail what is overdue. Never blocks."""
         if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread does it now
         try:
             if not self._closed:
                 self._receive()
@@ -301,7 +301,7 @@ class Client:
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return done()
-            # Slices: the descriptors are edge-triggered, and another thread may take our answer in.
+            # In slices: the descriptors are edge-triggered, and another thread may read our answer.
             if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
                 self.pump()
         return True
@@ -309,7 +309,7 @@ class Client:
     def _receive(self) -> None:
         while True:
             try:
-                frame = cast(bytes, self._socket.recv(zmq.NOBLOCK))
+                frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except zmq.ZMQError as exc:
@@ -319,8 +319,8 @@ class Client:
             self._connection.take(frame)
 
     def _take_events(self) -> None:
-        """Hear of connections made and broken. What had come by a broken one is taken in before."""
-        if not self._has_events.poll(0):  # a third of what it costs to ask ZeroMQ
+        """Handle connections made and broken; messages that had arrived by a broken one come first."""
+        if not self._has_events.poll(0):  # a third of the cost of asking ZeroMQ
             return
         made = self._read_events()
         if made:
@@ -332,11 +332,11 @@ class Client:
                     self._connection.disconnected()
 
     def _read_events(self) -> list[bool]:
-        """For each connection since the last look: True that it was made, False that it broke."""
+        """Events since the last call: True for a connection made, False for one that broke."""
         return [event == _MADE for event, _ in self._monitor.read()]
 
     def close(self) -> None:
-        """End the connection; what is in flight fails with Unavailable. Safe twice. Blocks 0.2 s at most."""
+        """Close the connection; requests under way fail with Unavailable. Safe twice. Blocks 0.2 s at most."""
         with self._lock:
             if self._closed:
                 return

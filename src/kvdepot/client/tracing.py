@@ -1,14 +1,13 @@
-"""OpenTelemetry: one span a lookup, store or retrieve, in the trace of the request that it was for.
+"""OpenTelemetry: one span per lookup, store or retrieve, in the trace of its request.
 
-`adapter.watch = Spans()` is all it takes; the vLLM connector does so where vLLM traces (`--otlp-traces-endpoint`), with
-the trace headers that a request came with. Where spans go is the process's tracer provider's business. Needs the extra
-`otel`; without it, nothing here is imported.
+`adapter.watch = Spans()` turns it on; the vLLM connector does so if vLLM traces (`--otlp-traces-endpoint`), with each
+request's trace headers. The process's tracer provider decides where spans go. Needs the extra `otel`; without it,
+nothing imports this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -24,21 +23,21 @@ def _no_headers(request: str) -> Mapping[str, str] | None:
 
 
 class Spans:
-    """Told of operations, makes spans of them: `kvdepot.lookup`, `kvdepot.store`, `kvdepot.retrieve`."""
+    """Makes spans from operations: `kvdepot.lookup`, `kvdepot.store`, `kvdepot.retrieve`."""
 
     def __init__(
         self,
         provider: trace.TracerProvider | None = None,
         headers: Callable[[str], Mapping[str, str] | None] = _no_headers,
     ) -> None:
-        """provider: None = the process's own. headers: W3C trace headers of a request, by its id."""
+        """provider: None: the process's own. headers: returns the W3C trace headers of a request, by its id."""
         self._tracer = trace.get_tracer("kvdepot", __version__, provider)
         self._headers = headers
         self._propagator = TraceContextTextMapPropagator()
 
     def __call__(self, operation: Operation) -> None:
-        """An operation has ended. Where it was for several requests, each has a span of it in its own trace."""
-        attributes: dict[str, Any] = {
+        """Make a span of an ended operation; one in each request's trace if it was for several."""
+        attributes: dict[str, int | str] = {
             "kvdepot.chunks": operation.chunks,
             "kvdepot.chunks_done": operation.done,
             "kvdepot.size_bytes": operation.size_bytes,

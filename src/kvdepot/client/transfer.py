@@ -1,9 +1,9 @@
-"""What is copied, and whose it is: the two values that go from an engine's connector to the wire.
+"""The two values that go from an engine's connector to the wire: what is copied, and whose shards they are.
 
-A `ShardSpec` says whose shards a client looks up, stores and retrieves; a `Transfer` says which chunks of one request
-are copied and the blocks they lie in. Used by client/scheduler.py and client/worker.py, by client/lmcache.py, which
-makes them from the contract's arguments, and by the vLLM connector, whose scheduler sends transfers to its workers.
-The fields that both become on the wire are spelled out here and nowhere else in the client.
+A `ShardSpec` names the model, world size and rank whose shards a client looks up, stores and retrieves; a `Transfer`
+names chunks of one request and the blocks to copy them from or into. Used by client/scheduler.py and client/worker.py,
+by client/lmcache.py, which makes them from the contract's arguments, and by the vLLM connector, whose scheduler sends
+transfers to its workers. In the client, only this module makes messages from their fields.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ __all__ = ["ShardSpec", "Transfer", "learn_spec", "pack_block_ids"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Consecutive chunks of one request, and the blocks that they are copied from or into. No rank's: each rank copies
-    its own shards of them.
+    """Consecutive chunks of one request, and the blocks to copy them from or into. Each rank copies its own shards.
 
     parent, depth, skip_blocks, salt: as in wire.Shards. hashes: 32 bytes a chunk. block_ids: little-endian uint32.
-    trace_headers: the request's W3C trace headers, None where it has none; they stay in the engine.
+    trace_headers: the request's W3C trace headers, or None; they stay in the engine.
     """
 
     request_id: str
@@ -43,21 +42,21 @@ class Transfer:
 
     @property
     def chunks(self) -> int:
-        """How many."""
+        """Number of chunks."""
         return len(self.hashes) // HASH_BYTES
 
     @property
     def blocks(self) -> int:
-        """How many, with those that are skipped."""
+        """Number of blocks, including skipped ones."""
         return len(self.block_ids) // 4
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Whose shards: those of one rank (of `world_size`) of a model, and how long a chunk is.
+    """Whose shards: one rank's (of `world_size`) of a model; and the length of a chunk.
 
-    model: all that must be equal for KV bytes to mean the same. chunk_tokens: tokens a chunk, the server's.
-    blocks_in_chunk: engine blocks a chunk.
+    model: names everything that must be equal for KV bytes to be interchangeable. chunk_tokens: the server's tokens per
+    chunk. blocks_in_chunk: engine blocks per chunk.
     """
 
     model: str
@@ -68,7 +67,7 @@ class ShardSpec:
 
     @classmethod
     def of_blocks(cls, model: str, world_size: int, rank: int, chunk_tokens: int, block_tokens: int) -> ShardSpec:
-        """From the engine's tokens a block. Raises BadRequest where they do not divide the chunk."""
+        """From the engine's tokens per block. Raises BadRequest if they do not divide the chunk."""
         if block_tokens < 1 or chunk_tokens % block_tokens:
             raise BadRequest(
                 f"the engine's block size {block_tokens} does not divide the server's chunk size {chunk_tokens}: "
@@ -78,7 +77,7 @@ class ShardSpec:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens a block."""
+        """Tokens per block."""
         return self.chunk_tokens // self.blocks_in_chunk
 
     def register(self, instance: int, layout: Layout) -> wire.Register:
@@ -96,7 +95,7 @@ class ShardSpec:
         return wire.Pin(name, self.model, self.world_size, self.blocks_in_chunk, hashes, salt, ttl_s)
 
     def shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
-        """This rank's part of transfers, as a store or retrieve names it."""
+        """This rank's shards of transfers, for a store or retrieve."""
         return [
             wire.Shards(
                 t.request_id, self.model, self.world_size, self.rank,
@@ -107,8 +106,8 @@ class ShardSpec:
 
 
 def pack_block_ids(block_ids: Sequence[int]) -> bytes:
-    """Block ids as little-endian uint32. Raises BadRequest for what is none."""
-    try:  # what `array` would take for ids
+    """Block ids as little-endian uint32. Raises BadRequest for anything but a sequence of ids."""
+    try:  # `array` accepts bytes and bools
         is_wrong = isinstance(block_ids, bytes | bytearray) or (len(block_ids) > 0 and isinstance(block_ids[0], bool))
     except (TypeError, LookupError):
         is_wrong = True
@@ -122,7 +121,7 @@ def learn_spec(
 ) -> ShardSpec:
     """A spec with the chunk size of the client's server. Blocks until the first welcome, `timeout_s` at most.
 
-    Where it raises (Unavailable; BadRequest for a block that does not divide the chunk) it closes the client first.
+    Raises Unavailable without a server, BadRequest if the block does not divide the chunk; the client is closed then.
     """
     try:
         return ShardSpec.of_blocks(model, world_size, rank, client.learn_chunk_size(timeout_s), block_tokens)

@@ -1,8 +1,8 @@
-"""What one rank of an engine asks of the depot: to map its tensors, and to move blocks in and chunks back.
+"""One rank of an engine as a client: registers its KV tensors, stores blocks, and retrieves chunks into blocks.
 
 Used by the vLLM connector, and by client/lmcache.py under the contract's names. It takes hashes of chunks, never
-tokens. The one law: a block that a retrieve did not fill is told (`take_failed_blocks`), never left to be decoded over;
-and no call that an engine makes every step waits for the server.
+tokens. Invariants: every block that a retrieve did not fill is reported (`take_failed_blocks`); submitting and polling
+never wait for the server.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from kvdepot.client.device_events import EventQueue, happened
+from kvdepot.client.device_events import DeviceEvent, EventQueue, happened
 from kvdepot.client.operation import Began, Operation
 from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import ShardSpec, Transfer
@@ -38,27 +38,26 @@ _SHUTDOWN_S = 5.0
 
 @dataclass(eq=False)
 class Submitted(Generic[T]):
-    """A store or retrieve under way, of one or several requests; T is what its future answers."""
+    """A store or retrieve under way, of one or several requests. T: the type of its answer."""
 
     request_ids: list[str]
     transfers: list[Transfer]
     ticket: int
     future: MessagingFuture[T] | None = None  # None: it waits for its event
-    error: KVDepotError | None = None  # why it is not sent
+    error: KVDepotError | None = None  # why it was not sent
     began: Began = field(default_factory=Began.now)
 
     @property
     def chunks(self) -> int:
-        """How many, over all its transfers."""
+        """Of all its transfers together."""
         return sum(transfer.chunks for transfer in self.transfers)
 
     def go(self, send: Callable[[Submitted[T]], MessagingFuture[T]]) -> None:
-        """Its event has happened: send it, unless it was given up meanwhile."""
+        """Send it, as its event has happened; not if it was given up meanwhile."""
         if self.error is None:
             self.future = send(self)
 
     def fail(self, error: KVDepotError) -> None:
-        """It will not be sent."""
         self.error = error
 
     def done(self) -> bool:
@@ -66,7 +65,7 @@ class Submitted(Generic[T]):
         return self.error is not None or (self.future is not None and self.future.query())
 
     def outcome(self) -> T | KVDepotError:
-        """What it ended with, once it is done."""
+        """The answer, or the error; call it once `done`."""
         if self.error is not None:
             return self.error
         assert self.future is not None
@@ -77,33 +76,33 @@ class Submitted(Generic[T]):
 
 
 class Ended(NamedTuple):
-    """Requests of which something has ended since the last poll."""
+    """Requests whose stores or retrieves have ended since the last poll."""
 
     stored: set[str]
-    """That have ended, with all their stores."""
+    """Requests that the engine has ended and that have no store under way any more."""
     retrieved: set[str]
-    """That have no retrieve under way any more, whatever came of it."""
+    """Requests whose retrieves have completed, successfully or not."""
 
 
 class WorkerClient:
-    """Moves blocks of one rank's tensors into the depot, and chunks back. Used by one thread."""
+    """Stores blocks of one rank's tensors, and retrieves chunks into them. Used by one thread."""
 
     def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True) -> None:
-        """The client becomes its own.
+        """client: closed with this one.
 
-        unpins: whether chunks are unpinned as they are retrieved; not where whoever looked them up ends its sessions.
+        unpins: whether a retrieve releases the pins of its chunks; False where the scheduler's side ends sessions.
         """
         self.client = client
         self.spec = spec
         self.instance_id = secrets.randbits(62)  # a process id would collide between containers
         self.kv_caches: dict[str, torch.Tensor] = {}
-        # request id -> what is under way; a batch stands under each of its requests
+        # By request id; a batch is listed under each of its requests.
         self.stores: dict[str, list[Submitted[bool]]] = {}
         self.retrieves: dict[str, list[Submitted[list[bool]]]] = {}
-        self.ended: set[str] = set()  # told by the engine, with a store still under way
-        self.repeated: set[str] = set()  # returned by `poll`, and told by the engine again ever since
+        self.ended: set[str] = set()  # ended by the engine, with a store under way
+        self.repeated: set[str] = set()  # returned by `poll`, and reported by the engine in every call since
         self.counters: Counter[str] = Counter()
-        self.watch: Callable[[Operation], None] | None = None  # told of each store and retrieve when it has ended
+        self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
         self._block_bytes = 0
         self._failed_blocks: set[int] = set()
@@ -113,10 +112,10 @@ class WorkerClient:
     # -- registering
 
     def register_layout(self, layout: Layout, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
-        """Have the server map tensors that are shared already. Returns when it has; blocks up to 30 s.
+        """Have the server map tensors that are already shared. Returns once it has; blocks 30 s at most.
 
-        kv_caches: the tensors by layer, where there are any in this process. Raises what the server answers
-        (LayoutError for a layout that it refuses), Unavailable without a server.
+        kv_caches: the tensors by layer, if this process has them. Raises the server's error (LayoutError for a layout
+        that it refuses), or Unavailable without a server.
         """
         self.client.ask(self.spec.register(self.instance_id, layout)).result()
         self._block_bytes = layout.block_bytes
@@ -124,7 +123,7 @@ class WorkerClient:
             self.kv_caches = kv_caches
 
     def _choose_device(self) -> None:
-        """On the thread that asks events: else CUDA's runtime would make a context on the first GPU of the host."""
+        """For the thread that queries events: else CUDA's runtime would make a context on the host's first GPU."""
         device = next((tensor.device for tensor in self.kv_caches.values()), None)
         if device is not None and device.type == "cuda":
             import torch
@@ -133,16 +132,20 @@ class WorkerClient:
 
     # -- moving bytes
 
-    def submit_store(self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: Any) -> None:
+    def submit_store(
+        self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
+    ) -> None:
         """Copy blocks into the depot, in one message. Never blocks.
 
-        request_ids: whose it is for `poll`; all of them end together. event: what must have happened before the bytes
-        may be read: a CUDA event, or None or any object with `query()`. Raises BadRequest for what is no event.
+        request_ids: requests that `poll` reports, all together. event: must happen before the bytes may be read: a CUDA
+        event, None, or any object with `query()`. Raises BadRequest for anything else.
         """
         self._submit(self.stores, self._send_store, request_ids, transfers, event)
 
-    def submit_retrieve(self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: Any) -> None:
-        """Copy chunks into blocks after `event`, in one message. Never blocks. Arguments as in `submit_store`."""
+    def submit_retrieve(
+        self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
+    ) -> None:
+        """Copy chunks into blocks after `event`, in one message. Never blocks. Arguments: see `submit_store`."""
         self._submit(self.retrieves, self._send_retrieve, request_ids, transfers, event)
 
     def _submit(
@@ -151,7 +154,7 @@ class WorkerClient:
         send: Callable[[Submitted[T]], MessagingFuture[T]],
         request_ids: Sequence[str],
         transfers: Sequence[Transfer],
-        event: Any,
+        event: DeviceEvent | None,
     ) -> None:
         may_go = happened(event)
         self._last_ticket += 1
@@ -176,22 +179,23 @@ class WorkerClient:
         message = wire.Retrieve(self.instance_id, self.spec.shards(submitted.transfers), self._unpins)
         return self.client.ask(message, partial(_per_chunk, submitted.chunks))
 
-    # -- hearing what became of it
+    # -- outcomes
 
     def poll(self, ended: set[str]) -> Ended:
-        """What has ended. Called every engine step; never blocks. ended: requests that the engine tells to be over.
+        """Requests whose transfers have ended. Called every engine step; never blocks.
 
-        `stored` has each id that was told to be over (now or earlier) and has no store under way; each at most once.
+        ended: ids of requests that the engine reports as ended. `stored` has each id that was reported (now or
+        earlier) and has no store under way, at most once.
 
-        An id may be used again: what counts as a repeated report is one in the calls that directly follow the id's
-        return. Once a call does not report the id, or a store or retrieve is submitted under it, it is a new request.
+        An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
+        call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
         self._device_events.look()
         self.client.pump()
         _settle(self.stores, self._store_ended)
         retrieved = _settle(self.retrieves, self._retrieve_ended)
-        # Asynchronous scheduling repeats a report in steps that it scheduled before it heard of the id's return. A new
-        # request of the same id is scheduled after those, in a step that does not report it.
+        # Asynchronous scheduling repeats a report in steps that it scheduled before it learned of the id's return. A
+        # new request of the same id is scheduled after those, in a step that does not report it.
         repeated = self.repeated & ended
         self.ended |= ended - repeated
         stored = {request_id for request_id in self.ended if request_id not in self.stores}
@@ -229,8 +233,8 @@ class WorkerClient:
                 skip = 0
         self._tell("retrieve", submitted, sum(filled), blocks)
 
-    def _tell(self, kind: str, submitted: Submitted[Any], done: int, blocks: int, stored: bytes = b"") -> None:
-        """done, blocks: chunks and blocks that were moved."""
+    def _tell(self, kind: str, submitted: Submitted[T], done: int, blocks: int, stored: bytes = b"") -> None:
+        """Report an operation. done, blocks: chunks and blocks that were copied."""
         if self.watch is None or not submitted.transfers:
             return
         outcome, began = submitted.outcome(), submitted.began
@@ -241,15 +245,15 @@ class WorkerClient:
         )
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks whose retrieve failed since the last call; the engine must recompute them."""
+        """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:
-        """Make sure that nothing stores blocks of these requests any more: the engine is about to reuse them.
+        """Make sure that no store under way reads blocks of these requests: the engine is about to reuse them.
 
-        Waits up to `timeout_s` for their stores; what is still under way then will never become visible (see
-        memory/shm.py).
+        Waits up to `timeout_s` for their stores. Those that are still under way then are voided: they never become
+        visible (see memory/shm.py).
         """
         stores = [each for request_id in request_ids for each in self.stores.get(request_id, ())]
         if not stores:
@@ -260,16 +264,16 @@ class WorkerClient:
             self.client.lease.raise_fence(self._last_ticket)
             for each in given_up:
                 if each.future is None:
-                    each.fail(KVDepotError("its blocks were taken away before its event happened"))
+                    each.fail(KVDepotError("its blocks were reused before its event happened"))
 
     def wait_any(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for a retrieve under way to end; for an engine with nothing else to do."""
+        """Wait up to `timeout_s` for any retrieve to end; for an engine with nothing else to do."""
         retrieves = [each for under_way in self.retrieves.values() for each in under_way]
         if retrieves:
             self.client.wait(lambda: any(each.done() for each in retrieves), timeout_s)
 
     def close(self) -> None:
-        """Unregister and close. Safe twice and without a server; blocks 5 s at most."""
+        """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self._device_events.stop()
         try:
             self.client.ask(wire.Unregister(self.instance_id)).result(_SHUTDOWN_S)
@@ -279,10 +283,10 @@ class WorkerClient:
 
 
 def _settle(under_way: dict[str, list[Submitted[T]]], tell: Callable[[Submitted[T]], None]) -> set[str]:
-    """Take out what is done, and tell of each once; the ids that have nothing left."""
+    """Remove what is done, calling `tell` once for each. Returns the ids that have nothing left."""
     done: set[str] = set()
     told: set[int] = set()
-    # Asked once each: an answer that comes in meanwhile must not end a batch for some of its requests only.
+    # Queried once each: an answer that arrives meanwhile must not end a batch for only some of its requests.
     is_done = {id(each): each.done() for all_of_one in under_way.values() for each in all_of_one}
     for request_id, all_of_one in list(under_way.items()):
         left = []
@@ -301,12 +305,11 @@ def _settle(under_way: dict[str, list[Submitted[T]]], tell: Callable[[Submitted[
 
 
 def _whole(value: object) -> bool:
-    """The answer to a store."""
     return check_type(value, bool)
 
 
 def _per_chunk(chunks: int, value: object) -> list[bool]:
-    """The answer to a retrieve of so many chunks. Raises ProtocolError for what is none."""
+    """The answer to a retrieve of this many chunks. Raises ProtocolError for a malformed one."""
     filled: list[object] = check_type(value, list)
     if len(filled) != chunks:
         raise ProtocolError(f"the server answered for {len(filled)} chunks, not for {chunks}")

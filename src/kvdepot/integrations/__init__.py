@@ -1,4 +1,4 @@
-"""Engines that kvdepot plugs into, one module an engine."""
+"""Engines that use kvdepot, one package per engine."""
 
 from __future__ import annotations
 

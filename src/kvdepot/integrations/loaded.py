@@ -1,4 +1,4 @@
-"""When this process began, as far as a model's files are concerned: vLLM loads its plugins before it reads any."""
+"""The time before which this process had read none of a model's files: vLLM loads its plugins before it reads any."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _loaded_since = time.time()
 
 
 def loaded_since() -> float:
-    """Unix time at which this process had not read any of a model's files yet."""
+    """Unix time at which this process had not yet read any of a model's files."""
     return _loaded_since

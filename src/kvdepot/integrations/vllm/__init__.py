@@ -1,11 +1,12 @@
-"""vLLM's connector, one module for what each of vLLM's processes is told or asked.
+"""vLLM's connector.
 
-vLLM finds `KVDepotConnector` here, too, where it is named by this module; importing the rest brings no vLLM.
+`KVDepotConnector` can be named by this module, too; it is imported on first use, so that importing the package does not
+import vLLM.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvdepot.integrations.vllm.connector import KVDepotConnector
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["KVDepotConnector"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[KVDepotConnector]:
     if name != "KVDepotConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvdepot.integrations.vllm.connector import KVDepotConnector

@@ -1,24 +1,24 @@
 """vLLM's side of kvdepot: `KVDepotConnector`, for vLLM 0.32.
 
-vLLM makes one in its scheduler and one in each worker, of the same class. Ours has one half or the other, as vLLM's own
-connectors do, and only hands on: the scheduler's half (scheduler.py) decides what is looked up, loaded and stored, the
-worker's (worker.py) acts. The one law: vLLM never decodes over a block that is not whole, and neither half ever waits
-for the depot in a step.
+vLLM makes one in its scheduler and one in each worker, of the same class. Like vLLM's own connectors, each has one half
+and delegates to it: the scheduler's half (scheduler.py) decides what is looked up, loaded and stored; the worker's half
+(worker.py) does it. Invariants: vLLM never reads a block that was not loaded completely; a step waits for the depot for
+milliseconds at most (the times at the top of both files).
 
     request arrives       on_new_request              hash, send the lookup
     request is scheduled  get_num_new_matched_tokens  its answer (awaited 0.5 ms at most, else asked again next step)
     blocks are allocated  update_state_after_alloc    note which chunks go into which blocks
-    step is built         build_connector_meta        loads; stores that earlier steps completed; preempted requests
-    worker, before        handle_preemptions          stores of preempted requests end or are made void
+    step is built         build_connector_meta        loads; stores of chunks that earlier steps completed; preemptions
+    worker, before        handle_preemptions          stores of preempted requests end or are voided
     worker, after         start_load_kv, wait_for_save, get_finished
                           (on a GPU the step may still run: both go behind an event on vLLM's own stream)
     step has ended        update_connector_output     how long it took; its chunks may be stored (stores.py);
-                                                      of loads, failed blocks: vLLM recomputes, and no second try
+                                                      loads that failed: vLLM recomputes, nothing is loaded twice
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
-Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, where the server wants
-one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks too, default false), `kvdepot.weights_revision`
-(a name for weights that their path does not tell apart).
+Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, if the server requires
+one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks, too; default false),
+`kvdepot.weights_revision` (names weights that their path does not identify).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ log = init_logger(__name__)
 
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores prompts' KV in a kvdepot server and takes it back instead of recomputing.
+    """Stores prompts' KV in a kvdepot server and loads it instead of recomputing it.
 
-    Raises ConfigError for a configuration it can't serve, Unavailable when no server answers within 5 s.
+    Raises ConfigError for an unsupported configuration, Unavailable when no server answers within 5 s.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -101,7 +101,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             depot = SchedulerClient(client, spec)
             self.connector_scheduler = SchedulerHalf(vllm_config, depot, ranks, settings.save_decode)
         else:
-            # The scheduler ends pins once a prompt is stored; and two engines may well number their requests alike.
+            # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
             worker = WorkerClient(client, spec, unpins=False)
             self.connector_worker = WorkerHalf(vllm_config, worker, rank)
         log.info("kvdepot: %s at %s as %s", role.name.lower(), settings.url, model)
@@ -120,20 +120,20 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def _half(self) -> SchedulerHalf | WorkerHalf:
         return self.connector_scheduler or self._worker
 
-    # -- of both halves
+    # -- both halves
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is a future miss, nothing worse."""
+        """No: a store that is dropped only costs a later miss."""
         return False
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What has ended since the last step; None where nothing has."""
+        """Operations that ended since the last step; None if none did."""
         return self._half.figures.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Stats as they came out of another process."""
+        """Stats from another process."""
         return KVDepotStats(data=data or {})
 
     @classmethod
@@ -144,7 +144,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """`vllm:kvdepot_*` among vLLM's metrics."""
+        """The metrics `vllm:kvdepot_*`."""
         return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -155,91 +155,80 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     # -- the scheduler's half
 
     def on_new_request(self, request: Request) -> None:
-        """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens the depot has beyond the engine's own `num_computed_tokens`; None: ask again next step."""
+        """Tokens that the depot has beyond the engine's own `num_computed_tokens`; None: ask again next step."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Note which chunks go into which of the blocks that were just allocated."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        """This step's orders to the workers."""
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """A step has ended, and with it loads perhaps: what they saved, and what failed."""
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """True where a worker may still be storing the request's blocks; it reports the id when it is done."""
+        """True if a worker may still be storing the request's blocks; it reports the id when it is done."""
         return self._scheduler.request_finished(request), None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, for the one group there is."""
+        """As `request_finished_all_groups`; MultiConnector may call this one."""
         return self._scheduler.request_finished(request), None
 
     def reset_cache(self) -> bool | None:
-        """Forget what is stored for this model, in memory and tiers: its weights changed, say.
+        """Forget all chunks of this model, in memory and tiers, for example because its weights changed.
 
-        Nobody can tell whether they are those on disk any more, so from now on this engine shares KV with none but
-        itself. False where something may be left. Blocks 30 s at most.
+        The weights may differ from those on disk now, so from here on this engine shares KV with no other. False if
+        chunks may remain. Blocks 30 s at most.
         """
         return self._scheduler.reset_cache()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What the scheduler has learned of the depot's chunks since the last step."""
+        """Events of the depot's chunks that the scheduler has learned of since the last step."""
         return self._scheduler.take_events()
 
     # -- the worker's half
 
     @property
     def _orders(self) -> Orders:
-        """Of the step that vLLM runs."""
+        """The orders of the current step."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
-        """Where vLLM allocates the KV, unless it is as always: in plain memory, which can be shared."""
+        """A context in which vLLM allocates KV that can be shared; None if it does so anyway."""
         return self._worker.get_mem_pool_context()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Share the paged KV with the server."""
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config.num_blocks)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before blocks of preempted requests are overwritten: their stores end, or never become visible."""
         assert isinstance(kv_connector_metadata, Orders)
         self._worker.give_up_preempted(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
         self._worker.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs only once all its layers are there."""
+        """Nothing to do: a request runs only once all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: chunks are stored with all their layers after the step."""
+        """Nothing to do: chunks are stored with all their layers after the step."""
 
     def wait_for_save(self) -> None:
-        """Submit stores of chunks that earlier steps completed: they begin when what is queued so far is done."""
         self._worker.store(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose last store is done, among those vLLM waits for; and requests whose load has ended."""
         return self._worker.get_finished(self._orders)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that vLLM must recompute."""
         return self._worker.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What this worker has stored since the last step, and which step this was."""
         return self._worker.take_report(self._orders)

@@ -1,17 +1,17 @@
-"""What the connector's scheduler knows to be in the depot, told through vLLM's own KV events (`take_events`).
+"""The chunks that the connector's scheduler believes to be in the depot, published as vLLM's own KV events.
 
-On where vLLM's `kv_events_config` is. Blocks have the engine's own hashes and their tokens, so a router sees them as it
-sees the engine's, with the medium "CPU". A scheduler learns of chunks by what its engine stores and looks up, and that
-one has gone when a lookup misses it: until then it is believed. Who must know of each eviction at once, or of what
-other engines store, subscribes to the depot itself (`kvdepot serve --kv-events`). The one law: what is told as stored
-was stored on every rank or found, and what is believed has a bound.
+Enabled by vLLM's `kv_events_config` (`take_events`). Blocks have the engine's own hashes and tokens, so routers treat
+them like the engine's, with the medium "CPU". The scheduler learns of chunks from what its engine stores and looks up,
+and that one is gone only when a lookup misses it. To learn of every eviction at once, or of what other engines store,
+subscribe to the depot itself (`kvdepot serve --kv-events`). Invariant: a chunk published as stored was stored on every
+rank or found by a lookup.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -20,33 +20,34 @@ from kvdepot.integrations.vllm.messages import WorkerReport
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
     from vllm.v1.request import Request
 
 __all__ = ["Known"]
 
 _MOST_KNOWN = 1 << 16
 _MOST_ORDERED = 1 << 14
-"""Chunks that workers may be storing: what never arrives is forgotten."""
+"""Chunks that workers may be storing; a bound, as some are never reported."""
 
 
 class Known:
-    """Chunks that are believed to be in the depot, and the events since they were last taken."""
+    """Chunks believed to be in the depot, and the events not taken yet."""
 
     def __init__(self, ranks: int, chunk_tokens: int, block_tokens: int, most: int = _MOST_KNOWN) -> None:
         self._ranks = ranks
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._most = most
-        self._hashes: OrderedDict[bytes, list[Any]] = OrderedDict()  # by chunk key; what was heard of last is last
+        self._hashes: OrderedDict[bytes, list[ExternalBlockHash]] = OrderedDict()  # by chunk key, most recent last
         self._ordered: OrderedDict[bytes, BlockStored] = OrderedDict()
-        self._stored: dict[bytes, set[int]] = {}  # ranks that have stored what is ordered
+        self._stored: dict[bytes, set[int]] = {}  # ranks that have stored an ordered chunk
         self._events: list[KVCacheEvent] = []
 
     def __repr__(self) -> str:
         return f"<Known {len(self._hashes)} chunks, {len(self._ordered)} being stored>"
 
     def ordered(self, request: Request, chain: ChunkChain, first: int, end: int) -> None:
-        """Workers are to store chunks `[first, end)` of a request."""
+        """Workers were ordered to store chunks `[first, end)` of a request."""
         for i in range(first, end):
             event = self._describe(request, i)
             if event is not None:
@@ -58,7 +59,7 @@ class Known:
             self._stored.pop(self._ordered.popitem(last=False)[0], None)
 
     def stored(self, report: WorkerReport) -> None:
-        """Workers have stored these now."""
+        """Workers have reported chunks as stored."""
         for key, ranks in report.keys.items():
             if key in self._ordered:
                 by = self._stored.setdefault(key, set())
@@ -68,7 +69,7 @@ class Known:
                     self._add(key, self._ordered.pop(key))
 
     def looked_up(self, request: Request, chain: ChunkChain, found: int) -> None:
-        """The depot has the first `found` chunks of a prompt, and not the next."""
+        """A lookup found the first `found` chunks of a prompt, and not the next."""
         for i in range(len(chain)):
             key = chain.slice(i, i + 1)
             if i >= found:
@@ -79,23 +80,23 @@ class Known:
                 self._add(key, event)
 
     def lost(self, keys: bytes) -> None:
-        """Chunks that could not be had; 32 bytes each."""
+        """Chunks could not be loaded. keys: 32 bytes each."""
         for i in range(0, len(keys), HASH_BYTES):
             self._remove(keys[i : i + HASH_BYTES])
 
     def clear(self) -> None:
-        """The depot has forgotten them all."""
+        """The depot has forgotten all chunks."""
         self._ordered.clear()
         self._stored.clear()
         self.lost(b"".join(self._hashes))
 
     def take(self) -> Iterable[KVCacheEvent]:
-        """Events since the last time."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 
     def _describe(self, request: Request, chunk: int) -> BlockStored | None:
-        """A chunk as vLLM tells of its own blocks; None where vLLM does not hash them."""
+        """The event for a chunk, as vLLM publishes its own blocks; None if vLLM does not hash them."""
         start, end = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens
         first, last = start // self._block_tokens, end // self._block_tokens
         hashes = request.block_hashes

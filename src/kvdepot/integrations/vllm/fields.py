@@ -1,8 +1,8 @@
-"""Which fields of vLLM's configuration change no byte of KV, each with its reason; all others are identity.
+"""The fields of vLLM's configuration that change no byte of KV, each with a reason. All others are identity.
 
-Used by identity.py. A field that is not listed here separates engines that differ in it, so a field that a new
-version of vLLM adds does so by default: a miss too many, never wrong bytes. Leave a field out only if it is known to
-change no KV byte beyond the rounding that the composition of batches causes anyway.
+Used by identity.py. Engines that differ in a field not listed here do not share KV, so a field that a new version of
+vLLM adds costs hits, but never causes wrong bytes. List a field only if it is known to change no KV byte beyond the
+rounding that the composition of batches causes anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 from kvdepot.errors import ConfigError
 
@@ -209,22 +208,22 @@ HARMLESS: dict[str, dict[str, str]] = {
 _MAX_DEPTH = 12
 
 
-def describe_config(config: Any, vouched: bool) -> Any:
-    """Everything of a configuration that is not known to be harmless, as JSON: equal where and whenever it is read.
+def describe_config(config: object, vouched: bool) -> object:
+    """Everything in a configuration that is not known to be harmless, as JSON values: equal in every process.
 
-    vouched: somebody has named this model's version, which stands for what cannot be described (functions). Raises
-    ConfigError, with the field, for such values where nobody has.
+    vouched: the user has named this model's version, which stands for values that cannot be described (functions).
+    Otherwise such values raise ConfigError, which names the field.
     """
     return _describe(config, type(config).__name__, vouched, 0)
 
 
-def _describe(value: Any, path: str, vouched: bool, depth: int) -> Any:
+def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if depth > _MAX_DEPTH:
         raise ConfigError(f"kvdepot: {path} is nested more than {_MAX_DEPTH} levels deep")
 
-    def inner(name: object, item: Any) -> Any:
+    def inner(name: object, item: object) -> object:
         return _describe(item, f"{path}.{name}", vouched, depth + 1)
 
     match value:
@@ -257,8 +256,8 @@ def _describe(value: Any, path: str, vouched: bool, depth: int) -> Any:
     )
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of what an object is made of; none for functions and the like."""
+def _fields(value: object) -> Iterator[tuple[str, object]]:
+    """Names and values of an object's fields; none for functions and the like."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
@@ -267,8 +266,8 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(value).items() if hasattr(value, "__dict__") else ()
 
 
-def _without(names: Mapping[str, str], value: Any) -> Any:
-    """A configuration's dictionary without these keys, in the configurations nested in it neither."""
+def _without(names: Mapping[str, str], value: object) -> object:
+    """A configuration's dictionary without these keys, and so all dictionaries nested in it."""
     if isinstance(value, Mapping):
         return {key: _without(names, item) for key, item in value.items() if key not in names}
     return value

@@ -1,7 +1,7 @@
-"""What tells one engine's KV apart from another's, and what of an engine's configuration is refused.
+"""What distinguishes one engine's KV from another's, and which configurations are refused.
 
-connector.py calls it in the scheduler and in every worker when a connector is made. What differs from request to
-request is in requests.py.
+connector.py calls it in the scheduler and in every worker when a connector is made. What differs between requests is in
+requests.py.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _LOCAL_FORMATS = {
     "runai_streamer_sharded",
     "sharded_state",
 }
-"""Load formats that read the model's own folder, and nothing elsewhere."""
+"""Load formats that read only the model's own folder."""
 _INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "amx": lambda: torch.cpu._is_amx_tile_supported(),
     "avx512": lambda: torch.cpu._is_avx512_supported(),
 }
 _SETTLED_S = 2.0
-"""Files that changed less than this before the engine began to load count as changed meanwhile: clocks of file systems
-lag behind and differ from ours."""
+"""Files that changed less than this before the engine began to load count as changed during the load: the clocks of
+file systems lag behind ours."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def read_settings(extra: dict[str, Any]) -> Settings:
     for key, value in extra.items():
         name = key.removeprefix(_PREFIX)
         if name == key:
-            continue  # somebody else's
+            continue  # a setting of another connector
         if name not in known:
             raise ConfigError(f"{key} is no setting of kvdepot: there are {', '.join(_PREFIX + s for s in known)}")
         if not isinstance(value, known[name]):
@@ -85,7 +85,7 @@ def read_settings(extra: dict[str, Any]) -> Settings:
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError for what would be cached wrongly or not at all."""
+    """Raise ConfigError for configurations whose KV would be cached wrongly or not at all."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
@@ -104,13 +104,13 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
-            "kvdepot does not serve sleep mode: a sleeping engine gives its KV's memory away and wakes with other "
-            "memory, while the server still has the old. Start without --enable-sleep-mode"
+            "kvdepot does not serve sleep mode: a sleeping engine frees its KV's memory and wakes with other memory, "
+            "while the server still maps the old. Start without --enable-sleep-mode"
         )
     if vllm_config.weight_transfer_config is not None:
         raise ConfigError(
-            "kvdepot does not serve engines whose weights are replaced while they run (weight_transfer_config): it is "
-            "not told of it, and would mix the KV of old and new weights"
+            "kvdepot does not serve engines whose weights are replaced while they run (weight_transfer_config): it "
+            "does not learn of that, and would mix the KV of old and new weights"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
@@ -121,11 +121,11 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:
-    """All that is fixed for an engine and may change KV bytes, as a readable name with a hash.
+    """Everything that is fixed for an engine and may change KV bytes, as a readable name with a hash.
 
     Equal in the scheduler and every worker, and after a restart with the same weights and configuration. Reads the
-    model's files: call it once their weights have been loaded. Raises ConfigError for what cannot be told apart, unless
-    weights_revision names it.
+    model's files: call it once the weights have been loaded. Raises ConfigError for versions that it cannot identify,
+    unless weights_revision names them.
     """
     models = [vllm_config.model_config]
     speculative = vllm_config.speculative_config
@@ -144,8 +144,8 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
 
 
 def _platform() -> list[str]:
-    """What of the machine decides how values are laid out within a block: vLLM's CPU attention packs keys for the
-    instruction set that it finds, under one backend name and in tensors of one shape."""
+    """Facts of the machine that determine the layout within a block: vLLM's CPU attention packs keys for the CPU's
+    instruction set, with the same backend name and shapes for all of them."""
     facts = [current_platform.device_type, str(current_platform.fp8_dtype())]
     if current_platform.is_cpu():
         facts.append(current_platform.get_cpu_architecture().name)
@@ -154,7 +154,7 @@ def _platform() -> list[str]:
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig) -> list[str]:
-    """What tells a model's weights, and the code and scales beside them, from every other version."""
+    """Facts that identify the version of a model's weights, and of the code and scales with them."""
     load = vllm_config.load_config
     origin = model.model_weights or model.model
     settings = load.model_loader_extra_config
@@ -188,7 +188,7 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig) -> list[str]:
 
 
 def _has_text(value: object) -> bool:
-    """Whether settings hold a text somewhere, which may be the name of a file."""
+    """Whether settings contain a text, which may be the name of a file."""
     if isinstance(value, dict | list | tuple):
         return any(_has_text(item) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, str)

@@ -1,18 +1,18 @@
 """Which KV computed with a LoRA adapter may be shared, and under what name.
 
-scheduler.py asks. Workers load an adapter's files when the first step needs them, or
-when somebody asks for it (`add_lora`, `/v1/load_lora_adapter`), and again after it was evicted; the scheduler sees none
-of this. The one law: KV is shared under what is on disk only where the engine can have read nothing else.
+Used by scheduler.py. Workers load an adapter's files when the first step needs them, or on request (`add_lora`,
+`/v1/load_lora_adapter`), and again after an eviction; the scheduler sees none of this. Invariant: KV is shared under
+the contents of files only if the engine cannot have read others.
 
-- Files that changed last before this engine could load any are what every load of this engine reads, for as long as
-  they stay as they are. They are looked at when a request arrives, and again when a step has ended, before its KV is
-  stored: a load lies between the two, or before the first.
-- Files that are newer may have been loaded as something else before they were first seen here. A hub name is resolved
-  by whoever loads it, from the network. KV of both is shared with nobody but this engine, under a random name.
+- Files last changed before this engine could load any are what each of its loads reads, as long as they do not change.
+  They are checked when a request arrives, and again when a step has ended, before its KV is stored: every load is
+  between the two checks, or before the first.
+- Newer files may have been loaded with other contents before they were first seen here. A hub name is resolved by the
+  loader, over the network. KV of both is shared with no other engine, under a random name.
 - Files that changed after they were first seen: the engine may go on with the old ones, or load the new ones after an
-  eviction. KV of that adapter is not cached any more; nor where one id stands for two adapters.
+  eviction. KV of that adapter is not cached any more; nor is it where one id stands for two adapters.
 
-A request that is under way while the files are replaced may mix both, as it may in vLLM's own prefix cache.
+A request that runs while the files are replaced may mix both, as it may in vLLM's own prefix cache.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ __all__ = ["Adapters"]
 log = logging.getLogger(__name__)
 
 _MARGIN_S = 2.0
-"""Times of files come from a clock that may be behind by some milliseconds."""
+"""Times of files come from a clock that may lag by some milliseconds."""
 _MOST = 65536
-"""Adapters that are known; which is forgotten and seen again is new."""
+"""Adapters that are remembered; one that was forgotten is new when it is seen again."""
 _NO_MATTER = frozenset({"lora_int_id", "lora_path", "load_inplace"})
-"""Of a LoRARequest: how this engine finds and loads the adapter, not what it is."""
+"""Fields of a LoRARequest that say how this engine finds and loads the adapter, not what it is."""
 
 
 @dataclass
 class _Seen:
     request: tuple[tuple[str, str], ...]
-    looked: Look | None  # None: there is nothing to look at
+    looked: Look | None  # None: there is no such folder
     parts: tuple[tuple[str, str], ...] | None  # None: no longer cached
 
 
 class Adapters:
-    """The adapters that one engine's requests have named. `since`: when the engine could load none yet."""
+    """The adapters that one engine's requests have named. since: a Unix time before the engine could load any."""
 
     def __init__(self, since: float | None = None) -> None:
         self._since = time.time() if since is None else since
@@ -63,9 +63,9 @@ class Adapters:
         return f"<Adapters {len(self._seen)} seen>"
 
     def parts(self, lora: LoRARequest) -> tuple[tuple[str, str], ...] | None:
-        """What stands for the adapter in the root of a request's chunks; None where its KV must not be cached.
+        """The parts that name the adapter in the root of a request's chunks; None if its KV must not be cached.
 
-        Raises OSError where its folder cannot be read.
+        Raises OSError if its folder cannot be read.
         """
         seen = self._seen.get(lora.lora_int_id)
         if seen is None:
@@ -77,10 +77,10 @@ class Adapters:
         return seen.parts
 
     def is_unchanged(self, lora: LoRARequest) -> bool:
-        """Whether all that was computed with it so far is what `parts` said."""
+        """Whether everything computed with the adapter so far may be shared under its `parts`."""
         try:
             return self.parts(lora) is not None
-        except (OSError, ValueError, RuntimeError):  # a folder that is gone may look like a hub name that is none
+        except (OSError, ValueError, RuntimeError):  # a removed folder may look like an invalid hub name
             return False
 
     def _first_seen(self, lora: LoRARequest) -> _Seen:
@@ -102,7 +102,7 @@ class Adapters:
             return
         now = _look(_resolve(lora.lora_path)[0])
         if seen.looked is None:
-            seen.looked = now  # what was not there could not be loaded before
+            seen.looked = now  # files that did not exist could not have been loaded
         is_same = now is seen.looked or (now is not None and seen.looked is not None and now.is_same(seen.looked))
         if not is_same or _fields(lora) != seen.request:
             seen.parts = None
@@ -122,9 +122,9 @@ def _fields(lora: LoRARequest) -> tuple[tuple[str, str], ...]:
 
 
 def _resolve(path: str) -> tuple[Path | None, bool]:
-    """Where vLLM's `get_adapter_absolute_path` finds an adapter, and whether that is sure before it has been loaded.
+    """Where vLLM's `get_adapter_absolute_path` finds an adapter, and whether that is certain before it is loaded.
 
-    Asks nobody on the network. None where it is not known.
+    None if unknown. Does not use the network.
     """
     if path.startswith("~"):
         return Path(path).expanduser().absolute(), True

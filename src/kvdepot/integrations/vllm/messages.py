@@ -1,7 +1,7 @@
-"""What the connector's scheduler and its workers tell each other, in what vLLM carries between them.
+"""The messages between the connector's scheduler and its workers, which vLLM carries.
 
-`Orders` go with each step from the scheduler to every worker; a `WorkerReport` comes back with the step's output, those
-of all workers in one.
+`Orders` go from the scheduler to every worker with each step. A `WorkerReport` comes back with the step's output; vLLM
+aggregates those of all workers into one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Orders", "WorkerReport"]
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What workers are to do in one step."""
+    """The loads and stores of one step, and what workers must know about it."""
 
     model: str = ""
     """The namespace in which the scheduler looks up."""
@@ -28,33 +28,31 @@ class Orders(KVConnectorMetadata):
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
     void: bool = False
-    """Whether no store that is under way may become visible any more."""
+    """Whether stores under way must be voided."""
     idle: bool = False
     """Whether the step computes nothing."""
     step: int = 0
-    """Its number, which its output brings back."""
+    """Its number, which the report of its output repeats."""
     measured: int = 0
-    """Its number among those of prefill (prefill_speed.py); 0 for others."""
+    """Its number among the measured prefill steps (prefill_speed.py); 0 for others."""
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers tell the scheduler with a step's output."""
+    """What workers have stored, reported with a step's output."""
 
     keys: dict[bytes, set[int]] = field(default_factory=dict)
-    """Chunks that they have stored since the last step, by the ranks of these workers."""
+    """Chunks stored since the last step, each with the ranks that stored it."""
     step: int = 0
-    """The number of the step."""
     measured: int = 0
-    """Its number among those that are measured; 0 for others."""
 
     def add(self, keys: bytes, rank: int) -> None:
-        """A worker has stored these, 32 bytes each."""
+        """A rank has stored these chunks. keys: 32 bytes each."""
         for i in range(0, len(keys), HASH_BYTES):
             self.keys.setdefault(keys[i : i + HASH_BYTES], set()).add(rank)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Take another worker's in."""
+        """Merge another worker's report into this one."""
         assert isinstance(other, WorkerReport)
         for key, ranks in other.keys.items():
             self.keys.setdefault(key, set()).update(ranks)

@@ -1,11 +1,11 @@
-"""How fast an engine computes prompts: by what a load is worth, in seconds.
+"""An engine's prefill speed, from which follow the seconds that a load saves.
 
-The connector's scheduler calls it, with what it builds and what comes back. An engine builds steps ahead (vLLM's async
-scheduling): the next one is built within milliseconds, while the first still runs, and only the output ends a step. The
-one law: a step's time is that from its being built, or from the output before it where that came later, to its own
-output; and a step whose output is not known to be its own is not measured. Nor is an engine's first: it pays for
-memory that is touched for the first time and for kernels that are chosen or compiled, and took up to six times as long
-as the next. An engine that loads nearly all of its prompts would price them by that step alone.
+The connector's scheduler reports the steps that it builds and their outputs. With vLLM's async scheduling the next step
+is built within milliseconds, while the first still runs, and only its output ends a step. A step's time is counted
+from when it was built, or from the previous output if that came later, to its own output. Steps whose output cannot be
+attributed are not measured. Nor is an engine's first: it pays for the first touch of memory and for kernels being
+chosen or compiled, and took up to six times as long as the next; an engine that loads nearly all of its prompts would
+value them by that step alone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import NamedTuple
 __all__ = ["PrefillSpeed"]
 
 _LARGE_PART = 256
-"""Tokens of one request that make a step one of prefill: decoding takes one or a few, and smaller steps are mostly
+"""A step counts as prefill from this many tokens of one request: decoding takes a few, and small steps are mostly
 overhead."""
 _MOST_BUILT = 64
-"""Steps whose output is awaited: what never comes is forgotten."""
+"""Steps whose output is awaited; a bound, as some never come."""
 _SAMPLES = 31
-"""Steps that the speed is the median of: one that was slow (another compilation) or seemed fast (its output before it
-was late) does not count for long."""
+"""The speed is the median of this many steps, so one that was slow (another compilation) or seemed fast (the output
+before it was late) does not count for long."""
 
 
 class _Built(NamedTuple):
@@ -35,7 +35,7 @@ class _Built(NamedTuple):
 
 
 class PrefillSpeed:
-    """Tokens a second of this engine's latest steps of prefill. Times are those of any clock that only rises."""
+    """Tokens per second of this engine's latest prefill steps. Times are those of any monotonic clock."""
 
     def __init__(self) -> None:
         self._last_step = 0
@@ -49,12 +49,12 @@ class PrefillSpeed:
 
     @property
     def speed(self) -> float:
-        """The median; 0.0 while it is not known."""
+        """The median in tokens per second; 0.0 while it is unknown."""
         return median_high(self._samples) if self._samples else 0.0
 
     def built(self, tokens: Collection[int], now: float) -> int:
-        """A step is built, of so many tokens of each request. Returns the number that its output is to bring back; 0
-        for a step that says nothing of prefill."""
+        """A step is built. tokens: of each of its requests. Returns the number that its output brings back; 0 for a
+        step that is not prefill."""
         if max(tokens, default=0) < _LARGE_PART:
             return 0
         self._last_step += 1
@@ -62,8 +62,8 @@ class PrefillSpeed:
         return self._last_step
 
     def output(self, step: int, now: float) -> None:
-        """An output has come; step: the number it brings, 0 where it brings none. Outputs come in the order of steps;
-        those of some never do."""
+        """An output has come. step: the number that it brings back; 0 if none. Outputs come in the order of steps; some
+        never come."""
         before, self._output_at = self._output_at, now
         while self._built and self._built[0].step <= step:
             built = self._built.popleft()

@@ -1,6 +1,6 @@
-"""One request: what changes its KV beside its tokens (cache salt, LoRA adapter, images and audio), and how far it is.
+"""One request: what besides its tokens determines its KV (cache salt, LoRA adapter, images, audio), and its progress.
 
-scheduler.py uses it. What is fixed for an engine is in identity.py.
+Used by scheduler.py. What is fixed for an engine is in identity.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Load", "Prompt", "Tracked", "names_are_contents", "root"]
 def names_are_contents(vllm_config: VllmConfig) -> bool:
     """Whether vLLM names images and audio by a hash of their contents, or as the caller does (`multi_modal_uuids`).
 
-    With both of its caches off it computes no hash, and counts; a counter looks like a caller's name.
+    With both of its caches off it numbers them instead, and a number looks like a caller's name.
     """
     multimodal = vllm_config.model_config.multimodal_config
     caches_inputs = multimodal is None or multimodal.mm_processor_cache_gb > 0
@@ -31,10 +31,10 @@ def names_are_contents(vllm_config: VllmConfig) -> bool:
 
 
 def root(request: Request, adapters: Adapters, epoch: str = "") -> bytes | None:
-    """Parent of the request's first chunk: its cache salt and LoRA adapter; None where it must not be cached.
+    """Parent of the request's first chunk, from its cache salt and LoRA adapter; None if it must not be cached.
 
-    epoch: of weights that only this engine has. Raises OSError for an adapter that cannot be read, ValueError for a
-    name that is no text.
+    epoch: names weights that only this engine has; may be empty. Raises OSError for an adapter that cannot be read,
+    ValueError for a name that is not valid text.
     """
     parts = []
     if epoch:
@@ -50,22 +50,22 @@ def root(request: Request, adapters: Adapters, epoch: str = "") -> bytes | None:
 
 
 class Prompt:
-    """A request's chunks, by what its tokens and items are now: an update of a streaming session may change both.
+    """A request's chunks, from its current tokens and items: an update of a streaming session may change both.
 
-    named: whether items have the names of their contents. Where not, chunks end before the first item.
+    named: whether items are named by their contents. If not, chunks end before the first item.
     """
 
     def __init__(self, request: Request, chunk_size: int, root: bytes, named: bool) -> None:
         self._request = request
         self._named = named
-        self._items: list[tuple[int, bytes]] = []  # that are hashed into the chain
+        self._items: list[tuple[int, bytes]] = []  # hashed into the chain
         self.chain = ChunkChain(chunk_size, root)
 
     def __repr__(self) -> str:
         return f"<Prompt {self._request.request_id} {len(self.chain)} chunks>"
 
     def hash(self) -> ChunkChain:
-        """The chain of all tokens so far. Raises BadRequest for what is no token id, ValueError for an item's name."""
+        """The chain of all tokens so far. Raises BadRequest for a bad token id, ValueError for an item's bad name."""
         tokens, size = self._request.all_token_ids, self.chain.chunk_size
         items = [(item.mm_position.offset, item.identifier.encode()) for item in self._request.mm_features]
         if items and not self._named:
@@ -81,51 +81,51 @@ class Prompt:
 
 @dataclass
 class Load:
-    """Chunks of a request that workers are to load, or are loading."""
+    """Chunks of a request that workers will load or are loading."""
 
     transfer: Transfer
     blocks: frozenset[int]
-    """That it fills."""
+    """The blocks that it fills."""
     tokens: int
     has_failed: bool = False
-    """On some rank, which may end it steps before the last one does."""
+    """On some rank; the last rank may end it some steps later."""
 
 
 @dataclass
 class Tracked:
-    """What the scheduler knows of one request."""
+    """The scheduler's state of one request."""
 
     request: Request
     prompt: Prompt
     is_cached: bool = True
-    """Else it is neither looked up nor stored any more."""
+    """If not, it is neither looked up nor stored any more."""
     preemptions: int = 0
     local_tokens: int = 0
-    """In the engine's own cache, when it was last asked for."""
+    """In the engine's own cache, when vLLM last asked for matched tokens."""
     saved_chunks: int = 0
-    """From the start, in the depot or on their way."""
+    """Chunks from the start that are in the depot or being stored."""
     read_tokens: int | None = None
-    """That it did not compute itself since its blocks were allocated; None until its first step."""
+    """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
     may_load: bool = True
     load: Load | None = None
-    """That has not ended."""
+    """The load that has not ended."""
     has_pins: bool = False
     """A lookup may have pinned chunks for it."""
     saved_tokens: int = 0
-    """That loads spared it, and nobody has been told."""
+    """Tokens that loads saved it from computing, not reported yet."""
     saved_s: float = 0.0
     stores_open: bool = False
-    """A worker may be storing its blocks, or will."""
+    """Whether a worker stores its blocks, or may yet."""
 
     @property
     def salt(self) -> bytes:
-        """What stands for its cache salt on the wire."""
+        """The tag of its cache salt on the wire."""
         return salt_tag(self.request.cache_salt or "")
 
     def transfer(
         self, first: int, end: int, block_ids: Sequence[int], skip_blocks: int = 0, is_traced: bool = False
     ) -> Transfer:
-        """Its chunks `[first, end)` and the blocks that they lie in. is_traced: with its trace headers."""
+        """Its chunks `[first, end)` and their blocks. is_traced: with its trace headers."""
         request, chain = self.request, self.prompt.chain
         headers = dict(request.trace_headers) if is_traced and request.trace_headers else None
         return Transfer(

@@ -1,8 +1,8 @@
 """The connector's half in vLLM's scheduler: it decides what is looked up, loaded and stored.
 
-It hashes a request's tokens, looks its prefix up when it arrives, and says in each step's orders what workers are to
-load and store. The one law: no byte is stored that may be garbage, and vLLM is promised no token that the depot did not
-say to have. What each method is for, and when vLLM calls it, connector.py says.
+It hashes a request's tokens, looks its prefix up when it arrives, and orders loads and stores with each step.
+connector.py says when vLLM calls each method. Invariants: no byte is stored that may be garbage; vLLM is promised only
+tokens that the depot has answered to have.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["SchedulerHalf"]
 log = init_logger(__name__)
 
 _ANSWER_S = 0.0005
-"""How long a lookup that is under way is awaited, once per scheduling attempt."""
+"""How long to wait for a pending lookup, once per scheduling attempt."""
 
 
 class SchedulerHalf:
-    """What the scheduler's process knows of its requests, and what follows from it."""
+    """The scheduler's half: its requests, and the orders that follow from them."""
 
     def __init__(self, vllm_config: VllmConfig, client: SchedulerClient, ranks: int, save_decode: bool) -> None:
-        """ranks: that load each chunk, of all parallel kinds. save_decode: whether decoded chunks are stored, too."""
+        """ranks: all that load each chunk, over all kinds of parallelism. save_decode: store decoded chunks, too."""
         transfer, told = vllm_config.kv_transfer_config, vllm_config.kv_events_config
         self.figures = Figures(vllm_config, self._trace_headers)
         self._depot = client
@@ -63,16 +63,16 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self._epoch = ""  # of weights that only this engine has
         self._tracked: dict[str, Tracked] = {}
-        self._uncached: set[str] = set()  # requests that are not tracked, and why was logged
-        self._logged: set[str] = set()  # kinds of errors
-        self._next = Orders()  # of the next step, as far as they are known
+        self._uncached: set[str] = set()  # requests that are not tracked; why was logged
+        self._logged: set[str] = set()  # names of error types
+        self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
         self._waiting = WaitingStores()
-        self._forget_after = 0  # the step after whose output nothing from before a reset can come any more
-        self._incarnation = b""  # of the server that `saved_chunks` is about
+        self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
+        self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
-        self._ending: set[str] = set()  # finished requests with a store that waits for its step
-        self._closing: set[str] = set()  # finished requests that no worker has reported yet
+        self._ending: set[str] = set()  # finished requests with a store that waits for its step's output
+        self._closing: set[str] = set()  # finished requests that workers have yet to report
 
     def __repr__(self) -> str:
         return f"<SchedulerHalf {len(self._tracked)} requests, step {self._step}>"
@@ -82,7 +82,6 @@ class SchedulerHalf:
         return tracked.request.trace_headers if tracked is not None else None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What has been learned of the depot's chunks since the last step."""
         return self._known.take() if self._known is not None else ()
 
     # -- what is cached
@@ -91,9 +90,9 @@ class SchedulerHalf:
         """Hash the prompt and send the lookup, so that the answer is there when the request is scheduled."""
         request_id = request.request_id
         if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
-            return  # embeddings are not named by tokens: neither stored nor looked up
+            return  # token ids do not identify embeddings: neither looked up nor stored
         try:
-            request_id.encode()  # an id that is no text cannot be sent
+            request_id.encode()  # an id that is not valid text cannot be sent
             parent = root(request, self._adapters, self._epoch)
             if parent is None:
                 self._uncached.add(request_id)
@@ -105,9 +104,9 @@ class SchedulerHalf:
             self._stop_caching(request_id, exc)
 
     def _stop_caching(self, request_id: str, exc: Exception) -> None:
-        """What is wrong with one request's id, salt, adapter, items or tokens costs its caching, never the engine.
+        """An error in one request's id, salt, adapter, items or tokens costs its caching, never the engine.
 
-        Not for what a load that was promised depends on, nor for what concerns all requests.
+        Not for errors that a promised load depends on, nor for those that concern all requests.
         """
         self._uncache(request_id)
         if request_id not in self._tracked:
@@ -119,7 +118,7 @@ class SchedulerHalf:
             log.warning("request %r is not cached, nor others with a %s: %s", request_id[:64], reason, exc)
 
     def _uncache(self, request_id: str) -> None:
-        """Neither look the request up nor store it any more. What a worker is storing goes on."""
+        """Neither look the request up nor store it any more. Stores that workers have begun go on."""
         self._waiting.drop(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
@@ -131,12 +130,12 @@ class SchedulerHalf:
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
         if self._may_load and not request.skip_reading_prefix_cache:
-            tracked.has_pins = True
-            self._depot.submit_lookup(request.request_id, bytes(chain.hashes), self._ranks, salt=tracked.salt)
+            hashes, salt = bytes(chain.hashes), tracked.salt
+            tracked.has_pins = True  # before the lookup: if it fails half-way, it may have been sent
+            self._depot.submit_lookup(request.request_id, hashes, self._ranks, salt=salt)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens the depot has beyond the engine's own `num_computed_tokens`; None: ask again next step."""
-        self.on_new_request(request)  # vLLM announces requests; an engine that does not is served all the same
+        self.on_new_request(request)  # in case vLLM has not announced it
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
@@ -148,7 +147,7 @@ class SchedulerHalf:
             except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                 self._stop_caching(request.request_id, exc)
         if not tracked.may_load or len(tracked.prompt.chain) * self._chunk_tokens <= num_computed_tokens:
-            return 0, False  # the depot could not add anything: no need to await its answer
+            return 0, False  # the depot cannot add anything: no need to wait for its answer
         outcome = self._depot.wait_lookup(request.request_id, _ANSWER_S)
         if isinstance(outcome, Pending):
             return None, False
@@ -178,31 +177,30 @@ class SchedulerHalf:
         skip = tracked.local_tokens % size * per_chunk // size
         transfer = tracked.transfer(first, end, targets, skip, self.figures.is_traced)
         tracked.load = Load(transfer, frozenset(targets[skip:]), num_external_tokens)
-        tracked.may_load = False  # whatever becomes of it, this request is not loaded twice
+        tracked.may_load = False  # whatever its outcome, the request is not loaded twice
         self._waiting.overwritten(targets[skip:])
         self._next.loads.append(transfer)
 
     def _load_ended(self, tracked: Tracked, load: Load) -> None:
-        """On all ranks: note what it saved; or offer anew what was not there.
+        """A load has ended on all ranks: count the tokens that it saved, or offer its chunks again if it failed.
 
-        Its pins stay until the rest of the prompt is stored (`_end_pins`): were these chunks evicted before, what is
-        stored behind them could never be found.
+        Its pins stay until the rest of the prompt is stored (`_end_pins`): if these chunks were evicted before, chunks
+        stored after them could never be found.
         """
         tracked.load = None
         if not load.has_failed:
             tracked.saved_tokens += load.tokens
             tracked.saved_s += load.tokens / self._prefill.speed if self._prefill.speed else 0.0
             return
-        self._depot.end_session(load.transfer.request_id)  # a corrupt chunk can be stored again once nobody holds it
+        self._depot.end_session(load.transfer.request_id)  # a corrupt chunk can be stored again once it is not held
         if self._known is not None:
             self._known.lost(load.transfer.hashes)
-        tracked.saved_chunks = 0  # what is recomputed is stored again; the server skips what it has after all
+        tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
         self._depot.forget_lookup(load.transfer.request_id)
 
     # -- a step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        """This step's orders to the workers."""
         self._compare_incarnations()
         self._step += 1
         preempted = set(scheduler_output.preempted_req_ids or ())
@@ -210,7 +208,7 @@ class SchedulerHalf:
             self._waiting.drop(request_id)
             if request_id in self._tracked:
                 self._tracked[request_id].stores_open = False
-                self._tracked[request_id].saved_chunks = 0  # its last stores may have been made void
+                self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
         orders, self._next = self._next, Orders()
         orders.model = self._depot.spec.model
         orders.stores = self._waiting.take()
@@ -234,15 +232,15 @@ class SchedulerHalf:
         return orders
 
     def _end_pins(self, tracked: Tracked) -> None:
-        """Once its prompt is stored, nothing of a request depends on its pins any more: what has a chunk behind it is
-        not evicted, and decoding must not keep others' stores from finding room."""
+        """Release the pins of a request once its prompt is stored: a chunk with another behind it is not evicted, and
+        pins held while it decodes would leave less space for others' stores."""
         request = tracked.request
         if request.num_computed_tokens >= request.num_prompt_tokens and not self._waiting.waits(request.request_id):
             self._depot.end_session(request.request_id, tracked.saved_tokens, tracked.saved_s)
             tracked.has_pins, tracked.saved_tokens, tracked.saved_s = False, 0, 0.0
 
     def _compare_incarnations(self) -> None:
-        """A server that was started anew may have nothing: offer it all again. It takes what it does not have."""
+        """A restarted server may have lost chunks: offer all of them again. It skips those that it has."""
         client = self._depot.client
         client.pump()
         if client.incarnation != self._incarnation:
@@ -251,7 +249,7 @@ class SchedulerHalf:
                 tracked.saved_chunks = 0
 
     def _prepare_store(self, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
-        """Store the chunks that are complete once this step has come back, and that the depot does not have."""
+        """Prepare a store of the chunks that this step completes and that the depot does not have."""
         request, size, per_chunk = tracked.request, self._chunk_tokens, self._blocks_in_chunk
         if tracked.read_tokens is None:
             tracked.read_tokens = request.num_computed_tokens
@@ -260,7 +258,7 @@ class SchedulerHalf:
             (block_ids,) = state.resolve_block_ids(request.request_id)
             if not self._waiting.check(block_ids, read):
                 self._uncache(request.request_id)
-        # Decoded tokens count up to the last one known: behind it there may be drafts or placeholders.
+        # Decoded tokens count up to the last known one: after it there may be drafts or placeholders.
         known = request.num_tokens if self._save_decode else request.num_prompt_tokens
         end = min(request.num_computed_tokens + new_tokens, known) // size
         if end <= tracked.saved_chunks or not tracked.is_cached:
@@ -286,9 +284,9 @@ class SchedulerHalf:
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """A step has ended, and with it loads perhaps: what they saved, and what failed.
+        """Handle the end of a step, and of the loads that ended with it.
 
-        vLLM calls it for each step that computed something, and for others where a worker has something to say.
+        vLLM calls it for each step that computed something, and for others if a worker has something to report.
         """
         failed = connector_output.invalid_block_ids or set()
         told = connector_output.kv_connector_worker_meta
@@ -307,10 +305,10 @@ class SchedulerHalf:
                 self._load_ended(loaded, loaded.load)
 
     def _step_ended(self, step: int, failed: set[int]) -> None:
-        """A step is back: what it completed may be stored, except what a failed load or a changed adapter may have
-        made wrong."""
+        """A step's output is back: store what it completed, unless a failed load or a changed adapter may have made it
+        wrong."""
         waiting, self._ended_step = self._waiting, max(step, self._ended_step)
-        # Blocks of our own loads are given to nobody else and computed again before anybody reads them.
+        # Only their own request has blocks of our loads, and it computes them again before anyone reads them.
         others = failed.difference(*self._load_blocks()) if failed else failed
         if others:
             for request_id in waiting.failed(others):
@@ -333,7 +331,6 @@ class SchedulerHalf:
     # -- the end
 
     def request_finished(self, request: Request) -> bool:
-        """Whether a worker may still be storing the request's blocks; it reports the id when it is done."""
         request_id = request.request_id
         self._uncached.discard(request_id)
         tracked = self._tracked.pop(request_id, None)
@@ -349,20 +346,18 @@ class SchedulerHalf:
         return True
 
     def reset_cache(self) -> bool:
-        """Forget what is stored for this model; False where something may be left. Blocks 30 s at most."""
         is_forgotten = admin.reset(self._depot.client, self._depot.spec.model)
         self._epoch = secrets.token_hex(16)
         log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
         for request_id in self._tracked:
-            self._uncache(request_id)  # its blocks may be of both
+            self._uncache(request_id)  # its blocks may be from before and after
         self._waiting.clear()
         if self._tracked or self._closing or self._ended_step < self._step:
-            # What is under way may be stored after all.
+            # Stores under way may still arrive: void them, and forget once more.
             self._next.void, self._forget_after = True, self._step + 1
         if self._known is not None:
             self._known.clear()
         return is_forgotten
 
     def shutdown(self) -> None:
-        """Close the connection. Safe twice and without a server."""
         self._depot.close()

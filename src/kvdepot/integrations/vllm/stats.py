@@ -1,7 +1,7 @@
-"""What vLLM shows of KVDepotConnector: in its log, and among its own Prometheus metrics as `vllm:kvdepot_*`.
+"""KVDepotConnector's metrics in vLLM: in its log, and as `vllm:kvdepot_*` among its Prometheus metrics.
 
-Each rank's worker and the scheduler hand in what has ended since the last step; vLLM adds it up over ranks. So shards
-count a rank's part of a chunk each, bytes are those of all ranks, and a time is one rank's.
+The scheduler and each rank's worker report the operations that ended since the last step; vLLM adds them up over ranks.
+So each shard is one rank's part of a chunk, bytes are those of all ranks, and a time is one rank's.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ _TIMED: Mapping[str, str] = {
 
 @dataclass
 class KVDepotStats(KVConnectorStats):
-    """Counts by name, and times as lists; empty where nothing has ended."""
+    """Counts by name, and times as lists; empty if no operation has ended."""
 
     def reset(self) -> None:
-        """Forget all of it."""
         self.data: dict[str, Any] = {}
 
     def count(self, operation: Operation) -> None:
-        """An operation has ended."""
+        """Add an operation that has ended."""
         lost = operation.chunks - operation.done
         if operation.kind == "lookup":
             self._add("lookup_chunks", operation.chunks)
@@ -62,20 +61,20 @@ class KVDepotStats(KVConnectorStats):
         self.data.setdefault(f"{operation.kind}_seconds", []).append(operation.took_s)
 
     def count_uncached(self) -> None:
-        """A request is not cached, because of an error."""
+        """Count a request that is not cached because of an error."""
         self._add("uncached_requests", 1)
 
     def _add(self, name: str, count: int) -> None:
         self.data[name] = self.data.get(name, 0) + count
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Take another's in."""
+        """Add another's counts and times."""
         for name, value in other.data.items():
             self.data[name] = self.data[name] + value if name in self.data else value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log shows of an interval."""
+        """What vLLM logs of an interval."""
         shown: dict[str, int | float] = {}
         for name, value in self.data.items():
             if name in _TIMED:
@@ -86,15 +85,14 @@ class KVDepotStats(KVConnectorStats):
         return shown
 
     def is_empty(self) -> bool:
-        """Whether nothing has ended."""
         return not self.data
 
 
 class Figures:
-    """What has ended in one process of the engine since its last step; and spans of it, where vLLM traces."""
+    """Operations that ended in one process of the engine since its last step; and their spans, if vLLM traces."""
 
     def __init__(self, vllm_config: VllmConfig, headers: Callable[[str], Mapping[str, str] | None]) -> None:
-        """headers: the W3C trace headers of a request, by its id."""
+        """headers: returns the W3C trace headers of a request, by its id."""
         self._stats = KVDepotStats()
         self._spans: Callable[[Operation], None] | None = None
         if vllm_config.observability_config.otlp_traces_endpoint:
@@ -104,21 +102,21 @@ class Figures:
 
     @property
     def is_traced(self) -> bool:
-        """Whether there are spans, which need requests' headers."""
+        """Whether spans are made, which need requests' trace headers."""
         return self._spans is not None
 
     def __call__(self, operation: Operation) -> None:
-        """An operation has ended."""
+        """Add an operation that has ended."""
         self._stats.count(operation)
         if self._spans is not None:
             self._spans(operation)
 
     def count_uncached(self) -> None:
-        """A request is not cached, because of an error."""
+        """Count a request that is not cached because of an error."""
         self._stats.count_uncached()
 
     def take(self) -> KVDepotStats | None:
-        """What has ended since the last time; None where nothing has."""
+        """The stats since the last call; None if they are empty."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KVDepotStats()
@@ -126,7 +124,7 @@ class Figures:
 
 
 class KVDepotMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus metrics, by engine."""
+    """The stats as Prometheus metrics, by engine."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -143,7 +141,7 @@ class KVDepotMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take in one step's stats."""
+        """Add one step's stats."""
         metrics: dict[str, Any] = self._by_engine[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in _TIMED:

@@ -1,10 +1,9 @@
-"""Stores that wait until the output of their step is back: which may go, and which must not.
+"""Stores that wait until the output of their step is back, and which of them must be dropped.
 
-scheduler.py uses it. Below vLLM's MultiConnector another connector may load blocks
-within a step, and say only with the step's output that it failed; vLLM then computes them again. Blocks of that step
-hold garbage, and so does what was computed from them, by every request that shares them. So nothing is stored before
-the step that completed it has come back without a failure. The one law: no byte is stored that was read from a block
-that failed, or computed from one.
+Used by scheduler.py. Below vLLM's MultiConnector, another connector may load blocks within a step and report a failure
+only with the step's output; vLLM then computes them again. Blocks of that step hold garbage, and so does everything
+computed from them, by every request that shares them. So nothing is stored before the step that completed it has come
+back without a failure. Invariant: no byte is stored from a block that failed to load, or that was computed from one.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ class _Waiting:
     step: int
     store: Transfer
     read: list[int]
-    """Blocks that the request read and did not compute: from vLLM's own cache, or loaded."""
+    """Blocks that the request read instead of computing: from vLLM's own cache, or loaded."""
     computed: list[int]
-    """Blocks after these."""
+    """The blocks after those."""
     adapter: LoRARequest | None
 
 
 class WaitingStores:
-    """Stores of steps that have not come back, and those that may go to the workers.
+    """Stores whose steps have not come back, and those that are ready for the workers.
 
-    Suspect blocks are those that a failed load left, and those computed from them. A block stops being one when a
-    request gets it to compute it anew; until then requests that read it store nothing.
+    Suspect blocks are those that a load failed to fill, and those computed from them. A block stops being suspect when
+    a request gets it to compute it anew; until then, requests that read it store nothing.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class WaitingStores:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether `check` must see what each request of a step reads."""
+        """Whether `check` must be called for each request of a step."""
         return bool(self._suspect)
 
     def check(self, block_ids: list[int], read: int) -> bool:
@@ -58,8 +57,8 @@ class WaitingStores:
         return self._suspect.isdisjoint(block_ids[:read]) or self._spread(block_ids[:read], block_ids[read:])
 
     def overwritten(self, block_ids: list[int]) -> None:
-        """What lay in these blocks does not matter any more: a request got them for a load of ours. If that fails, it
-        says so, and they are computed again."""
+        """A request got these blocks for a load of ours, so they are not suspect any more: if that load fails, they are
+        computed again."""
         self._suspect.difference_update(block_ids)
 
     def _spread(self, read: list[int], computed: list[int]) -> bool:
@@ -70,17 +69,17 @@ class WaitingStores:
     def add(
         self, step: int, store: Transfer, block_ids: list[int], read: int, adapter: LoRARequest | None = None
     ) -> None:
-        """A store of what a step completes. block_ids: all blocks of the request up to the end of the store."""
+        """Add a store of chunks that a step completes. block_ids: all blocks of the request up to the store's end."""
         self._waiting.append(_Waiting(step, store, block_ids[:read], block_ids[read:], adapter))
 
     def adapters(self, step: int) -> Iterator[tuple[str, LoRARequest]]:
-        """Requests with a store of a step up to this one, and the adapter that it was computed with."""
+        """Requests with a store of a step up to this one, and the LoRA adapter that computed it."""
         for waiting in self._waiting:
             if waiting.step <= step and waiting.adapter is not None:
                 yield waiting.store.request_id, waiting.adapter
 
     def failed(self, block_ids: set[int]) -> set[str]:
-        """Loads of these blocks have failed. The requests that must not store any more; what waited is dropped."""
+        """Loads of these blocks have failed: drop the stores of the requests that used them, and return their ids."""
         self._suspect |= block_ids
         tainted: set[str] = set()
         while bad := [w for w in self._waiting if not self._suspect.isdisjoint(w.read)]:
@@ -91,25 +90,24 @@ class WaitingStores:
         return tainted
 
     def ended(self, step: int) -> None:
-        """Steps up to this one have come back, and what failed in them was told before."""
+        """Steps up to this one have come back, and their failures were reported before."""
         self._ready += [waiting.store for waiting in self._waiting if waiting.step <= step]
         self._waiting = [waiting for waiting in self._waiting if waiting.step > step]
 
     def take(self) -> list[Transfer]:
-        """Stores that may go to the workers now."""
+        """The stores that are ready for the workers."""
         ready, self._ready = self._ready, []
         return ready
 
     def drop(self, request_id: str) -> None:
-        """Forget a request's stores: its blocks are another's now, or must not be trusted."""
+        """Drop a request's stores: its blocks were reused, or must not be trusted."""
         self._waiting = [waiting for waiting in self._waiting if waiting.store.request_id != request_id]
         self._ready = [store for store in self._ready if store.request_id != request_id]
 
     def waits(self, request_id: str) -> bool:
-        """Whether a store of the request waits for its step."""
         return any(waiting.store.request_id == request_id for waiting in self._waiting)
 
     def clear(self) -> None:
-        """Forget all stores."""
+        """Drop all stores."""
         self._waiting.clear()
         self._ready.clear()

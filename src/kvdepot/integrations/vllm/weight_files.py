@@ -1,8 +1,8 @@
-"""Which version of weights lies at a path, or in the local cache of a model hub, and since when.
+"""Which version of weights is at a path, or in the local cache of a model hub, and since when.
 
-Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by its contents,
-equal on any host; it reads samples, tens of milliseconds for a model of 160 files that are in the page cache. `look`
-notices a change within one process by what no copy, rename or `touch` can give back; it reads no file.
+Called by identity.py for models and by lora.py for adapters. `find_weights` names a version by its contents, equally on
+every host; it reads samples, which takes tens of milliseconds for a model of 160 files in the page cache. `look`
+detects changes within one process by file metadata that no copy, rename or `touch` can restore; it reads no file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _WHOLE_BYTES = 1 << 20
 """Files up to this size are hashed whole: configurations, code, indexes."""
 _SAMPLE_BYTES = 4096
 _SAMPLES = 4096
-"""Of the larger files together: times alone do not tell weights apart where an image build sets them all alike."""
+"""Samples of all larger files together: times do not distinguish weights if an image build sets all of them alike."""
 _MAX_LINKS = 40
-"""As Linux: beyond it a path is a loop."""
+"""Linux's limit: beyond it, a path counts as a loop."""
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -38,7 +38,7 @@ class Weights:
     digest: str
     """Equal digests mean equal files, on any host."""
     changed_at: float
-    """Unix time of the last change to any of them, or to the links that lead to them; 0.0 where they never change."""
+    """Unix time of the last change to any of them, or to links on the way to them; 0.0 if they never change."""
 
 
 class Look(NamedTuple):
@@ -48,21 +48,20 @@ class Look(NamedTuple):
     """The folder, without links."""
     files: tuple[tuple[str | int, ...], ...]
     links: tuple[tuple[str | int, ...], ...]
-    """Those on the way to it."""
+    """Links on the way to the folder."""
     changed_at: float
     """Unix time of the last change to files, links or folder."""
 
     def is_same(self, other: Look) -> bool:
-        """Whether no weights were written, replaced or linked elsewhere between. Other files may come and go."""
+        """Whether no weights were written, replaced or relinked in between. Other files may change."""
         return self[:3] == other[:3]
 
 
 def find_weights(name: str, revision: str | None = None, cache: str | None = None) -> Weights | None:
-    """The version of the files that `name` stands for: a path (`~` is expanded), or a repository of the Hugging Face
-    hub that lies in its local cache (`cache`: its folder where it is not the default).
+    """The version of the files at `name`: a path (`~` is expanded), or a repository of the Hugging Face hub in its
+    local cache (`cache`: its folder if not the default).
 
-    None where nothing local tells it: no such path, no such snapshot, more than 20,000 files, unreadable files.
-    Asks no network.
+    None if there is no such path or snapshot, more than 20,000 files, or an unreadable one. Does not use the network.
     """
     path = Path(name).expanduser()
     try:
@@ -74,7 +73,7 @@ def find_weights(name: str, revision: str | None = None, cache: str | None = Non
 
 
 def look(folder: Path) -> Look:
-    """A folder of weights now. Raises OSError where it cannot be read."""
+    """The current state of a folder of weights. Raises OSError if it cannot be read."""
     links = _links(folder)
     files: list[tuple[str | int, ...]] = []
     newest_ns = max([folder.stat().st_ctime_ns, *(int(link[-1]) for link in links)])
@@ -105,7 +104,7 @@ def _in_hub_cache(name: str, revision: str, cache: str | None) -> Weights | None
 
 
 def _at(path: Path) -> Weights:
-    """Of a file, or of all files in a folder. Raises OSError for what cannot be read, and for too many files."""
+    """The version of a file, or of all files in a folder. Raises OSError for unreadable files, and for too many."""
     changed_ns = max((int(link[-1]) for link in _links(path)), default=0)
     resolved = path.resolve()
     if resolved.is_file():
@@ -148,7 +147,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
             try:
                 state = file.stat()
             except FileNotFoundError:
-                continue  # a dangling link: nobody could have loaded it
+                continue  # a dangling link: it cannot have been loaded
             if stat.S_ISREG(state.st_mode):
                 yield str(file.relative_to(folder)), file, state
 
@@ -158,7 +157,7 @@ def _raise(error: OSError) -> None:
 
 
 def _sample(hasher: blake3, file: Path, size: int, samples: int) -> None:
-    """The file's head and windows at even distances."""
+    """Hash windows of the file at even distances, from its start."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         step = max(_SAMPLE_BYTES, size // samples)
@@ -173,7 +172,7 @@ def _stat(state: os.stat_result) -> tuple[int, ...]:
 
 
 def _links(path: Path) -> list[tuple[str | int, ...]]:
-    """Each link that a path leads through, with its target and, last, the time of its last change in ns."""
+    """Each link on a path, with its target and, last, the time of its last change in ns."""
     found: list[tuple[str | int, ...]] = []
     todo, done = list(reversed(path.absolute().parts)), Path("/")
     while todo:
@@ -199,5 +198,5 @@ def _snapshot(folder: Path) -> str | None:
 
 
 def _is_blob(file: Path) -> bool:
-    """Whether a snapshot's file is a link to the content that the hub named by its hash, as it was downloaded."""
+    """Whether a snapshot's file is a link to content that the hub names by its hash."""
     return file.is_symlink() and file.resolve().parent.name == "blobs"

@@ -1,7 +1,6 @@
 """The connector's half in a worker of vLLM: it shares the rank's KV with the server, and loads and stores as ordered.
 
-The one law: vLLM never decodes over a block that is not whole, and no step waits for the depot. What each method is
-for, and when vLLM calls it, connector.py says.
+connector.py says when vLLM calls each method.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ __all__ = ["WorkerHalf"]
 log = init_logger(__name__)
 
 _PREEMPTION_S = 0.05
-"""How long stores of preempted requests are awaited before they are made void."""
+"""How long to wait for stores of preempted requests before they are voided."""
 _IDLE_S = 0.002
-"""How long a worker with nothing to compute awaits a load, rather than spin on a core that copies need."""
+"""How long a worker with nothing to compute waits for a load, rather than spin on a core that copies need."""
 
 
 class WorkerHalf:
-    """What one rank's process does."""
+    """The worker's half, of one rank."""
 
     def __init__(self, vllm_config: VllmConfig, client: WorkerClient, rank: int) -> None:
-        """rank: among all workers, replicas of a shard included."""
+        """rank: among all workers, including replicas of a shard."""
         told = vllm_config.kv_events_config
         self.figures = Figures(vllm_config, self._trace_headers)
         self._vllm_config = vllm_config
@@ -50,10 +49,12 @@ class WorkerHalf:
         self._depot.watch = self._operation_ended
         self._rank = rank
         self._tells_keys = told is not None and told.enable_kv_cache_events
-        self._report = WorkerReport()  # since the last step
-        self._headers: dict[str, Mapping[str, str]] = {}  # of requests that are loaded or stored: for traces
-        self._gpu: torch.device | None = None  # where the KV is, if on one
-        self._has_warned = False  # that the scheduler's name for the model is not ours
+        self._report = WorkerReport()  # of what was stored since the last step
+        self._headers: dict[
+            str, Mapping[str, str]
+        ] = {}  # W3C trace headers of requests that are being loaded or stored
+        self._gpu: torch.device | None = None  # that holds the KV, if one does
+        self._has_warned = False  # that the scheduler's namespace is not ours
 
     def __repr__(self) -> str:
         return f"<WorkerHalf of rank {self._rank}>"
@@ -73,7 +74,7 @@ class WorkerHalf:
     # -- its tensors
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
-        """Plain memory for the KV: PyTorch's expandable segments are thousands of allocations to share, not one."""
+        """Turns expandable segments off: they are thousands of allocations to share, not one. None if they are off."""
         conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
         pooled = self._vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
         if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
@@ -81,7 +82,7 @@ class WorkerHalf:
         return without_expandable_segments(conf)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
-        """Share the paged KV, of so many blocks, with the server."""
+        """Share the paged KV with the server. num_blocks: that it has."""
         backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
         layout = describe_kv(kv_caches, num_blocks, backends)
         self._depot.register_layout(layout, kv_caches)
@@ -90,12 +91,12 @@ class WorkerHalf:
     # -- a step
 
     def give_up_preempted(self, orders: Orders) -> None:
-        """Before blocks of preempted requests are overwritten: their stores end, or never become visible."""
+        """Before blocks of preempted requests are overwritten: wait for their stores, or void them."""
         if orders.preempted:
             self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
 
     def start_loads(self, orders: Orders) -> None:
-        """Submit this step's loads: they begin when nothing that was queued so far reads their blocks any more."""
+        """Submit this step's loads. They begin once the work queued so far is done, which may read their blocks."""
         self._compare_models(orders)
         if orders.void:
             self._depot.give_up_stores(set(self._depot.stores), _PREEMPTION_S)
@@ -115,16 +116,16 @@ class WorkerHalf:
             )
 
     def store(self, orders: Orders) -> None:
-        """Submit stores of chunks that earlier steps completed: they begin when what is queued so far is done."""
+        """Submit stores of chunks that earlier steps completed. They begin once the work queued so far is done."""
         if orders.stores:
             for store in orders.stores:
                 self._note_headers(store)
             self._depot.submit_store([store.request_id for store in orders.stores], orders.stores, self._queued())
 
     def _queued(self) -> torch.cuda.Event | None:
-        """An event that happens when all that vLLM has queued on its stream is done; None on the CPU, where it is.
+        """An event that happens once all work queued on vLLM's stream is done; None on the CPU, where it already is.
 
-        vLLM calls in the thread and on the stream that it runs models on, and never while it captures a graph.
+        vLLM calls the connector on the thread and the stream that run models, and never while it captures a graph.
         """
         if self._gpu is None:
             return None
@@ -133,21 +134,22 @@ class WorkerHalf:
         return event
 
     def get_finished(self, orders: Orders) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose last store is done, among those vLLM waits for; and requests whose load has ended."""
+        """Requests whose last store has ended, of those that vLLM waits for; and requests whose load has ended."""
         if orders.idle:
             self._depot.wait_any(_IDLE_S)
-        # Not vLLM's ids: stores of a finished request may come a step later, and vLLM asserts that it awaits each.
+        # Not vLLM's ids: stores of a finished request may be ordered a step later, and vLLM asserts that it waits for
+        # every id that is returned.
         ended = self._depot.poll(orders.ended)
         for request_id in self._headers.keys() - self._depot.stores.keys() - self._depot.retrieves.keys():
             del self._headers[request_id]
         return ended.stored or None, ended.retrieved or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that vLLM must recompute."""
+        """Ids of blocks that vLLM must recompute."""
         return self._depot.take_failed_blocks()
 
     def take_report(self, orders: Orders) -> WorkerReport:
-        """What was stored since the last step, and which step this was."""
+        """The chunks stored since the last step, and the number of this step."""
         report, self._report = self._report, WorkerReport()
         report.step, report.measured = orders.step, orders.measured
         return report
@@ -159,7 +161,7 @@ class WorkerHalf:
 
 @contextmanager
 def without_expandable_segments(conf: str) -> Iterator[None]:
-    """PyTorch takes memory with cudaMalloc meanwhile, from no segment that it has. conf: its settings before."""
+    """Make PyTorch allocate with cudaMalloc, not from its expandable segments. conf: its settings before."""
     alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(conf, alloc_conf.EXPANDABLE_SEGMENTS, False))
     try:
         yield
@@ -168,8 +170,10 @@ def without_expandable_segments(conf: str) -> Iterator[None]:
 
 
 def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: str) -> Layout:
-    """Share vLLM's paged KV and describe it. Its views are [blocks, heads, tokens, content], whatever lies outermost in
-    memory; where kernels want smaller blocks, several of them stand for one. Raises ConfigError, LayoutError.
+    """Share vLLM's paged KV and describe it. Raises ConfigError, LayoutError.
+
+    vLLM's views are [blocks, heads, tokens, content], whatever the order in memory. Where kernels use smaller blocks,
+    several of those make one of the scheduler's.
     """
     views, seen = [], set()
     for name, cache in kv_caches.items():
@@ -177,10 +181,10 @@ def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: s
             raise ConfigError(f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide")
         if cache.shape[0] != num_blocks:
             cache = cache.unflatten(0, (num_blocks, -1))
-        view = share(cache, name)  # which may move its bytes: where they lie is known afterwards
+        view = share(cache, name)  # may move its bytes, so places are compared afterwards
         place = (view.mapping, view.offset, view.shape, view.strides)
         if place in seen:
-            continue  # a layer that shares another's KV
+            continue  # a layer that shares the KV of another
         seen.add(place)
         views.append(view._replace(dtype=f"{view.dtype} {backends}"))
     return build_layout(views, [0] * len(views))

@@ -1,0 +1,478 @@
+"""Connections whose server dies, hangs or restarts: a copy ends only when nothing can touch its blocks any more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvdepot.client.connection import GRACE_S, LINGER_S, Connection
+from kvdepot.client.servers import Watch
+from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient
+from kvdepot.memory import arena_header as header
+from kvdepot.protocol import handshake, wire
+from kvdepot.protocol.layout import Layout, Mapping, Segment
+from tests.conftest import SHM, suspend
+
+
+def test_a_client_that_cannot_watch_the_server_is_told_so_and_sends_no_copy() -> None:
+    """Else nobody could tell whether blocks may be given back when the server falls silent."""
+    frames: list[bytes] = []
+
+    def send(frame: bytes) -> bool:
+        frames.append(frame)
+        return True
+
+    def watch(arena: str, boot: bytes) -> Watch:
+        raise Busy("too many open files")
+
+    connection = Connection("ipc:///nowhere", "card", send, watch, time.monotonic)
+    answers: list[Any] = []
+    connection.ask(wire.Store(1, 1, []), answers.append)
+    (hello,) = frames
+    proof = wire.Proof(wire.VERSION, "arena", bytes(16), bytes(32))
+    connection.take(wire.encode_answer(hello[: wire.ID_BYTES], b"bootboot", proof))
+    (answer,) = answers
+    assert isinstance(answer, Unavailable) and "too many open files" in str(answer)
+    assert len(frames) == 1 and not connection.welcomed
+
+
+def test_a_hello_that_was_refused_is_repeated_at_the_next_look_of_what_is_overdue() -> None:
+    talk = Talk()
+    talk.server = Server(f"kvdepot-test-{uuid.uuid4().hex[:12]}", b"12345678")
+    try:
+        told: list[Any] = []
+        talk.ask(wire.Store(1, 1, []), told.append)
+        assert talk.connection.welcomed and not told
+        hellos = 0
+
+        def refuse(frame: bytes) -> bool:
+            nonlocal hellos
+            number, request = frame[: wire.ID_BYTES], wire.decode_request(frame)[1]
+            assert isinstance(request, wire.Hello)
+            hellos += 1
+            talk.replies.append(wire.encode_failure(number, b"12345678", Busy("too many clients")))
+            return True
+
+        talk.connection._send = refuse
+        talk.connection.welcomed = False  # as where its answer may be lost
+        talk.connection.connected()
+        for _ in range(100):
+            talk.hear()
+        assert hellos == 1 and not told, "its store may still be copied"
+        talk.wait(0.05)
+        assert 2 <= hellos <= 7
+    finally:
+        talk.server.kill()
+        (SHM / talk.server.name).unlink(missing_ok=True)
+
+
+# The owner of an arena: a server as far as its lock tells.
+OWNER = """
+import sys
+from kvdepot.memory.arena import Arena
+
+arena = Arena(sys.argv[1], 1 << 20, bytes.fromhex(sys.argv[2]))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+class Server:
+    """A process that owns an arena; the test answers for it."""
+
+    def __init__(self, name: str, boot: bytes) -> None:
+        self.name = name
+        self.boot = boot
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, name, boot.hex()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None and self.process.stdout.readline() == "up\n"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+LEASE = b"secret of a lease"
+
+
+class Talk:
+    """A connection with a network and a clock of the test; locks and processes are real."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.server: Server | None = None
+        self.replies: list[bytes] = []
+        self.slow: list[bytes] = []  # answers to registrations, where they are held back
+        self.holds_back = False
+        self.between = False
+        self.seal: handshake.Seal | None = None
+        self.connection = Connection(
+            "ipc:///nowhere", "card", self.send, header.Watch, lambda: self.now, LEASE, lambda: self.between
+        )
+        self.is_deaf = False  # what reaches the server now is not answered
+        self.refuses: dict[type, KVDepotError] = {}  # kinds of requests that get an error
+        self.sent: list[tuple[bytes, wire.Request]] = []  # whom it reached, and what it was
+        self.copies: list[tuple[bytes, bytes]] = []  # the same of copies, by number
+
+    def send(self, frame: bytes) -> bool:
+        """Deliver a frame; the server answers all but copies at once."""
+        server = self.server
+        if server is None:
+            return False
+        number, request = frame[: wire.ID_BYTES], wire.decode_request(frame)[1]
+        assert not isinstance(request, KVDepotError)
+        self.sent.append((server.boot, request))
+        if self.is_deaf:
+            return True
+        if type(request) in self.refuses:
+            self.replies.append(wire.encode_failure(number, server.boot, self.refuses[type(request)]))
+            return True
+        if isinstance(request, wire.Hello):
+            secret = header.Watch(server.name, server.boot).secret
+            self.challenge = handshake.Challenge(request, server.boot, server.name, secret)
+            value: Any = self.challenge.proof
+        elif isinstance(request, wire.Prove):
+            self.seal = self.challenge.check(request, LEASE)
+            value = wire.Welcome(wire.VERSION, 256)
+        elif isinstance(request, wire.Store | wire.Retrieve):
+            self.copies.append((server.boot, number))
+            return True
+        else:
+            value = 7 if isinstance(request, wire.Lookup) else None
+        slow = self.holds_back and isinstance(request, wire.Register)
+        (self.slow if slow else self.replies).append(wire.encode_answer(number, server.boot, value))
+        return True
+
+    def ask(self, request: wire.Request, done: Callable[[Any], None], deadline_s: float | None = 30.0) -> None:
+        self.connection.ask(request, done, deadline_s)
+        self.hear()
+
+    def break_off(self) -> None:
+        """The connection breaks, messages in transit are lost, and the socket reports it."""
+        self.replies.clear()
+        self.connection.disconnected()
+
+    def connect(self) -> None:
+        """The socket reports a connection."""
+        self.connection.connected()
+        self.hear()
+
+    def reached(self, boot: bytes, kind: type) -> int:
+        """How many requests of a kind have reached a server."""
+        return sum(1 for whom, request in self.sent if whom == boot and isinstance(request, kind))
+
+    def answer_copies(self, boot: bytes) -> None:
+        """The server of that boot has finished its copies."""
+        for whom, number in self.copies:
+            if whom == boot:
+                self.replies.append(wire.encode_answer(number, boot, True))
+        self.hear()
+
+    def hear(self) -> None:
+        while self.replies:
+            self.connection.take(self.replies.pop(0))
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; the client calls `expire` every 10 ms."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + 0.01, end)
+            self.connection.expire()
+            self.hear()
+
+
+def layout(device: str) -> Layout:
+    return Layout(
+        [Mapping("kv", 1 << 20, device, b"handle" if device else b"")], [Segment(0, 0, 4096, 4096)], 16, b"f" * 32
+    )
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(name: str = "", boot: bytes = b"boot-one") -> Server:
+        started.append(Server(name or f"kvdepot-test-{uuid.uuid4().hex[:12]}", boot))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+        (SHM / server.name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def talk() -> Iterator[Talk]:
+    talk = Talk()
+    yield talk
+    talk.connection.close()
+
+
+def test_a_registration_that_takes_long_is_waited_for(talk: Talk, start_server: Callable[..., Server]) -> None:
+    """For example with eight ranks on eight GPUs: contexts, a compiler, measurements."""
+    talk.server = start_server()
+    talk.holds_back = True
+    answers: list[Any] = []
+    talk.ask(wire.Register(1, layout("GPU-0")), answers.append)
+    talk.wait(20.0)
+    assert answers == []
+    talk.replies += talk.slow
+    talk.hear()
+    assert answers == [None]
+
+
+def test_the_end_of_a_session_whose_answer_was_lost_is_told_again(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """It has no deadline, or its pins could stay; and no other request is under way that would reveal the loss."""
+    talk.server = start_server()
+    talk.ask(wire.Noop(), lambda value: None)
+    answers: list[Any] = []
+    talk.connection.ask(wire.EndSession("r"), answers.append, deadline_s=None)
+    talk.replies.clear()  # with the connection that it came by
+    talk.wait(60.0)
+    assert answers == [None]
+
+
+def lookup(request: str = "r") -> wire.Lookup:
+    return wire.Lookup("model", 1, 4, request, 1, b"h" * 32, True)
+
+
+def begin_copies(talk: Talk, device: str) -> dict[str, Any]:
+    """Register, then send a store and a retrieve, which the server does not answer. Returns their outcomes."""
+    told: dict[str, Any] = {}
+    talk.ask(wire.Register(1, layout(device)), lambda value: told.update(registered=value))
+    talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
+    talk.ask(wire.Retrieve(1, []), lambda value: told.update(retrieve=value))
+    assert told.pop("registered") is None
+    return told
+
+
+def test_a_copy_that_a_hanging_server_may_still_do_is_sent_to_no_successor_of_any_generation(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    first = talk.server = start_server(boot=b"boot-one")
+    told = begin_copies(talk, "GPU-0")
+    for boot in (b"boot-two", b"boot-333"):
+        talk.server = None
+        talk.break_off()
+        talk.server = start_server(boot=boot)
+        talk.connect()
+        talk.wait(0.3)
+        successor = talk.server
+    successor.kill()
+    talk.server = None
+    talk.break_off()
+    talk.server = start_server(boot=b"boot-444")
+    talk.connect()
+    talk.wait(2 * LINGER_S)
+    assert {boot for boot, _ in talk.copies} == {b"boot-one"} and told == {}
+    first.kill()
+    talk.wait(2 * LINGER_S)
+    assert {boot for boot, _ in talk.copies} == {b"boot-one", b"boot-444"} and told == {}
+    talk.answer_copies(b"boot-444")
+    assert told == {"store": True, "retrieve": True}
+
+
+@pytest.mark.parametrize("refusal", [Busy("too many wait"), UnknownClient("who are you?")])
+def test_a_copy_is_sent_again_only_when_its_registration_was_taken_back(
+    refusal: KVDepotError, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """Else the server may still be copying, and would copy twice."""
+    talk.server = start_server()
+    begin_copies(talk, "")
+    assert len(talk.copies) == 2
+    talk.refuses[wire.Unregister] = refusal
+    talk.break_off()
+    talk.connect()
+    talk.wait(1.0)
+    assert len(talk.copies) == 2
+    asked = len(talk.sent)
+    talk.wait(1.0)
+    assert len(talk.sent) - asked < 60, "it floods a server that refuses it"
+    talk.refuses.clear()
+    talk.wait(1.0)
+    assert len(talk.copies) == 4
+
+
+@pytest.mark.parametrize("device", ["", "GPU-0"])
+def test_a_killed_servers_copies_end_when_nothing_of_it_can_be_under_way_and_no_other_comes(
+    device: str, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """Copies queued with a GPU's driver may run on after the process is gone and its lock is free."""
+    server = talk.server = start_server()
+    told = begin_copies(talk, device)
+    talk.wait(2 * LINGER_S)
+    assert told == {}, "it lives"
+    server.kill()
+    talk.server = None
+    began = talk.now
+    while len(told) < 2:
+        assert talk.now < began + 5.0
+        talk.wait(0.01)
+    took = talk.now - began
+    assert isinstance(told["store"], Unavailable) and isinstance(told["retrieve"], Unavailable)
+    assert max(GRACE_S, LINGER_S if device else 0.0) <= took < GRACE_S + 0.5
+
+
+@pytest.mark.parametrize("device", ["", "GPU-0"])
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard of", "found out"])
+def test_a_killed_servers_copies_are_asked_of_the_next_once_when_nothing_of_them_can_be_under_way(
+    device: str, is_heard: bool, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told = begin_copies(talk, device)
+    server.kill()
+    talk.server = start_server(server.name, b"boot-two")
+    if is_heard:
+        talk.break_off()
+        talk.connect()
+    began = talk.now
+    while sum(boot == b"boot-two" for boot, _ in talk.copies) < 2:
+        assert talk.now < began + 5.0
+        talk.wait(0.01)
+    assert talk.now - began >= LINGER_S if device else talk.now - began < 0.5
+    assert told == {}
+    talk.server.kill()
+    talk.server = start_server(server.name, b"boot-3rd")
+    while len(told) < 2:
+        assert talk.now < began + 10.0
+        talk.wait(0.01)
+    assert isinstance(told["store"], Unavailable) and isinstance(told["retrieve"], Unavailable)
+    assert not any(boot == b"boot-3rd" for boot, _ in talk.copies), "it could be they that end servers"
+
+
+def test_a_copy_that_is_asked_of_the_next_server_has_its_answer(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told = begin_copies(talk, "")
+    server.kill()
+    talk.server = start_server(server.name, b"boot-two")
+    talk.break_off()
+    talk.connect()
+    talk.answer_copies(b"boot-two")
+    assert told == {"store": True, "retrieve": True}
+
+
+def test_what_a_living_server_was_asked_is_asked_again_at_once_when_its_connection_breaks(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told = begin_copies(talk, "")
+    talk.is_deaf = True
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 1.0)
+    talk.ask(wire.EndSession("s"), lambda value: told.update(end=value), None)
+    talk.ask(wire.Status(), lambda value: told.update(status=value))
+    assert told == {}
+    talk.break_off()
+    assert isinstance(told.pop("status"), Unavailable), "who knows whether it was done"
+    assert told == {}
+    talk.is_deaf = False
+    talk.connect()
+    assert told == {"lookup": 7, "end": None}
+    talk.answer_copies(server.boot)
+    assert told == {"lookup": 7, "end": None, "store": True, "retrieve": True}
+    assert talk.reached(server.boot, wire.Store) == talk.reached(server.boot, wire.Lookup) == 2
+
+
+def test_requests_wait_a_moment_for_a_server_that_was_lost_and_none_for_one_that_stays_away(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Noop(), lambda value: told.update(first=value))
+    server.kill()
+    talk.server = None
+    talk.break_off()
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 10.0)
+    talk.wait(GRACE_S - 0.1)
+    assert told == {"first": None}
+    talk.wait(0.2)
+    assert isinstance(told["lookup"], Unavailable)
+    talk.ask(lookup("q"), lambda value: told.update(late=value), 10.0)
+    assert isinstance(told["late"], Unavailable)
+    talk.server = start_server(server.name, b"boot-two")
+    talk.connect()
+    assert talk.connection.welcomed, "nobody has to ask for that"
+    talk.ask(lookup(), lambda value: told.update(again=value), 10.0)
+    assert told["again"] == 7
+
+
+def test_a_lookup_is_not_asked_again_when_its_session_has_ended(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """Its pins would stay."""
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Noop(), lambda value: told.update(first=value))
+    talk.is_deaf = True
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 1.0)
+    talk.is_deaf = False
+    talk.ask(wire.EndSession("r"), lambda value: told.update(end=value), None)
+    assert told == {"first": None, "end": None}
+    talk.break_off()
+    assert isinstance(told["lookup"], Unavailable)
+    talk.connect()
+    assert talk.reached(server.boot, wire.Lookup) == 1
+
+
+def test_a_lookup_that_no_server_answers_ends_at_its_deadline_however_often_servers_come_and_go(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Noop(), lambda value: told.update(first=value))
+    talk.is_deaf = True
+    talk.ask(lookup(), lambda value: told.update(lookup=value), 1.0)
+    for _ in range(9):
+        talk.break_off()
+        talk.connect()
+        talk.wait(0.1)
+    assert "lookup" not in told
+    talk.wait(0.11)
+    assert isinstance(told["lookup"], DeadlineExceeded)
+    assert server.boot
+
+
+def test_lookups_do_not_wait_for_what_a_dead_servers_gpus_still_copy(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    server = talk.server = start_server()
+    told = begin_copies(talk, "GPU-0")
+    server.kill()
+    talk.server = start_server(server.name, b"boot-two")
+    talk.ask(lookup(), lambda value: told.update(lookup=value))
+    talk.wait(0.5)
+    assert told == {"lookup": 7}
+    assert not any(boot == b"boot-two" for boot, _ in talk.copies), "the old server's copies may still run"
+    talk.wait(LINGER_S)
+    talk.answer_copies(b"boot-two")
+    assert told == {"lookup": 7, "store": True, "retrieve": True}
+
+
+def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_address(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    stopped = talk.server = start_server()
+    told: dict[str, Any] = {}
+    talk.ask(wire.Register(1, layout("")), lambda value: told.update(registered=value))
+    talk.ask(wire.Store(1, 1, []), lambda value: told.update(store=value))
+    suspend(stopped.process.pid)
+    talk.server = start_server(boot=b"boot-two")
+    talk.wait(20.0)  # long enough for its silence to be suspected, and the other one to be found
+    talk.ask(wire.Noop(), lambda value: told.update(up=value))
+    assert told == {"registered": None, "up": None}
+    assert talk.connection.incarnation == b"boot-two"
+    assert [boot for boot, _ in talk.copies] == [stopped.boot]
+    stopped.kill()
+    talk.wait(0.1)
+    talk.answer_copies(b"boot-two")
+    assert told["store"] is True
