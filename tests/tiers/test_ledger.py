@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvdepot.eviction import POLICIES
 from kvdepot.testing.tiers import name_of
-from kvdepot.tiers.ledger import Entry, Ledger
+from kvdepot.tiers.disk.ledger import Entry, Ledger
 
 CAPACITY = 100
 NAMES = [name_of(number, salt) for number in range(3) for salt in (0, 1)]
