@@ -20,7 +20,8 @@ from tests.tiers.servers import RedisServer, need, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 
-from kvdepot.tiers.redis import RedisTier, _sendable  # noqa: E402
+from kvdepot.tiers.redis import RedisTier  # noqa: E402
+from kvdepot.tiers.redis.exchange import sendable  # noqa: E402
 
 PASSWORD = "wirklich/geheim@:#1"
 QUOTED = "wirklich%2Fgeheim%40%3A%231"
@@ -216,7 +217,7 @@ def certificates(directory: Path) -> None:
         ("redis://host?timeout_s=0", "timeout_s"),
         ("redis://host?expire_s=soon", "expire_s"),
         ("redis://host?tls_ca=ca.pem", "rediss://"),
-        ("rediss://host?tls_ca=nowhere.pem", "nowhere.pem is no file"),
+        ("rediss://host?tls_ca=nowhere.pem", "nowhere.pem is not a file"),
         ("redis://host?password_file=nowhere", "nowhere: No such file"),
         ("redis://u:se/cret@host:x", "no host:port"),
     ],
@@ -507,6 +508,6 @@ def test_pieces_are_sent_in_packets_of_a_good_size() -> None:
         for size in sizes:
             pieces.append(memoryview(data)[start : start + size])
             start += size
-        sent = list(_sendable(pieces))
+        sent = list(sendable(pieces))
         assert b"".join(sent) == data
         assert max(map(len, sent)) <= 4 << 20 and len(sent) <= 8
