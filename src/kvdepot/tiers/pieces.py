@@ -1,21 +1,19 @@
-"""Bytes that a client library hands over, into the buffers of a read; for tiers whose library cannot fill them itself.
+"""Copies bytes that a client library returns into the buffers of a read, for libraries that cannot fill buffers.
 
-Called on the tier's threads. The one law: copies are numpy's, which lets go of the GIL, for the deciding thread waits
-for it.
+Called on the tier's threads. Invariant: numpy copies, which releases the GIL; the deciding thread needs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 __all__ = ["fill"]
 
 
-def fill(buffers: Sequence[memoryview], parts: Iterable[Any]) -> int:
-    """Copy `parts` (bytes-like) one after the other into `buffers`, as far as there is room; bytes of all parts."""
+def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> int:
+    """Copy `parts` one after the other into `buffers`, as far as they suffice; bytes of all parts."""
     total = 0
     rest = iter(buffers)
     room = np.empty(0, np.uint8)

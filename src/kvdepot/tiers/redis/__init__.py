@@ -55,7 +55,7 @@ from kvdepot.tiers.redis.exchange import (
     says,
     set_request,
 )
-from kvdepot.tiers.redis.servers import Cluster, Servers, Settings, Single
+from kvdepot.tiers.redis.servers import Cluster, Settings, Single
 from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
@@ -118,7 +118,7 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
     for path in filter(None, (own.tls_ca, own.tls_cert, own.tls_key)):
         if not Path(path).is_file():
             raise ConfigError(f"tier {name}: {path} is not a file")
-    servers: Servers = Cluster(nodes, settings) if cluster else Single(nodes[0], int(database or 0), settings)
+    servers = Cluster(nodes, settings) if cluster else Single(nodes[0], int(database or 0), settings)
     secrets = [secret for secret in (settings["password"], *secrets_of(url)) if secret]
     return RedisTier(name, servers, own, secrets)
 
@@ -137,7 +137,9 @@ def _node(text: str, name: str) -> tuple[str, int]:
 class RedisTier:
     """Objects as values. Any thread: redis-py's pools are all that threads share."""
 
-    def __init__(self, name: str, servers: Servers, options: RedisOptions, secrets: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, servers: Single | Cluster, options: RedisOptions, secrets: Sequence[str] = ()
+    ) -> None:
         """name: without credentials. secrets: text that no error may contain."""
         self._name = name
         self._servers = servers

@@ -1,4 +1,7 @@
-"""Which Redis server has which key: one server, or the primaries of a cluster. Any thread."""
+"""Which Redis server has which key: one server, or the primaries of a cluster.
+
+Any thread. Methods block and raise RedisError or OSError.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from redis.retry import Retry
 
 from kvdepot.tiers.redis.exchange import Request
 
-__all__ = ["Cluster", "Route", "Servers", "Settings", "Single"]
+__all__ = ["Cluster", "Settings", "Single"]
 
 Route: TypeAlias = tuple[redis.ConnectionPool, Sequence[int]]
 """Connections to a server, and the numbers of the requests that go there."""
@@ -32,23 +35,7 @@ class Settings(TypedDict, total=False):
     ssl_keyfile: str
 
 
-class Servers(Protocol):
-    """The servers of a tier. Methods block and raise RedisError or OSError."""
-
-    def routes(self, requests: Sequence[Request], numbers: Sequence[int], again: bool) -> list[Route]:
-        """Where to send the requests of these numbers. again: a server has said that some are elsewhere."""
-
-    def clients(self) -> list[redis.Redis]:
-        """All servers that hold keys."""
-
-    def failed(self) -> None:
-        """A call has failed."""
-
-    def close(self) -> None:
-        """Close idle connections."""
-
-
-class Single(Servers):
+class Single:
     """One server."""
 
     def __init__(self, node: tuple[str, int], database: int, settings: Settings) -> None:
@@ -57,9 +44,11 @@ class Single(Servers):
         self._client = redis.Redis(host=host, port=port, db=database, retry=once, **settings)
 
     def routes(self, requests: Sequence[Request], numbers: Sequence[int], again: bool) -> list[Route]:
+        """Where to send the requests of these numbers. again: a server has said that some are elsewhere."""
         return [(self._client.connection_pool, numbers)]
 
     def clients(self) -> list[redis.Redis]:
+        """All servers that hold keys."""
         return [self._client]
 
     def failed(self) -> None:
@@ -81,7 +70,7 @@ class _Cluster(Protocol):
     def get_nodes(self) -> list[ClusterNode]: ...
 
 
-class Cluster(Servers):
+class Cluster:
     """The primaries of a cluster. Its slots are queried when they are first needed, and again after any failure."""
 
     def __init__(self, nodes: Sequence[tuple[str, int]], settings: Settings) -> None:
