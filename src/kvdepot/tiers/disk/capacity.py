@@ -20,7 +20,6 @@ from kvdepot.tiers.disk.claim import Claim
 from kvdepot.tiers.disk.files import prune, remove
 from kvdepot.tiers.disk.layout import path_of
 from kvdepot.tiers.disk.ledger import Entry, Ledger
-from kvdepot.tiers.tally import Tally
 
 __all__ = ["Capacity"]
 
@@ -28,10 +27,10 @@ __all__ = ["Capacity"]
 class Capacity:
     """The bound of one directory."""
 
-    def __init__(self, claim: Claim, ledger: Ledger, tally: Tally) -> None:
-        self._claim = claim
-        self._ledger = ledger
-        self._tally = tally
+    def __init__(self, claim: Claim, ledger: Ledger) -> None:
+        self.claim = claim
+        self.ledger = ledger
+        self._tally = claim.tally
         self._evicting = threading.Lock()
         self._naming = [threading.Lock() for _ in range(16)]
         self._litter: dict[str, list[Entry]] = {}
@@ -60,14 +59,14 @@ class Capacity:
 
         The inode maps the first few blocks; after that, one block maps 256 or more.
         """
-        block = self._claim.block_bytes
+        block = self.claim.block_bytes
         blocks = -(-size // block)
         return (blocks + (blocks // 256 + 1 if blocks > 4 else 0)) * block
 
     def reserve(self, size: int) -> bool:
         """Reserve bytes, evicting objects while there are too few; whether that succeeded."""
-        while self._claim.ended is None:
-            if self._ledger.reserve(size):
+        while self.claim.ended is None:
+            if self.ledger.reserve(size):
                 return True
             if not self._evict():
                 return False
@@ -87,14 +86,14 @@ class Capacity:
     def _evict(self) -> int:
         """Evict the policy's victim; bytes freed."""
         with self._evicting:
-            victim = self._ledger.victim()
+            victim = self.ledger.victim()
             if victim is None:
                 return 0
             with self.naming(victim.name):
-                is_replaced = victim.name in self._ledger
+                is_replaced = victim.name in self.ledger
                 if not is_replaced and not self.unlink(victim):
                     return 0
-                self._ledger.settle(victim, evicted=True)
+                self.ledger.settle(victim, evicted=True)
             self._tally("evicted")
             return victim.charge
 
@@ -105,16 +104,16 @@ class Capacity:
 
         If not, the entry is an object again.
         """
-        path = path_of(self._claim.root, entry.name)
+        path = path_of(self.claim.root, entry.name)
         try:
             os.unlink(path)
         except FileNotFoundError:
             pass
         except OSError as exc:
-            self._ledger.keep(entry)
-            self._claim.failed("remove", exc)
+            self.ledger.keep(entry)
+            self.claim.failed("remove", exc)
             return False
-        prune(self._claim.root, path)
+        prune(self.claim.root, path)
         return True
 
     def discard(self, path: str, entries: list[Entry]) -> None:
@@ -134,7 +133,7 @@ class Capacity:
                 pass
             except OSError as exc:
                 self._litter[path] = entries
-                self._claim.failed("remove", exc)
+                self.claim.failed("remove", exc)
                 continue
             for entry in entries:
-                self._ledger.settle(entry)
+                self.ledger.settle(entry)

@@ -34,7 +34,7 @@ class Claim:
         self.root = str(path)
         self.ended: str | None = None
         """Why calls are refused; None while they are not."""
-        self._tally = tally
+        self.tally = tally
         self._idle = threading.Condition()
         self._calls = 0
         self._fd: int | None = None
@@ -84,7 +84,7 @@ class Claim:
 
     def failed(self, what: str, exc: OSError) -> None:
         """Count and log a failed system call. Raises TierError if the directory is gone."""
-        self._tally("errors")
+        self.tally("errors")
         log.info("%s: %s: %s", self.root, what, exc.strerror)
         self.check_here()
 

@@ -46,11 +46,11 @@ class Folder:
         self._root = self.claim.root
         self._tally = tally
         self._ledger = Ledger(capacity_bytes, policy)
-        self._capacity = Capacity(self.claim, self._ledger, tally)
-        self._quarantine = Quarantine(self.claim, self._ledger, self._capacity, tally)
+        self._capacity = Capacity(self.claim, self._ledger)
+        self._quarantine = Quarantine(self._capacity)
         self._mark = secrets.token_hex(4)
         self._serials = itertools.count()
-        self._scan = Scan(self.claim, self._ledger, self._capacity, self._quarantine, tally)
+        self._scan = Scan(self._capacity, self._quarantine)
 
     def __repr__(self) -> str:
         return f"<Folder {self._root} {self.claim.ended or self._ledger!r}>"

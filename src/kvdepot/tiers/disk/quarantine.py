@@ -8,11 +8,9 @@ import threading
 from functools import partial
 
 from kvdepot.tiers.disk.capacity import Capacity
-from kvdepot.tiers.disk.claim import Claim
 from kvdepot.tiers.disk.files import prune
 from kvdepot.tiers.disk.layout import QUARANTINE, path_of
-from kvdepot.tiers.disk.ledger import Entry, Ledger
-from kvdepot.tiers.tally import Tally
+from kvdepot.tiers.disk.ledger import Entry
 
 __all__ = ["Quarantine"]
 
@@ -24,11 +22,11 @@ _SHARE = 16
 class Quarantine:
     """The files in `quarantine/`."""
 
-    def __init__(self, claim: Claim, ledger: Ledger, capacity: Capacity, tally: Tally) -> None:
-        self._claim = claim
-        self._ledger = ledger
+    def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
-        self._tally = tally
+        self._claim = capacity.claim
+        self._ledger = capacity.ledger
+        self._tally = capacity.claim.tally
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         """By path, the oldest first."""

@@ -17,12 +17,10 @@ from collections.abc import Iterator
 from kvdepot.errors import TierError
 from kvdepot.tiers import NAME
 from kvdepot.tiers.disk.capacity import Capacity
-from kvdepot.tiers.disk.claim import Claim
 from kvdepot.tiers.disk.files import is_foreign, remove
 from kvdepot.tiers.disk.layout import LEVELS, TMP, TRASH
-from kvdepot.tiers.disk.ledger import Entry, Ledger
+from kvdepot.tiers.disk.ledger import Entry
 from kvdepot.tiers.disk.quarantine import Quarantine
-from kvdepot.tiers.tally import Tally
 
 __all__ = ["Scan"]
 
@@ -35,14 +33,13 @@ _PATIENCE_S = 0.1
 class Scan:
     """Removes what an earlier server left half done, counts objects, and evicts down to the capacity."""
 
-    def __init__(self, claim: Claim, ledger: Ledger, capacity: Capacity, quarantine: Quarantine, tally: Tally) -> None:
+    def __init__(self, capacity: Capacity, quarantine: Quarantine) -> None:
         """Starts the thread; blocks briefly."""
         self.done = threading.Event()
-        self._claim = claim
-        self._ledger = ledger
         self._capacity = capacity
+        self._claim = capacity.claim
+        self._tally = capacity.claim.tally
         self._quarantine = quarantine
-        self._tally = tally
         self._thread = threading.Thread(target=self._run, name="kvdepot-disk-count", daemon=True)
         self._thread.start()
         self.done.wait(_PATIENCE_S)
@@ -73,10 +70,10 @@ class Scan:
         self._quarantine.trim()
         for found in _objects_in(self._claim.root):
             for name, info in found:
-                self._ledger.note(Entry(name=name, charge=self._capacity.charge_of(info), dated=info.st_mtime))
+                self._capacity.ledger.note(Entry(name=name, charge=self._capacity.charge_of(info), dated=info.st_mtime))
             if self._claim.ended is not None:
                 break
-        self._ledger.rank()
+        self._capacity.ledger.rank()
         self._capacity.reserve(0)
 
 

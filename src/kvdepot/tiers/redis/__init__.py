@@ -45,12 +45,9 @@ from kvdepot.tiers.redis.exchange import (
     Reply,
     Request,
     checked,
-    data,
     exchange,
+    expect,
     get_request,
-    good,
-    items,
-    number,
     request,
     says,
     set_request,
@@ -99,23 +96,20 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
         "socket_timeout": own.timeout_s,
         "socket_connect_timeout": own.timeout_s,
         "protocol": 2,  # 3 has nothing that is needed; with it, redis-py accepts push messages that extend timeouts
+        "ssl": scheme.startswith("rediss"),
+        "ssl_ca_certs": own.tls_ca or None,
+        "ssl_certfile": own.tls_cert or None,
+        "ssl_keyfile": own.tls_key or None,
     }
     if own.password_file:
         try:
             settings["password"] = Path(own.password_file).read_text().strip()
         except OSError as exc:
             raise ConfigError(f"tier {name}: password_file {own.password_file}: {exc.strerror}") from exc
-    if scheme.startswith("rediss"):
-        settings["ssl"] = True
-        if own.tls_ca:
-            settings["ssl_ca_certs"] = own.tls_ca
-        if own.tls_cert:
-            settings["ssl_certfile"] = own.tls_cert
-        if own.tls_key:
-            settings["ssl_keyfile"] = own.tls_key
-    elif own.tls_ca or own.tls_cert or own.tls_key:
+    files = [path for path in (own.tls_ca, own.tls_cert, own.tls_key) if path]
+    if files and not settings["ssl"]:
         raise ConfigError(f"tier {name}: tls_ca, tls_cert and tls_key are for rediss:// and rediss+cluster://")
-    for path in filter(None, (own.tls_ca, own.tls_cert, own.tls_key)):
+    for path in files:
         if not Path(path).is_file():
             raise ConfigError(f"tier {name}: {path} is not a file")
     servers = Cluster(nodes, settings) if cluster else Single(nodes[0], int(database or 0), settings)
@@ -160,7 +154,7 @@ class RedisTier:
         there = [False] * len(names)
 
         def answer(index: int, replies: list[Reply]) -> None:
-            there[index] = number(replies[0]) == 1
+            there[index] = expect(replies[0], int) == 1
 
         self._ask([request(b"EXISTS", self._key(name)) for name in names], answer)
         return there
@@ -170,13 +164,13 @@ class RedisTier:
         sizes = [ABSENT] * len(blobs)
 
         def answer(index: int, replies: list[Reply]) -> None:
-            for reply in replies:  # if a command was refused, its error comes before that of EXEC
-                good(reply)
-            length, *parts = items(replies[-1])
+            for reply in replies[:-1]:  # if a command was refused, its error comes before that of EXEC
+                expect(reply, bytes)
+            length, *parts = expect(replies[-1], list)
             if says(length, "WRONGTYPE") or length == 0:  # another's key, or none
                 return
-            blob, size = blobs[index], number(length)
-            if fill(blob.buffers, map(data, parts)) < min(size, blob.size):
+            blob, size = blobs[index], expect(length, int)
+            if fill(blob.buffers, (expect(part, bytes) for part in parts)) < min(size, blob.size):
                 raise TierError(f"{self._name}: an object of {size} bytes arrived incomplete")
             sizes[index] = size
 
@@ -190,7 +184,7 @@ class RedisTier:
 
         def answer(index: int, replies: list[Reply]) -> None:
             full = isinstance(replies[0], OutOfMemoryError) or says(replies[0], "MISCONF")
-            kept[fitting[index]] = not full and good(replies[0]) == b"OK"
+            kept[fitting[index]] = not full and expect(replies[0], bytes) == b"OK"
 
         chosen = [blobs[index] for index in fitting]
         expire_s = self._options.expire_s
@@ -203,7 +197,7 @@ class RedisTier:
         answered: set[int] = set()
 
         def answer(index: int, replies: list[Reply]) -> None:
-            good(replies[0])
+            expect(replies[0], int)
             answered.add(index)
 
         self._ask([request(b"UNLINK", self._key(name)) for name in names], answer)
@@ -230,7 +224,7 @@ class RedisTier:
                     pipe = client.pipeline(transaction=False)  # a key per command: a cluster accepts no others
                     for key in filter(ours, keys):
                         pipe.unlink(key)
-                    gone += sum(number(checked(count)) for count in pipe.execute(raise_on_error=False))
+                    gone += sum(expect(checked(count), int) for count in pipe.execute(raise_on_error=False))
                     if cursor == 0:
                         break
         return gone

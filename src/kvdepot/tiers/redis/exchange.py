@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from redis import ConnectionPool
 from redis.exceptions import InvalidResponse, ResponseError
 
 __all__ = [
-    "Reply", "Request", "checked", "data", "exchange", "get_request", "good", "items", "number", "request", "says",
-    "sendable", "set_request",
-]  # fmt: skip
+    "Reply",
+    "Request",
+    "checked",
+    "exchange",
+    "expect",
+    "get_request",
+    "request",
+    "says",
+    "sendable",
+    "set_request",
+]
 
 PART_BYTES = 1 << 20
 """Size of one GETRANGE."""
@@ -25,9 +33,10 @@ SMALL_BYTES = 16 << 10
 """Pieces below this are joined: a copy costs less than a packet."""
 
 Packed: TypeAlias = "list[bytes | memoryview]"
-Good: TypeAlias = "int | bytes | list[Reply] | None"
-Reply: TypeAlias = "Good | ResponseError"
+Reply: TypeAlias = "int | bytes | list[Reply] | ResponseError | None"
 """An error of one command is a value."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,37 +94,18 @@ def _bulk(*words: bytes) -> bytes:
 # -- replies
 
 
-def good(reply: Reply) -> Good:
-    """The reply. Raises it if it is an error."""
-    if isinstance(reply, ResponseError):
-        raise reply
-    return reply
-
-
 def says(reply: Reply, code: str) -> bool:
     """Whether the reply is an error with this code."""
     return isinstance(reply, ResponseError) and str(reply).startswith(code)
 
 
-def number(reply: Reply) -> int:
-    """A reply that must be an integer. Raises RedisError."""
-    if isinstance(value := good(reply), int):
-        return value
-    raise InvalidResponse(f"{type(value).__name__} instead of an integer")
-
-
-def data(reply: Reply) -> bytes:
-    """A reply that must be a string. Raises RedisError."""
-    if isinstance(value := good(reply), bytes):
-        return value
-    raise InvalidResponse(f"{type(value).__name__} instead of a string")
-
-
-def items(reply: Reply) -> list[Reply]:
-    """A reply that must be an array. Raises RedisError."""
-    if isinstance(value := good(reply), list):
-        return value
-    raise InvalidResponse(f"{type(value).__name__} instead of an array")
+def expect(reply: Reply, kind: type[_T]) -> _T:
+    """A reply of this type. Raises the error that it is, or RedisError."""
+    if isinstance(reply, ResponseError):
+        raise reply
+    if not isinstance(reply, kind):
+        raise InvalidResponse(f"{type(reply).__name__} instead of {kind.__name__}")
+    return reply
 
 
 def checked(value: object) -> Reply:

@@ -21,7 +21,7 @@ Route: TypeAlias = tuple[redis.ConnectionPool, Sequence[int]]
 """Connections to a server, and the numbers of the requests that go there."""
 
 
-class Settings(TypedDict, total=False):
+class Settings(TypedDict):
     """Arguments of redis-py's clients."""
 
     username: str | None
@@ -30,9 +30,9 @@ class Settings(TypedDict, total=False):
     socket_connect_timeout: float
     protocol: int
     ssl: bool
-    ssl_ca_certs: str
-    ssl_certfile: str
-    ssl_keyfile: str
+    ssl_ca_certs: str | None
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
 
 
 class Single:
