@@ -1,4 +1,4 @@
-"""Copies bytes that a client library returns into the buffers of a read, for libraries that cannot fill buffers.
+"""Copies bytes from one sequence of buffers into another.
 
 Called on the tier's threads. Invariant: numpy copies, which releases the GIL; the deciding thread needs it.
 """
@@ -26,7 +26,7 @@ def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> 
                 buffer = next(rest, None)
                 full = buffer is None
                 if buffer is not None:
-                    room = np.frombuffer(buffer, np.uint8)
+                    room = np.frombuffer(buffer, np.uint8) if len(buffer) else room
                 continue
             count = min(len(room), len(data))
             room[:count] = data[:count]
