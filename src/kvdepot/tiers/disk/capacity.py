@@ -17,8 +17,7 @@ import threading
 from collections.abc import Iterator
 
 from kvdepot.tiers.disk.claim import Claim
-from kvdepot.tiers.disk.files import prune, remove
-from kvdepot.tiers.disk.layout import path_of
+from kvdepot.tiers.disk.layout import path_of, prune, remove
 from kvdepot.tiers.disk.ledger import Entry, Ledger
 
 __all__ = ["Capacity"]

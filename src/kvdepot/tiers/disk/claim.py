@@ -1,12 +1,13 @@
-"""The lock on a disk tier's directory, and the calls that may use the directory while it is held. Any thread."""
+"""A disk tier's directory: that it is this user's alone, the lock on it, and the calls that may use it. Any thread."""
 
-# ruff: noqa: PTH116
+# ruff: noqa: PTH116, PTH208
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,7 @@ from typing import TypeVar
 
 from kvdepot import locks
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers.disk.files import make_parents
-from kvdepot.tiers.disk.layout import LOCK
-from kvdepot.tiers.disk.permissions import make_private
+from kvdepot.tiers.disk.layout import LOCK, OTHERS, QUARANTINE, is_foreign, is_ours, make_parents, remove
 from kvdepot.tiers.tally import Tally
 
 __all__ = ["Claim"]
@@ -39,7 +38,7 @@ class Claim:
         self._calls = 0
         self._fd: int | None = None
         try:
-            make_private(path)
+            _make_private(path)
             self.block_bytes = os.statvfs(path).f_frsize
             self._fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             is_free = locks.lock(self._fd)
@@ -118,3 +117,61 @@ class Claim:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+# -- permissions
+
+
+def _make_private(place: Path) -> None:
+    """Make the directory if there is none, and close it to other users.
+
+    If other users may enter a directory of ours, it gets mode 0700, and the log says so. Raises ConfigError if it has
+    files that are not a disk tier's, if another user owns it or a link to it, or if other users could replace it;
+    OSError if it is not accessible.
+    """
+    for part in reversed([part for part in place.parents if not part.exists()]):
+        part.mkdir(mode=0o755)  # and what the umask allows of it
+    place.mkdir(mode=0o700, exist_ok=True)
+    if others := [name for name in os.listdir(place) if not is_ours(name)]:
+        raise ConfigError(f"{place} holds {others[0]!r}: the disk tier needs a directory of its own")
+    real = Path(os.path.realpath(place))
+    for part in (place, *place.parents):
+        if part.is_symlink() and part.lstat().st_uid not in (0, os.geteuid()):
+            raise ConfigError(f"{part} is a link of user {part.lstat().st_uid}: give the directory itself, {real}")
+    for parent in sorted({*place.parents, *(real.parents if real.exists() else ())}):
+        _check_parent(place, parent)
+    info = place.stat()
+    if info.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{place} belongs to user {info.st_uid}: the disk tier needs a directory of its own user ({os.geteuid()}); "
+            f"use one below it, {place}/kvdepot, or chown it"
+        )
+    mode = stat.S_IMODE(info.st_mode)
+    if mode & OTHERS:
+        place.chmod(0o700)
+        if stat.S_IMODE(place.stat().st_mode) & OTHERS:
+            raise ConfigError(f"{place} has mode {mode:04o}, and its file system does not allow changing it to 0700")
+        log.warning("%s had mode %04o; changed it to 0700 and removed what other users put there", place, mode)
+    for name in (LOCK, QUARANTINE):
+        with contextlib.suppress(FileNotFoundError):
+            if is_foreign(f"{place}/{name}", os.lstat(f"{place}/{name}")):
+                remove(f"{place}/{name}")
+
+
+def _check_parent(place: Path, parent: Path) -> None:
+    """Whoever can write to a parent directory can replace the directory below it."""
+    info = parent.stat()
+    if info.st_mode & stat.S_ISVTX and info.st_uid in (0, os.geteuid()):
+        return  # only its owner can
+    if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
+        if not parent.is_mount():
+            raise ConfigError(
+                f"{place}: every user can write to {parent} and could replace it; use another directory, or "
+                f"chmod o-w {parent}"
+            )
+        # Kubernetes mounts a pod's volumes like this, and only root could change it.
+        log.warning("%s: every user can write to the volume %s, and could replace it", place, parent)
+    elif info.st_mode & stat.S_IWGRP and info.st_gid not in (0, os.getegid()):
+        log.warning("%s: group %d can write to %s, and could replace it", place, info.st_gid, parent)
+    elif info.st_uid not in (0, os.geteuid()):
+        log.warning("%s: user %d owns %s, and could replace it", place, info.st_uid, parent)

@@ -22,8 +22,7 @@ from kvdepot.errors import TierError
 from kvdepot.tiers import ABSENT, NAME, Blob, Usage
 from kvdepot.tiers.disk.capacity import Capacity
 from kvdepot.tiers.disk.claim import Claim
-from kvdepot.tiers.disk.files import create, prune, transfer
-from kvdepot.tiers.disk.layout import TMP, TRASH, path_of, spaces_in
+from kvdepot.tiers.disk.layout import TMP, TRASH, create, path_of, prune, spaces_in, transfer
 from kvdepot.tiers.disk.ledger import Entry, Ledger
 from kvdepot.tiers.disk.quarantine import Quarantine
 from kvdepot.tiers.disk.scan import Scan

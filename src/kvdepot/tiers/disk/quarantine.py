@@ -8,8 +8,7 @@ import threading
 from functools import partial
 
 from kvdepot.tiers.disk.capacity import Capacity
-from kvdepot.tiers.disk.files import prune
-from kvdepot.tiers.disk.layout import QUARANTINE, path_of
+from kvdepot.tiers.disk.layout import QUARANTINE, path_of, prune
 from kvdepot.tiers.disk.ledger import Entry
 
 __all__ = ["Quarantine"]

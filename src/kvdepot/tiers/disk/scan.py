@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from kvdepot.errors import TierError
 from kvdepot.tiers import NAME
 from kvdepot.tiers.disk.capacity import Capacity
-from kvdepot.tiers.disk.files import is_foreign, remove
-from kvdepot.tiers.disk.layout import LEVELS, TMP, TRASH
+from kvdepot.tiers.disk.layout import LEVELS, TMP, TRASH, is_foreign, remove
 from kvdepot.tiers.disk.ledger import Entry
 from kvdepot.tiers.disk.quarantine import Quarantine
 

@@ -40,8 +40,7 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.tiers import ABSENT, Blob, Usage, convert
 from kvdepot.tiers.mooncake.library import ReplicateConfig, Store, library, size_of
 from kvdepot.tiers.mooncake.membership import Membership, known
-from kvdepot.tiers.mooncake.objects import PREFIX, Group, PoolObject, address_of, memory_of, objects_of
-from kvdepot.tiers.mooncake.staging import Staging
+from kvdepot.tiers.mooncake.objects import PREFIX, Group, PoolObject, Staging, address_of, memory_of, objects_of
 from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
