@@ -11,24 +11,15 @@ from redis import ConnectionPool
 from redis.exceptions import InvalidResponse, ResponseError
 
 __all__ = [
-    "Reply",
-    "Request",
-    "checked",
-    "exchange",
-    "expect",
-    "get_request",
-    "request",
-    "says",
-    "sendable",
-    "set_request",
-]
+    "Reply", "Request", "checked", "exchange", "expect", "get_request", "request", "says", "sendable", "set_request",
+]  # fmt: skip
 
 PART_BYTES = 1 << 20
 """Size of one GETRANGE."""
 WINDOW_BYTES = 64 << 20
 """Bytes requested and not yet read on one connection: the server keeps them in its memory."""
 SEND_BYTES = 4 << 20
-"""Given to the socket at once; the timeout counts for each anew."""
+"""Passed to the socket at once; the timeout restarts with each."""
 SMALL_BYTES = 16 << 10
 """Pieces below this are joined: a copy costs less than a packet."""
 
@@ -51,12 +42,10 @@ class Request:
 
 
 class _Connection(Protocol):
-    """What is used of redis-py's, which has no types."""
+    """The methods used of redis-py's connections, whose types it does not declare."""
 
     def send_packed_command(self, command: Packed) -> object: ...
-
     def read_response(self) -> object: ...
-
     def disconnect(self) -> object: ...
 
 

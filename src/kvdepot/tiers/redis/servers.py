@@ -59,14 +59,11 @@ class Single:
 
 
 class _Cluster(Protocol):
-    """What is used of redis-py's, which has no types."""
+    """The methods used of redis-py's cluster, whose types it does not declare."""
 
     def get_node_from_key(self, key: bytes) -> ClusterNode: ...
-
     def get_redis_connection(self, node: ClusterNode) -> redis.Redis: ...
-
     def get_primaries(self) -> list[ClusterNode]: ...
-
     def get_nodes(self) -> list[ClusterNode]: ...
 
 
