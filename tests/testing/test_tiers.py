@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from kvdepot.errors import TierError
-from kvdepot.testing.tiers import FAULTS, FaultyTier, MemoryTier, SlowTier, TierConformance, content, name_of
+from kvdepot.testing.tiers import FAULTS, FaultyTier, MemoryTier, TierConformance, content, name_of
 from kvdepot.tiers import Blob, Tier
-from tests.conftest import eventually
 
 pytestmark = pytest.mark.faults
 
@@ -25,7 +23,7 @@ class TestMemory(TierConformance):
     _stores: ClassVar[dict[Path, MemoryTier]] = {}
 
     def open_tier(self, place: Path) -> Tier:
-        return FaultyTier(SlowTier(self._stores.setdefault(place, MemoryTier())))
+        return FaultyTier(self._stores.setdefault(place, MemoryTier()))
 
     def open_bounded(self, place: Path, capacity_bytes: int) -> Tier | None:
         return MemoryTier(capacity_bytes)
@@ -166,25 +164,3 @@ def test_the_same_seed_injects_the_same_faults() -> None:
 
     assert life(1) == life(1) != life(2)
     assert 10 < sum(life(1)) < 40
-
-
-def test_held_calls_wait_until_they_are_let_go_and_others_do_not() -> None:
-    tier = SlowTier(MemoryTier())
-    assert write(tier, 1)
-    tier.hold("read", "find")
-    answers: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(read(tier, 1))),
-        threading.Thread(target=lambda: answers.append(tier.find([name_of(1)]))),
-    ]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: tier.waiting == 2)
-    assert write(tier, 2) and not answers
-    tier.hold("find")  # reads go on
-    threads[0].join(10)
-    assert answers == [(1000, content(1, 1000))]
-    tier.close()  # a call that waits must not outlive the tier
-    threads[1].join(10)
-    assert answers[1:] == [[True]] and tier.waiting == 0
-    assert tier.calls == {"write": 2, "read": 1, "find": 1}

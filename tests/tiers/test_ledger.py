@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvdepot.eviction import POLICIES
 from kvdepot.testing.tiers import name_of
-from kvdepot.tiers.ledger import Entry, Ledger
+from kvdepot.tiers.disk.ledger import Entry, Ledger
 
 CAPACITY = 100
 NAMES = [name_of(number, salt) for number in range(3) for salt in (0, 1)]
@@ -74,6 +74,14 @@ class Life(RuleBasedStateMachine):
         if entry is not None:
             self.leaving.append(entry)
 
+    @precondition(lambda self: self.objects)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        entry = self.objects.pop(data.draw(st.sampled_from(sorted(self.objects))))
+        assert self.ledger.lose(entry)
+        assert not self.ledger.lose(entry), "it is taken out once"
+        self.goes(entry)
+
     @rule()
     def evict(self) -> None:
         unread = [entry for entry in self.objects.values() if not any(entry is other for other in self.read)]
@@ -83,10 +91,11 @@ class Life(RuleBasedStateMachine):
             assert self.objects.pop(victim.name) is victim and any(victim is other for other in unread)
             self.leaving.append(victim)
 
-    @rule(salt=st.sampled_from(["", NAMES[0][:32], NAMES[1][:32], "f"]))
-    def forget(self, salt: str) -> None:
-        gone = self.ledger.forget(salt, "")
-        assert sorted(entry.name for entry in gone) == sorted(name for name in self.objects if name.startswith(salt))
+    @rule(salt=st.sampled_from(["", NAMES[0][:32], NAMES[1][:32], "f"]), but=st.sampled_from(["", NAMES[1][:65]]))
+    def forget(self, salt: str, but: str) -> None:
+        gone = self.ledger.forget(salt, "", {but})
+        meant = [name for name in self.objects if name.startswith(salt) and name[:65] != but]
+        assert sorted(entry.name for entry in gone) == sorted(meant)
         self.leaving += [self.objects.pop(entry.name) for entry in gone]
 
     @precondition(lambda self: self.leaving)

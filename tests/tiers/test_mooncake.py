@@ -19,8 +19,8 @@ import pytest
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.testing.tiers import TierConformance, content, cut, name_of
 from kvdepot.tiers import Blob, Tier, parse
-from kvdepot.tiers.membership import SPANS_UNDER_WAY
 from kvdepot.tiers.mooncake import MooncakeOptions, MooncakeTier
+from kvdepot.tiers.mooncake.membership import SPANS_UNDER_WAY
 from tests.conftest import HANG_S, ends, eventually
 from tests.ports import free_port
 from tests.tiers.mooncake_servers import Host, Master, needed

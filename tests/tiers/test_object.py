@@ -276,7 +276,7 @@ def test_a_store_without_room_refuses_writes_and_is_no_failure() -> None:
     with Unwilling(507, b"<Error><Code>XMinioStorageFull</Code></Error>", {"content-length": "45"}) as full:
         tier = parse(url(full.endpoint, "&retries=0")).open()
         assert not put(tier, 1, b"one")
-        assert isinstance(tier, ObjectTier) and tier._counters["refused"] == 1
+        assert isinstance(tier, ObjectTier) and tier._tally.counts()["refused"] == 1
 
 
 def test_a_store_that_refuses_us_is_an_error_and_is_not_asked_again_for_the_rest_of_a_batch() -> None:

@@ -20,7 +20,10 @@ from tests.tiers.servers import RedisServer, need, redis_cluster
 
 need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 
-from kvdepot.tiers.redis import RedisTier, _sendable  # noqa: E402
+from redis.exceptions import RedisError, ResponseError  # noqa: E402
+
+from kvdepot.tiers.redis import RedisTier  # noqa: E402
+from kvdepot.tiers.redis.exchange import checked, expect, sendable  # noqa: E402
 
 PASSWORD = "wirklich/geheim@:#1"
 QUOTED = "wirklich%2Fgeheim%40%3A%231"
@@ -216,7 +219,7 @@ def certificates(directory: Path) -> None:
         ("redis://host?timeout_s=0", "timeout_s"),
         ("redis://host?expire_s=soon", "expire_s"),
         ("redis://host?tls_ca=ca.pem", "rediss://"),
-        ("rediss://host?tls_ca=nowhere.pem", "nowhere.pem is no file"),
+        ("rediss://host?tls_ca=nowhere.pem", "nowhere.pem is not a file"),
         ("redis://host?password_file=nowhere", "nowhere: No such file"),
         ("redis://u:se/cret@host:x", "no host:port"),
     ],
@@ -507,6 +510,21 @@ def test_pieces_are_sent_in_packets_of_a_good_size() -> None:
         for size in sizes:
             pieces.append(memoryview(data)[start : start + size])
             start += size
-        sent = list(_sendable(pieces))
+        sent = list(sendable(pieces))
         assert b"".join(sent) == data
         assert max(map(len, sent)) <= 4 << 20 and len(sent) <= 8
+
+
+# -- what comes back
+
+
+def test_a_reply_of_another_type_than_expected_is_an_error_of_the_store() -> None:
+    refused = ResponseError("WRONGTYPE")
+    assert expect(checked([b"x", 1, None, refused]), list) == [b"x", 1, None, refused]
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        expect(refused, int)
+    for reply, kind in [(None, list), (b"1", int), (1, bytes)]:  # None: EXEC of a transaction that was aborted
+        with pytest.raises(RedisError, match=f"instead of {kind.__name__}"):
+            expect(reply, kind)
+    with pytest.raises(RedisError, match="float"):
+        checked([b"x", [1.5]])

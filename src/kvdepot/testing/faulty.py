@@ -1,8 +1,8 @@
-"""Tiers for tests: one that is a plain dict, one that goes wrong on demand, one that waits until it is let go.
+"""Tiers for tests: a plain dict, and a wrapper that injects faults.
 
-    tier = SlowTier(FaultyTier(MemoryTier(), seed=7))
+    tier = FaultyTier(MemoryTier(), seed=7)
 
-Any thread. The one law: what is injected is counted, so that a test can tell that it happened.
+Any thread. Every injected fault is counted, so that a test can check that it happened.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvdepot.errors import TierError
-from kvdepot.tiers import Blob, Tier, Usage
+from kvdepot.tiers import ABSENT, Blob, Tier, Usage
 
-__all__ = ["FAULTS", "FaultyTier", "MemoryTier", "SlowTier"]
+__all__ = ["FAULTS", "FaultyTier", "MemoryTier"]
 
 _T = TypeVar("_T")
 
 FAULTS = {
     "down": "a call raises TierError, with nothing done",
-    "late": "a call raises TierError, with all done",
-    "hide": "find says False of an object, and read -1",
-    "promise": "find says True of what may not be there",
-    "refuse": "write says False, with nothing done",
-    "lose": "write says True, with nothing done",
-    "corrupt": "read delivers an object with one bit changed",
-    "truncate": "read delivers an object without its end, and says so",
-    "swell": "read says that an object is larger than the room there was",
+    "late": "a call raises TierError, with everything done",
+    "hide": "find answers False for an object, and read ABSENT",
+    "promise": "find answers True for an object that may not exist",
+    "refuse": "write answers False, with nothing done",
+    "lose": "write answers True, with nothing done",
+    "corrupt": "read returns an object with one bit changed",
+    "truncate": "read returns an object without its end, and its shorter size",
+    "swell": "read answers that an object is larger than the buffers",
 }
-"""What can go wrong, each with a rate of its own; of calls, or of objects in a call."""
+"""Faults; each has a rate, of calls or of objects in a call."""
 
 
 class MemoryTier:
-    """Objects in a dict. With `capacity_bytes`, the oldest go."""
+    """Objects in a dict. With `capacity_bytes`, the oldest are evicted."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -57,7 +57,7 @@ class MemoryTier:
     def read(self, blobs: Sequence[Blob]) -> list[int]:
         with self._lock:
             found = [self.objects.get(blob.name) for blob in blobs]
-        return [-1 if data is None else _fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
+        return [ABSENT if data is None else _fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
         return [self._write(blob.name, b"".join(blob.buffers)) for blob in blobs]
@@ -97,7 +97,7 @@ class MemoryTier:
             return Usage(len(self.objects), self._bytes, self.capacity_bytes, dict(self.counters))
 
     def close(self) -> None:
-        """The objects stay, for whoever holds this."""
+        """The objects stay."""
 
 
 def _fill(blob: Blob, data: bytes) -> int:
@@ -111,7 +111,7 @@ def _fill(blob: Blob, data: bytes) -> int:
 
 
 class FaultyTier:
-    """Another tier, with FAULTS injected at given rates; the same seed and calls, the same faults."""
+    """A tier with FAULTS injected at given rates. The same seed and calls give the same faults."""
 
     def __init__(self, tier: Tier, seed: int = 0) -> None:
         self.tier = tier
@@ -124,9 +124,9 @@ class FaultyTier:
         return f"<FaultyTier {self._rates} injected {dict(self.injected)} of {self.tier!r}>"
 
     def inject(self, **rates: float) -> None:
-        """From now on these faults, each so often: `inject(down=1)`, `inject(corrupt=0.1, hide=0.1)`; `inject()`: none.
+        """Set the rates of all faults, e.g. `inject(corrupt=0.1, hide=0.1)`; those not named get 0.
 
-        Raises ValueError for a fault there is not.
+        Raises ValueError for an unknown fault.
         """
         if unknown := rates.keys() - FAULTS.keys():
             raise ValueError(f"no such fault: {', '.join(sorted(unknown))}")
@@ -142,10 +142,10 @@ class FaultyTier:
 
     def _call(self, run: Callable[[], _T]) -> _T:
         if self._strikes("down"):
-            raise TierError("injected: the store cannot be had")
+            raise TierError("injected: the store is unavailable")
         answer = run()
         if self._strikes("late"):
-            raise TierError("injected: the store could not be heard")
+            raise TierError("injected: the store's answer was lost")
         return answer
 
     def attach(self, memory: Sequence[memoryview]) -> None:
@@ -161,7 +161,7 @@ class FaultyTier:
 
     def _spoil(self, blob: Blob, size: int) -> int:
         if size < 1 or self._strikes("hide"):
-            return -1
+            return ABSENT
         if size > blob.size:
             return size
         if self._strikes("corrupt"):
@@ -192,80 +192,4 @@ class FaultyTier:
         return self._call(self.tier.usage)
 
     def close(self) -> None:
-        self.tier.close()
-
-
-class SlowTier:
-    """Another tier, whose calls wait while they are held: a store that hangs, without any clock."""
-
-    METHODS = ("find", "read", "write", "remove", "forget", "usage")
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-        self.calls: Counter[str] = Counter()
-        """Calls so far, waiting ones among them."""
-        self._held: frozenset[str] = frozenset()
-        self._waiting = 0
-        self._changed = threading.Condition()
-
-    def __repr__(self) -> str:
-        return f"<SlowTier holds {sorted(self._held)}, {self._waiting} calls waiting, of {self.tier!r}>"
-
-    @property
-    def waiting(self) -> int:
-        """Calls that wait now."""
-        with self._changed:
-            return self._waiting
-
-    def hold(self, *methods: str) -> None:
-        """From now on calls of these methods wait (of all of METHODS when none is named), others do not."""
-        if unknown := set(methods) - set(self.METHODS):
-            raise ValueError(f"no such method: {', '.join(sorted(unknown))}")
-        with self._changed:
-            self._held = frozenset(methods or self.METHODS)
-            self._changed.notify_all()
-
-    def release(self) -> None:
-        """All go on, and nobody waits any more."""
-        with self._changed:
-            self._held = frozenset()
-            self._changed.notify_all()
-
-    def _wait(self, method: str) -> Any:
-        with self._changed:
-            self.calls[method] += 1
-            self._waiting += 1
-            self._changed.wait_for(lambda: method not in self._held)
-            self._waiting -= 1
-        return getattr(self.tier, method)
-
-    def attach(self, memory: Sequence[memoryview]) -> None:
-        self.tier.attach(memory)
-
-    def find(self, names: Sequence[str]) -> list[bool]:
-        answers: list[bool] = self._wait("find")(names)
-        return answers
-
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
-        answers: list[int] = self._wait("read")(blobs)
-        return answers
-
-    def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        answers: list[bool] = self._wait("write")(blobs)
-        return answers
-
-    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        self._wait("remove")(names, spoilt)
-
-    def forget(self, salt: str, space: str) -> int:
-        count: int = self._wait("forget")(salt, space)
-        return count
-
-    def usage(self) -> Usage:
-        usage: Usage = self._wait("usage")()
-        return usage
-
-    def close(self) -> None:
-        """Lets everybody go."""
-        self.release()
         self.tier.close()

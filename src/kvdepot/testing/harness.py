@@ -1,7 +1,7 @@
 """The core of a server without its process: frames in, replies and tasks out; no socket, no thread, no clock.
 
-Unit tests, fuzzing and the simulation drive the core with it, each with its own way to end tasks. It checks what holds
-for any server: each request is answered once at most, and nobody is answered who is dead.
+Unit tests, fuzzing and the simulation drive the core with it, and each completes tasks in its own way. It checks what
+holds for any server: each request is answered at most once, and dead clients get no answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ArenaName", "Harness", "PlainLease"]
 
 @dataclass
 class ArenaName:
-    """What clients can see of an arena that is not in /dev/shm."""
+    """What clients see of an arena that is not in /dev/shm."""
 
     name: str = "arena"
     secret: bytes = b"a" * SECRET_BYTES
@@ -49,7 +49,7 @@ class ArenaName:
 
 @dataclass(eq=False)
 class PlainLease:
-    """A client's lease that is no file, seen from both ends."""
+    """A client's lease without a file, seen from both ends."""
 
     name: str
     secret: bytes = b"l" * 16
@@ -65,12 +65,12 @@ class PlainLease:
         return self.left
 
     def close(self, remove: bool) -> None:
-        self.fence = 2**64 - 1  # as shm.LeaseView: of a closed lease every store is void
+        self.fence = 2**64 - 1  # as shm.LeaseView: a closed lease voids every store
         self.removed |= remove
 
 
 class Harness:
-    """One core. What its tests do with replies and tasks: override `replied`, `submitted`, `submitted_to_tier`."""
+    """One core. Override `replied`, `submitted` and `submitted_to_tier` to handle replies and tasks."""
 
     def __init__(
         self,
@@ -85,18 +85,18 @@ class Harness:
         tenant: Callable[[str], str] = lambda user: "",
         step_chunks: int = STEP_CHUNKS,
     ) -> None:
-        """arena, open_lease: stand-ins of this file unless given; the other parameters are Depot's and Connections'."""
+        """arena, open_lease: default: those of this file; the other parameters are Depot's and Connections'."""
         self.index = index
         self.boot = boot
         self.arena_name = arena or ArenaName()
-        self.leases: dict[bytes, PlainLease] = {}  # of those that `hello` let in, by identity
-        self.users: dict[bytes, str] = {}  # whose key each connection has, where it has one
+        self.leases: dict[bytes, PlainLease] = {}  # of clients that `hello` admitted, by identity
+        self.users: dict[bytes, str] = {}  # by connection, the user whose key it has
         self.depot = Depot(config, index, map_layout, tiers, boot=boot, step_chunks=step_chunks)
         self.connections = Connections(
             config, self.depot, boot, self.arena_name, open_lease or self._open_lease, tenant
         )
         self.now = 0.0
-        self.answers: dict[tuple[bytes, bytes], Any] = {}  # by client and number
+        self.answers: dict[tuple[bytes, bytes], object] = {}  # by client and number
         self.tasks: list[Copy | Call] = []
         self.tier_tasks: list[TierTask] = []
         self.unanswered: Counter[tuple[bytes, bytes]] = Counter()
@@ -108,22 +108,22 @@ class Harness:
                 return lease
         raise LayoutError(f"shared memory {name} cannot be opened")
 
-    # -- what becomes of actions
+    # -- actions
 
     def replied(self, reply: Reply, frame: bytes) -> None:
-        """The core answers; frame: as the client would get it."""
+        """The core replies; frame: the message to the client."""
         self.answers[reply.client, reply.number] = reply.value
 
     def submitted(self, task: Copy | Call) -> None:
-        """The core wants something from a copy thread. Its outcome goes to `finished`."""
+        """A task for a copy thread. Its outcome goes to `finished`."""
         self.tasks.append(task)
 
     def submitted_to_tier(self, task: TierTask) -> None:
-        """The core wants something from a tier's thread. Its outcome goes to `finished`."""
+        """A task for a tier's thread. Its outcome goes to `finished`."""
         self.tier_tasks.append(task)
 
     def act(self, actions: list[Action]) -> None:
-        """Do what a server does with the core's actions."""
+        """Carry out actions as a server does."""
         for action in actions:
             match action:
                 case Reply():
@@ -139,7 +139,7 @@ class Harness:
 
     def _check_lives(self, reply: Reply) -> None:
         said_to_a_stranger = isinstance(reply.value, KVDepotError | wire.Proof)
-        assert said_to_a_stranger or self.depot.client(reply.client) is not None, f"{reply} answers the dead"
+        assert said_to_a_stranger or self.depot.client(reply.client) is not None, f"{reply} to a dead client"
 
     # -- events
 
@@ -153,7 +153,7 @@ class Harness:
         self.act(self.depot.finished(token, outcome, self.now))
 
     def expire(self) -> None:
-        """A turn of the server's loop in which nothing has arrived."""
+        """A turn of the server's loop without a message."""
         self.act(self.depot.expire(self.now))
 
     def tick(self, now: float, wall: float) -> None:
@@ -163,7 +163,7 @@ class Harness:
         self._forget_dead()
 
     def _forget_dead(self) -> None:
-        """Who is gone awaits no answer."""
+        """Dead clients expect no answers."""
         for asked in [asked for asked, count in self.unanswered.items() if not count or not self._lives(asked[0])]:
             del self.unanswered[asked]
 
@@ -173,15 +173,15 @@ class Harness:
     # -- a client's side
 
     def send(self, identity: bytes, request: wire.Request) -> tuple[bytes, bytes]:
-        """Send a request under a new number; client and number, by which its answer will be known."""
+        """Send a request under a new number; the key of its answer in `answers`."""
         number = next(self._numbers)
         self.deliver(identity, wire.encode_request(number, request))
         return identity, number.to_bytes(wire.ID_BYTES, "little")
 
     def hello(self, identity: bytes = b"one", user: str = "") -> bytes:
-        """Let a client introduce itself under its lease, a new one where it has none. Raises what it was answered.
+        """A client's handshake, under its lease or a new one. Raises the error that it gets.
 
-        user: whose key its connection has.
+        user: the user whose key its connection has.
         """
         self.users[identity] = user
         lease = self.leases.get(identity)
@@ -189,7 +189,9 @@ class Harness:
             lease = self.leases[identity] = PlainLease(f"lease {next(self._numbers)} of {identity!r}")
         try:
             offer = Offer(lease.name, lease.secret, is_sealed=False)
-            prove, _ = offer.accept(self._asked(identity, offer.hello), self.boot, self.arena_name.secret)
+            proof = self._asked(identity, offer.hello)
+            assert isinstance(proof, wire.Proof), f"{proof!r} is no proof"
+            prove, _ = offer.accept(proof, self.boot, self.arena_name.secret)
             self._asked(identity, prove)
         except KVDepotError:
             if not self._lives(identity):
@@ -197,14 +199,14 @@ class Harness:
             raise
         return identity
 
-    def _asked(self, identity: bytes, request: wire.Request) -> Any:
+    def _asked(self, identity: bytes, request: wire.Request) -> object:
         value = self.answers.pop(self.send(identity, request))
         if isinstance(value, KVDepotError):
             raise value
         return value
 
     def die(self, identity: bytes) -> None:
-        """The kernel has released a client's lease, and the server notices."""
+        """A client dies, and the server notices."""
         lease = self.leases.pop(identity, None)
         if lease is not None:
             lease.alive = False

@@ -1,11 +1,11 @@
-"""A world with a clock of its own: events, processes and a network that are all drawn from one seed.
+"""A simulated world with its own clock: events, processes and a network, all drawn from one seed.
 
-Used by simulations of clients and servers (tests/sim). The one law: the same seed gives the same run, byte for byte.
-So nothing here asks the real clock, the operating system's randomness, or the order of a set.
+Used by simulations of clients and servers (tests/sim). Invariant: the same seed gives the same run, byte for byte. So
+nothing here uses the real clock, the operating system's randomness, or the order of a set.
 
-A `World` runs one event after the other and jumps in time from each to the next. A `Process` is code that may block: it
-has a thread, but only one thread ever runs, and which one, the world says. A `Link` is one peer's connection to
-whoever listens: order is kept on it, not between links; cutting it loses what is on its way.
+A `World` runs one event after the other and advances the time from each to the next. A `Process` is code that may
+block: it has a thread, but the world lets only one thread run at a time. A `Link` is a peer's connection to the
+listener: frames keep their order on one link, not between links; cutting a link loses the frames in transit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -33,18 +33,18 @@ class World:
         self.counters: Counter[str] = Counter()
         self.lines: list[str] = []
         self.events = 0
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._serial = itertools.count()
 
     def __repr__(self) -> str:
         return f"<World seed={self.seed} at {self.now:.6f} after {self.events} events, {len(self._queue)} to come>"
 
-    def after(self, delay_s: float, act: Callable[..., None], *args: Any) -> None:
-        """Run `act(*args)` in `delay_s` seconds; events of one instant run in the order they were asked for."""
+    def after(self, delay_s: float, act: Callable[..., None], *args: object) -> None:
+        """Run `act(*args)` in `delay_s` seconds; events of the same time run in the order in which they were added."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._serial), act, args))
 
     def note(self, text: str) -> None:
-        """Write a line into the log."""
+        """Append a line to the log."""
         self.lines.append(f"{self.now:.6f} {text}")
 
     def digest(self) -> str:
@@ -52,11 +52,11 @@ class World:
         return blake3("\n".join(self.lines).encode()).hexdigest()
 
     def next_event(self) -> float:
-        """When the next event is due; infinity when there is none."""
+        """When the next event is due; infinity if there is none."""
         return self._queue[0][0] if self._queue else float("inf")
 
     def step(self) -> bool:
-        """Run the next event; False when there is none."""
+        """Run the next event; whether there was one."""
         if not self._queue:
             return False
         due, _, act, args = heapq.heappop(self._queue)
@@ -69,16 +69,16 @@ class World:
         return self.random.random() < probability
 
     def spread(self, low: float, high: float) -> float:
-        """Between `low` and `high`, all orders of magnitude alike."""
+        """Between `low` and `high`, uniform in the logarithm."""
         return float(low * (high / low) ** self.random.random())
 
 
 class Killed(BaseException):
-    """Unwinds the thread of a process that was killed; nobody catches it."""
+    """Unwinds the thread of a killed process; nobody else catches it."""
 
 
 class Process:
-    """Code that may block. It runs until it sleeps or waits; meanwhile the world goes on."""
+    """Code that may block. It runs until it sleeps or waits; the world continues meanwhile."""
 
     def __init__(self, world: World, name: str, main: Callable[[], None]) -> None:
         """Starts at the next event."""
@@ -93,12 +93,12 @@ class Process:
         self._back.acquire()
         self._killed = False
         self._failure: BaseException | None = None
-        self._wait = 0  # running number of the wait under way
+        self._wait = 0  # serial number of the current wait
         self._condition: Callable[[], bool] = bool
         self._deadline = 0.0
         self._slice_s = 0.0
         self._met = False
-        self._late = False  # a look fell into a stop
+        self._late = False  # a look came while it was stopped
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         world.after(0, self._look, 0)
@@ -127,9 +127,9 @@ class Process:
             raise Killed
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, slice_s: float) -> bool:
-        """Block until `condition()`, which is asked every `slice_s` seconds and when poked; False after `timeout_s`.
+        """Block until `condition()`, which is checked every `slice_s` seconds and when poked; False after `timeout_s`.
 
-        Whoever waits long is asked less and less often, or hours would take hours.
+        During a long wait, checks become less frequent: otherwise simulating hours would take hours.
         """
         assert threading.current_thread() is self._thread, f"{self!r} was made to wait by another thread"
         self._wait += 1
@@ -141,7 +141,7 @@ class Process:
         return self._met
 
     def sleep(self, duration_s: float) -> None:
-        """Block for so long."""
+        """Block for a time."""
         self.wait(_never, duration_s, duration_s)
 
     # -- in the world's thread
@@ -173,7 +173,7 @@ class Process:
             raise self._failure
 
     def poke(self) -> None:
-        """What it waits for may have happened: look at once."""
+        """Check its condition now."""
         if self.alive and self._condition is not _never:
             self._world.after(0, self._look, self._wait)
 
@@ -194,7 +194,7 @@ class Process:
             self._world.after(0, self._look, self._wait)
 
     def kill(self) -> None:
-        """SIGKILL: it never runs again. Not to be called by itself."""
+        """SIGKILL: it never runs again. Not called from its own thread."""
         if self.alive:
             self._killed = True
             self._resume()
@@ -205,31 +205,34 @@ def _never() -> bool:
 
 
 class Listener(Protocol):
-    """What a network delivers frames to."""
+    """The receiver of a network's frames."""
 
     def accepts(self) -> bool:
-        """Whether a new connection gets through."""
+        """Whether it accepts a new connection."""
 
     def deliver(self, link: Link, frame: bytes) -> None:
         """A frame has arrived."""
 
 
 class Network:
-    """Where one listener at a time can be reached."""
+    """Connects peers with one listener at a time."""
 
     def __init__(self, world: World, delay_s: Callable[[], float]) -> None:
-        """delay_s: draws how long a frame takes."""
+        """delay_s: draws the latency of a frame."""
         self.world = world
         self.delay_s = delay_s
         self.listener: Listener | None = None
         self.links: list[Link] = []
-        self.era = 0  # frames on their way to one listener never reach the next
+        self.era = 0  # frames for one listener never reach the next
 
     def listen(self, listener: Listener) -> None:
         self.listener = listener
 
     def hang_up(self, all_arrives: bool) -> None:
-        """The listener is gone, and with it every connection; what it said last may still arrive, or does."""
+        """The listener is gone, and every connection with it.
+
+        Its last frames may still arrive; all_arrives: they do.
+        """
         self.listener = None
         self.era += 1
         for link in self.links:
@@ -238,7 +241,7 @@ class Network:
 
 
 class Link:
-    """One peer's connection, made again by itself whenever it breaks."""
+    """One peer's connection, which reconnects when it breaks."""
 
     def __init__(
         self,
@@ -248,13 +251,13 @@ class Link:
         receive: Callable[[bytes], None],
         changed: Callable[[bool], None] = lambda up: None,
     ) -> None:
-        """receive: takes frames at the peer's end. changed: told there that the connection was made, or broke."""
+        """receive: takes frames at the peer's end. changed: called there when the connection is made or breaks."""
         self.name = name
         self.identity = identity
         self.up = False
-        self.coming: list[bytes] = []  # frames on their way to the peer
+        self.coming: list[bytes] = []  # frames in transit to the peer
         self.slow_until = 0.0
-        self.cut_at = float("-inf")  # when it last broke between two that live; whoever breaks it says so
+        self.cut_at = float("-inf")  # when it last broke while both ends lived; set by whoever breaks it
         self._network = network
         self._world = network.world
         self._receive = receive
@@ -285,7 +288,7 @@ class Link:
         return max(last, self._world.now + delay_s)
 
     def send(self, frame: bytes) -> bool:
-        """Peer to listener; False when there is no connection."""
+        """Peer to listener; whether there is a connection."""
         if not self.up:
             return False
         self._last_there = self._due(self._last_there)
@@ -299,7 +302,7 @@ class Link:
             listener.deliver(self, frame)
 
     def reply(self, frame: bytes) -> bool:
-        """Listener to peer; False when there is no connection."""
+        """Listener to peer; whether there is a connection."""
         if not self.up:
             return False
         self.coming.append(frame)
@@ -312,7 +315,7 @@ class Link:
             self._receive(self.coming.pop(0))
 
     def cut(self, keep: int = 0) -> None:
-        """The connection breaks; of what was on its way to the peer, the first `keep` frames have arrived."""
+        """The connection breaks; of the frames in transit to the peer, the first `keep` arrive."""
         kept = self.coming[:keep]
         self.coming.clear()
         self._generation += 1

@@ -1,13 +1,13 @@
-"""The suite that every tier must pass, ours and anyone's. Importing it needs pytest and hypothesis; nothing else does.
+"""The conformance suite: every tier must pass it. Importing it needs pytest and hypothesis; nothing else does.
 
     class TestMine(TierConformance):
         def open_tier(self, place):
             return mine.open(f"mine://{place}", {}, threads=4)
 
-`place` is a fixture: a new path, unless a subclass has its own (a server's URL with a prefix nobody else uses).
-What else a subclass can say stands at the top of TierConformance. The one law: the suite asks for nothing that the
-contract (kvdepot.tiers) does not promise. Each test begins with a tier that holds nothing. In a conftest.py,
-`pytest.register_assert_rewrite("kvdepot.testing.tiers")` makes failures tell more.
+`place` is a fixture: a new path, unless a subclass has its own (such as a server's URL with an unused prefix). What
+else a subclass may set is at the top of TierConformance. The suite requires only what the contract (kvdepot.tiers)
+promises. Each test begins with an empty tier. In a conftest.py,
+`pytest.register_assert_rewrite("kvdepot.testing.tiers")` makes failures more informative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import hypothesis
 import pytest
@@ -30,29 +30,34 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvdepot.errors import KVDepotError, TierError
-from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier, SlowTier
-from kvdepot.tiers import NAME, Blob, Tier, Usage
+from kvdepot.testing.faulty import FAULTS, FaultyTier, MemoryTier
+from kvdepot.tiers import ABSENT, NAME, Blob, Tier, Usage
 
-__all__ = ["FAULTS", "FaultyTier", "MemoryTier", "SlowTier", "TierConformance", "content", "cut", "name_of", "together"]
+__all__ = ["FAULTS", "FaultyTier", "MemoryTier", "TierConformance", "content", "cut", "name_of", "together"]
 
 KIB = 1 << 10
 MIB = 1 << 20
+_BOUND = 8 * MIB
 _SIZES = (1, 2, 511, 4095, 4096, 4097, 64 * KIB + 3, MIB, 8 * MIB + 1, 32 * MIB)
 
 
+Place = TypeVar("Place")
+"""What a subclass's fixture `place` gives to its `open_tier`."""
+
+
 def name_of(number: int, salt: int = 0, space: int = 0, rank: int = 0) -> str:
-    """A name as kvdepot makes them: keys look random; spaces 0 to 15 begin with the same 16 characters."""
+    """A name like those of kvdepot: keys look random; spaces 0 to 15 begin with the same 16 characters."""
     key = hashlib.sha256(number.to_bytes(8, "little")).hexdigest()
     return f"{salt:032x}/{space // 16:016x}{space:016x}/{key}.{rank:x}"
 
 
 def content(number: int, size: int) -> bytes:
-    """`size` bytes that no other number has, and of which no part repeats."""
+    """`size` random bytes, seeded by `number`."""
     return random.Random(number).randbytes(size)
 
 
 def cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """`memory` in pieces of these sizes, the last one being the rest; none is empty."""
+    """`memory` in pieces of these sizes and the rest; none is empty."""
     pieces = []
     for size in sizes:
         if 0 < size < len(memory):
@@ -62,13 +67,13 @@ def cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def together(*tasks: Callable[[], None], timeout_s: float = 120.0) -> None:
-    """Run tasks in a thread each; raises what the first of them raised. Fails when one has not ended in time."""
+    """Run each task in a thread; raises the first error. Fails if one has not ended in time."""
     failures: list[BaseException] = []
 
     def run(task: Callable[[], None]) -> None:
         try:
             task()
-        except BaseException as exc:  # noqa: BLE001 - the top of a thread; told to whoever waits below
+        except BaseException as exc:  # noqa: BLE001 - the top of a thread; raised below
             failures.append(exc)
 
     threads = [threading.Thread(target=run, args=(task,), daemon=True) for task in tasks]
@@ -83,11 +88,11 @@ def together(*tasks: Callable[[], None], timeout_s: float = 120.0) -> None:
 
 
 def _stamped(version: int, size: int) -> bytes:
-    """An object of which every 8 bytes tell the version."""
+    """An object whose every 8 bytes are the version."""
     return version.to_bytes(8, "little") * (size // 8)
 
 
-class TierConformance:
+class TierConformance(Generic[Place]):
     """Tests of one tier; subclass it in a test module and name the subclass Test..."""
 
     keeps: ClassVar[bool] = True
@@ -101,17 +106,17 @@ class TierConformance:
     slack_bytes: ClassVar[int] = 64 * KIB
     """Maximum overhead of one object beyond its own bytes (see `open_bounded`)."""
 
-    def open_tier(self, place: Any) -> Tier:
+    def open_tier(self, place: Place) -> Tier:
         """Open the tier at `place`. When called again after `close`, it finds the same objects if `keeps` is true."""
         raise NotImplementedError
 
-    def open_bounded(self, place: Any, capacity_bytes: int) -> Tier | None:
+    def open_bounded(self, place: Place, capacity_bytes: int) -> Tier | None:
         """The same with this capacity (the suite uses a few MiB); None if the store controls its capacity itself."""
         return None
 
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Any:
-        """A place that nobody else uses."""
+    def place(self, tmp_path: Path) -> object:
+        """An unused place."""
         return tmp_path / "tier"
 
     @pytest.fixture(scope="class")
@@ -121,13 +126,23 @@ class TierConformance:
         return memoryview(mmap.mmap(-1, 2 * cls.largest_bytes + MIB))
 
     @pytest.fixture
-    def tier(self, place: Any, memory: memoryview) -> Iterator[Tier]:
+    def tier(self, place: Place, memory: memoryview) -> Iterator[Tier]:
         tier = self._start(place, memory)
-        assert tier.forget("", "") == 0, "the suite needs a place of its own, with nothing in it"
+        assert tier.forget("", "") == 0, "the suite needs an empty place of its own"
         yield tier
         tier.close()
 
-    def _start(self, place: Any, memory: memoryview) -> Tier:
+    @pytest.fixture
+    def bounded(self, place: Place, memory: memoryview) -> Iterator[Tier]:
+        """With a capacity of `_BOUND`."""
+        tier = self.open_bounded(place, _BOUND)
+        if tier is None:
+            pytest.skip("the store controls its capacity itself")
+        tier.attach([memory])
+        yield tier
+        tier.close()
+
+    def _start(self, place: Place, memory: memoryview) -> Tier:
         tier = self.open_tier(place)
         tier.attach([memory])
         return tier
@@ -143,7 +158,7 @@ class TierConformance:
         name = name_of(size)
         assert tier.find([name]) == [False]
         assert tier.write([Blob(name, [source])]) == [True]
-        source[:] = bytes(size)  # nothing may still be looking
+        source[:] = bytes(size)  # nothing may read it any more
         target[:] = bytes(size)
         assert tier.find([name]) == [True]
         assert tier.read([Blob(name, [target])]) == [size]
@@ -151,7 +166,7 @@ class TierConformance:
 
     def test_memory_it_was_not_told_of_and_memory_that_is_read_only_will_do(self, tier: Tier) -> None:
         data = content(1, 100_001)
-        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        assert _put(tier, name_of(1), data)
         assert _get(tier, name_of(1), len(data)) == data
 
     @pytest.mark.parametrize("pieces", [2, 3, 64, 1024, 1025, 3000])
@@ -172,7 +187,7 @@ class TierConformance:
 
     def test_pieces_need_not_lie_in_order_or_side_by_side(self, tier: Tier, memory: memoryview) -> None:
         data = content(1, 3 * 4096)
-        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        assert _put(tier, name_of(1), data)
         memory[: 7 * 4096] = bytes(7 * 4096)
         places = [memory[5 * 4096 : 6 * 4096], memory[4096 : 2 * 4096], memory[3 * 4096 : 4 * 4096]]
         assert tier.read([Blob(name_of(1), places)]) == [len(data)]
@@ -183,7 +198,7 @@ class TierConformance:
     def test_an_object_for_which_there_is_no_room_is_answered_with_its_size(self, tier: Tier) -> None:
         sizes = [2, 5000, 300_000]
         for number, size in enumerate(sizes):
-            assert tier.write([Blob(name_of(number), [memoryview(content(number, size))])]) == [True]
+            assert _put(tier, name_of(number), content(number, size))
         for number, size in enumerate(sizes):
             for room in (1, size // 2, size - 1):
                 areas = cut(memoryview(bytearray(room)), [room // 3])
@@ -192,7 +207,7 @@ class TierConformance:
 
     def test_more_room_than_there_are_bytes_is_filled_from_its_start(self, tier: Tier) -> None:
         data = content(1, 5000)
-        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        assert _put(tier, name_of(1), data)
         for room in (5001, 9000, 200_000):
             area = bytearray(room)
             assert tier.read([Blob(name_of(1), cut(memoryview(area), [700, 4300, 1]))]) == [5000]
@@ -208,7 +223,10 @@ class TierConformance:
     def test_what_is_not_there_is_an_answer_and_no_error(self, tier: Tier) -> None:
         area = bytearray(10)
         assert tier.find([name_of(1), name_of(2)]) == [False, False]
-        assert tier.read([Blob(name_of(1), [memoryview(area)]), Blob(name_of(2), [memoryview(area)])]) == [-1, -1]
+        assert tier.read([Blob(name_of(1), [memoryview(area)]), Blob(name_of(2), [memoryview(area)])]) == [
+            ABSENT,
+            ABSENT,
+        ]
         tier.remove([name_of(1)])
         tier.remove([name_of(1)], spoilt=True)
 
@@ -221,7 +239,7 @@ class TierConformance:
         assert tier.find([name_of(n) for n in order]) == [n % 3 > 0 for n in order]
         areas = [bytearray(1000 + 37 * n - (n % 5 == 0)) for n in order]  # every fifth has a byte too few
         answers = tier.read([Blob(name_of(n), [memoryview(area)]) for n, area in zip(order, areas, strict=True)])
-        assert answers == [1000 + 37 * n if n % 3 else -1 for n in order]
+        assert answers == [1000 + 37 * n if n % 3 else ABSENT for n in order]
         for n, area in zip(order, areas, strict=True):
             if n % 3 and n % 5:
                 assert area == content(n, len(area))
@@ -246,7 +264,7 @@ class TierConformance:
         assert all(NAME.fullmatch(name) for name in names) and max(map(len, names)) == 160
         for number, name in enumerate(names):
             assert tier.find([name]) == [False], name
-            assert tier.write([Blob(name, [memoryview(content(number, 100 + number))])]) == [True], name
+            assert _put(tier, name, content(number, 100 + number)), name
         for number, name in enumerate(names):
             assert _get(tier, name, 200) == content(number, 100 + number), name
         for number, name in enumerate(names):
@@ -258,8 +276,8 @@ class TierConformance:
     def test_an_object_written_again_is_one_of_the_two(self, tier: Tier) -> None:
         for first, second in [(5000, 5000), (5000, 300_000), (300_000, 7)]:
             old, new = content(first, first), content(second + 1, second)
-            assert tier.write([Blob(name_of(first), [memoryview(old)])]) == [True]
-            assert tier.write([Blob(name_of(first), [memoryview(new)])]) == [True]
+            assert _put(tier, name_of(first), old)
+            assert _put(tier, name_of(first), new)
             assert _get(tier, name_of(first), 400_000) in (old, new)
             tier.remove([name_of(first)])
 
@@ -328,13 +346,13 @@ class TierConformance:
 
     # -- lives
 
-    def test_what_was_there_is_there_again_after_it_was_closed(self, place: Any, memory: memoryview) -> None:
+    def test_what_was_there_is_there_again_after_it_was_closed(self, place: Place, memory: memoryview) -> None:
         if not self.keeps:
             pytest.skip("objects end with the tier")
         sizes = {name_of(n, salt=n % 2): 1 + n * 7001 for n in range(40)}
         tier = self._start(place, memory)
         for number, (name, size) in enumerate(sizes.items()):
-            assert tier.write([Blob(name, [memoryview(content(number, size))])]) == [True]
+            assert _put(tier, name, content(number, size))
         removed = list(sizes)[::4]
         tier.remove(removed)
         for _ in range(2):
@@ -349,16 +367,16 @@ class TierConformance:
         tier.close()
 
     def test_close_is_safe_twice_and_what_follows_fails_like_a_store_that_is_gone(
-        self, place: Any, memory: memoryview
+        self, place: Place, memory: memoryview
     ) -> None:
         tier = self._start(place, memory)
-        assert tier.write([Blob(name_of(1), [memoryview(bytes(10))])]) == [True]
+        assert _put(tier, name_of(1), bytes(10))
         tier.close()
         tier.close()
         area = memoryview(bytearray(10))
-        calls: list[tuple[Callable[[], Any], tuple[Any, ...]]] = [
+        calls: list[tuple[Callable[[], object], tuple[object, ...]]] = [
             (lambda: tier.find([name_of(1)]), ([False], [True])),
-            (lambda: tier.read([Blob(name_of(1), [area])]), ([-1], [10])),
+            (lambda: tier.read([Blob(name_of(1), [area])]), ([ABSENT], [10])),
             (lambda: tier.write([Blob(name_of(2), [area])]), ([False], [True])),
             (lambda: tier.remove([name_of(1)]), (None,)),
             (lambda: tier.forget("", ""), (0, 1, 2)),
@@ -367,10 +385,10 @@ class TierConformance:
             with contextlib.suppress(TierError):
                 assert call() in answers
 
-    def test_close_ends_calls_under_way_and_none_of_them_lies(self, place: Any, memory: memoryview) -> None:
+    def test_close_ends_calls_under_way_and_none_of_them_lies(self, place: Place, memory: memoryview) -> None:
         tier = self._start(place, memory)
         data = content(1, MIB)
-        assert tier.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+        assert _put(tier, name_of(1), data)
         started = threading.Barrier(4)
 
         def read() -> None:
@@ -381,7 +399,7 @@ class TierConformance:
                     size = tier.read([Blob(name_of(1), [memoryview(area)])])[0]
                 except TierError:
                     return
-                if size == -1:
+                if size == ABSENT:
                     return
                 assert size == MIB and area == data, f"read {turn} is wrong"
 
@@ -391,30 +409,30 @@ class TierConformance:
 
         together(read, read, read, close)
 
-    def test_two_that_share_a_store_see_each_others_objects(self, place: Any, memory: memoryview) -> None:
+    def test_two_that_share_a_store_see_each_others_objects(self, place: Place, memory: memoryview) -> None:
         if not self.shared:
             pytest.skip("one at a time")
         one, two = self._start(place, memory), self._start(place, memory)
         try:
             data = content(1, 300_000)
-            assert one.write([Blob(name_of(1), [memoryview(data)])]) == [True]
+            assert _put(one, name_of(1), data)
             assert two.find([name_of(1)]) == [True]
             assert _get(two, name_of(1), 300_000) == data
             two.remove([name_of(1)])
             assert one.find([name_of(1)]) == [False] and _get(one, name_of(1), 300_000) is None
-            assert two.write([Blob(name_of(2), [memoryview(data)])]) == [True]
+            assert _put(two, name_of(2), data)
             assert one.forget("", "") == 1
             assert two.find([name_of(2)]) == [False]
         finally:
             one.close()
             two.close()
 
-    def test_one_that_cannot_be_shared_is_refused_to_the_second(self, place: Any, memory: memoryview) -> None:
+    def test_one_that_cannot_be_shared_is_refused_to_the_second(self, place: Place, memory: memoryview) -> None:
         if self.shared or not self.keeps:
             pytest.skip("any number at a time")
         one = self._start(place, memory)
         try:
-            assert one.write([Blob(name_of(1), [memoryview(b"first")])]) == [True]
+            assert _put(one, name_of(1), b"first")
             with pytest.raises(KVDepotError):
                 self._start(place, memory)
             assert _get(one, name_of(1), 5) == b"first"
@@ -427,28 +445,25 @@ class TierConformance:
     # -- threads
 
     def test_threads_with_names_of_their_own_do_not_meet(self, tier: Tier) -> None:
-        def live(thread: int) -> Callable[[], None]:
-            def run() -> None:
-                names = [name_of(100 * thread + n) for n in range(8)]
-                for turn in range(6):
-                    sizes = [1 + 5003 * ((n * 7 + turn) % 11) for n in range(8)]
-                    data = [content(thread * 10_000 + turn * 100 + n, size) for n, size in enumerate(sizes)]
-                    blobs = [Blob(name, [memoryview(part)]) for name, part in zip(names, data, strict=True)]
-                    assert tier.write(blobs) == [True] * 8
-                    areas = [bytearray(60_000) for _ in names]
-                    wanted = [Blob(name, cut(memoryview(a), [4096])) for name, a in zip(names, areas, strict=True)]
-                    assert tier.read(wanted) == sizes
-                    assert [bytes(area[:size]) for area, size in zip(areas, sizes, strict=True)] == data
-                    tier.remove(names)
-                    assert tier.find(names) == [False] * 8
+        def live(thread: int) -> None:
+            names = [name_of(100 * thread + n) for n in range(8)]
+            for turn in range(6):
+                sizes = [1 + 5003 * ((n * 7 + turn) % 11) for n in range(8)]
+                data = [content(thread * 10_000 + turn * 100 + n, size) for n, size in enumerate(sizes)]
+                blobs = [Blob(name, [memoryview(part)]) for name, part in zip(names, data, strict=True)]
+                assert tier.write(blobs) == [True] * 8
+                areas = [bytearray(60_000) for _ in names]
+                wanted = [Blob(name, cut(memoryview(a), [4096])) for name, a in zip(names, areas, strict=True)]
+                assert tier.read(wanted) == sizes
+                assert [bytes(area[:size]) for area, size in zip(areas, sizes, strict=True)] == data
+                tier.remove(names)
+                assert tier.find(names) == [False] * 8
 
-            return run
-
-        together(*(live(thread) for thread in range(6)))
+        together(*(partial(live, thread) for thread in range(6)))
 
     def test_a_reader_never_sees_a_part_or_a_mixture_while_others_write_and_remove(self, tier: Tier) -> None:
         names = [name_of(n) for n in range(3)]
-        # Sizes that a store may treat differently; a version's size follows from its number.
+        # Sizes that stores may treat differently; a version's number gives its size.
         sizes = [8, 4096, 65_536 + 8, 300_000]
         ended = threading.Event()
 
@@ -469,7 +484,7 @@ class TierConformance:
                 areas = [bytearray(300_000) for _ in names]
                 answers = tier.read([Blob(n, cut(memoryview(a), [9])) for n, a in zip(names, areas, strict=True)])
                 for size, area in zip(answers, areas, strict=True):
-                    if size != -1:
+                    if size != ABSENT:
                         version = int.from_bytes(area[:8], "little")
                         assert size == sizes[version % 4], f"{size} bytes of version {version}"
                         assert area[:size] == _stamped(version, size), "bytes of another version"
@@ -487,86 +502,60 @@ class TierConformance:
         together(until_ended(read, read), *(until_ended(partial(write, thread)) for thread in range(3)))
 
     def test_forgetting_while_others_write_leaves_whole_objects_only(self, tier: Tier) -> None:
-        def write(thread: int) -> Callable[[], None]:
-            def run() -> None:
-                for turn in range(60):
-                    number = thread * 100 + turn % 10
-                    assert tier.write([Blob(name_of(number, salt=turn % 2), [memoryview(_stamped(number, 8000))])])
-                    area = bytearray(8000)
-                    size = tier.read([Blob(name_of(number, salt=turn % 2), [memoryview(area)])])[0]
-                    assert size == -1 or (size == 8000 and area == _stamped(number, 8000))
-
-            return run
+        def write(thread: int) -> None:
+            for turn in range(60):
+                number = thread * 100 + turn % 10
+                assert tier.write([Blob(name_of(number, salt=turn % 2), [memoryview(_stamped(number, 8000))])])
+                area = bytearray(8000)
+                size = tier.read([Blob(name_of(number, salt=turn % 2), [memoryview(area)])])[0]
+                assert size == ABSENT or (size == 8000 and area == _stamped(number, 8000))
 
         def forget() -> None:
             for turn in range(30):
                 tier.forget(*(("", ""), (f"{turn % 2:032x}", ""), ("", "0"))[turn % 3])
 
-        together(write(1), write(2), write(3), forget)
+        together(*(partial(write, thread) for thread in (1, 2, 3)), forget)
         tier.forget("", "")
         names = [name_of(thread * 100 + n, salt=s) for thread in (1, 2, 3) for n in range(10) for s in (0, 1)]
         assert not any(tier.find(names))
         assert tier.usage().objects in (None, 0)
 
-    # -- room
+    # -- capacity
 
-    def test_a_bounded_tier_never_holds_more_than_its_bound_and_keeps_the_newest(
-        self, place: Any, memory: memoryview
-    ) -> None:
-        bound = 8 * MIB
-        tier = self.open_bounded(place, bound)
-        if tier is None:
-            pytest.skip("the store decides alone")
-        tier.attach([memory])
-        try:
-            size = MIB - self.slack_bytes
-            for number in range(30):
-                assert tier.write([Blob(name_of(number), [memoryview(content(number, size))])]) == [True]
-                usage = tier.usage()
-                assert usage.capacity_bytes is not None and usage.capacity_bytes <= bound
-                assert usage.bytes is not None and usage.bytes <= bound
-                assert tier.find([name_of(number)]) == [True]
-            found = tier.find([name_of(number) for number in range(30)])
-            assert sum(found) == usage.objects and 4 <= sum(found) <= 8
-            assert _get(tier, name_of(29), MIB) == content(29, size)
-            large = name_of(1000)
-            assert tier.write([Blob(large, [memoryview(bytes(bound + 1))])]) == [False]
-            assert tier.find([large]) == [False] and _get(tier, large, 2 * bound) is None
-            assert sum(tier.find([name_of(number) for number in range(30)])) == sum(found), "evicted for nothing"
-        finally:
-            tier.close()
+    def test_a_bounded_tier_never_holds_more_than_its_bound_and_keeps_the_newest(self, bounded: Tier) -> None:
+        size = MIB - self.slack_bytes
+        for number in range(30):
+            assert _put(bounded, name_of(number), content(number, size))
+            usage = bounded.usage()
+            assert usage.capacity_bytes is not None and usage.capacity_bytes <= _BOUND
+            assert usage.bytes is not None and usage.bytes <= _BOUND
+            assert bounded.find([name_of(number)]) == [True]
+        found = bounded.find([name_of(number) for number in range(30)])
+        assert sum(found) == usage.objects and 4 <= sum(found) <= 8
+        assert _get(bounded, name_of(29), MIB) == content(29, size)
+        large = name_of(1000)
+        assert not _put(bounded, large, bytes(_BOUND + 1))
+        assert bounded.find([large]) == [False] and _get(bounded, large, 2 * _BOUND) is None
+        assert sum(bounded.find([name_of(number) for number in range(30)])) == sum(found), "evicted for nothing"
 
-    def test_a_bounded_tier_stays_within_its_bound_when_many_write_at_once(
-        self, place: Any, memory: memoryview
-    ) -> None:
-        bound = 8 * MIB
-        tier = self.open_bounded(place, bound)
-        if tier is None:
-            pytest.skip("the store decides alone")
-        tier.attach([memory])
+    def test_a_bounded_tier_stays_within_its_bound_when_many_write_at_once(self, bounded: Tier) -> None:
         stored = [0] * 4
 
-        def write(thread: int) -> Callable[[], None]:
-            def run() -> None:
-                for turn in range(40):
-                    number = thread * 1000 + turn
-                    data = content(number, 200_000 + turn * 9000)
-                    stored[thread] += tier.write([Blob(name_of(number), [memoryview(data)])])[0]
-                    used = tier.usage().bytes
-                    assert used is not None and used <= bound
-                    assert _get(tier, name_of(number), MIB) in (None, data)
+        def write(thread: int) -> None:
+            for turn in range(40):
+                number = thread * 1000 + turn
+                data = content(number, 200_000 + turn * 9000)
+                stored[thread] += _put(bounded, name_of(number), data)
+                used = bounded.usage().bytes
+                assert used is not None and used <= _BOUND
+                assert _get(bounded, name_of(number), MIB) in (None, data)
 
-            return run
-
-        try:
-            together(*(write(thread) for thread in range(4)))
-            assert min(stored) > 20
-        finally:
-            tier.close()
+        together(*(partial(write, thread) for thread in range(4)))
+        assert min(stored) > 20
 
     # -- a life against a plain dict
 
-    def test_any_life_is_that_of_a_dict(self, place: Any, memory: memoryview) -> None:
+    def test_any_life_is_that_of_a_dict(self, place: Place, memory: memoryview) -> None:
         settings = hypothesis.settings(
             max_examples=self.examples,
             stateful_step_count=30,
@@ -577,12 +566,18 @@ class TierConformance:
         run_state_machine_as_test(life, settings=settings)  # type: ignore[arg-type]
 
 
+def _put(tier: Tier, name: str, data: bytes) -> bool:
+    """Write one object."""
+    (kept,) = tier.write([Blob(name, [memoryview(data)])])
+    return kept
+
+
 def _get(tier: Tier, name: str, room: int) -> bytes | None:
-    """One object; None where it is not there."""
+    """One object; None if it is absent."""
     area = bytearray(room)
     (size,) = tier.read([Blob(name, [memoryview(area)])])
     assert size <= room, f"{name} has {size} bytes"
-    return None if size < 0 else bytes(area[:size])
+    return None if size == ABSENT else bytes(area[:size])
 
 
 _LIFE_NAMES = [
@@ -594,9 +589,9 @@ _PREFIX = st.sampled_from([0, 15, 16, 31, 32])
 
 
 class _Life(RuleBasedStateMachine):
-    """A tier and a dict are told the same; now and then the tier is closed and opened."""
+    """A tier and a dict get the same calls; now and then the tier is closed and opened."""
 
-    def __init__(self, suite: TierConformance, place: Any, memory: memoryview) -> None:
+    def __init__(self, suite: TierConformance[Place], place: Place, memory: memoryview) -> None:
         super().__init__()
         self.open: Callable[[], Tier] = lambda: suite._start(place, memory)
         self.keeps = suite.keeps
@@ -606,7 +601,7 @@ class _Life(RuleBasedStateMachine):
 
     @rule(objects=st.dictionaries(st.sampled_from(_LIFE_NAMES), _OBJECT, max_size=5))
     def write(self, objects: dict[str, tuple[int, int, int]]) -> None:
-        """What was there may be left as it is: then the dict leaves it too."""
+        """The tier may keep an existing object: then the dict keeps it, too."""
         data = {name: content(number, size) for name, (number, size, _) in objects.items()}
         blobs = [Blob(name, cut(memoryview(data[name]), [piece])) for name, (_, _, piece) in objects.items()]
         assert self.tier.write(blobs) == [True] * len(blobs)
@@ -621,7 +616,7 @@ class _Life(RuleBasedStateMachine):
         rooms = [max(1, len(self.model.get(name, b"0")) - less) for name in names]
         areas = [bytearray(room) for room in rooms]
         answers = self.tier.read([Blob(n, cut(memoryview(a), [piece])) for n, a in zip(names, areas, strict=True)])
-        assert answers == [len(self.model.get(name, b"")) or -1 for name in names]
+        assert answers == [len(self.model.get(name, b"")) or ABSENT for name in names]
         for name, area in zip(names, areas, strict=True):
             if name in self.model and len(area) == len(self.model[name]):
                 assert area == self.model[name], name

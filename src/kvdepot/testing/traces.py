@@ -1,11 +1,11 @@
-"""Made-up request traces: what chats, agents, floods and loops ask of a cache, drawn from a seed.
+"""Synthetic request traces: chats, agents, floods and loops, drawn from a seed.
 
-For tests and comparisons of eviction policies (kvdepot.simulate.replay). The one law: the same arguments give the same
-trace, on every machine. Each generator yields `(timestamp in seconds, block ids of the prompt)` in order of time, for
-ever unless `requests` is given, and makes one request at a time, so a long trace needs no memory.
+For tests and comparisons of eviction policies (kvdepot.simulate.replay). Invariant: the same arguments give the same
+trace on every machine. Each generator yields `(timestamp in seconds, block ids of the prompt)` in order of time,
+without end unless `requests` is given, one request at a time, so that a long trace needs no memory.
 
-Ids mean prefixes, as in the Mooncake format: an id that was drawn once only ever follows the same ids. To put several
-traces into one cache, give them one `ids` counter and `merge` them, or let them follow each other with `phases`.
+Ids mean prefixes, as in the Mooncake format: an id always follows the same ids. To send several traces to one cache,
+give them the same `ids` counter and `merge` them, or concatenate them with `phases`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TypeAlias
 __all__ = [
     "WORKLOADS",
     "agents",
-    "bursts",
     "chat",
     "loop",
     "merge",
@@ -36,15 +35,15 @@ __all__ = [
 ]
 
 Prompts: TypeAlias = Iterator[tuple[float, list[int]]]
-"""Requests: when (s), and the ids of their blocks."""
+"""Requests: time in seconds, and block ids."""
 Ids: TypeAlias = Iterator[int]
-"""Ids nobody else uses."""
+"""Unused ids."""
 
 
 def chat(seed: int, requests: int | None = None, ids: Ids | None = None, *, every_s: float = 2.0) -> Prompts:
-    """Conversations: each turn is all of the last one, its answer and a few blocks more, after a time to think.
+    """Conversations: each turn is the whole previous one, its answer and a few blocks more, after a think time.
 
-    Four in ten sessions end with each turn; thinking takes a minute in the middle, now and then half an hour.
+    Four in ten sessions end at each turn; the median think time is a minute, sometimes half an hour.
     every_s: between new sessions.
     """
     draw, ids = random.Random(f"chat {seed}"), ids or itertools.count()
@@ -63,9 +62,9 @@ def chat(seed: int, requests: int | None = None, ids: Ids | None = None, *, ever
 
 
 def agents(seed: int, requests: int | None = None, ids: Ids | None = None, *, every_s: float = 60.0) -> Prompts:
-    """Agents at work: tens of calls in a row, seconds apart, each with about 95 % of its prompt from the last one.
+    """Agents: tens of calls in a row, seconds apart, each with about 95 % of its prompt from the previous one.
 
-    Some wait long for a tool or a person, and some end in the middle. every_s: between new agents.
+    Some wait long for a tool or a person. every_s: between new agents.
     """
     draw, ids = random.Random(f"agents {seed}"), ids or itertools.count()
     tools = _fresh(ids, 12)  # the same for all
@@ -84,9 +83,9 @@ def agents(seed: int, requests: int | None = None, ids: Ids | None = None, *, ev
 def system_prompts(
     seed: int, requests: int | None = None, ids: Ids | None = None, *, prompts: int = 300, every_s: float = 0.5
 ) -> Prompts:
-    """Many applications, each with a system prompt of its own before a question nobody asks twice.
+    """Many applications, each with its own system prompt before a question that is asked once.
 
-    Their popularity is Zipf's: the n-th is asked 1/n as often as the first. prompts: how many there are.
+    Their popularity follows Zipf's law: the n-th is used 1/n as often as the first. prompts: how many there are.
     """
     draw, ids = random.Random(f"system prompts {seed}"), ids or itertools.count()
     heads = [_fresh(ids, draw.randint(4, 40)) for _ in range(prompts)]
@@ -102,9 +101,9 @@ def system_prompts(
 def rag(
     seed: int, requests: int | None = None, ids: Ids | None = None, *, documents: int = 2000, every_s: float = 0.5
 ) -> Prompts:
-    """Questions about documents: instructions, one to three of them in the order of their rank, and the question.
+    """Questions about documents: instructions, one to three documents, and the question.
 
-    A document is a prefix only behind the same ones; some are far more wanted than others (Zipf, 0.9).
+    A document is a prefix only after the same documents; their popularity differs (Zipf, 0.9).
     """
     draw, ids = random.Random(f"rag {seed}"), ids or itertools.count()
     instructions = _fresh(ids, 2)
@@ -127,7 +126,7 @@ def rag(
 
 
 def scan(seed: int, requests: int | None = None, ids: Ids | None = None, *, every_s: float = 0.5) -> Prompts:
-    """A flood of long prompts that nobody sends again: batch jobs, embeddings of a corpus."""
+    """A flood of long prompts that are never repeated: batch jobs, embeddings of a corpus."""
     draw, ids = random.Random(f"scan {seed}"), ids or itertools.count()
 
     def documents() -> Iterator[list[int]]:
@@ -140,9 +139,9 @@ def scan(seed: int, requests: int | None = None, ids: Ids | None = None, *, ever
 def loop(
     seed: int, requests: int | None = None, ids: Ids | None = None, *, prompts: int = 500, every_s: float = 0.5
 ) -> Prompts:
-    """The same prompts in the same order again and again: a test suite, a nightly job. About 20 blocks each.
+    """The same prompts in the same order, repeatedly: a test suite, a nightly job. About 20 blocks each.
 
-    With room for a little less than all of it, LRU evicts each block just before it is needed.
+    With a capacity slightly below all of it, LRU evicts each block just before it is needed.
     """
     draw, ids = random.Random(f"loop {seed}"), ids or itertools.count()
     shared = _fresh(ids, 4)
@@ -150,23 +149,8 @@ def loop(
     return itertools.islice(_arrivals(draw, every_s, itertools.cycle(steps)), requests)
 
 
-def bursts(seed: int, requests: int | None = None, ids: Ids | None = None, *, every_s: float = 120.0) -> Prompts:
-    """Chats, and now and then a crowd: some hundred requests within a minute that share a prompt and never come back.
-
-    every_s: between crowds.
-    """
-    draw, ids = random.Random(f"bursts {seed}"), ids or itertools.count()
-
-    def crowd() -> Prompts:
-        shared = _fresh(ids, draw.randint(20, 80))
-        for _ in range(draw.randint(50, 300)):
-            yield draw.expovariate(5), shared + _fresh(ids, draw.randint(1, 3))
-
-    return itertools.islice(merge(chat(seed, ids=ids), _interleaved(draw, every_s, crowd)), requests)
-
-
 def scan_heavy(seed: int, requests: int | None = None, ids: Ids | None = None) -> Prompts:
-    """Chats and system prompts under a flood: seven of ten blocks are never asked for again."""
+    """Chats and system prompts during a flood: seven of ten blocks are never used again."""
     ids = ids or itertools.count()
     parts = (
         chat(seed, ids=ids, every_s=3.0),
@@ -177,10 +161,7 @@ def scan_heavy(seed: int, requests: int | None = None, ids: Ids | None = None) -
 
 
 def shifting(seed: int, requests: int | None = None, ids: Ids | None = None, *, phase: int = 2000) -> Prompts:
-    """A day: chats, agents, loops, floods and system prompts take turns, `phase` requests each, and come back.
-
-    Over all of it lie a few chats.
-    """
+    """A day: chats, agents, loops, floods and system prompts alternate, `phase` requests each, over a few chats."""
     draw, ids = random.Random(f"shifting {seed}"), ids or itertools.count()
     parts = [
         chat(seed, ids=ids, every_s=1.0),
@@ -202,10 +183,9 @@ WORKLOADS: dict[str, Callable[[int, int], Prompts]] = {
     "scan": scan,
     "scan_heavy": scan_heavy,
     "loop": loop,
-    "bursts": bursts,
     "shifting": shifting,
 }
-"""Generators by name, called with a seed and how many requests."""
+"""Generators by name, called with a seed and the number of requests."""
 
 
 def merge(*traces: Prompts) -> Prompts:
@@ -214,7 +194,7 @@ def merge(*traces: Prompts) -> Prompts:
 
 
 def phases(traces: Iterable[Prompts], requests: int) -> Prompts:
-    """`requests` of one trace, then of the next, round and round; each goes on where it had stopped."""
+    """`requests` of one trace, then of the next, in rotation; each continues where it stopped."""
     now_s = 0.0
     for trace in itertools.cycle(traces):
         last_s: float | None = None
@@ -227,7 +207,7 @@ def phases(traces: Iterable[Prompts], requests: int) -> Prompts:
 
 
 def write_mooncake(path: str | Path, trace: Iterable[tuple[float, list[int]]]) -> int:
-    """Write requests in the Mooncake format (512 tokens a block, answers of 128 tokens); how many there were."""
+    """Write requests in the Mooncake format (512 tokens per block, answers of 128 tokens); their number."""
     count = 0
     with Path(path).open("w", encoding="utf-8") as file:
         for time_s, prompt in trace:
@@ -247,12 +227,12 @@ def _fresh(ids: Ids, count: int) -> list[int]:
 
 
 def _long_tailed(draw: random.Random, middle: int) -> int:
-    """A length of which half are below `middle`, and few are far above."""
+    """A log-normal length with median `middle`, at most 40 times as long."""
     return max(1, min(40 * middle, round(draw.lognormvariate(0, 0.9) * middle)))
 
 
 def _zipf(draw: random.Random, count: int, exponent: float) -> Callable[[], int]:
-    """What draws a number below `count`, n with a frequency of 1 / (n + 1) ** exponent."""
+    """A function that draws numbers below `count`, n with a frequency of 1 / (n + 1) ** exponent."""
     sums = list(itertools.accumulate(1 / (n + 1) ** exponent for n in range(count)))
     return lambda: min(bisect.bisect(sums, draw.random() * sums[-1]), count - 1)
 
@@ -265,7 +245,7 @@ def _arrivals(draw: random.Random, every_s: float, prompts: Iterator[list[int]])
 
 
 def _interleaved(draw: random.Random, every_s: float, session: Callable[[], Prompts]) -> Prompts:
-    """Sessions that begin every so often. A session yields how long after its last request the next comes."""
+    """Overlapping sessions. A session yields the time since its previous request, and a prompt."""
     begin_s = draw.expovariate(1 / every_s)
     serial = itertools.count()
     waiting: list[tuple[float, int, list[int], Prompts]] = []

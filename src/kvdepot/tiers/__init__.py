@@ -1,9 +1,9 @@
-"""What lies behind memory: the one contract of every tier, and how a tier is written in the settings.
+"""Storage behind memory: the contract of every tier, and how a tier is written in the settings.
 
-A tier keeps objects: bytes under a name. It knows nothing of chunks, engines or the arena; what a name and its bytes
-mean is format.py's, what is asked of which tier is core/tiering.py's, and worker.py calls the methods, each on one of
-the tier's own threads, never on the deciding one. So they may block; a deadline, a breaker and the bounded queue are
-the callers' business. Anyone's tier must pass the suite in kvdepot.testing.tiers.
+A tier keeps objects: bytes under a name. It knows nothing about chunks, engines or the arena: format.py defines what
+names and bytes mean, core/tiering.py decides which tier is asked for what, and worker.py calls the methods, each on one
+of the tier's own threads and never on the deciding one. So they may block; deadlines, the circuit breaker and the
+bounded queue are the callers'. Every tier must pass the suite in kvdepot.testing.tiers.
 
 A tier is written as a URL (`parse`): `disk:///var/cache/kv?capacity_gib=100&write=through`.
 """
@@ -14,7 +14,8 @@ import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from types import ModuleType
+from typing import Annotated, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -25,7 +26,7 @@ from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.tiers.urls import SECRET_OPTION, credentials_of, has_ambiguous_secret, has_place, redact, secrets_of, shown
 from kvdepot.values import explain, in_units, suggestion
 
-__all__ = ["KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
+__all__ = ["ABSENT", "KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
 
 KINDS = {
     "disk": "disk",
@@ -43,6 +44,11 @@ KINDS = {
 
 NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
 """What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
+
+ABSENT = -1
+"""What `Tier.read` answers if an object does not exist."""
+
+OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +103,7 @@ class Tier(Protocol):
         """
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
-        """Fill the buffers, one answer per blob: the object's size in bytes, or -1 if it does not exist.
+        """Fill the buffers, one answer per blob: the object's size in bytes, or ABSENT (-1).
 
         If an object is larger than the buffers, the answer is its size and the buffers' contents are undefined, as are
         bytes after a shorter object. An object answered as read has arrived completely and in order; buffers never mix
@@ -166,31 +172,33 @@ class TierConfig(msgspec.Struct, frozen=True):
     own: dict[str, str]
     """Options of this kind of tier alone."""
     secrets: tuple[str, ...] = ()
-    """What no message may hold."""
+    """Text that no message may contain."""
 
     def __repr__(self) -> str:
         return f"<TierConfig {self.name}>"
 
     @property
     def name(self) -> str:
-        """What people call it: the URL without credentials and options."""
+        """For people: the URL without credentials and options."""
         return shown(credentials_of(self.url)[2])
 
     def redact(self, exc: Exception) -> str:
-        """What an error says, without this tier's secrets."""
+        """An error's message without this tier's secrets."""
         return redact(str(exc), self.secrets)
 
     def open(self) -> Tier:
-        """The tier itself. Blocks. Raises ConfigError, or TierError where the store cannot be had."""
+        """The tier itself. Blocks. Raises ConfigError, or TierError if the store is unavailable."""
         try:
             tier: Tier = self.module().open(self.url, dict(self.own), self.options.threads)
         except KVDepotError as exc:
             raise type(exc)(self.redact(exc)) from None  # a cause may quote the URL
         return tier
 
-    def module(self) -> Any:
-        """Import this kind of tier; its module. Blocks, but for no store. Raises ConfigError where a package is
-        missing."""
+    def module(self) -> ModuleType:
+        """The module of this kind of tier, imported now. Blocks, but accesses no store.
+
+        Raises ConfigError if a package is missing.
+        """
         kind = KINDS[self.kind]
         try:
             return _module(kind)
@@ -198,8 +206,8 @@ class TierConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"tier {self.name}: {exc.name} is missing; {install.advice(kind)}") from exc
 
 
-def _module(kind: str) -> Any:
-    """Imported only when it is asked for, and by names that stand here."""
+def _module(kind: str) -> ModuleType:
+    """By literal names: no setting can import anything else."""
     match kind:
         case "disk":
             return importlib.import_module("kvdepot.tiers.disk")
@@ -213,7 +221,7 @@ def _module(kind: str) -> Any:
 
 
 def parse(text: str) -> TierConfig:
-    """A tier's URL with its options. Raises ConfigError that names what is wrong, never with the credentials."""
+    """A tier's URL with its options. Raises ConfigError that names what is wrong, without the credentials."""
     scheme, colon, rest = text.partition("://")
     if not colon or scheme not in KINDS:
         known = ", ".join(kind + "://" for kind in KINDS)
@@ -238,8 +246,8 @@ def parse(text: str) -> TierConfig:
     return msgspec.structs.replace(config, options=convert(common, Options, config.name))
 
 
-def convert(given: dict[str, str], kind: type[Any], name: str) -> Any:
-    """Options of a URL as a struct. Raises ConfigError that says which tier and which option."""
+def convert(given: dict[str, str], kind: type[OptionsT], name: str) -> OptionsT:
+    """Options of a URL as a struct. Raises ConfigError that names the tier and the option."""
     if unknown := [option for option in given if option not in kind.__struct_fields__]:
         raise ConfigError(f"tier {name}: {_unknown(unknown, kind)}")
     values = in_units(given)
@@ -250,8 +258,8 @@ def convert(given: dict[str, str], kind: type[Any], name: str) -> Any:
         raise ConfigError(f"tier {name}: {option}: {said}" if option else f"tier {name}: {said}") from exc
 
 
-def _unknown(options: Sequence[str], kind: type[Any]) -> str:
-    """What is said of options that there are not."""
+def _unknown(options: Sequence[str], kind: type[msgspec.Struct]) -> str:
+    """The message about unknown options."""
     if any(SECRET_OPTION.search(option) for option in options):  # a part of the secret may look like another option
         return "no option holds a secret; they come from files or the environment, as docs/tiers.md says"
     option = options[0]

@@ -15,7 +15,7 @@ LONGEST_WAIT_S = 30.0
 
 
 class Breaker:
-    """One tier's. `usable` says whether it may be asked."""
+    """One tier's circuit breaker. `usable`: it is closed, and the tier may be called."""
 
     __slots__ = ("failures", "last_success", "probe_at", "trips", "usable", "wait_s")
 
@@ -25,11 +25,11 @@ class Breaker:
         self.last_success = float("-inf")
         self.wait_s = FIRST_WAIT_S
         self.probe_at = float("inf")
-        """When to ask whether it is back."""
+        """Time of the next probe."""
         self.trips = 0
 
     def succeeded(self, now: float) -> bool:
-        """It answered; True when the breaker had been open until now."""
+        """A call succeeded; whether that closes the breaker."""
         back = not self.usable
         self.usable = True
         self.failures = 0
@@ -39,12 +39,9 @@ class Breaker:
         return back
 
     def failed(self, now: float, is_probe: bool = False) -> bool:
-        """It failed, or did not answer in time; True when the breaker opens.
-
-        is_probe: it was asked whether it is there at all, and nothing else.
-        """
+        """A call failed or timed out; whether that opens the breaker. is_probe: the call was a probe."""
         if not self.usable and now < self.probe_at:
-            return False  # asked before the breaker opened
+            return False  # called before the breaker opened
         self.failures += 1
         was_never_there = is_probe and self.last_success == float("-inf")
         if self.usable and self.failures < FAILURES and not was_never_there:

@@ -1,18 +1,18 @@
-"""What happens to a shard's bytes between arena and tier: lossless compression, then encryption; or nothing at all.
+"""Codes a shard's bytes between arena and tier: lossless compression, then encryption, each optional.
 
 Called by worker.py on a tier's threads; one codec serves them all at once. All work that grows with the bytes is done
-without the GIL. The one law: bytes from a tier may be anyone's. Nothing is written but `out`, and no memory is taken
-beyond the object's own size and a few blocks, whatever they say.
+without the GIL. Invariant: bytes from a tier are not trusted. Whatever they say, only `out` is written, and no more
+memory is allocated than the object's own size and a few blocks.
 
-Compressed, KV is cut into blocks, and each block into planes (byte shuffle: the first bytes of all elements, the second
-bytes, and so on). Each plane is a zstd frame, or lies there as it is where that is no longer. The exponents of bf16
-shrink to a third that way, its mantissas not at all. Behind the header then follow
+To compress KV, it is cut into blocks, and each block into planes (byte shuffle: the first bytes of all elements, the
+second bytes, and so on). Each plane is stored as a zstd frame, or as it is if that is no longer. The exponents of bf16
+shrink to a third that way, its mantissas not at all. After the header follow
 
     offset 0             uint32[blocks, width]   bytes of each plane
     offset 4 * count     the planes, block by block
 
-Encrypted, all that is AES-256-GCM with a tag of 16 bytes behind it. Bound to it is the header (`Header.bound`): nobody
-can give one object's bytes to another, or an older layout's to a newer one.
+Encrypted, all that is AES-256-GCM, with a tag of 16 bytes at the end. The header (`Header.bound`) is authenticated with
+it: nobody can pass one object's bytes off as another's, or an older layout's as a newer one's.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.protocol.curve import read_file
 from kvdepot.tiers import Options
 from kvdepot.tiers.format import Facts, Header
+from kvdepot.tiers.pieces import fill
 
 if TYPE_CHECKING:
     import zstandard
@@ -44,19 +45,19 @@ __all__ = ["BLOCK_BYTES", "SLACK", "Codec", "make_codec"]
 Bytes = npt.NDArray[np.uint8]
 
 SLACK = 64
-"""By so many bytes an object may be longer than its header and its KV."""
+"""Maximum bytes of an object beyond its header and its KV."""
 BLOCK_BYTES = 256 << 10
-"""KV that is compressed at a time; its planes of bf16 are then what zstd takes for one block. Part of the format."""
+"""KV that is compressed at a time: its planes of bf16 have the size of a zstd block. Part of the format."""
 KEY_BYTES = 32
 _TAG_BYTES = 16
 _NONCE_BYTES = 12
 _WIDTHS = (2, 4)
-"""Bytes of an element. A layout does not say; the first block shows which shrinks most. Elements of one byte shrink as
-well in two planes as in one, so 1 is for odd sizes alone."""
+"""Bytes of an element. A layout does not say; the one that shrinks the first block most is used. Elements of one byte
+shrink as well in two planes as in one, so 1 is for odd sizes alone."""
 _LEAST_GAIN = 32
-"""Compressed bytes are kept when they save at least one in so many."""
+"""Compressed bytes are used if they save at least this part of the size."""
 
-# Header.coding: these bits, and for what is encrypted 24 bits of the key's digest from bit 8 on.
+# Header.coding: these bits and, for encrypted objects, 24 bits of the key's digest from bit 8 on.
 _ZSTD = 1
 _ENCRYPTED = 2
 _WIDTH_BIT = 2  # two bits from here: log2 of the element's bytes
@@ -65,18 +66,18 @@ _MARK = 0xFFFFFF00
 
 
 class Codec:
-    """Codes what is written as it is told to; reads whatever it has the key and the library for."""
+    """Writes with the coding of its options; reads all codings for which it has the key and the library."""
 
     slack = _TAG_BYTES
-    """An object is never longer than its header, its KV, and this; so much room a read must have."""
+    """An object is never longer than its header, its KV, and this; a read must have that much memory."""
 
     def __init__(self, compress: bool = False, key: bytes | None = None) -> None:
-        """key: 32 bytes. Raises ConfigError where a library is missing."""
+        """key: 32 bytes. Raises ConfigError if a library is missing."""
         self._compress = compress
         self._key = key
         self.told = False
-        """Whether the log has been told of an object that is not readable. The tier worker's."""
-        self._coding = 0  # of all we encrypt, and the only one that we decrypt
+        """Whether an unreadable object has been logged. Used by the tier worker."""
+        self._coding = 0  # of everything that it encrypts, and the only one that it decrypts
         if compress and _zstandard() is None:
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
@@ -90,9 +91,9 @@ class Codec:
         return f"<Codec compress={self._compress} encrypt={self._key is not None}>"
 
     def encode(self, header: Header, facts: Facts, parts: Sequence[memoryview]) -> list[memoryview]:
-        """The object: its header with `stored`, `coding` and `nonce` set, and what follows. Blocks.
+        """The object: its header with `stored`, `coding` and `nonce` set, and the bytes after it. Blocks.
 
-        parts: `header.size` bytes of KV. Uncoded they are what follows, not a copy.
+        parts: `header.size` bytes of KV. Uncoded, these very buffers follow the header.
         """
         assert sum(map(len, parts)) == header.size, f"{sum(map(len, parts))} bytes, the header says {header.size}"
         coding = self._coding
@@ -112,28 +113,28 @@ class Codec:
         return [memoryview(header.pack(facts)), *pieces]
 
     def is_readable(self, header: Header) -> bool:
-        """Whether `decode` can be asked at all. If not, nothing is wrong with the object: it is not for us."""
+        """Whether `decode` can read it. If not, the object is not corrupt, but written with other options."""
         return not self.why_not(header)
 
     def why_not(self, header: Header) -> str:
-        """What keeps us from reading such an object; empty: nothing."""
+        """Why `decode` cannot read such an object; empty if it can."""
         rest = header.coding & ~_SHUFFLED
         shuffled = header.coding & _SHUFFLED
         if rest & ~_MARK not in (0, _ENCRYPTED) or (shuffled and not shuffled & _ZSTD) or _width(header) > max(_WIDTHS):
             return "its encoding is unknown to this version"
         if rest and not self._coding:
             return "it is encrypted, and this tier has no key_file"
-        if rest != self._coding:  # what has no key could have been written by anybody
+        if rest != self._coding:  # anybody could have written an unencrypted object
             return "it is encrypted with another key" if rest else "it is not encrypted, and this tier has a key_file"
         if shuffled and _zstandard() is None:
             return f"it is compressed, and zstandard is missing; {install.advice('compress')}"
         return ""
 
     def decode(self, header: Header, stored: Sequence[memoryview], out: Sequence[memoryview]) -> bool:
-        """Undo `encode` into `out`; False where the bytes are not what the header says. Blocks.
+        """Undo `encode` into `out`; whether the bytes match the header. Blocks.
 
-        stored: what lies behind the header, in pieces; there may be more than `header.stored` bytes, and they may lie
-        in `out`. After False, anything may be in `out`. Whether the KV has the header's checksum is not looked at.
+        stored: the bytes after the header, in pieces; there may be more than `header.stored`, and they may lie in
+        `out`. After False, the contents of `out` are undefined. The KV's checksum is not compared.
         """
         size = sum(map(len, out))
         if not self.is_readable(header) or header.size != size or header.stored > size + self.slack:
@@ -141,7 +142,8 @@ class Codec:
         if sum(map(len, stored)) < header.stored:
             return False
         if self._key is None:
-            body = _join(stored, header.stored)
+            body = np.empty(header.stored, np.uint8)  # a copy: `stored` may lie in `out`
+            fill([body.data], stored)
         elif (opened := _decrypt(self._key, header, stored)) is not None:
             body = opened
         else:
@@ -150,9 +152,7 @@ class Codec:
             return _expand(body, _width(header), size, out)
         if len(body) != size:
             return False
-        at = 0
-        for run in _blocks(out, BLOCK_BYTES):
-            at = _scatter(body, at, run)
+        fill(out, [body.data])
         return True
 
 
@@ -176,7 +176,7 @@ def _width(header: Header) -> int:
 
 
 def _blocks(pieces: Sequence[memoryview], step: int) -> Iterator[list[Bytes]]:
-    """The bytes of all pieces, `step` at a time (the last are fewer); each time the arrays in which they lie."""
+    """The bytes of all pieces, `step` at a time (the last are fewer), as the arrays in which they lie."""
     run: list[Bytes] = []
     left = step
     for piece in pieces:
@@ -192,26 +192,6 @@ def _blocks(pieces: Sequence[memoryview], step: int) -> Iterator[list[Bytes]]:
         yield run
 
 
-def _scatter(data: Bytes, at: int, run: Sequence[Bytes]) -> int:
-    """Fill these arrays from `data[at:]`; where what is left of it begins."""
-    for part in run:
-        part[:] = data[at : at + len(part)]
-        at += len(part)
-    return at
-
-
-def _join(pieces: Sequence[memoryview], size: int) -> Bytes:
-    """The first `size` bytes, as a copy."""
-    body = np.empty(size, np.uint8)
-    at = 0
-    for run in _blocks(pieces, BLOCK_BYTES):
-        for part in run:
-            taken = part[: size - at]
-            body[at : at + len(taken)] = taken
-            at += len(taken)
-    return body
-
-
 # -- compression
 
 
@@ -225,10 +205,10 @@ def _zstandard() -> ModuleType | None:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """zstd that searches for next to no matches.
+    """zstd with almost no search for matches.
 
-    A plane of KV hardly ever repeats itself; what shrinks are its frequent bytes. Matches that are found by chance make
-    zstd's fastest level half as fast, and its frames 3 % longer.
+    A plane of KV hardly ever repeats itself; it shrinks because some bytes are frequent. Chance matches make zstd's
+    fastest level half as fast, and its frames 3 % longer.
     """
     import zstandard
 
@@ -239,7 +219,7 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 
 def _compress(parts: Sequence[memoryview], size: int) -> tuple[int, Bytes] | None:
-    """Width of the elements, and the bytes to store; None when they do not shrink."""
+    """Width of the elements, and the bytes to store; None if they do not shrink."""
     zstd = _compressor()
     width = 0
     most = size - size // _LEAST_GAIN
@@ -266,7 +246,7 @@ def _compress(parts: Sequence[memoryview], size: int) -> tuple[int, Bytes] | Non
 
 
 def _shrink(zstd: zstandard.ZstdCompressor, block: Bytes, width: int) -> list[Bytes]:
-    """The planes of a block of elements, each as short as it gets."""
+    """The planes of a block of elements, each compressed or as it is, whichever is shorter."""
     found = []
     elements = block.view(f"<u{width}")
     for number in range(width):
@@ -277,7 +257,7 @@ def _shrink(zstd: zstandard.ZstdCompressor, block: Bytes, width: int) -> list[By
 
 
 def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bool:
-    """Undo `_compress`; whether these are `size` bytes of elements."""
+    """Undo `_compress`; whether `body` decodes to `size` bytes."""
     import zstandard
 
     table_bytes = -(-size // BLOCK_BYTES) * width * 4
@@ -286,7 +266,7 @@ def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bo
     lengths = body[:table_bytes].view("<u4").tolist()
     if table_bytes + sum(lengths) != len(body):
         return False
-    # What a frame claims to hold is compared before memory is taken for it.
+    # The size that a frame claims is compared before memory is allocated for it.
     zstd = zstandard.ZstdDecompressor(max_window_size=2 * BLOCK_BYTES)
     at = table_bytes
     planes: list[Bytes] = []
@@ -310,7 +290,7 @@ def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bo
         for plane in reversed(planes[:-1]):
             elements <<= 8
             elements |= plane
-        _scatter(elements.view(np.uint8), 0, run)
+        fill([part.data for part in run], [elements.view(np.uint8).data])
     return True
 
 
@@ -327,7 +307,7 @@ def _ciphers() -> ModuleType | None:
 
 
 def _object_key(key: bytes, header: Header) -> bytes:
-    """The AES key of one object. As each has its own, random nonces may meet: they never do under one key."""
+    """The AES key of one object. Each has its own, so that two equal random nonces are never used with one key."""
     return blake3(header.bound(), key=key).digest()
 
 
@@ -346,7 +326,7 @@ def _encrypt(key: bytes, header: Header, pieces: Sequence[memoryview]) -> memory
 
 
 def _decrypt(key: bytes, header: Header, pieces: Sequence[memoryview]) -> Bytes | None:
-    """What was encrypted; None where it is not that."""
+    """The decrypted bytes; None if they are not authentic."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

@@ -1,22 +1,22 @@
-"""What a tier's objects are: their names, and the header before their bytes. Pure; used by worker.py and tiering.py.
+"""Names and headers of a tier's objects. Pure; used by worker.py and tiering.py.
 
-The one law: bytes are believed only when the header says all that their asker means by the name, and their sum fits.
-An object is a header of HEADER_BYTES and then one shard's KV, as it lies in the arena or as codec.py made it:
+Invariant: an object's bytes are used only if its header matches everything that the name stands for, and the checksum
+matches. An object is a header of HEADER_BYTES and then one shard's KV, as in the arena or coded by codec.py:
 
     offset  0, 8 bytes    magic
             8, uint32     format version
            12, uint32     CRC-32 of the header with zeros here
            16, uint64     bytes of KV
-           24, uint64     bytes behind the header
+           24, uint64     bytes after the header
            32, uint64     XXH3 of the KV (copier.checksum)
            40, uint64     when the chunk was computed, seconds since 1970
-           48, uint32     how the bytes are coded (0: as they are; the bits are codec.py's)
+           48, uint32     coding of the bytes (0: none; the bits are codec.py's)
            52, uint32     bytes of the facts' text
            56, 32 bytes   digest of the facts
            88, 32 bytes   key
           120, 16 bytes   salt
-          136, 12 bytes   nonce, where they are encrypted
-          148             the facts as msgpack, for people; cut off where the header ends; zeros to its end
+          136, 12 bytes   nonce, if they are encrypted
+          148             the facts as msgpack, for people, truncated or padded with zeros to the header's end
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """All that makes two shards of one key the same bytes, and a place of their own in shared stores."""
+    """Everything beside the key that determines a shard's bytes and its place in shared stores."""
 
     tenant: str
     model: str
@@ -53,31 +53,31 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that no other facts have."""
+        """32 bytes that identify the facts."""
         return bytes(blake3(b"kvdepot facts" + VERSION.to_bytes(4, "little") + _encode(self)).digest())
 
     @cached_property
     def space(self) -> str:
-        """The second part of names: 8 characters that all of a tenant share, 8 of the model, 16 of all the facts."""
+        """The second part of names: 8 characters for the tenant, 8 for the model, 16 for all facts."""
         return model_prefix(self.tenant, self.model) + self.digest.hex()[:16]
 
     def name(self, salt: bytes, key: bytes) -> str:
-        """The name of one shard's object. salt: empty: none."""
+        """The name of one shard's object. salt: may be empty."""
         return f"{(salt or NO_SALT).hex()}/{self.space}/{key.hex()}.{self.rank:x}"
 
 
 def tenant_prefix(tenant: str) -> str:
-    """What the second part of every name of a tenant begins with."""
+    """How the second part of every name of a tenant begins."""
     return str(blake3(b"kvdepot tenant" + _encode(tenant)).hexdigest()[:8])
 
 
 def model_prefix(tenant: str, model: str) -> str:
-    """What the second part of every name of a tenant's model begins with."""
+    """How the second part of every name of a tenant's model begins."""
     return tenant_prefix(tenant) + str(blake3(b"kvdepot model" + _encode([tenant, model])).hexdigest()[:8])
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What stands before an object's bytes."""
+    """The header of an object."""
 
     facts: bytes
     """Digest."""
@@ -86,7 +86,7 @@ class Header(msgspec.Struct, frozen=True):
     size: int
     """Bytes of KV."""
     stored: int
-    """Bytes behind the header."""
+    """Bytes after the header."""
     checksum: int
     born: int
     coding: int = 0
@@ -95,13 +95,12 @@ class Header(msgspec.Struct, frozen=True):
     def pack(self, facts: Facts) -> bytes:
         """HEADER_BYTES."""
         text = _encode(facts)[: HEADER_BYTES - _HEADER.size]
-
         rest = text.ljust(HEADER_BYTES - _HEADER.size, b"\0")
         crc = crc32(self._pack(0, len(text)) + rest)
         return self._pack(crc, len(text)) + rest
 
     def bound(self) -> bytes:
-        """All that is believed of a header, and nothing else: what encryption binds the bytes to."""
+        """The header without CRC and text: what encryption authenticates together with the bytes."""
         return self._pack(0, 0)
 
     def _pack(self, crc: int, text_bytes: int) -> bytes:
@@ -111,12 +110,12 @@ class Header(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def names(self, facts: Facts, salt: bytes, key: bytes, size: int) -> bool:
-        """Whether this is the header of just that shard: what a name cannot hold, the header says in full."""
+        """Whether this is the header of this very shard: it has in full what a name has in part."""
         return (self.facts, self.salt, self.key, self.size) == (facts.digest, salt, key, size)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header | None:
-        """The header in `data`; None where there is none of this format, whole."""
+        """The header in `data`; None if it is not a complete header of this format."""
         if len(data) < HEADER_BYTES:
             return None
         magic, version, crc, size, stored, checksum, born, coding, _, facts, key, salt, nonce = _HEADER.unpack_from(

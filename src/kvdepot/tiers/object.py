@@ -1,21 +1,21 @@
-"""The `object` tier: objects of an S3, Google or Azure bucket, or files of a directory that hosts share, by obstore.
+"""The `object` tier: objects of an S3, Google or Azure bucket, or files of a directory that hosts share, with obstore.
 
     s3://bucket[/prefix]?...    any S3 API, e.g. endpoint=http://127.0.0.1:9000&region=us-east-1
     gs://bucket[/prefix]        Google Cloud Storage
     az://container[/prefix]     Azure Blob Storage
-    file:///directory           files, e.g. on NFS; for one host's disk see the `disk` tier, which has a bound
+    file:///directory           files, e.g. on NFS; for one host's disk use the `disk` tier, which is bounded
 
 Credentials come from the environment as each store's own tools read it (`AWS_ACCESS_KEY_ID`, roles of an instance,
-`GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`, ...). Needed are reading, writing, deleting and listing:
-without the right to list, S3 answers "forbidden" for what is not there. A PUT is seen whole or not at all.
+`GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`, ...). They must allow reading, writing, deleting and
+listing: without the right to list, S3 answers "forbidden" for missing objects. A PUT is atomic.
 
-A batch is done by threads of its own with obstore's blocking calls, which let go of the GIL; its asyncio calls were as
-fast and need a loop. An object goes up in one PUT, whatever its size (parts were slower for 8 and 32 MiB, cost more
-requests, and are left behind by who dies), and comes down as a stream, copied while the rest is on its way.
+A batch runs on threads of its own with obstore's blocking calls, which release the GIL; its asyncio calls were as fast
+and need a loop. An object is uploaded in one PUT, whatever its size (parts were slower for 8 and 32 MiB, cost more
+requests, and stay behind if the uploader dies), and downloaded as a stream that is copied as it arrives.
 
-Known weaknesses: `find` costs one HEAD a name; nothing bounds what a bucket holds (use its lifecycle rules); a file
-server that hangs hangs the calls on `file://`, for the kernel ends none of them, and one that is not mounted is not
-missed: a directory is made in its place.
+Known weaknesses: `find` costs one HEAD per name; nothing bounds a bucket (use its lifecycle rules); calls on `file://`
+hang with the file server, because the kernel does not end them; if the file server is not mounted, a directory is made
+in its place.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import obstore
@@ -38,18 +38,23 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import Blob, Usage, convert
+from kvdepot.tiers import ABSENT, Blob, Usage, convert
 from kvdepot.tiers.pieces import fill
+from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import redact, shown
+
+if TYPE_CHECKING:  # obstore has these in its stubs alone
+    from obstore import Bytes, ListStream, ObjectMeta
+    from obstore.store import AzureConfig, ClientConfig, RetryConfig, S3Config
 
 __all__ = ["ObjectOptions", "ObjectTier", "open"]
 
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 4 << 30
-"""Below what one PUT may bring to any of these stores."""
+"""Below the limit of one PUT of any of these stores."""
 PART_BYTES = 1 << 20
-"""What a stream hands over at once, at least."""
+"""Minimum size of a stream's parts."""
 DELETE_NAMES = 1000
 _FULL = re.compile("status code: 507|QuotaExceeded|StorageFull|No space left on device|Disk quota exceeded")
 
@@ -58,7 +63,7 @@ Out = TypeVar("Out")
 
 
 class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of the URL that this tier has beside the common ones."""
+    """Options of this tier's URLs beside the common ones."""
 
     endpoint: Annotated[str, Meta(description="server URL, if not the store's default (s3, az)")] = ""
     region: Annotated[str, Meta(description="region of the bucket (s3)")] = ""
@@ -73,9 +78,9 @@ _MEANT_FOR = {"endpoint": ("s3", "az"), "region": ("s3",), "account": ("az",), "
 
 
 def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
-    """The tier at `url`. Connects when first asked. Raises ConfigError that names what is wrong."""
+    """The tier at `url`. Connects at the first call. Raises ConfigError."""
     name = shown(url)
-    own: ObjectOptions = convert(options, ObjectOptions, name)
+    own = convert(options, ObjectOptions, name)
     kind, _, rest = url.partition("://")
     for option, kinds in _MEANT_FOR.items():
         if getattr(own, option) and kind not in kinds:
@@ -98,7 +103,7 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
 
 
 def _make_directory(path: Path) -> None:
-    """For this user alone where there is none. Raises OSError."""
+    """Make the directory, for this user alone, if there is none. Raises OSError."""
     if path.exists():
         if (mode := path.stat().st_mode & 0o777) & 0o007:
             log.warning("%s has mode %04o: other users of this host can access the objects in it", path, mode)
@@ -109,23 +114,34 @@ def _make_directory(path: Path) -> None:
 
 def _store(kind: str, bucket: str, prefix: str | None, own: ObjectOptions) -> S3Store | GCSStore | AzureStore:
     limit = timedelta(seconds=own.timeout_s)
-    client: Any = {"timeout": limit, "connect_timeout": limit, "allow_http": own.endpoint.startswith("http://")}
+    client: ClientConfig = {
+        "timeout": limit,
+        "connect_timeout": limit,
+        "allow_http": own.endpoint.startswith("http://"),
+    }
     if own.tls_ca:
         client["root_certificate"] = Path(own.tls_ca).read_bytes()
-    # What took all of `timeout_s` is not tried again: a server that hangs is known after that.
-    retry: Any = {"max_retries": own.retries, "retry_timeout": limit}
+    # A request that took all of `timeout_s` is not retried: the server hangs.
+    retry: RetryConfig = {"max_retries": own.retries, "retry_timeout": limit}
     if kind == "gs":
         return GCSStore(bucket, prefix=prefix, client_options=client, retry_config=retry)
-    place = {"endpoint": own.endpoint} if own.endpoint else {}
     if kind == "az":
-        place |= {"account_name": own.account} if own.account else {}
-        return AzureStore(bucket, prefix=prefix, config=place, client_options=client, retry_config=retry)  # type: ignore[arg-type]
-    place |= {"region": own.region} if own.region else {}
-    return S3Store(bucket, prefix=prefix, config=place, client_options=client, retry_config=retry)  # type: ignore[arg-type]
+        azure: AzureConfig = {}
+        if own.endpoint:
+            azure["endpoint"] = own.endpoint
+        if own.account:
+            azure["account_name"] = own.account
+        return AzureStore(bucket, prefix=prefix, config=azure, client_options=client, retry_config=retry)
+    s3: S3Config = {}
+    if own.endpoint:
+        s3["endpoint"] = own.endpoint
+    if own.region:
+        s3["region"] = own.region
+    return S3Store(bucket, prefix=prefix, config=s3, client_options=client, retry_config=retry)
 
 
 class ObjectTier:
-    """Objects in a bucket. Threads: any; what they share is obstore's store and two counters under a lock."""
+    """Objects in a bucket. Any thread: obstore's store is all that threads share."""
 
     def __init__(
         self,
@@ -134,48 +150,46 @@ class ObjectTier:
         options: ObjectOptions,
         path: Path | None = None,
     ) -> None:
-        """path: of the directory, where it is one."""
+        """path: the directory of `file://`."""
         self._name = name
         self._store = store
         self._options = options
         self._path = path
         self._closed = False
-        self._lock = threading.Lock()
-        self._counters = {"refused": 0, "spoilt": 0}
+        self._tally = Tally("refused", "spoilt")
 
     def __repr__(self) -> str:
-        counts = "".join(f", {name} {count}" for name, count in self._counters.items())
-        return f"<ObjectTier {self._name}{counts}>"
+        return f"<ObjectTier {self._name}, {self._tally!r}>"
 
     def attach(self, memory: Sequence[memoryview]) -> None:
-        """Nothing: any memory will do."""
+        """Nothing to prepare."""
 
     def find(self, names: Sequence[str]) -> list[bool]:
-        """A HEAD each, many at once."""
+        """A HEAD each, concurrently."""
         return self._each(self._head, names)
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
-        """A GET each, many at once."""
+        """A GET each, concurrently."""
         return self._each(self._get, blobs)
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        """A PUT each, many at once. False: too large, or the store says that it is full."""
+        """A PUT each, concurrently. False: too large, or the store says that it is full."""
         kept = self._each(self._put, blobs)
-        self._count("refused", kept.count(False))
+        self._tally("refused", kept.count(False))
         return kept
 
     def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        """Spoilt ones are counted; none are kept aside."""
+        """Corrupt objects are counted; none are kept for inspection."""
         if isinstance(self._store, S3Store):
             with self._edge():
                 for start in range(0, len(names), DELETE_NAMES):
                     obstore.delete(self._store, names[start : start + DELETE_NAMES])
-        else:  # which have nothing for many names, or fail at the first that is not there
+        else:  # these have no batches, or fail at the first missing name
             self._each(self._delete, names)
-        self._count("spoilt", len(names) if spoilt else 0)
+        self._tally("spoilt", len(names) if spoilt else 0)
 
     def forget(self, salt: str, space: str) -> int:
-        """Lists the folders of the first two parts, then what lies in those that are meant."""
+        """Lists the folders of the first two parts, then the objects of those that match."""
         gone = 0
         for first in self._folders("", salt):
             for folder in self._folders(first, space):
@@ -187,19 +201,19 @@ class ObjectTier:
         return gone
 
     def usage(self) -> Usage:
-        """capacity_bytes: of the file system, where it is one. A bucket does not tell what it holds."""
+        """capacity_bytes: of the file system, for `file://`. A bucket does not report its size."""
         capacity = None
         with self._edge():
             if self._path is not None:
                 room = os.statvfs(self._path)
                 capacity = room.f_blocks * room.f_frsize
             else:
-                for _ in obstore.list(self._store, "no-name-begins-so"):  # the least that a bucket can be asked
+                for _ in obstore.list(self._store, "no-name-begins-so"):  # the cheapest request
                     pass
-        return Usage(capacity_bytes=capacity, counters=dict(self._counters))
+        return Usage(capacity_bytes=capacity, counters=self._tally.counts())
 
     def close(self) -> None:
-        """Calls under way go on to their end; obstore drops its connections with the tier."""
+        """Calls in progress continue; obstore closes its connections with the tier."""
         self._closed = True
 
     # -- one object
@@ -215,13 +229,13 @@ class ObjectTier:
             try:
                 found = obstore.get(self._store, blob.name)
             except FileNotFoundError:
-                return -1
+                return ABSENT
             size = found.meta["size"]
             if size > blob.size:
                 return size
-            # A file is read at once: its stream takes a trip to another thread for every few KiB.
-            parts: Any = [found.bytes()] if self._path is not None else found.stream(PART_BYTES)
-            if (came := fill(blob.buffers, parts)) != size:
+            # A file is read at once: its stream switches threads every few KiB.
+            parts: Iterable[Bytes | bytes] = [found.bytes()] if self._path is not None else found.stream(PART_BYTES)
+            if (came := fill(blob.buffers, map(memoryview, parts))) != size:
                 raise TierError(f"{self._name}: {came} of {size} bytes arrived")
             return size
 
@@ -232,7 +246,7 @@ class ObjectTier:
             with self._edge():
                 obstore.put(self._store, blob.name, list(blob.buffers), use_multipart=False)
         except TierError as exc:
-            if _FULL.search(str(exc)):  # it can be read from all the same
+            if _FULL.search(str(exc)):  # reads still work
                 return False
             raise
         return True
@@ -241,10 +255,10 @@ class ObjectTier:
         with self._edge(), suppress(FileNotFoundError):
             obstore.delete(self._store, name)
 
-    # -- beneath
+    # -- internals
 
     def _each(self, ask: Callable[[In], Out], items: Sequence[In]) -> list[Out]:
-        """`ask` of each item, several at once; the first TierError ends it when what is under way has ended."""
+        """`ask` each item, concurrently. Raises the first TierError, after the requests in progress have ended."""
         if len(items) < 2:
             return [ask(item) for item in items]
         failed = threading.Event()
@@ -255,7 +269,7 @@ class ObjectTier:
             try:
                 return ask(item)
             except TierError:
-                failed.set()  # before this thread takes the next item, which would wait as long as this one
+                failed.set()  # before this thread takes the next item, which would take as long to fail
                 raise
 
         with ThreadPoolExecutor(min(self._options.requests, len(items))) as threads:
@@ -266,7 +280,7 @@ class ObjectTier:
             found = obstore.list_with_delimiter(self._store, place or None)
         return [path for path in found["common_prefixes"] if path.rpartition("/")[2].startswith(begins)]
 
-    def _pages(self, pages: Any) -> Iterator[Any]:
+    def _pages(self, pages: ListStream[Sequence[ObjectMeta]]) -> Iterator[Sequence[ObjectMeta]]:
         while True:
             with self._edge():
                 page = next(pages, None)
@@ -276,7 +290,7 @@ class ObjectTier:
 
     @contextmanager
     def _edge(self) -> Iterator[None]:
-        """What obstore raises is TierError from here on."""
+        """Turns what obstore raises into TierError."""
         if self._closed:
             raise TierError(f"{self._name} is closed")
         try:
@@ -284,13 +298,9 @@ class ObjectTier:
         except (BaseError, OSError, ValueError) as exc:
             raise TierError(f"{self._name}: {_told(exc)}") from None
 
-    def _count(self, name: str, count: int) -> None:
-        with self._lock:
-            self._counters[name] += count
-
 
 def _told(exc: Exception) -> str:
-    """What an error of obstore says, on a line, with the one word of its dump that tells why."""
+    """The first line of an error of obstore, with the one word of the rest that gives the reason."""
     text = str(exc)
     why = re.search(r'<Code>(\w+)</Code>|message: "([^"]*)"|source: (TimedOut)', text)
     said = text.partition("\n")[0].partition("<?xml")[0].strip()

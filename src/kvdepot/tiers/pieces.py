@@ -1,21 +1,19 @@
-"""Bytes that a client library hands over, into the buffers of a read; for tiers whose library cannot fill them itself.
+"""Copies bytes from one sequence of buffers into another.
 
-Called on the tier's threads. The one law: copies are numpy's, which lets go of the GIL, for the deciding thread waits
-for it.
+Called on the tier's threads. Invariant: numpy copies, which releases the GIL; the deciding thread needs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 __all__ = ["fill"]
 
 
-def fill(buffers: Sequence[memoryview], parts: Iterable[Any]) -> int:
-    """Copy `parts` (bytes-like) one after the other into `buffers`, as far as there is room; bytes of all parts."""
+def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> int:
+    """Copy `parts` one after the other into `buffers`, as far as they suffice; bytes of all parts."""
     total = 0
     rest = iter(buffers)
     room = np.empty(0, np.uint8)
@@ -28,7 +26,7 @@ def fill(buffers: Sequence[memoryview], parts: Iterable[Any]) -> int:
                 buffer = next(rest, None)
                 full = buffer is None
                 if buffer is not None:
-                    room = np.frombuffer(buffer, np.uint8)
+                    room = np.frombuffer(buffer, np.uint8) if len(buffer) else room
                 continue
             count = min(len(room), len(data))
             room[:count] = data[:count]

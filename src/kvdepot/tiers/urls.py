@@ -1,8 +1,8 @@
-"""Tier URLs as people may see them: credentials and other secrets are replaced by `***`.
+"""Tier URLs for people: credentials and other secrets are replaced by `***`.
 
-`shown` is for a URL out of the settings, however malformed; `redact` is for messages, which may quote URLs or secrets.
-Whatever tells people of a tier (log, errors, status, `kvdepot config`, `kvdepot doctor`, HTTP) takes its text from one
-of the two. The one law: what may be part of a password counts as one.
+`shown` is for a URL of the settings, however malformed; `redact` is for messages that may contain URLs or secrets. All
+text about a tier (log, errors, status, `kvdepot config`, `kvdepot doctor`, HTTP) goes through one of the two.
+Invariant: whatever may be part of a password is treated as one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ SECRET_OPTION = re.compile("secret|token|passw|passphrase|credential|access_key|
 """Names of options whose value is a secret, unless they end with `_file`."""
 
 _PATHS = ("disk", "file")
-"""Schemes of directories: without a host, and an `@` in them ends no credentials."""
+"""Schemes of directories: they have no host, and an `@` in them does not end credentials."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,31}")
 _HOST = r"(\[[0-9A-Fa-f:.%]*\]|[\w.\-]+)(:\d{0,5})?"
 _PLACE = re.compile(rf"{_HOST}(,{_HOST})*(/[^?#@\s]*)?")
-"""Hosts with ports, and a path. Without credentials: a port that is no number may be a password without its `@host`."""
+"""Hosts with ports, and a path, without credentials: a port that is not a number may be a password without `@host`."""
 _PLACE_AFTER = re.compile(r"[\w.,:%\[\]\-]*(/[^?#&=@\s]*)?")
-"""The same behind credentials, however malformed."""
+"""The same after credentials, however malformed."""
 _WORD = re.compile(r"[\w./+\-]*")
 _IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,31}://[^\s\"'<>()]+")
 _LONG = 4
-"""A secret this long is replaced wherever it stands; a shorter one only as a word, or it would garble the message."""
+"""A secret of this length is replaced anywhere; a shorter one only as a whole word, or it would garble the message."""
 
 
 def credentials_of(url: str) -> tuple[str, str, str]:
-    """`user`, `password` (percent-decoded, perhaps empty) and what is left: the URL without them and its options."""
+    """`user`, `password` (percent-decoded, may be empty) and the URL without them and its options."""
     scheme, colon, rest = url.partition("://")
     place = rest.partition("?")[0]
     if scheme in _PATHS and place.startswith("/"):
@@ -52,7 +52,7 @@ def credentials_of(url: str) -> tuple[str, str, str]:
 
 
 def secrets_of(url: str) -> list[str]:
-    """What a message about this tier must not hold: its passwords, and those of URLs among its options."""
+    """Text that no message about this tier may contain: its passwords, and those of URLs in its options."""
     place, _, query = url.partition("?")
     found = []
     if place.partition("://")[0] in _PATHS:
@@ -65,18 +65,18 @@ def secrets_of(url: str) -> list[str]:
 
 
 def has_ambiguous_secret(url: str) -> bool:
-    """Whether a password may hold a character that ends it: then nobody knows where the host begins."""
+    """Whether a password may contain a character that ends it: then it is unclear where the host begins."""
     return "@" in url.partition("?")[2] or re.search(r"[\s\x00-\x1f#]", url) is not None
 
 
 def has_place(url: str) -> bool:
-    """Whether behind the credentials there is a directory, or hosts with ports, or a bucket."""
+    """Whether a directory, hosts with ports, or a bucket follow the credentials."""
     scheme, _, place = credentials_of(url)[2].partition("://")
     return scheme in _PATHS or _PLACE.fullmatch(place) is not None
 
 
 def redact(text: str, secrets: Collection[str] = ()) -> str:
-    """A message without these secrets, however they are quoted there, and without those of URLs in it."""
+    """A message without these secrets, in any quoting, and without those of URLs in it."""
     forms = {form for secret in secrets for form in _forms(secret)}
     for form in sorted(forms, key=len, reverse=True):
         pattern = re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)"
@@ -90,7 +90,7 @@ def _forms(secret: str) -> Iterator[str]:
 
 
 def shown(url: str) -> str:
-    """A URL with `***` for its secrets; `***` for all of it but what cannot be one where it is malformed."""
+    """A URL with `***` for its secrets. If it is malformed, for everything that may be one."""
     scheme, colon, rest = url.partition("://")
     if not colon:
         return _after_credentials(url) if "@" in url else url if _WORD.fullmatch(url) else HIDDEN
@@ -102,12 +102,12 @@ def shown(url: str) -> str:
     if not (scheme in _PATHS and place.startswith("/")):
         place = _place(place)
     if place.endswith(HIDDEN):  # no host
-        return f"{scheme}://{place}"  # what looks like options may belong to a password without its host
+        return f"{scheme}://{place}"  # the options may be part of a password without its host
     return f"{scheme}://{place}{mark}{'&'.join(_options(query))}"
 
 
 def _after_credentials(text: str) -> str:
-    """What follows the last `@`, where that is nothing but a host and a path."""
+    """The text after the last `@`, if that is only a host and a path."""
     place = text.rpartition("@")[2].partition("?")[0]
     return f"{HIDDEN}@{place}" if _PLACE_AFTER.fullmatch(place) else HIDDEN
 
@@ -120,7 +120,7 @@ def _place(place: str) -> str:
 
 
 def _options(query: str) -> Iterator[str]:
-    """The options up to the first secret: where its value holds an `&`, what follows is a part of it."""
+    """The options up to the first secret: if its value contains an `&`, the rest is part of it."""
     for option in query.split("&"):
         name, equals, value = option.partition("=")
         if value and SECRET_OPTION.search(name) and not name.endswith("_file"):

@@ -1,16 +1,17 @@
-"""The tier `disk`: objects as files of one directory, which takes a bounded number of bytes (folder.py).
+"""The tier `disk`: objects as files of one directory, of a bounded total size.
 
     disk:///var/cache/kv?capacity_gib=100
 
-Called by worker.py on its threads. The one law: a directory that is gone is not made anew on another file system,
-where a disk that is not mounted would be.
+Called by worker.py on its threads. Invariant: if the directory is gone, it is not made anew on another file system,
+such as the one below a disk that is not mounted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
@@ -21,9 +22,9 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.eviction import POLICIES
 from kvdepot.tiers import Blob, Usage, convert
-from kvdepot.tiers.folder import Folder
-from kvdepot.tiers.ledger import Ledger
-from kvdepot.tiers.places import device_of
+from kvdepot.tiers.disk.folder import Folder
+from kvdepot.tiers.disk.layout import LOCK
+from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
 __all__ = ["Disk", "DiskOptions", "open"]
@@ -37,14 +38,14 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def open(url: str, options: dict[str, str], threads: int) -> Disk:
-    """The directory of a URL, made where there is none. Does not wait until a large one is counted.
+    """The tier in the directory of a URL, which is created if there is none. A large one is counted in the background.
 
-    Raises ConfigError for a URL that makes no sense, a directory that is somebody else's or in use; TierError where it
-    cannot be had.
+    Raises ConfigError for an invalid URL, a directory in use or one of another user; TierError if the directory is not
+    accessible.
     """
     parts = urlsplit(url)
     name = shown(url)
-    own: DiskOptions = convert(options, DiskOptions, name)
+    own = convert(options, DiskOptions, name)
     path = Path(unquote(parts.path))
     if parts.netloc or not path.is_absolute() or path == Path("/"):
         raise ConfigError(f"tier {name}: write disk:///directory, with three slashes and a directory of its own")
@@ -54,67 +55,82 @@ def open(url: str, options: dict[str, str], threads: int) -> Disk:
 
 
 class Disk:
-    """Objects in a directory. When that is gone, calls raise TierError until `usage` has found it again."""
+    """Objects in a directory. If the directory disappears, calls raise TierError until `usage` finds it again."""
 
     def __init__(self, path: Path, capacity_bytes: int, policy: str = "lru") -> None:
-        self.counters: Counter[str] = Counter()
         self._path = path
         self._capacity_bytes = capacity_bytes
         self._policy = policy
+        self._tally = Tally()
         self._opening = threading.Lock()
         self._closed = False
         self._folder = self._open()
-        self._device = device_of(path)
+        self._device = _device_of(path)
 
     def __repr__(self) -> str:
         return f"<Disk {self._folder!r}>"
 
     def _open(self) -> Folder:
-        return Folder(self._path, Ledger(self._capacity_bytes, self._policy), self.counters)
+        return Folder(self._path, self._capacity_bytes, self._policy, self._tally)
 
     def _reopen(self) -> None:
-        """Raises TierError where the directory is not back."""
+        """Raises TierError if the directory is not back."""
         self._folder.close()
-        if not self._folder.is_marked() and device_of(self._path) != self._device:
+        is_a_tiers = os.path.lexists(self._path / LOCK)
+        if not is_a_tiers and _device_of(self._path) != self._device:
             raise TierError(f"{self._path} is gone: its file system is not mounted")
         try:
             self._folder = self._open()
-        except ConfigError as exc:  # somebody else's by now
+        except ConfigError as exc:  # it is another's now
             raise TierError(str(exc)) from exc
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Folder]:
+        folder = self._folder
+        with folder.claim.call():
+            yield folder
 
     def attach(self, memory: Sequence[memoryview]) -> None:
         """Nothing to prepare."""
 
     def find(self, names: Sequence[str]) -> list[bool]:
-        with self._folder.call() as folder:
+        with self._call() as folder:
             return folder.find(names)
 
     def read(self, blobs: Sequence[Blob]) -> list[int]:
-        with self._folder.call() as folder:
+        with self._call() as folder:
             return [folder.read(blob) for blob in blobs]
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        with self._folder.call() as folder:
+        with self._call() as folder:
             return [folder.write(blob) for blob in blobs]
 
     def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
-        with self._folder.call() as folder:
+        with self._call() as folder:
             folder.remove(names, spoilt)
 
     def forget(self, salt: str, space: str) -> int:
-        with self._folder.call() as folder:
+        with self._call() as folder:
             return folder.forget(salt, space)
 
     def usage(self) -> Usage:
-        """Without objects and bytes while the directory is being counted. Takes up a directory that was gone."""
+        """Without objects and bytes while the directory is being counted. Reopens a directory that was gone."""
         with self._opening:
-            if self._folder.gone and not self._closed:
+            if self._folder.claim.ended is not None and not self._closed:
                 self._reopen()
-        with self._folder.call() as folder:
+        with self._call() as folder:
             return folder.usage()
 
     def close(self) -> None:
-        """Waits for calls under way; where the disk holds them up for long, the directory stays locked."""
+        """Waits for calls in progress; while one hangs, the directory stays locked."""
         with self._opening:
             self._closed = True
             self._folder.close()
+
+
+def _device_of(path: Path) -> int:
+    """The file system of the nearest parent directory that is there."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return place.stat().st_dev
+    raise TierError(f"no directory above {path} can be read")

@@ -1,18 +1,17 @@
-"""This process's membership of a Mooncake Store: its one client, and what has to be known to use it safely.
+"""This process's membership in a Mooncake Store: its one client, and what it takes to use it safely.
 
-Used by mooncake.py, on any of the tier's threads. The one law: memory that the library may still be writing to is not
-given back. What it does wrong (0.3.13) and what is done about it here:
+Used by the tier, on any of its threads. Invariant: memory that the library may still write to is not given back. What
+the library (0.3.13) does wrong, and what is done about it here:
 
-- joining and leaving keep the GIL, for a minute and a half where no master answers: see `_rehearse`;
-- more than 2048 pieces on the way to one host hang for a minute, and then that host is lost for ever: see `transfer`;
+- joining and leaving keep the GIL, for a minute and a half if no master answers: see `_rehearse`;
+- more than 2048 pieces in transit to one host hang for a minute, and then that host is lost forever: see `transfer`;
 - a transfer that it gives up after 60 s may still be going on: see `_give_up`;
-- a client that is closed under a call crashes the process: see `calling`;
-- removed memory is free at once, also where a read is at it: see `reserving`.
+- a client that is closed during a call crashes the process: see `calling`;
+- removed memory is free at once, even while it is being read: see `reserving`.
 """
 
 from __future__ import annotations
 
-import importlib
 import socket
 import subprocess
 import sys
@@ -21,40 +20,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from kvdepot import install
 from kvdepot.errors import ConfigError, TierError
+from kvdepot.tiers.mooncake.library import Store, library
 
-__all__ = ["SPANS_UNDER_WAY", "Membership", "known", "library"]
+__all__ = ["SPANS_UNDER_WAY", "Membership", "known"]
 
 SPANS_UNDER_WAY = 1024
-"""Pieces of memory in all calls at a time."""
+"""Maximum pieces of memory in all calls together."""
 STUCK_S = 50.0
-"""A transfer that took longer has been given up by the library."""
+"""The library gives up transfers that take longer."""
 LEAVE_S = 10.0
 _REHEARSAL_S = 10.0
 _LOST = -900
-_DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 _REHEARSAL = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore
 host, metadata, protocol, device, master = sys.argv[1:]
 os._exit(bool(MooncakeDistributedStore().setup(host, metadata, 0, 0, protocol, device, master)))
 """
-
-
-def library() -> Any:
-    """The library's module; nothing of it is loaded before. Raises ConfigError that says what to install."""
-    try:
-        return importlib.import_module("mooncake.store")
-    except ImportError as exc:
-        missing = next((package for lib, package in _DEBIAN.items() if lib in str(exc)), "")
-        if missing:
-            raise ConfigError(
-                f"tier mooncake: {exc}; apt-get install {missing} (all it needs: {' '.join(_DEBIAN.values())})"
-            ) from exc
-        raise ConfigError(f"tier mooncake: {exc}; {install.advice('mooncake')}") from exc
 
 
 class Membership:
@@ -70,7 +54,7 @@ class Membership:
         self._segment_bytes = segment_bytes
         self._device = device
         self._areas: list[tuple[int, int]] = []
-        """(address, bytes) of what the library knows."""
+        """(address, bytes) of registered memory."""
         self._state = threading.Condition()
         # All below is guarded by _state.
         self._calls = 0
@@ -82,12 +66,12 @@ class Membership:
         self._generation = 0
         """Removals so far."""
         self._reads: Counter[int] = Counter()
-        """Reads under way, by the generation in which they began."""
+        """Reads in progress, by the generation in which they began."""
         self.rejoined = 0
-        self._store: Any = self._join()
+        self._store: Store | None = self._join()
 
     def __repr__(self) -> str:
-        return f"<Membership of {self.place}, {self._calls} calls and {self._spans} pieces under way>"
+        return f"<Membership of {self.place}, {self._calls} calls and {self._spans} pieces in progress>"
 
     @property
     def place(self) -> str:
@@ -96,10 +80,10 @@ class Membership:
 
     # -- joining and leaving
 
-    def _join(self) -> Any:
+    def _join(self) -> Store:
         """A client that has joined. Raises TierError."""
         loaded = library()
-        try:  # the library would try for long
+        try:  # the library itself would try for long
             with socket.create_connection(self._master, timeout=2.0) as probe:
                 local = self._local_host or probe.getsockname()[0]
         except OSError as exc:
@@ -107,7 +91,7 @@ class Membership:
         self._check_local(local)
         protocol = "rdma" if self._device else "tcp"
         self._rehearse(local, self._metadata, protocol, self._device, self.place)
-        store = loaded.MooncakeDistributedStore()
+        store: Store = loaded.MooncakeDistributedStore()
         if code := store.setup(local, self._metadata, self._segment_bytes, 0, protocol, self._device, self.place):
             raise TierError(
                 f"Mooncake Store at {self.place} cannot be joined with {self._segment_bytes} bytes of memory "
@@ -119,7 +103,7 @@ class Membership:
 
     @staticmethod
     def _check_local(given: str) -> None:
-        """The library would not notice that this is not an address of this host."""
+        """Raises ConfigError if this is not an address of this host, which the library would not notice."""
         try:
             with socket.socket() as probe:
                 probe.bind((given.rpartition(":")[0] or given, 0))
@@ -127,7 +111,10 @@ class Membership:
             raise ConfigError(f"tier mooncake: local_host={given} is not an address of this host") from exc
 
     def _rehearse(self, *words: str) -> None:
-        """Join from another process, without memory for the pool: what keeps the GIL for long keeps that one's."""
+        """Join in another process first, without memory for the pool: that process's GIL may be held for long.
+
+        Raises TierError.
+        """
         failed = f"Mooncake Store at {self.place} cannot be joined"
         try:
             done = subprocess.run(
@@ -140,10 +127,10 @@ class Membership:
             raise TierError(f"{failed}: {said[-1] if said else 'no reason given'}")
 
     def leave(self) -> None:
-        """Take this host's segment out of the pool. Keeps the GIL for up to some seconds. Safe twice."""
+        """Take this host's segment out of the pool. Holds the GIL for up to a few seconds. Safe to call twice."""
         with self._state:
             self._closed = True
-            # A call that does not end keeps its client.
+            # A call that hangs keeps its client.
             self._state.wait_for(lambda: self._calls == 0, LEAVE_S)
             if self._calls == 0 and self._store is not None:
                 store, self._store = self._store, None
@@ -152,8 +139,8 @@ class Membership:
     # -- calls
 
     @contextmanager
-    def calling(self) -> Iterator[Any]:
-        """The client, for one call. Joins anew after a transfer got stuck. Raises TierError."""
+    def calling(self) -> Iterator[Store]:
+        """The client, for one call. Joins again after a transfer got stuck. Raises TierError."""
         with self._state:
             self._state.wait_for(lambda: not self._stuck)
             if self._closed:
@@ -175,21 +162,21 @@ class Membership:
     def _give_up(self) -> None:
         """Close a client that may still be moving bytes of a call that has failed, before that call returns.
 
-        The last of the calls under way closes it, the others wait. Its segment is lost to the pool.
+        The last of the calls in progress closes it, the others wait. The pool loses its segment.
         """
         if self._calls == 0:
             store, self._store = self._store, None
+            assert store is not None, "stuck without a client"
             store.close()
             self._stuck = False
         else:
             self._state.wait_for(lambda: not self._stuck)
 
-    def transfer(self, move: Callable[..., list[int]], keys: list[str], *memory: list[list[int]]) -> list[int]:
-        """Call a function of the client that moves bytes; its answers. Raises TierError.
+    def transfer(self, spans: int, move: Callable[[], list[int]]) -> list[int]:
+        """Call a function of the client that moves bytes; its codes. Raises TierError.
 
-        memory: one list a key of what is said of each piece: addresses, sizes, ...
+        spans: pieces of memory in the call.
         """
-        spans = sum(map(len, memory[0]))
         with self._state:
             self._state.wait_for(lambda: self._stuck or self._spans + spans <= SPANS_UNDER_WAY)
             if self._stuck:
@@ -197,7 +184,7 @@ class Membership:
             self._spans += spans
         started = time.monotonic()
         try:
-            return known(move(keys, *memory))
+            return known(move())
         finally:
             with self._state:
                 self._spans -= spans
@@ -205,13 +192,13 @@ class Membership:
                 self._state.notify_all()
 
     def register(self, address: int, size: int) -> None:
-        """Tell the library of memory, now and whenever it joins anew. Raises TierError."""
+        """Register memory, now and whenever this process joins again. Raises TierError."""
         with self.calling() as store:
             _register(store, address, size)
         self._areas = [*self._areas, (address, size)]
 
     def unregister(self, address: int) -> None:
-        """The opposite; what is not registered is fine."""
+        """Undo `register`; ignores memory that is not registered. Raises TierError."""
         if any(start == address for start, _ in self._areas):
             with self.calling() as store:
                 store.unregister_buffer(address)
@@ -225,7 +212,7 @@ class Membership:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around whatever reads memory of the pool."""
+        """Around calls that read memory of the pool."""
         with self._state:
             generation = self._generation
             self._reads[generation] += 1
@@ -240,10 +227,10 @@ class Membership:
 
     @contextmanager
     def reserving(self) -> Iterator[None]:
-        """Around the request for room in the pool.
+        """Around calls that allocate memory of the pool.
 
-        A removal frees memory that a read may be at. So room is not asked for while anything is being removed, nor
-        before all reads have ended that began before that was done: they would get bytes of the new object.
+        A removal frees memory that may still be being read. So nothing is allocated during a removal, nor until all
+        reads have ended that began before its end: they would get bytes of the new object.
         """
         with self._state:
             self._state.wait_for(lambda: not self._removals and not any(n < self._generation for n in self._reads))
@@ -257,7 +244,7 @@ class Membership:
 
     @contextmanager
     def removing(self) -> Iterator[None]:
-        """Around whatever frees memory of the pool; see `reserving`."""
+        """Around calls that free memory of the pool; see `reserving`."""
         with self._state:
             self._removals += 1
             self._state.wait_for(lambda: not self._reservations)
@@ -270,13 +257,13 @@ class Membership:
                 self._state.notify_all()
 
 
-def _register(store: Any, address: int, size: int) -> None:
+def _register(store: Store, address: int, size: int) -> None:
     if code := store.register_buffer(address, size):
         raise TierError(f"Mooncake cannot register {size} bytes of memory (code {code})")
 
 
 def known(codes: list[int]) -> list[int]:
-    """The codes of a batch, unless the master does not answer: then TierError."""
+    """The codes of a batch. Raises TierError if they say that the master does not answer."""
     if lost := next((code for code in codes if code <= _LOST), 0):
         raise TierError(f"Mooncake Store's master does not answer (code {lost})")
     return codes

@@ -1,0 +1,138 @@
+"""The bound of a disk tier: reserves bytes for files, evicts objects, and removes files. Any thread.
+
+Invariant: the bytes that the file system allocates to our files never exceed the ledger's capacity; this includes
+half-written files, and removed ones that are still being read. Directories are not counted.
+
+Locks, in this order: `_evicting` from the choice of a victim until its file is removed, `naming(name)` while a file of
+this name is created or removed, then the ledger's own, under which there is no system call.
+"""
+
+# ruff: noqa: PTH108
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from kvdepot.tiers.disk.claim import Claim
+from kvdepot.tiers.disk.layout import path_of, prune, remove
+from kvdepot.tiers.disk.ledger import Entry, Ledger
+
+__all__ = ["Capacity"]
+
+
+class Capacity:
+    """The bound of one directory."""
+
+    def __init__(self, claim: Claim, ledger: Ledger) -> None:
+        self.claim = claim
+        self.ledger = ledger
+        self._tally = claim.tally
+        self._evicting = threading.Lock()
+        self._naming = [threading.Lock() for _ in range(16)]
+        self._litter: dict[str, list[Entry]] = {}
+        """Paths to remove, and the entries that are settled when that is done."""
+
+    def naming(self, name: str) -> threading.Lock:
+        """The lock under which files of this name are created and removed."""
+        return self._naming[hash(name) % len(self._naming)]
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Meanwhile no object is created or removed by others."""
+        with contextlib.ExitStack() as stack:
+            for lock in (self._evicting, *self._naming):
+                stack.enter_context(lock)
+            yield
+
+    # -- bytes
+
+    def charge_of(self, info: os.stat_result) -> int:
+        """Bytes that a file takes."""
+        return self.charge_for(info.st_blocks * 512)
+
+    def charge_for(self, size: int) -> int:
+        """Bytes that a file of `size` bytes will take: its blocks, and the blocks that map them.
+
+        The inode maps the first few blocks; after that, one block maps 256 or more.
+        """
+        block = self.claim.block_bytes
+        blocks = -(-size // block)
+        return (blocks + (blocks // 256 + 1 if blocks > 4 else 0)) * block
+
+    def reserve(self, size: int) -> bool:
+        """Reserve bytes, evicting objects while there are too few; whether that succeeded."""
+        while self.claim.ended is None:
+            if self.ledger.reserve(size):
+                return True
+            if not self._evict():
+                return False
+        return False
+
+    def evict(self, size: int) -> bool:
+        """Evict at least `size` bytes; whether there were as many.
+
+        For a file system that is full below our capacity: otherwise what is stored would stay forever.
+        """
+        while size > 0:
+            if not (freed := self._evict()):
+                return False
+            size -= freed
+        return True
+
+    def _evict(self) -> int:
+        """Evict the policy's victim; bytes freed."""
+        with self._evicting:
+            victim = self.ledger.victim()
+            if victim is None:
+                return 0
+            with self.naming(victim.name):
+                is_replaced = victim.name in self.ledger
+                if not is_replaced and not self.unlink(victim):
+                    return 0
+                self.ledger.settle(victim, evicted=True)
+            self._tally("evicted")
+            return victim.charge
+
+    # -- removing files
+
+    def unlink(self, entry: Entry) -> bool:
+        """Remove the file of an entry that was taken out, and the directories that become empty; whether it is gone.
+
+        If not, the entry is an object again.
+        """
+        path = path_of(self.claim.root, entry.name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            self.ledger.keep(entry)
+            self.claim.failed("remove", exc)
+            return False
+        prune(self.claim.root, path)
+        return True
+
+    def discard(self, path: str, entries: list[Entry]) -> None:
+        """Remove what is no longer an object, now or as soon as possible; the entries are counted until then."""
+        self._litter[path] = entries
+        self.retry_discarded()
+
+    def retry_discarded(self) -> None:
+        """Remove what could not be removed before."""
+        for path in list(self._litter):
+            entries = self._litter.pop(path, None)
+            if entries is None:
+                continue  # another thread removes it
+            try:
+                remove(path)
+            except FileNotFoundError:
+                pass
+            except OSError as exc:
+                self._litter[path] = entries
+                self.claim.failed("remove", exc)
+                continue
+            for entry in entries:
+                self.ledger.settle(entry)

@@ -1,0 +1,306 @@
+"""The `mooncake` tier: objects in the pooled memory of many hosts, with Mooncake Store's own client.
+
+    mooncake://master[:50051]/?local_host=10.0.0.7&segment_gib=64&protocol=tcp
+    mooncake://master[:50051]/?local_host=10.0.0.7&segment_gib=64&protocol=rdma&device=mlx5_0,mlx5_1
+
+`mooncake_master` knows where objects are and evicts them; every host adds a segment of its memory to the pool
+(`segment_gib`; 0: none) and moves bytes to and from the others' segments itself. Package
+mooncake-transfer-engine-non-cuda; Debian: libibverbs1 librdmacm1 libnuma1 libcurl4.
+
+Bytes move directly between segments and the caller's buffers. With TCP, any memory will do, and the arena is **not**
+registered: the client listens on all of the host's addresses, authenticates nobody, and lets anyone read and write all
+registered memory. So whoever reaches that port can change this host's segment (the checksum in each object detects
+that; `key_file` also keeps it secret), but not the arena. With RDMA, the memory of `attach` is registered, and bytes
+elsewhere are staged. RDMA needs `device`: without one, the library silently falls back to TCP.
+
+The library reads its settings from the environment. `open` sets those of ENVIRONMENT that are not set: the library logs
+only errors, its calls to the master end after two seconds, its transfers after five without progress. It releases the
+GIL while it moves bytes or waits for the master, but not while it joins or leaves the pool. So joining is tried in
+another process first, after which it takes milliseconds; leaving (`close`) takes up to a few seconds, in which other
+threads of this process are blocked.
+
+Known weaknesses: objects disappear with their segment, and the master reports those of a dead host for ten seconds more
+(`-client_ttl`); reads answer ABSENT then. `remove` also removes objects that other hosts are reading: they may get a
+mixture, which only the checksum in the object detects.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from kvdepot.errors import ConfigError, TierError
+from kvdepot.tiers import ABSENT, Blob, Usage, convert
+from kvdepot.tiers.mooncake.library import ReplicateConfig, Store, library, size_of
+from kvdepot.tiers.mooncake.membership import Membership, known
+from kvdepot.tiers.mooncake.objects import PREFIX, Group, PoolObject, Staging, address_of, memory_of, objects_of
+from kvdepot.tiers.tally import Tally
+from kvdepot.tiers.urls import shown
+
+__all__ = ["ENVIRONMENT", "PREFIX", "MooncakeOptions", "MooncakeTier", "open"]
+
+ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+}
+"""Environment variables of the library that `open` sets if they are not set."""
+PORT = 50051
+MOST_SPANS = 256
+"""Pieces of memory in one call; objects of more are staged."""
+_NOT_FOUND, _NOT_READY, _EXISTS = -704, -703, -705
+
+
+class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of this tier's URLs beside the common ones."""
+
+    local_host: Annotated[
+        str,
+        Meta(description="this host's address for other hosts; default: the local address used to reach the master"),
+    ] = ""
+    protocol: Annotated[str, Meta(pattern="^(tcp|rdma)$", description="tcp or rdma")] = "tcp"
+    device: Annotated[str, Meta(description="RDMA devices, separated by commas")] = ""
+    segment_gib: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=65536,
+            description="memory that this host adds to the pool, in GiB or as 512MiB; 0 = none, else 16MiB or more",
+        ),
+    ] = 1.0
+    replicas: Annotated[int, Meta(ge=1, le=16, description="hosts that each new object is written to")] = 1
+    buffer_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="staging memory for bytes outside the arena with rdma, in MiB or as 1GiB",
+        ),
+    ] = 64
+    metadata: Annotated[str, Meta(description="the pool's metadata server")] = "P2PHANDSHAKE"
+
+
+def open(url: str, options: dict[str, str], threads: int) -> MooncakeTier:
+    """The tier at `mooncake://host[:port]/`. Blocks for seconds. Raises ConfigError, or TierError without a master."""
+    name = shown(url)
+    own = convert(options, MooncakeOptions, name)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or PORT
+    except ValueError:
+        raise ConfigError(f"tier {name}: must be mooncake://host[:port]/") from None
+    if not host or parts.path not in ("", "/") or parts.username is not None:
+        raise ConfigError(f"tier {name}: must be mooncake://host[:port]/")
+    if own.protocol == "rdma" and not own.device:
+        raise ConfigError(f"tier {name}: protocol=rdma needs device=, e.g. device=mlx5_0")
+    if own.device and own.protocol != "rdma":
+        raise ConfigError(f"tier {name}: device= requires protocol=rdma")
+    if 0 < own.segment_gib < 1 / 64:
+        raise ConfigError(f"tier {name}: segment_gib must be 0 or at least 1/64")
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    library()
+    return MooncakeTier((host, port), own, registers=own.protocol == "rdma")
+
+
+class MooncakeTier:
+    """A client of one Mooncake Store. Any thread."""
+
+    def __init__(self, master: tuple[str, int], options: MooncakeOptions, registers: bool) -> None:
+        """registers: whether the transport must know memory before it moves bytes there. Raises TierError."""
+        device = options.device if options.protocol == "rdma" else ""
+        self._pool = Membership(master, options.local_host, options.metadata, int(options.segment_gib * 2**30), device)
+        self._options = options
+        self._registers = registers
+        self._memory: Sequence[memoryview] = ()
+        self._asks_sizes = True
+        """Whether to ask for sizes before a read, which is a round trip: the library fails, loudly, if memory is not of
+        exactly the object's size. Not after a read in which all memory was, until one in which some was not."""
+        self._tally = Tally("refused", "failed", "staged_bytes")
+        self._staging = Staging(self._pool, options.buffer_mib << 20, registers, self._tally)
+
+    def __repr__(self) -> str:
+        return f"<MooncakeTier {self._pool!r}, {self._tally!r}>"
+
+    # -- memory
+
+    def attach(self, memory: Sequence[memoryview]) -> None:
+        self._memory = memory
+        if self._registers:
+            for area in memory:
+                self._pool.register(address_of(area), len(area))
+
+    def _is_direct(self, entry: PoolObject) -> bool:
+        return len(entry.spans) <= MOST_SPANS and (
+            not self._registers or all(self._pool.knows(*span) for span in entry.spans)
+        )
+
+    def _groups(self, objects: list[PoolObject]) -> Iterator[tuple[list[PoolObject], bool]]:
+        """Objects in groups of one call each, and whether their bytes must be staged."""
+        direct, staged = Group(MOST_SPANS), Group(self._options.buffer_mib << 20)
+        for entry in objects:
+            stages = not self._is_direct(entry)
+            group, weight = (staged, entry.size) if stages else (direct, len(entry.spans))
+            if group.is_full(entry, weight):
+                yield group.take(), stages
+            group.add(entry, weight)
+        for group in (direct, staged):
+            if group.objects:
+                yield group.take(), group is staged
+
+    # -- the contract
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        if not names:
+            return []
+        with self._pool.calling() as store:
+            return [code == 1 for code in known(store.batch_is_exist([PREFIX + name for name in names]))]
+
+    def read(self, blobs: Sequence[Blob]) -> list[int]:
+        """As the contract says. Objects on dead hosts are absent."""
+        sizes = [ABSENT] * len(blobs)
+        if not blobs:
+            return sizes
+        with self._pool.calling() as store, self._pool.reading():
+            objects = objects_of(blobs)
+            if self._asks_sizes:
+                fitting = self._fit(store, objects, sizes)
+                exact = [entry for entry in fitting if entry.size == blobs[entry.index].size]
+                self._asks_sizes = not fitting or len(exact) < len(fitting)
+                self._get(store, fitting, sizes)
+            elif odd := self._get(store, objects, sizes):
+                fitting = [entry for entry in self._fit(store, odd, sizes) if entry.size < blobs[entry.index].size]
+                self._asks_sizes = bool(fitting)
+                self._get(store, fitting, sizes)
+        return sizes
+
+    def _get(self, store: Store, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
+        """Read objects whose size is that of their memory; those that failed."""
+        failed = []
+        for group, stages in self._groups(objects):
+            if stages:
+                with self._staging.staged(group) as moved:
+                    codes = self._receive(store, moved)
+                    for entry, place, code in zip(group, moved, codes, strict=True):
+                        if code == entry.size:
+                            entry.scatter(place.spans[0][0])
+            else:
+                codes = self._receive(store, group)
+            for entry, code in zip(group, codes, strict=True):
+                if code == entry.size:
+                    sizes[entry.index] = code
+                elif code not in (_NOT_FOUND, _NOT_READY):
+                    failed.append(entry)
+        self._tally("failed", len(failed))
+        return failed
+
+    def _receive(self, store: Store, objects: list[PoolObject]) -> list[int]:
+        """Sizes, or codes of errors."""
+        keys, addresses, sizes = memory_of(objects)
+        spans = sum(map(len, sizes))
+        return self._pool.transfer(spans, lambda: store.batch_get_into_multi_buffers(keys, addresses, sizes))
+
+    @staticmethod
+    def _fit(store: Store, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
+        """Objects for which there is memory enough, with memory of exactly their size. The others are answered."""
+        fitting = []
+        replicas = store.batch_get_replica_desc(list({entry.key for entry in objects}))
+        if objects and not replicas:  # also the answer without a master
+            known(store.batch_is_exist([objects[0].key]))
+        for entry in objects:
+            size = size_of(replicas.get(entry.key, ()))
+            if size > entry.size:
+                sizes[entry.index] = size
+            elif size > 0:
+                fitting.append(entry.cut(size))
+        return fitting
+
+    def write(self, blobs: Sequence[Blob]) -> list[bool]:
+        """As the contract says. Existing objects are kept; an object that another host is writing is refused."""
+        there = [False] * len(blobs)
+        with self._pool.calling() as store:
+            config: ReplicateConfig = library().ReplicateConfig()
+            config.replica_num = self._options.replicas
+            for group, stages in self._groups(objects_of(blobs)):
+                self._put(store, group, stages, config, there)
+        self._tally("refused", there.count(False))
+        return there
+
+    def _put(
+        self, store: Store, objects: list[PoolObject], stages: bool, config: ReplicateConfig, there: list[bool]
+    ) -> None:
+        """Write one group, in three steps: a plain put reports an object that another host is writing as existing."""
+        with self._pool.reserving():
+            codes = known(
+                store.batch_put_session_start([e.key for e in objects], [entry.size for entry in objects], config)
+            )
+        begun = [entry for entry, code in zip(objects, codes, strict=True) if code == 0]
+        exist = [entry for entry, code in zip(objects, codes, strict=True) if code == _EXISTS]
+        try:
+            if begun and stages:
+                with self._staging.staged(begun) as moved:
+                    for entry, place in zip(begun, moved, strict=True):
+                        entry.gather(place.spans[0][0])
+                    whole = self._send(store, moved)
+            else:
+                whole = self._send(store, begun)
+            if whole:
+                ends = known(store.batch_put_session_end([entry.key for entry in whole]))
+                for entry, code in zip(whole, ends, strict=True):
+                    there[entry.index] = code == 0
+        finally:
+            if left := [entry.key for entry in begun if not there[entry.index]]:
+                store.batch_put_session_revoke(left)
+        if exist:
+            for entry, code in zip(exist, known(store.batch_is_exist([e.key for e in exist])), strict=True):
+                there[entry.index] = code == 1
+
+    def _send(self, store: Store, objects: list[PoolObject]) -> list[PoolObject]:
+        """Move the bytes of reserved objects; those that arrived."""
+        if not objects:
+            return []
+        keys, addresses, sizes = memory_of(objects)
+        offsets = [[0, *accumulate(lengths[:-1])] for lengths in sizes]
+        codes = self._pool.transfer(
+            sum(map(len, sizes)), lambda: store.batch_put_from_multi_buffer_ranges(keys, addresses, sizes, offsets)
+        )
+        whole = [entry for entry, code in zip(objects, codes, strict=True) if code == entry.size]
+        self._tally("failed", len(objects) - len(whole))
+        return whole
+
+    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+        if names:
+            with self._pool.calling() as store, self._pool.removing():
+                # Forced: otherwise, objects that were read or asked for within the last ten seconds are kept.
+                known(store.batch_remove([PREFIX + name for name in names], True))
+
+    def forget(self, salt: str, space: str) -> int:
+        first, second = re.escape(salt), re.escape(space)
+        pattern = f"^{re.escape(PREFIX)}{first}[0-9a-f]*/{second}[0-9a-f]*/[0-9a-f]+[.][0-9a-f]+$"
+        with self._pool.calling() as store, self._pool.removing():
+            count = store.remove_by_regex(pattern, True)
+        if count < 0:
+            raise TierError(f"Mooncake Store removed nothing (code {count})")
+        return count
+
+    def usage(self) -> Usage:
+        """Counters only: the master alone knows what the pool holds."""
+        with self._pool.calling() as store:
+            if (code := store.is_exist(PREFIX)) < 0:
+                raise TierError(f"Mooncake Store's master does not answer (code {code})")
+        return Usage(counters={**self._tally.counts(), "rejoined": self._pool.rejoined})
+
+    def close(self) -> None:
+        """As the contract says. Takes this host's segment, with its objects, out of the pool."""
+        self._pool.leave()
+        self._memory = ()

@@ -1,0 +1,295 @@
+"""The `redis` tier: objects as values of a Redis or Valkey server, or a cluster of them, with redis-py.
+
+    redis://[user:password@]host[:port][/db]?...    rediss:// the same over TLS
+    redis+cluster://host:port[,host:port...]?...    rediss+cluster:// the same over TLS
+
+redis-py connects, authenticates, pools connections and knows a cluster's slots (servers.py). The commands that carry
+KV are packed and their replies read here, on its connections (exchange.py), for two reasons: a value is sent from the
+buffers it lies in, and it is read in parts. One `GET` of 8 MiB makes the server build a reply of 8 MiB, and the client
+a bytes object of the same size under the GIL; the same bytes as `GETRANGE`s of 1 MiB within `MULTI`/`EXEC` (so that
+they are all of one object) arrive at twice the speed.
+
+Objects that Redis evicts or that expire are misses. A server that has no memory left and may not evict
+(`maxmemory-policy noeviction`), or that stopped writing because it cannot save, refuses writes: they are answered
+False and counted, and reads go on. Commands that a user needs: ping, info, strlen, getrange, set, exists, unlink, scan,
+multi, exec; cluster if there is one.
+
+Known weaknesses: an object whose slot is moving between two nodes of a cluster is a miss meanwhile; one node that is
+unavailable fails the calls that ask it; `forget` walks all keys of the database, also those of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+import redis
+from msgspec import Meta
+from redis.exceptions import (
+    AskError,
+    OutOfMemoryError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from kvdepot.errors import ConfigError, TierError
+from kvdepot.tiers import ABSENT, Blob, Usage, convert
+from kvdepot.tiers.pieces import fill
+from kvdepot.tiers.redis.exchange import (
+    Reply,
+    Request,
+    checked,
+    exchange,
+    expect,
+    get_request,
+    request,
+    says,
+    set_request,
+)
+from kvdepot.tiers.redis.servers import Cluster, Settings, Single
+from kvdepot.tiers.tally import Tally
+from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
+
+__all__ = ["RedisOptions", "RedisTier", "open"]
+
+LARGEST_BYTES = 512 << 20
+"""Redis' limit for a value."""
+SCAN_KEYS = 2000
+
+
+class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of this tier's URLs beside the common ones."""
+
+    prefix: Annotated[str, Meta(max_length=64, description="prefix of every key")] = "kvdepot/"
+    expire_s: Annotated[int, Meta(ge=0, description="seconds after which Redis drops an object; 0 = never")] = 0
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=600, description="seconds without progress before the server counts as unreachable")
+    ] = 3.0
+    password_file: Annotated[str, Meta(description="file with the password, instead of one in the URL")] = ""
+    tls_ca: Annotated[str, Meta(description="file with the CAs to trust (PEM); default: the system's")] = ""
+    tls_cert: Annotated[str, Meta(description="file with a client certificate (PEM)")] = ""
+    tls_key: Annotated[str, Meta(description="file with the certificate's key (PEM)")] = ""
+
+
+def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
+    """The tier at `url`. Connects at the first call. Raises ConfigError."""
+    user, password, rest = credentials_of(url)
+    scheme, _, place = rest.partition("://")
+    name = shown(rest)
+    own = convert(options, RedisOptions, name)
+    cluster = scheme.endswith("+cluster")
+    hosts, _, database = place.partition("/")
+    nodes = [_node(text, name) for text in hosts.split(",")]
+    if not cluster and len(nodes) > 1:
+        raise ConfigError(f"tier {name}: several hosts need redis+cluster://")
+    if database and (cluster or not database.isdecimal()):
+        raise ConfigError(f"tier {name}: {database!r} is no database" + " of a cluster" * cluster)
+    settings: Settings = {
+        "username": user or None,
+        "password": password or None,
+        "socket_timeout": own.timeout_s,
+        "socket_connect_timeout": own.timeout_s,
+        "protocol": 2,  # 3 has nothing that is needed; with it, redis-py accepts push messages that extend timeouts
+        "ssl": scheme.startswith("rediss"),
+        "ssl_ca_certs": own.tls_ca or None,
+        "ssl_certfile": own.tls_cert or None,
+        "ssl_keyfile": own.tls_key or None,
+    }
+    if own.password_file:
+        try:
+            settings["password"] = Path(own.password_file).read_text().strip()
+        except OSError as exc:
+            raise ConfigError(f"tier {name}: password_file {own.password_file}: {exc.strerror}") from exc
+    files = [path for path in (own.tls_ca, own.tls_cert, own.tls_key) if path]
+    if files and not settings["ssl"]:
+        raise ConfigError(f"tier {name}: tls_ca, tls_cert and tls_key are for rediss:// and rediss+cluster://")
+    for path in files:
+        if not Path(path).is_file():
+            raise ConfigError(f"tier {name}: {path} is not a file")
+    servers = Cluster(nodes, settings) if cluster else Single(nodes[0], int(database or 0), settings)
+    secrets = [secret for secret in (settings["password"], *secrets_of(url)) if secret]
+    return RedisTier(name, servers, own, secrets)
+
+
+def _node(text: str, name: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ConfigError(f"tier {name}: no host:port") from None  # the text may be a password without its host
+    if not host:
+        raise ConfigError(f"tier {name}: there is no host")
+    return host, port or 6379
+
+
+class RedisTier:
+    """Objects as values. Any thread: redis-py's pools are all that threads share."""
+
+    def __init__(
+        self, name: str, servers: Single | Cluster, options: RedisOptions, secrets: Sequence[str] = ()
+    ) -> None:
+        """name: without credentials. secrets: text that no error may contain."""
+        self._name = name
+        self._servers = servers
+        self._options = options
+        self._secrets = secrets
+        self._prefix = options.prefix.encode()
+        self._closed = False
+        self._tally = Tally("refused", "spoilt")
+
+    def __repr__(self) -> str:
+        return f"<RedisTier {self._name} {self._options.prefix!r}, {self._tally!r}>"
+
+    def attach(self, memory: Sequence[memoryview]) -> None:
+        """Nothing: sockets read from and write to any memory."""
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        """One round trip; does not count as a use for Redis' eviction."""
+        there = [False] * len(names)
+
+        def answer(index: int, replies: list[Reply]) -> None:
+            there[index] = expect(replies[0], int) == 1
+
+        self._ask([request(b"EXISTS", self._key(name)) for name in names], answer)
+        return there
+
+    def read(self, blobs: Sequence[Blob]) -> list[int]:
+        """Replies are copied as they arrive; meanwhile the server sends the next."""
+        sizes = [ABSENT] * len(blobs)
+
+        def answer(index: int, replies: list[Reply]) -> None:
+            for reply in replies[:-1]:  # if a command was refused, its error comes before that of EXEC
+                expect(reply, bytes)
+            length, *parts = expect(replies[-1], list)
+            if says(length, "WRONGTYPE") or length == 0:  # another's key, or none
+                return
+            blob, size = blobs[index], expect(length, int)
+            if fill(blob.buffers, (expect(part, bytes) for part in parts)) < min(size, blob.size):
+                raise TierError(f"{self._name}: an object of {size} bytes arrived incomplete")
+            sizes[index] = size
+
+        self._ask([get_request(self._key(blob.name), blob.size) for blob in blobs], answer)
+        return sizes
+
+    def write(self, blobs: Sequence[Blob]) -> list[bool]:
+        """One `SET` each, from the buffers. False: larger than Redis accepts, or it is full."""
+        kept = [False] * len(blobs)
+        fitting = [index for index, blob in enumerate(blobs) if blob.size <= LARGEST_BYTES]
+
+        def answer(index: int, replies: list[Reply]) -> None:
+            full = isinstance(replies[0], OutOfMemoryError) or says(replies[0], "MISCONF")
+            kept[fitting[index]] = not full and expect(replies[0], bytes) == b"OK"
+
+        chosen = [blobs[index] for index in fitting]
+        expire_s = self._options.expire_s
+        self._ask([set_request(self._key(b.name), b.buffers, b.size, expire_s) for b in chosen], answer)
+        self._tally("refused", kept.count(False))
+        return kept
+
+    def remove(self, names: Sequence[str], spoilt: bool = False) -> None:
+        """Corrupt objects are counted; none are kept for inspection."""
+        answered: set[int] = set()
+
+        def answer(index: int, replies: list[Reply]) -> None:
+            expect(replies[0], int)
+            answered.add(index)
+
+        self._ask([request(b"UNLINK", self._key(name)) for name in names], answer)
+        if len(answered) < len(names):
+            raise TierError(f"{self._name}: {len(names) - len(answered)} objects are moving between nodes")
+        self._tally("spoilt", len(names) if spoilt else 0)
+
+    def forget(self, salt: str, space: str) -> int:
+        """Walks the keys of every primary and removes what matches, a few thousand at a time."""
+        pattern = "".join(f"\\{c}" if c in "*?[]\\^-" else c for c in self._options.prefix) + f"{salt}*/{space}*"
+        begins = [salt.encode(), space.encode()]
+
+        def ours(key: bytes | str) -> bool:
+            assert isinstance(key, bytes)  # str only for clients that decode
+            parts = key[len(self._prefix) :].split(b"/")
+            return len(parts) == 3 and all(part.startswith(text) for part, text in zip(parts, begins, strict=False))
+
+        gone = 0
+        with self._edge():
+            for client in self._servers.clients():
+                cursor = 0
+                while True:
+                    cursor, keys = client.scan(cursor, pattern, SCAN_KEYS)
+                    pipe = client.pipeline(transaction=False)  # a key per command: a cluster accepts no others
+                    for key in filter(ours, keys):
+                        pipe.unlink(key)
+                    gone += sum(expect(checked(count), int) for count in pipe.execute(raise_on_error=False))
+                    if cursor == 0:
+                        break
+        return gone
+
+    def usage(self) -> Usage:
+        """capacity_bytes: the servers' `maxmemory`. How much of their contents is ours, only a walk could tell."""
+        with self._edge():
+            limits = [self._limit(client) for client in self._servers.clients()]
+        return Usage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
+
+    def close(self) -> None:
+        """Idle connections are closed now, the others after the calls that use them."""
+        self._closed = True
+        self._servers.close()
+
+    # -- internals
+
+    def _key(self, name: str) -> bytes:
+        return self._prefix + name.encode()
+
+    def _ask(self, requests: Sequence[Request], answer: Callable[[int, list[Reply]], None]) -> None:
+        """Send each request to the server of its key; `answer` gets its index and its replies.
+
+        If a server says that a key is elsewhere, the request is sent there, once; after that, it gets no answer.
+        """
+        indexes: Sequence[int] = range(len(requests))
+        with self._edge():
+            for again in (False, True):
+                moved: list[int] = []
+
+                def sort(index: int, replies: list[Reply], moved: list[int] = moved) -> None:
+                    if any(isinstance(reply, (AskError, TryAgainError)) for reply in replies):
+                        moved.append(index)
+                    else:
+                        answer(index, replies)
+
+                for pool, theirs in self._servers.routes(requests, indexes, again):
+                    exchange(pool, [(index, requests[index]) for index in theirs], sort)
+                if not moved:
+                    return
+                indexes = moved
+
+    @contextmanager
+    def _edge(self) -> Iterator[None]:
+        """Turns what redis-py raises into TierError."""
+        if self._closed:
+            raise TierError(f"{self._name} is closed")
+        try:
+            yield
+        except (RedisError, RedisClusterException, OSError) as exc:
+            self._servers.failed()
+            # A server that does not know AUTH quotes its arguments, cut off at some length.
+            said = redact(str(exc).partition(", with args beginning with")[0], self._secrets)
+            raise TierError(f"{self._name}: {type(exc).__name__}: {said}") from None
+        finally:
+            if self._closed:
+                self._servers.close()
+
+    def _limit(self, client: redis.Redis) -> int:
+        try:
+            client.ping()
+        except ResponseError as exc:
+            if not says(exc, "MISCONF"):  # refuses writes, and PING to be noticed: reads still work
+                raise
+        try:
+            return int(client.info("memory").get("maxmemory", 0))
+        except ResponseError:  # this user may not ask, or the server has no such command
+            return 0
