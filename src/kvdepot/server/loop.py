@@ -230,10 +230,10 @@ class Server:
                 self._act(self.depot.finished(token, outcome, time.monotonic()))
 
     def _tick(self) -> None:
-        self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
             self._feed.tick(self.depot.index)
             self.depot.counters["kv_event_overflows"] = self._feed.overflows
+        self._act(self.connections.tick(time.monotonic(), time.time()))
         self._listener.tick()
         report = self.depot.report
         report.http = self._web.address if self._web is not None else ""
