@@ -142,7 +142,7 @@ def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     host.find(b"one", store(prompt("a", 3)))
     faulty.inject(down=1)
     said = host.find(b"one", wire.Forget())
-    assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store cannot be had"}
+    assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store is unavailable"}
 
 
 def test_a_tier_that_hangs_does_not_keep_the_answer_to_forget(tier: MemoryTier) -> None:

@@ -1,7 +1,7 @@
 """Storage behind memory: the contract of every tier, and how a tier is written in the settings.
 
 A tier keeps objects: bytes under a name. It knows nothing about chunks, engines or the arena: format.py defines what
-names and bytes mean, core/tiering.py decides which tier is asked for what, and worker.py calls the methods, each on one
+names and bytes mean, core/tiering/ decides which tier is asked for what, and worker.py calls the methods, each on one
 of the tier's own threads and never on the deciding one. So they may block; deadlines, the circuit breaker and the
 bounded queue are the callers'. Every tier must pass the suite in kvdepot.testing.tiers.
 

@@ -1,4 +1,4 @@
-"""Names and headers of a tier's objects. Pure; used by worker.py and tiering.py.
+"""Names and headers of a tier's objects. Pure; used by worker.py and core/tiering/.
 
 Invariant: an object's bytes are used only if its header matches everything that the name stands for, and the checksum
 matches. An object is a header of HEADER_BYTES and then one shard's KV, as in the arena or coded by codec.py:
