@@ -1,9 +1,9 @@
-"""The deciding part of the server: requests and outcomes in, actions out. It hands each to the file that decides it.
+"""The deciding part of the server: takes requests and outcomes, returns actions. It only dispatches to other files.
 
-Called with requests by core/connections.py and with outcomes by server/loop.py, on one thread. No sockets, threads or
-clocks here, and no I/O: what takes time is returned as an action. The one law: every request is answered exactly once,
-and what a request holds (reservations, pins, mappings) is given up exactly once, whatever comes first: its end, an
-error, or its client's death.
+Called with requests by core/connections.py and with outcomes by server/loop.py, on one thread. No sockets, threads,
+clocks or I/O here: anything that takes time is returned as an action. Invariant: every request is answered exactly
+once, and what it holds (reservations, pins, mappings) is released exactly once, when it ends, fails, or its client
+dies.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = ["Depot"]
 log = logging.getLogger(__name__)
 
 _MOST_SAVED = 1 << 32
-"""Tokens, or seconds, that one request can have saved."""
+"""The most tokens, or seconds, that one request may report as saved."""
 
 
 class Depot:
-    """Index, pins, sessions and registrations of one server."""
+    """One server's decisions: owns its index, transfers, sessions, registrations and tier state."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Depot:
         boot: bytes = b"",
         step_chunks: int = STEP_CHUNKS,
     ) -> None:
-        """step_chunks: so many are removed in one go where many are."""
+        """step_chunks: how many chunks one step of a removal examines."""
         self.index = index
         self.removals = Removals(index, step_chunks)
         self.counters = Counters()
@@ -69,10 +69,10 @@ class Depot:
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
-        self.max_clients = config.max_clients  # less where there are not descriptors enough
+        self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
-        self.saved_tokens, self.saved_s = 0, 0.0  # as engines said
+        self.saved_tokens, self.saved_s = 0, 0.0  # as reported by engines
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
@@ -85,12 +85,12 @@ class Depot:
 
     @property
     def asked_tokens(self) -> int:
-        """Of prompts that engines looked up, as far as chunks are whole."""
+        """Tokens in the whole chunks of prompts that engines looked up."""
         return self.counters["lookup_chunks"] * self._config.chunk_size
 
     @property
     def reused_tokens(self) -> int:
-        """That engines loaded instead of computing them: what they said, and what requests that named none got."""
+        """Tokens that engines loaded instead of computing: as they reported, or as their sessions retrieved."""
         return self.saved_tokens + self.sessions.retrieved_chunks * self._config.chunk_size
 
     # -- events
@@ -98,29 +98,32 @@ class Depot:
     def welcome(
         self, identity: bytes, lease: Lease, user: str = "", tenant: str = "", seal: Seal | None = None
     ) -> None:
-        """Take in a client that has proved itself; it reaches only this tenant's chunks. Raises Busy: too many."""
+        """Add a client that has passed the handshake; it can access only this tenant's chunks.
+
+        Raises Busy if there are too many clients.
+        """
         assert identity not in self._clients
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
-            raise Busy(f"{len(self._clients)} clients are connected, the most that max_clients or open files allow")
+            raise Busy(f"{len(self._clients)} clients are connected, the limit set by max_clients or open files")
         self._clients[identity] = Client(identity, lease, tenant, user, seal, self.now, self.now)
 
     def client(self, identity: bytes) -> Client | None:
-        """The client of this identity, if it has said hello and lives."""
+        """The live client with this identity, if there is one."""
         return self._clients.get(identity)
 
     def handle(self, identity: bytes, number: bytes, request: wire.Request, now: float = 0.0) -> list[Action]:
-        """Decide one request. Never raises a KVDepotError: it becomes the reply."""
+        """Decide one request. A KVDepotError becomes the reply and is never raised."""
         self.now = now
         try:
             client = self._clients.get(identity)
             if client is None:
-                raise UnknownClient("say hello first: this server has not met you")
+                raise UnknownClient("unknown client: send Hello first")
             client.heard = now
             chunks = chunks_named(request)
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
-                raise Busy(f"a request that names {chunks} chunks, more than {wire.MAX_CHUNKS}")
+                raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
             return self._decide(client, number, request)
         except KVDepotError as exc:
             self.counters["errors"] += 1
@@ -139,7 +142,7 @@ class Depot:
                 return self.transfers.retrieve(client, number, request)
             case wire.EndSession():
                 actions = self.sessions.give_up(client, request.request)
-                self.sessions.end(client, request.request)  # whatever it says that it saved
+                self.sessions.end(client, request.request)  # even if the reported savings are invalid
                 return [*actions, Reply(client.identity, number, self._count_saved(request))]
             case wire.Register():
                 self.report.note(
@@ -165,11 +168,11 @@ class Depot:
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
-                raise InternalError("hello is for core/connections.py to answer")
+                raise InternalError("core/connections.py answers Hello and Prove")
         return [Reply(client.identity, number, value)]
 
     def finished(self, token: object, outcome: Any, now: float = 0.0) -> list[Action]:
-        """A task or a tier task has ended; `outcome` as in copier.Copier and worker.TierWorker."""
+        """Handle the outcome of a task or tier task; see copier.Copier and worker.TierWorker."""
         self.now = now
         match token:
             case Token():
@@ -178,14 +181,14 @@ class Depot:
                 return self.transfers.copied(token, outcome, self.wall)
             case Remapping():
                 return self.registrations.mapped(token, outcome)
-        raise AssertionError(f"nothing was asked for with {token!r}")
+        raise AssertionError(f"unknown token {token!r}")
 
     def next_deadline(self) -> float:
-        """When `expire` must be called next; 0: as soon as what has arrived is served."""
+        """When `expire` must be called next; 0: as soon as all received messages are handled."""
         return 0.0 if self.removals else self.tiering.next_deadline()
 
     def expire(self, now: float) -> list[Action]:
-        """Go on with what is being removed, and answer what has waited for tiers long enough."""
+        """Continue removals, and answer requests whose wait for tiers has reached its deadline."""
         self.now = now
         actions = self.forgetting.step()
         while self.tiering.next_deadline() <= now:
@@ -193,7 +196,7 @@ class Depot:
         return actions
 
     def _go_on(self, decisions: list[Decision]) -> list[Action]:
-        """Do what has to follow what was decided of tiers, in its order: each must find what the one before left."""
+        """Carry out the tiering's decisions in order: each depends on the state that the one before leaves."""
         actions: list[Action] = []
         for decision in decisions:
             match decision:
@@ -208,7 +211,7 @@ class Depot:
         return actions
 
     def tick(self, now: float, wall: float) -> list[Action]:
-        """Once a second. wall: seconds since 1970."""
+        """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
         self.sessions.tick(now)
         self.ceiling.tick(now, self.counters["hit_chunks"])
@@ -218,7 +221,7 @@ class Depot:
         return [*self.tiering.tick(now)]
 
     def stop_waiting(self) -> list[Action]:
-        """Remove what is to be removed, and answer every request that awaits tiers: the server is about to end."""
+        """Before shutdown: finish removals, and answer every request that waits for tiers."""
         actions: list[Action] = []
         while self.removals:
             actions += self.forgetting.step()
@@ -228,9 +231,9 @@ class Depot:
         return actions
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
-        """A client is gone: give up all it holds. What is being copied for it ends first, by itself.
+        """Remove a client and release all it holds; what its running copies hold is released when they end.
 
-        has_left: it closed its connection, and that is no death.
+        has_left: it closed its connection, so it does not count as dead.
         """
         client = self._clients.pop(identity, None)
         if client is None:
@@ -248,28 +251,28 @@ class Depot:
     def _count_saved(self, request: wire.EndSession) -> BadRequest | None:
         if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
             self.counters["errors"] += 1
-            return BadRequest(f"{request.saved_tokens} tokens and {request.saved_s} s are no saving")
+            return BadRequest(f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range")
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
         return None
 
-    # -- what people see
+    # -- status
 
     @property
     def operations(self) -> int:
-        """Stores and retrieves under way."""
+        """Number of stores and retrieves in progress."""
         return self.transfers.operations
 
     @property
     def clients(self) -> Collection[Client]:
-        """All that have said hello and live."""
+        """All live clients that have passed the handshake."""
         return self._clients.values()
 
     @property
     def chunk_size(self) -> int:
-        """Tokens a chunk."""
+        """Tokens per chunk."""
         return self._config.chunk_size
 
     def status(self, tenant: str = "") -> Status:
-        """What there is and what has happened; see core/report.py."""
+        """The status that this tenant may see; empty: everything. See core/report.py."""
         return self.report.status(tenant)

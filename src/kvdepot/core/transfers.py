@@ -1,7 +1,7 @@
-"""Stores and retrieves: what is reserved or held for them, which bytes are copied, what is sealed and answered.
+"""Stores and retrieves: reserves or holds their chunks, plans the copies, seals what arrived, and replies.
 
-Called by core/depot.py on the deciding thread. The one law: what is reserved or held for an operation is given up once,
-when its last copy has ended, whether its client lives or not.
+Called by core/depot.py on the deciding thread. Invariant: an operation's reservations and holds are released exactly
+once, when its last copy has ended, even if its client has died.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ __all__ = ["CopyToken", "Transfers"]
 log = logging.getLogger(__name__)
 
 _QUEUED_CHUNKS = 1 << 18
-"""A client with so many chunks in flight waits until some have been copied."""
+"""While a client has this many chunks in flight, its operations are refused."""
 _SAMPLED = 16
-"""With `verify = "sampled"`, one chunk in so many is summed up."""
+"""With `verify = "sampled"`, one chunk in this many is checksummed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """One STORE or RETRIEVE under way."""
+    """One store or retrieve in progress."""
 
     client: Client
     number: bytes
     instance: Instance
     is_store: bool
-    chunks: list[tuple[Chunk, int]]  # what is held: chunk and rank, in key order
+    chunks: list[tuple[Chunk, int]]  # reserved or held: chunk and rank, in key order
     tasks: int = 0
-    results: list[bool] = field(default_factory=list)  # one a key
+    results: list[bool] = field(default_factory=list)  # of a retrieve, one per key; of a store, one
     places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
-    sums: dict[int, int] = field(default_factory=dict)  # of a store, by place in `chunks`: what has arrived
+    sums: dict[int, int] = field(default_factory=dict)  # of a store: checksums of arrived chunks, by position
     requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
     unpins: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class CopyToken:
-    """Of a Copy: which chunks `[first, end)` of an operation it copies."""
+    """The token of a Copy, which copies the chunks `[first, end)` of an operation."""
 
     operation: _Operation
     first: int
@@ -76,7 +76,7 @@ class Transfers:
         tiering: Tiering,
         counters: Counters,
     ) -> None:
-        self.operations = 0  # under way
+        self.operations = 0  # in progress
         self.stored_bytes = self.retrieved_bytes = 0
         self._config = config
         self._index = index
@@ -89,9 +89,9 @@ class Transfers:
         return f"<Transfers {self.operations} operations>"
 
     def store(self, client: Client, number: bytes, request: wire.Store, wall: int) -> list[Action]:
-        """Reserve what is missing and copy it; answered when it has arrived. wall: seconds since 1970.
+        """Reserve the missing chunks and copy them; replies when the last copy ends. wall: seconds since 1970.
 
-        Raises BadRequest, UnknownInstance or Busy with nothing done.
+        Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
         instance = self._admit(client, request.instance)
         for part in request.shards:
@@ -99,7 +99,7 @@ class Transfers:
         operation = _Operation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
         complete = True
-        namespaces = [self._namespace(instance, part) for part in request.shards]  # or it is refused with none reserved
+        namespaces = [self._namespace(instance, part) for part in request.shards]  # raises before anything is reserved
         for part, namespace in zip(request.shards, namespaces, strict=True):
             ids = np.frombuffer(part.block_ids, np.uint32).astype(np.intp)
             count = len(part.hashes) // HASH_BYTES
@@ -121,10 +121,10 @@ class Transfers:
                     case Present():
                         self._counters["known_chunks"] += 1
                     case NoRoom():
-                        # Without this chunk those behind it are useless: drop them too.
+                        # The chunks behind this one are useless without it: drop them too.
                         self._counters["dropped_chunks"] += count - i
                         asked = {"client": client.called, "request": part.request}
-                        log.debug("%d chunks of a store dropped: no room for them", count - i, extra=asked)
+                        log.debug("dropped %d chunks of a store: no room", count - i, extra=asked)
                         complete = False
         operation.results = [complete]
         if not pieces:
@@ -133,9 +133,9 @@ class Transfers:
         return self._start(operation, pieces, client.lease, request.ticket)
 
     def retrieve(self, client: Client, number: bytes, request: wire.Retrieve) -> list[Action]:
-        """Copy what is there into the engine's blocks; answered, one bool a key, when that has ended.
+        """Copy the chunks that are present into the engine's blocks; then reply with one bool per key.
 
-        Raises BadRequest, UnknownInstance or Busy with nothing done.
+        Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
         instance = self._admit(client, request.instance)
         for part in request.shards:
@@ -161,14 +161,14 @@ class Transfers:
                 summed = shard.checksum != 0 and self._sums(chunk.key)
                 pieces.append(CopyPiece(shard.extents, ids[i * blocks : (i + 1) * blocks], skip, summed))
             operation.requests.append((part.request, part.model, count))
-        self._index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup was the use
+        self._index.hold([chunk for chunk, _ in operation.chunks], use=False)  # the lookup already counted as a use
         if not pieces:
             self._end_retrieve(operation)
             return [Reply(client.identity, number, operation.results)]
         return self._start(operation, pieces, None, 0)
 
     def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
-        """Where the chunks of a part that has been checked belong. Raises Busy."""
+        """The namespace of a checked part's chunks. Raises Busy."""
         blocks = len(part.block_ids) // 4 // (len(part.hashes) // HASH_BYTES)
         return self._registrations.namespace(instance, part.model, part.world_size, part.rank, blocks)
 
@@ -179,8 +179,8 @@ class Transfers:
         if client.queued >= self._config.max_queued or client.queued_chunks >= _QUEUED_CHUNKS:
             self._counters["operations_refused"] += 1
             raise Busy(
-                f"{client.queued} stores and retrieves of {client.queued_chunks} chunks are in flight, the most that "
-                "max_queued and memory allow"
+                f"{client.queued} stores and retrieves of {client.queued_chunks} chunks are in flight; the limits are "
+                f"{self._config.max_queued} (max_queued) and {_QUEUED_CHUNKS} chunks"
             )
         return instance
 
@@ -205,11 +205,11 @@ class Transfers:
         return tasks
 
     def _sums(self, key: bytes) -> bool:
-        """Whether the bytes of this chunk are summed up. The same chunks whenever they are asked for."""
+        """Whether this chunk is checksummed; depends only on its key, so that store and retrieve agree."""
         return self._config.verify == "always" or (self._config.verify == "sampled" and key[0] < 256 // _SAMPLED)
 
     def copied(self, token: CopyToken, sums: list[int] | None, wall: int) -> list[Action]:
-        """A copy has ended; sums: one a piece, None where it failed. wall: seconds since 1970."""
+        """Handle the end of a copy. sums: one per piece, or None if it failed. wall: seconds since 1970."""
         operation = token.operation
         operation.tasks -= 1
         if sums is not None:
@@ -226,7 +226,7 @@ class Transfers:
     def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
         shard = chunk.shards[rank]
         if not shard.sealed or self._index.is_forgotten(chunk):
-            return False  # found to be corrupt, or forgotten, while it was copied
+            return False  # marked corrupt, or forgotten, during the copy
         if got and shard.checksum and got != shard.checksum:
             self._counters["corrupt_chunks"] += 1
             self._index.mark_corrupt(chunk, rank)
@@ -276,7 +276,7 @@ class Transfers:
         self._counters["retrieved_chunks"] += sum(results)
         for place, (chunk, rank) in zip(operation.places, operation.chunks, strict=True):
             self.retrieved_bytes += chunk.shards[rank].size if results[place] else 0
-        self._index.release([chunk for chunk, _ in operation.chunks])  # what nobody is to have any more goes with this
+        self._index.release([chunk for chunk, _ in operation.chunks])  # this removes what is pending removal
         if operation.unpins:
             first = 0
             for request, model, keys in operation.requests:
@@ -286,7 +286,7 @@ class Transfers:
 
 
 def _tell(what: str, done: int, operation: _Operation) -> None:
-    """How an operation ended, for who follows a request through the log."""
+    """Log how an operation ended, with its request ids, so that a request can be followed through the log."""
     if log.isEnabledFor(logging.DEBUG):
         count = len(operation.chunks) if operation.is_store else len(operation.results)
         requests = " ".join(dict.fromkeys(request for request, _, _ in operation.requests))
