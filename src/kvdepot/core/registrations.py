@@ -1,7 +1,8 @@
-"""The KV tensors that workers have registered: mapped here, unmapped when nothing touches them. Decisions only.
+"""The KV tensors that workers have registered: when they are mapped, replaced and unmapped. Decisions only.
 
-Called by core/depot.py on the deciding thread; mapping and unmapping are Calls for copy threads. The one law: tensors
-stay mapped until the last copy that touches them has ended, and who waits to hear that they are not is answered once.
+Called by core/depot.py on the deciding thread; copy threads run the mapping and unmapping, as Calls. Invariants:
+tensors stay mapped until the last copy that uses them has ended; each request that waits for their unmapping gets one
+reply.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from kvdepot.protocol.layout import Layout
 __all__ = ["Registrations", "Remapping"]
 
 _FILES_A_MAPPING = 2
-"""A mapping keeps its file open, and Python's mmap once more."""
+"""File descriptors per mapping: the file itself, and the duplicate that Python's mmap opens."""
 
 
 @dataclass(slots=True, eq=False)
 class Remapping:
-    """The token of mapping (or unmapping) an instance's tensors."""
+    """The token of a Call that maps or unmaps an instance's tensors."""
 
     client: Client
     instance: Instance
-    register: bytes | None = None  # the request to answer; None: it is being unmapped
+    register: bytes | None = None  # the request to answer; None: the Call unmaps
 
 
 class Registrations:
@@ -44,8 +45,8 @@ class Registrations:
     def __init__(
         self, config: Config, index: Index, counters: Counters, map_layout: Callable[[Layout], Mapped]
     ) -> None:
-        self.max_files = 1 << 30  # descriptors for mappings of KV tensors
-        self._files = 0  # those in use
+        self.max_files = 1 << 30  # file descriptors that mappings of KV tensors may use
+        self._files = 0  # in use
         self._config = config
         self._index = index
         self._counters = counters
@@ -55,7 +56,7 @@ class Registrations:
         return f"<Registrations {self._files} files>"
 
     def namespace(self, instance: Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int) -> Namespace:
-        """Where an instance's chunks of this shape belong. Raises Busy when there are too many such places."""
+        """The namespace of an instance's chunks of this shape. Raises Busy if there are too many namespaces."""
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
         if known is None:
             size = instance.layout.block_bytes * blocks_in_chunk
@@ -67,13 +68,16 @@ class Registrations:
             if (is_new and len(self._index.namespaces.all()) > most) or len(instance.namespaces) >= most:
                 self._index.namespaces.forget(known)
                 self._counters["namespaces_refused"] += 1
-                raise Busy(f"{most} models, shapes and layouts are known, the most that max_namespaces allows")
+                raise Busy(f"{most} combinations of model, shape and layout exist, the limit set by max_namespaces")
             known.live += 1
             instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
         return known
 
     def register(self, client: Client, number: bytes, request: wire.Register) -> list[Action]:
-        """Map tensors; answered when they are. Raises LayoutError, BadRequest or Busy with nothing done."""
+        """Map tensors; replies when they are mapped.
+
+        Raises LayoutError, BadRequest or Busy, and then changes nothing.
+        """
         request.layout.check()
         check_names("", request.model)
         if request.model:
@@ -89,27 +93,27 @@ class Registrations:
         client.model, client.is_engine = request.model or client.model, True
         self._files += _files(instance)
         token = Remapping(client, instance, number)
-        # Mapped before what it replaces is unmapped: a device that nobody has registered from is left, at a price.
+        # Map before unmapping what is replaced: closing a device's last mapping and reopening the device is expensive.
         return [Call(token, partial(self._map_layout, request.layout), _lane(instance)), *actions]
 
     def _check_registrations(self, client: Client, request: wire.Register) -> None:
-        """Raise Busy when a client has too many, those counted that are being unmapped, or descriptors run out."""
+        """Raise Busy if a client has too many registrations, including those being unmapped, or descriptors run out."""
         there = len(client.instances.keys() - {request.instance}) + sum(map(len, client.closing.values()))
         if there >= self._config.max_instances:
             self._counters["registrations_refused"] += 1
-            raise Busy(f"{there} registrations of KV tensors, the most that max_instances allows")
+            raise Busy(f"{there} registrations of KV tensors, the limit set by max_instances")
         if self._files + _FILES_A_MAPPING * len(request.layout.mappings) > self.max_files:
             self._counters["registrations_refused"] += 1
-            raise Busy(f"{len(request.layout.mappings)} files of KV tensors, more than this server may have open")
+            raise Busy(f"too few file descriptors for {len(request.layout.mappings)} more files of KV tensors")
 
     def unregister(self, client: Client, number: int, tell: list[bytes]) -> list[Action]:
-        """Let go of an instance; whom to `tell` hears of it when no copy touches its tensors any more.
+        """Close an instance; replies to the requests in `tell` once its tensors are unmapped.
 
-        Raises Busy with nothing done.
+        Raises Busy, and then changes nothing.
         """
         waits = len(client.waiting.get(number, ()))
         if waits + len(tell) > self._config.max_queued:
-            raise Busy(f"{waits} requests wait for the end of instance {number}")
+            raise Busy(f"{waits} requests already wait for instance {number} to be unmapped")
         instance = client.instances.pop(number, None)
         if instance is not None:
             self._leave_namespaces(instance)
@@ -119,7 +123,7 @@ class Registrations:
             return [Reply(client.identity, asked, None) for asked in tell]
         client.waiting.setdefault(number, []).extend(tell)
         if instance is None or instance.copies or instance.mapped is None:
-            return []  # the last copy, or the mapping that is under way, goes on from here
+            return []  # the end of the last copy, or of the mapping, continues this
         return [self.unmap(client, instance)]
 
     def _leave_namespaces(self, instance: Instance) -> None:
@@ -129,13 +133,13 @@ class Registrations:
         instance.namespaces.clear()
 
     def unmap(self, client: Client, instance: Instance) -> Call:
-        """Nothing touches these tensors any more."""
+        """Unmap an instance's tensors; no copy may be using them."""
         assert instance.mapped is not None and instance.closing
         mapped, instance.mapped = instance.mapped, None
         return Call(Remapping(client, instance), mapped.close, _lane(instance))
 
     def mapped(self, token: Remapping, outcome: Any) -> list[Action]:
-        """Mapping or unmapping has ended; `outcome` as in copier.Copier."""
+        """Handle the end of a mapping or unmapping; `outcome` as in copier.Copier."""
         client, instance = token.client, token.instance
         if token.register is None:
             return self._closed(client, instance)
@@ -143,7 +147,7 @@ class Registrations:
         actions: list[Action] = []
         if isinstance(outcome, Mapped):
             instance.mapped = outcome
-            if instance.closing:  # unregistered, replaced or dead meanwhile
+            if instance.closing:  # unregistered or replaced in the meantime, or the client died
                 actions.append(self.unmap(client, instance))
         else:
             value = outcome if isinstance(outcome, KVDepotError) else InternalError("mapping failed")
@@ -159,7 +163,7 @@ class Registrations:
         return actions
 
     def _closed(self, client: Client, instance: Instance) -> list[Action]:
-        """Nothing touches these tensors any more; who waits hears it once that is so of all under their number."""
+        """An instance is unmapped: reply to waiting requests if it was the last one under its number."""
         self._files -= _files(instance)
         closing = client.closing[instance.number]
         closing.remove(instance)
@@ -171,10 +175,11 @@ class Registrations:
 
 
 def _files(instance: Instance) -> int:
-    """Descriptors that an instance's mappings take."""
+    """File descriptors that an instance's mappings use."""
     return _FILES_A_MAPPING * len(instance.layout.mappings)
 
 
 def _lane(instance: Instance) -> str:
-    """Who waits for a device's driver, which takes seconds or hangs, must not keep the processor's copies waiting."""
+    """Mappings of device memory have their own lane: a driver call may take seconds or hang, and must not delay copies
+    of CPU memory."""
     return "devices" if instance.layout.device else ""

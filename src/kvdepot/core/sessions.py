@@ -1,7 +1,8 @@
-"""What requests have pinned, and lookups that wait for tiers. Decisions only.
+"""Lookups and the pins that they create, including named pins and lookups that wait for tiers. Decisions only.
 
-Called by core/depot.py on the deciding thread. The one law: a pin belongs to a request of a client, and ends with what
-it was for, its session or its client, once. The depot itself pins what people asked it to keep by name.
+Called by core/depot.py on the deciding thread. Invariant: a pin belongs to one request of one client, and is released
+exactly once: after its retrieves, at the end of its session, or with its client. Named pins belong to an internal
+client of the depot.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ __all__ = ["Sessions"]
 log = logging.getLogger(__name__)
 
 _KEPT_SHARE = 2
-"""What is pinned by name takes at most 1 / so much of the arena: the rest must go on."""
+"""Named pins may take at most this fraction (1 / n) of the arena, so that enough of it remains evictable."""
 _NEVER = 1 << 40
-"""So many readers a chunk has that is pinned by name: no retrieve ends that."""
+"""The readers of a chunk with a named pin: so many that retrieves never end the pin."""
 _MOST_LISTED = 100
 
 
@@ -47,24 +48,27 @@ class Sessions:
         self._counters = counters
         self._ceiling = ceiling
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
-        self._awaiting: dict[TierLookup, PendingLookup] = {}  # what each tier lookup is for
-        self._keepers: dict[str, Client] = {}  # by tenant: whose sessions are the pins by name
-        self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # tenant, name -> bytes, when it ends
-        self.retrieved_chunks = 0  # on all their ranks, by sessions that are over
+        self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
+        self._keepers: dict[str, Client] = {}  # by tenant: the internal client that owns its named pins
+        self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, name) -> bytes, when it expires
+        self.retrieved_chunks = 0  # by ended sessions, on all ranks
 
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
 
     def lookup(self, pending: PendingLookup, now: float) -> list[Action]:
-        """Answer from memory, or once tiers have had their say on what memory misses."""
+        """Reply from memory at once, or start a tier lookup for what memory lacks and reply when it ends.
+
+        Raises BadRequest or Busy.
+        """
         client, request = pending.owner, pending.lookup
         check_hashes(request.hashes)
         check_names(request.request, request.model)
         check_salt(request.salt)
         if request.request not in client.sessions and len(client.sessions) >= self._config.max_sessions:
             self._counters["lookups_refused"] += 1
-            raise Busy(f"{len(client.sessions)} requests hold pins, the most that max_sessions allows")
-        actions = self.give_up(client, request.request)  # a lookup anew: whoever asked before has stopped listening
+            raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
+        actions = self.give_up(client, request.request)  # a repeated lookup replaces the pending one
         namespaces, pins, pending.first = self._match(client, request)
         if not pending.by_hand:
             pending.asker.model, pending.asker.is_engine = request.model, True
@@ -86,7 +90,7 @@ class Sessions:
         return [*actions, self._reply(pending, namespaces, pins, pending.first)]
 
     def _match(self, client: Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
-        """Where to look, what is there of the prefix, and how many chunks of it are everywhere."""
+        """The namespaces of a lookup, a pin of the matched prefix in each, and the number of chunks that all have."""
         hashes = request.hashes
         namespaces = self._index.namespaces.for_lookup(
             request.model, request.world_size, request.blocks_in_chunk, client.tenant
@@ -94,12 +98,12 @@ class Sessions:
         pins = [self._index.match(namespace, hashes) for namespace in namespaces]
         matched = min((pin.matched for pin in pins), default=0)
         if any(pin.matched != matched for pin in pins):
-            # Engines of one name and two layouts: only what both have is sure to be there for the asker.
+            # Engines with one model name but different layouts: only what every namespace has is certainly a hit.
             pins = [self._index.match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
         return namespaces, pins, matched
 
     def answer(self, tier_lookup: TierLookup) -> list[Action]:
-        """The tiers have had their say, or their time: answer from memory, and let go of what the tier lookup held."""
+        """Reply from memory after a tier lookup has ended, then release what the tier lookup held."""
         pending = self._awaiting.pop(tier_lookup)
         owner, request = pending.owner, pending.lookup.request
         if owner.pending.get(request) is pending:
@@ -112,13 +116,13 @@ class Sessions:
             if not pending.by_hand:
                 self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
             actions.append(self._reply(pending, namespaces, pins, matched))
-        self._tiering.release(tier_lookup)  # after the pin, or what is found could be evicted before
+        self._tiering.release(tier_lookup)  # after the pin, or the match could be evicted in between
         return actions
 
     def _reply(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> Reply:
         value: object
         if not pending.by_hand:
-            # With its hits, or a window would have the one without the other.
+            # Count a lookup together with its hits, so that both fall into the same window.
             self._ceiling.count(pending.lookup.hashes)
         try:
             value = self._pin(pending, pins, matched)
@@ -137,7 +141,7 @@ class Sessions:
         return Reply(pending.asker.identity, pending.number, value)
 
     def give_up(self, client: Client, request: str) -> list[Action]:
-        """End a lookup that awaits tiers: nobody wants its pins any more."""
+        """End a pending lookup without pinning anything."""
         pending = client.pending.get(request)
         if pending is None or pending.tier_lookup is None:
             return []
@@ -149,16 +153,16 @@ class Sessions:
         return self.answer(tier_lookup)
 
     def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
-        """Pin what was matched, and say how much it is. Raises Busy where that is too much."""
+        """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""
         client, request = pending.owner, pending.lookup
         old = client.sessions.get(request.request)
         if client.pins - (old.matched if old is not None else 0) + matched > self._config.max_pins:
             self._counters["pins_refused"] += 1
-            raise Busy(f"{client.pins} chunks are pinned, and {matched} more than max_pins allows")
+            raise Busy(f"{client.pins} chunks are pinned; {matched} more would exceed max_pins")
         if client is not pending.asker:
             self._keep(pending, pins)
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
-        self._index.hold(chunks, use=old is None)  # before the old pin goes, or what both hold could be evicted
+        self._index.hold(chunks, use=old is None)  # before the old pin ends, so that shared chunks stay held
         if old is not None:
             self.end(client, request.request)
         if chunks:
@@ -170,12 +174,12 @@ class Sessions:
         return matched
 
     def end(self, client: Client, request: str) -> None:
-        """A request is over: its pins go. One that has none is fine."""
+        """Release a request's pins; does nothing if it has none."""
         session = client.sessions.pop(request, None)
         if session is None:
             return
         client.pins -= session.matched
-        # Where retrieves name their request; vLLM's connector says itself what it saved.
+        # Only retrieves that name their request count here; vLLM's connector reports its savings itself.
         self.retrieved_chunks += min(session.retrieved // session.readers, session.matched)
         sessions = self._by_request[client.tenant, request, session.model]
         sessions.remove(session)
@@ -184,7 +188,7 @@ class Sessions:
         self._index.release(session.chunks)
 
     def count_retrieved(self, tenant: str, request: str, model: str, keys: int, done: int) -> None:
-        """`keys` of a request were asked for, `done` of them given: after as many as it matched, its pins are gone."""
+        """Count `keys` retrieved keys of a request, `done` of them successful; the last expected key ends its pins."""
         for session in list(self._by_request.get((tenant, request, model), ())):
             session.remaining -= keys
             session.retrieved += done
@@ -192,21 +196,21 @@ class Sessions:
                 self.end(session.client, request)
 
     def leave(self, client: Client) -> list[Action]:
-        """A client is gone."""
+        """Release all pins and pending lookups of a client that is gone."""
         actions = [action for request in list(client.pending) for action in self.give_up(client, request)]
         for request in list(client.sessions):
             self.end(client, request)
         return actions
 
     def stop(self, clients: list[Client]) -> list[Action]:
-        """Answer every lookup that awaits tiers with what memory has."""
+        """Reply to every pending lookup with what memory has."""
         waiting = [pending for client in (*clients, *self._keepers.values()) for pending in client.pending.values()]
         return [action for each in waiting if each.tier_lookup for action in self._end_tier_lookup(each.tier_lookup)]
 
-    # -- by name
+    # -- named pins
 
     def pin(self, client: Client, number: bytes, request: wire.Pin, now: float) -> list[Action]:
-        """A lookup whose session is the depot's own."""
+        """Pin a prompt by name: a lookup whose session belongs to the depot's internal client."""
         keeper = self._keepers.setdefault(client.tenant, Client(b"", NoLease(), client.tenant))
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, _NEVER, request.hashes, True,
@@ -216,7 +220,7 @@ class Sessions:
         return self.lookup(PendingLookup(client, number, keeper, lookup, 0, ends), now)
 
     def _keep(self, pending: PendingLookup, pins: list[Pin]) -> None:
-        """Note a pin by name. Raises Busy where all of them would take too much of the arena."""
+        """Record a named pin. Raises Busy if all named pins together would take too much of the arena."""
         name = pending.owner.tenant, pending.lookup.request
         size = 0
         for pin in pins:
@@ -228,13 +232,13 @@ class Sessions:
         others = sum(kept for key, (kept, _) in self._kept.items() if key != name)
         if others + size > self._index.allocator.capacity // _KEPT_SHARE:
             self._counters["pins_refused"] += 1
-            raise Busy(f"{others + size} bytes would be pinned by name, more than half of the arena")
+            raise Busy(f"named pins would take {others + size} bytes, more than half of the arena")
         self._kept.pop(name, None)
         if size:
             self._kept[name] = size, pending.ends
 
     def unpin(self, client: Client, number: bytes, name: str) -> list[Action]:
-        """End a pin by name, and one of that name that still awaits tiers; whether there was one."""
+        """End a named pin, also one whose lookup is still pending; replies whether it existed."""
         keeper = self._keepers.get(client.tenant)
         actions = self.give_up(keeper, name) if keeper is not None else []
         return [*actions, Reply(client.identity, number, self._unpin(client.tenant, name))]
@@ -246,25 +250,25 @@ class Sessions:
         return there
 
     def forget(self) -> None:
-        """End pins by name of what was forgotten: nobody gets it, and their hold would keep its successor out."""
+        """End named pins of forgotten chunks: these are no longer served, and a hold would block storing them anew."""
         for tenant, keeper in self._keepers.items():
             for name, session in list(keeper.sessions.items()):
                 if any(self._index.is_hidden(chunk) for chunk in session.chunks):
                     self._unpin(tenant, name)
 
     def tick(self, now: float) -> None:
-        """End pins by name whose time is over."""
+        """End expired named pins."""
         for name, (_, ends) in list(self._kept.items()):
             if ends <= now:
                 self._unpin(*name)
 
     def kept_in_all(self, tenant: str) -> tuple[int, int]:
-        """How many pins by name there are, and the bytes that they keep."""
+        """The number of named pins, and the bytes that they hold. tenant: whose; empty: everybody's."""
         sizes = [size for (whose, _), (size, _) in self._kept.items() if tenant in ("", whose)]
         return len(sizes), sum(sizes)
 
     def kept(self, tenant: str, now: float) -> list[Kept]:
-        """What a status shows of the pins by name."""
+        """The named pins that a status lists."""
         mine = [item for item in self._kept.items() if not tenant or item[0][0] == tenant]
         return [
             Kept(name[:256], size, None if ends == float("inf") else round(ends - now))
@@ -273,5 +277,5 @@ class Sessions:
 
 
 def _about(pending: PendingLookup) -> dict[str, str]:
-    """Fields of a line of the log."""
+    """Log fields of a lookup."""
     return {"client": pending.asker.called, "request": pending.lookup.request}
