@@ -1,8 +1,8 @@
-"""What every message passes before the depot decides it: rate limit, seal, hello, user. And every reply on its way out.
+"""Checks each message before the depot decides it (rate limit, seal, handshake, user), and encodes each reply.
 
-Driven by server/loop.py, and in tests by testing/harness.py, with the frames of the wire. No sockets or clocks. What it
-must ask of the outside is injected: the server's own arena, a client's lease, and the tenant of a user. A client is
-known from its `Prove` until its lease is no longer held; then all it holds is given up.
+Called with wire frames by server/loop.py on the deciding thread, and in tests by testing/harness.py. No sockets or
+clocks; the arena, the leases and the tenants of users are injected. A client exists from its `Prove` until nobody holds
+its lease any longer; then all it holds is released.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Connections", "OwnArena"]
 log = logging.getLogger(__name__)
 
 _STATUS_COST = 4
-"""A status, which tells of all models, engines and tiers there are, counts as so many requests against `max_rate`."""
+"""A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
 _MOST_CHALLENGES = 1024
-"""Clients between Hello and Prove; beyond that the oldest must begin again."""
+"""Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
 
 
 class OwnArena(Protocol):
-    """What hello needs of the server's arena (memory/arena.py)."""
+    """The part of the server's arena (memory/arena.py) that the handshake uses."""
 
     @property
     def name(self) -> str: ...
@@ -42,14 +42,14 @@ class OwnArena(Protocol):
 
     @property
     def secret(self) -> bytes:
-        """What only a process of this user can read (32 bytes)."""
+        """32 bytes that only processes of this user can read."""
 
     def is_lost(self) -> bool:
-        """Whether its name no longer leads to it, so that no client could check it."""
+        """Whether its file was removed or replaced, so that clients can no longer verify the server."""
 
 
 class Connections:
-    """All clients of one depot, as messages come from them and go to them."""
+    """The protocol side of all clients of one depot."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class Connections:
         open_lease: Callable[[str], Lease],
         tenant: Callable[[str], str] = lambda user: "",
     ) -> None:
-        """boot: the incarnation's id, in every reply. open_lease: by name; raises KVDepotError. tenant: of a user."""
+        """boot: the incarnation's id, sent in every reply. open_lease: opens a lease by name; raises KVDepotError.
+        tenant: returns the tenant of a user."""
         self._config = config
         self._depot = depot
         self._boot = boot
@@ -68,29 +69,29 @@ class Connections:
         self._open_lease = open_lease
         self._tenant = tenant
         self._rates = Rates(config.max_rate)
-        self._challenges: dict[bytes, Challenge] = {}  # of clients that have said hello and not proved themselves yet
+        self._challenges: dict[bytes, Challenge] = {}  # of clients between Hello and Prove
         self._most_bytes = config.max_message_mib << 20
         self._must_seal = not config.keys and is_open_to_all(config.url)
 
     def __repr__(self) -> str:
-        return f"<Connections of {self._depot}, {len(self._challenges)} in their hello>"
+        return f"<Connections of {self._depot}, {len(self._challenges)} in handshake>"
 
     # -- messages
 
     def receive(self, frames: list[bytes], user: str, now: float) -> list[Action]:
-        """Take one message and decide it. Never raises a KVDepotError: it becomes the reply.
+        """Check and decide one message. A KVDepotError becomes the reply and is never raised.
 
-        frames: the sender's identity and the message, as a ROUTER socket gives them. user: whose key the connection
-        has, as ZeroMQ proved it; empty: the server has no keys.
+        frames: the sender's identity and the message, as received from a ROUTER socket. user: the user whose key
+        ZeroMQ has verified for the connection; empty: the server has no keys.
         """
         identity, frame = frames[0], frames[-1]
         number = wire.number_of(frame)
         try:
             self._refuse_unless(self._rates.count(identity, len(frame)))
             if len(frames) != 2:
-                raise ProtocolError(f"a message of {len(frames) - 1} frames, not 1")
+                raise ProtocolError(f"a message has {len(frames) - 1} frames instead of 1")
             if len(frame) > self._most_bytes:
-                raise ProtocolError(f"a message of {len(frame)} bytes is longer than {self._most_bytes}")
+                raise ProtocolError(f"a message has {len(frame)} bytes; the limit is {self._most_bytes}")
             client = self._depot.client(identity)
             number, request = _open(client, frame)
             if isinstance(request, KVDepotError):
@@ -99,9 +100,9 @@ class Connections:
                 self._refuse_unless(self._rates.charge(identity, _STATUS_COST - 1))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:
-                # ROUTER_HANDOVER gives an identity to whoever names it last, for a client that connects again.
+                # With ROUTER_HANDOVER, needed for reconnects, a new connection can claim any identity.
                 self._depot.counters["users_refused"] += 1
-                raise BadRequest("another client has introduced itself under this identity")
+                raise BadRequest("this identity belongs to a client of another user")
             if isinstance(request, wire.Hello):
                 return [Reply(identity, number, self._challenge(identity, client, request))]
             if isinstance(request, wire.Prove):
@@ -114,14 +115,14 @@ class Connections:
     def _refuse_unless(self, within_rate: bool) -> None:
         if not within_rate:
             self._depot.counters["requests_refused"] += 1
-            raise Busy(f"more than {self._config.max_rate} requests a second, the most that max_rate allows")
+            raise Busy(f"more than {self._config.max_rate} requests per second, the limit set by max_rate")
 
     def only_floods(self) -> bool:
-        """Whether each client that floods has had a turn and nobody else sent anything, so that it is time to pause."""
+        """Whether only flooding clients have sent anything lately, so that the loop should pause; see rates.py."""
         return self._rates.only_floods()
 
     def encode(self, reply: Reply, now: float) -> bytes:
-        """The frame of a reply, sealed where its client's messages are. To be sent in the order of these calls."""
+        """Encode a reply, and seal it if its client uses seals. Frames must be sent in the order of the calls."""
         value = reply.value
         failed = isinstance(value, KVDepotError)
         self._depot.report.latencies.end(reply.client, reply.number, failed, now)
@@ -130,10 +131,10 @@ class Connections:
         client = self._depot.client(reply.client)
         if client is None or client.seal is None:
             return frame
-        # Proof and UnknownClient go unsealed: the client may have lost its key.
+        # Proof and UnknownClient are sent unsealed: the client may not have the key any longer.
         return frame if isinstance(value, wire.Proof | UnknownClient) else client.seal.close(frame)
 
-    # -- hello
+    # -- handshake
 
     def _challenge(self, identity: bytes, known: Client | None, hello: wire.Hello) -> wire.Proof:
         if hello.version != wire.VERSION:
@@ -143,13 +144,13 @@ class Connections:
             )
         if self._arena.is_lost():
             raise ArenaError(
-                f"the server's arena {self._arena.path} was removed or replaced while it ran, so no client can check "
-                "whom it talks to: restart the server"
+                f"the server's arena {self._arena.path} was removed or replaced while it ran, so no client can "
+                "verify its identity: restart the server"
             )
         if known is not None and hello.lease != known.lease.name:
-            raise BadRequest("this client has introduced itself with another lease")
+            raise BadRequest("this client is known under another lease")
         if self._must_seal and not hello.sealed:
-            raise BadRequest("messages must be sealed where every user of this host can connect")
+            raise BadRequest("messages must be sealed because every user of this host can connect")
         challenge = Challenge(hello, self._boot, self._arena.name, self._arena.secret)
         self._challenges.pop(identity, None)
         if len(self._challenges) >= _MOST_CHALLENGES:
@@ -160,7 +161,7 @@ class Connections:
     def _welcome(self, identity: bytes, user: str, known: Client | None, prove: wire.Prove) -> wire.Welcome:
         challenge = self._challenges.pop(identity, None)
         if challenge is None:
-            raise UnknownClient("say hello first: this server has not been asked to prove itself")
+            raise UnknownClient("send Hello before Prove")
         if known is None:
             self._meet(identity, user, challenge, prove)
         else:
@@ -169,13 +170,13 @@ class Connections:
         return wire.Welcome(wire.VERSION, self._config.chunk_size, lookup_s)
 
     def _meet(self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove) -> None:
-        """Take a new client in, once it has proved that it owns its lease. Raises KVDepotError with nothing kept."""
+        """Add a new client if it proves that it owns its lease. Raises KVDepotError, and then keeps nothing."""
         if any(client.lease.name == challenge.lease for client in self._depot.clients):
             raise BadRequest(f"lease {challenge.lease} belongs to another client")
         lease = self._open_lease(challenge.lease)
         try:
             if not lease.is_alive():
-                raise BadRequest(f"nobody holds the lock of lease {challenge.lease[:64]!r}")
+                raise BadRequest(f"the lock of lease {challenge.lease[:64]!r} is not held")
             seal = challenge.check(prove, lease.secret)
             self._depot.welcome(identity, lease, user, self._tenant(user), seal)
         except KVDepotError:
@@ -183,18 +184,18 @@ class Connections:
             lease.close(remove=False)
             raise
 
-    # -- time and the end
+    # -- time and close
 
     def tick(self, now: float, wall: float) -> list[Action]:
-        """Once a second. wall: seconds since 1970."""
+        """Called once a second. wall: seconds since 1970."""
         self._rates.tick()
         return [*self._depot.tick(now, wall), *self.drop_dead()]
 
     def drop_dead(self) -> list[Action]:
-        """Give up what clients hold whose lease nobody holds any more."""
+        """Remove clients whose lease is no longer held, and release what they hold."""
         actions: list[Action] = []
         for client in [client for client in self._depot.clients if not client.lease.is_alive()]:
-            level = logging.INFO if client.is_engine else logging.DEBUG  # a probe comes each few seconds
+            level = logging.INFO if client.is_engine else logging.DEBUG  # probes connect every few seconds
             log.log(level, "client %s is gone", client.called, extra={"client": client.called})
             actions += self._depot.died(client.identity, client.lease.has_left())
             self._depot.report.latencies.gone(client.identity)
@@ -203,13 +204,13 @@ class Connections:
         return actions
 
     def close(self) -> None:
-        """Let go of all leases; their files stay with their clients."""
+        """Close all leases without removing their files."""
         for client in self._depot.clients:
             client.lease.close(remove=False)
 
 
 def _open(client: Client | None, frame: bytes) -> tuple[bytes, wire.Request | ProtocolError]:
-    """Decode a message, and take its seal off. Raises UnknownClient where the seal is not what it must be."""
+    """Unseal and decode a message. Raises UnknownClient if its seal is missing or wrong."""
     seal: Seal | None = client.seal if client is not None else None
     if seal is None and not is_sealed(frame):
         return wire.decode_request(frame)
@@ -220,4 +221,4 @@ def _open(client: Client | None, frame: bytes) -> tuple[bytes, wire.Request | Pr
         number, request = wire.decode_request(frame)
         if isinstance(request, wire.Hello | wire.Prove | ProtocolError):
             return number, request
-    raise UnknownClient("say hello first: this message is not sealed as was agreed with this server")
+    raise UnknownClient("the message's seal is missing or wrong: send Hello again")

@@ -1,12 +1,11 @@
-"""Requests to forget, clear and count: what is removed from memory, some chunks at a time, and what is answered.
+"""Handles Forget, Clear and Count: removes or counts chunks in memory, some at a time, and replies at the end.
 
-Called by core/depot.py on the deciding thread; between two steps everything else is served. No I/O or clock. The one
-law: what a removal that `hides` means is nobody's from the moment it begins, however long the removal takes, and what
-is stored after that moment stays.
+Called by core/depot.py on the deciding thread, which serves other requests between steps. No I/O or clock. Invariant:
+once a removal that `hides` begins, nobody gets a chunk that it covers, however long it takes; chunks stored later stay.
 
-Chunks carry the number of removals that had begun when they came (`Chunk.generation`), and a removal means those from
-before its own (`scope.Scope`). So the index can tell what is hidden without a mark on each, and whoever is in the way
-of a store, or is to make room for one, goes at once (`Index.remove_forgotten`).
+Each chunk carries the number of removals that had begun when it was created (`Chunk.generation`), and a removal covers
+only older chunks (`scope.Scope`). So the index knows what is hidden without marking every chunk, and a covered chunk
+that blocks a store, or is evicted for one, is removed at once (`Index.remove_forgotten`).
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from kvdepot.protocol.counters import Counters
 __all__ = ["STEP_CHUNKS", "Removal", "RemovalRequests", "Removals"]
 
 STEP_CHUNKS = 256
-"""So many chunks are looked at in one go: one or two milliseconds."""
-_MOST = 16
+"""Chunks that one step examines, in one or two milliseconds."""
+_MOST = 16  # removals at a time
 
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """One that is under way. Where it hides, also what is held goes, once it is not; else that stays, and what it
-    needs."""
+    """One removal in progress. If it hides, held chunks are removed once released; otherwise held chunks stay, and so
+    do the chunks before them."""
 
     scope: Scope
-    counts: bool  # nothing goes: `removed` is what would
-    left: list[Chunk] = field(default_factory=list)  # to be looked at, from the end on
-    counted_bytes: int = 0  # where it only counts
+    counts: bool  # removes nothing: `removed` counts what a removal would remove
+    left: list[Chunk] = field(default_factory=list)  # still to examine, last one first
+    counted_bytes: int = 0  # if it only counts
 
     @property
     def removed(self) -> int:
-        """Chunks that were removed, hidden or counted so far."""
+        """Number of chunks removed, hidden or counted so far."""
         return self.scope.removed
 
 
 class Removals:
-    """Those under way; the first goes first."""
+    """The removals in progress, handled one after the other."""
 
     def __init__(self, index: Index, step_chunks: int = STEP_CHUNKS) -> None:
         self._index = index
@@ -68,12 +67,13 @@ class Removals:
         return len(self._under_way)
 
     def begin(self, namespaces: Iterable[Namespace], salt: bytes | None, hides: bool, counts: bool = False) -> Removal:
-        """Remove what is there now of these namespaces and of this salt, or count it. Nothing goes before `step`.
+        """Begin to remove, or count, the current chunks of these namespaces and this salt (None: any salt).
 
-        Raises Busy with nothing done. The list of what is there is made at once: some ten milliseconds a million.
+        `step` does the removing; this only lists the chunks, which takes some ten milliseconds per million. Raises
+        Busy, and then changes nothing.
         """
         if len(self._under_way) >= _MOST:
-            raise Busy(f"{len(self._under_way)} requests to forget or clear are under way: wait until they are through")
+            raise Busy(f"{len(self._under_way)} requests to forget, clear or count are in progress: retry later")
         removal = Removal(self._index.begin_removal(namespaces, salt, hides), counts)
         for namespace in removal.scope.namespaces:
             removal.left += namespace.chunks.values()
@@ -81,14 +81,14 @@ class Removals:
         return removal
 
     def step(self) -> list[Removal]:
-        """Go on; those that are through now."""
+        """Examine up to `step_chunks` chunks; returns the removals that this has finished."""
         through = []
         steps = self.step_chunks
         while self._under_way:
             removal = self._under_way[0]
             while removal.left and steps:
                 steps -= 1
-                # Those that came last are looked at first: what is behind a chunk came after it.
+                # The newest chunk first: the chunks behind a chunk are newer than it.
                 self._look_at(removal.left.pop(), removal)
             if removal.left:
                 break
@@ -106,17 +106,17 @@ class Removals:
         if chunk.gone or index.remove_forgotten(chunk) or scope.hides:
             return
         if not scope.means(chunk) or not is_evictable(chunk):
-            return  # stored anew meanwhile, or held
+            return  # stored anew in the meantime, or held
         before = chunk.parent
         scope.removed += 1
         index.remove(chunk, Reason.DROPPED)
         if before is not None and scope.means(before):
-            removal.left.append(before)  # it may have been looked at already, and kept for this one's sake
+            removal.left.append(before)  # it may have been kept only because of this chunk
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A request that awaits the end of a removal."""
+    """A request that waits for the end of a removal."""
 
     client: Client
     number: bytes
@@ -128,7 +128,7 @@ class _Asked:
 
 
 class RemovalRequests:
-    """Requests that remove chunks, from memory and tiers, or count what one would remove."""
+    """Requests that remove chunks from memory and tiers, or count what a removal would remove."""
 
     def __init__(
         self,
@@ -147,18 +147,18 @@ class RemovalRequests:
         self._sessions = sessions
         self._counters = counters
         self._report = report
-        self._removing: dict[Removal, _Asked] = {}  # what each removal is for
-        self._forgetting: dict[Forgetting, _Asked] = {}  # and each forgetting, until it is answered
+        self._removing: dict[Removal, _Asked] = {}  # the request behind each removal
+        self._forgetting: dict[Forgetting, _Asked] = {}  # and behind each forgetting, until it is answered
 
     def __repr__(self) -> str:
         return f"<RemovalRequests {len(self._removing)} removing, {len(self._forgetting)} forgetting>"
 
     def forget(self, client: Client, number: bytes, request: wire.Forget, now: float) -> list[Action]:
-        """Forget in memory and tiers. Raises BadRequest, or Busy with nothing done."""
+        """Forget chunks in memory and tiers. Raises BadRequest or Busy, and then changes nothing."""
         namespaces, salt = self._named(client, request)
         if self._tiering.forgettings >= MOST_FORGETTINGS:
-            raise Busy(f"{self._tiering.forgettings} models or salts are being forgotten: wait until they are")
-        # Without keys there are no tenants; with them, a client may forget its own tenant's alone.
+            raise Busy(f"tiers are forgetting {self._tiering.forgettings} models or salts: retry later")
+        # Without keys there are no tenants; with keys, a client may only forget chunks of its own tenant.
         tenant = client.tenant if self._config.keys or request.model else None
         forgetting = Forgetting(tenant, request.model, {namespace.model for namespace in namespaces}, salt)
         removal = self._removals.begin(namespaces, salt, hides=True)
@@ -168,13 +168,13 @@ class RemovalRequests:
         return [*self._tiering.forget(forgetting, now), *self.step()]
 
     def count(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
-        """Count what a Forget would remove from memory. Raises BadRequest, or Busy with nothing done."""
+        """Count what a Forget would remove from memory. Raises BadRequest or Busy."""
         removal = self._removals.begin(*self._named(client, request), hides=False, counts=True)
         self._removing[removal] = _Asked(client, number, request)
         return self.step()
 
     def clear(self, client: Client, number: bytes, request: wire.Clear) -> list[Action]:
-        """Remove from memory what nothing holds. Raises Busy with nothing done."""
+        """Remove all chunks that nothing holds from memory. Raises Busy, and then changes nothing."""
         namespaces = [
             namespace
             for namespace in self._index.namespaces.all()
@@ -185,7 +185,7 @@ class RemovalRequests:
         return self.step()
 
     def _named(self, client: Client, request: wire.Forget | wire.Count) -> tuple[list[Namespace], bytes | None]:
-        """The namespaces and the salt that are meant, of the client's tenant; None: any salt. Raises BadRequest."""
+        """The request's namespaces and salt within the client's tenant; None: any salt. Raises BadRequest."""
         check_names("", request.model)
         check_salt(request.salt)
         salt = tenant_salt(client.tenant, request.salt) if request.salt else None
@@ -193,11 +193,11 @@ class RemovalRequests:
         return [namespace for namespace in tenants if namespace.model.startswith(request.model)], salt
 
     def step(self) -> list[Action]:
-        """Go on with what is being removed."""
+        """Continue the removals, and reply to requests whose removal has ended."""
         return [action for removal in self._removals.step() for action in self._through(removal)]
 
     def _through(self, removal: Removal) -> list[Action]:
-        """Memory has been gone through."""
+        """A removal has ended in memory."""
         asked, chunks = self._removing.pop(removal), removal.removed
         match asked.request:
             case wire.Clear():
@@ -214,12 +214,12 @@ class RemovalRequests:
                 return self.answer(asked.forgetting) if is_last else []
 
     def answer(self, forgetting: Forgetting) -> list[Action]:
-        """Memory and tiers have forgotten, or had their time."""
+        """Reply to a Forget: memory and tiers are done, or its time is up."""
         return self._forgetting.pop(forgetting).reply(_answer(forgetting))
 
 
 def _answer(forgetting: Forgetting) -> dict[str, int | str]:
-    """What the wire carries of how it went (wire.Forget)."""
+    """The reply to a Forget; see wire.Forget."""
     answer: dict[str, int | str] = {"memory": forgetting.chunks or 0}
     for tier, objects in forgetting.objects.items():
         answer[tier] = f"not forgotten: {objects.reason}" if isinstance(objects, NotForgotten) else objects
