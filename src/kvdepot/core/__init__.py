@@ -1,1 +1,1 @@
-"""What the deciding thread decides. Pure: no I/O, and no clock but what it is told."""
+"""The decisions of the server. Pure: no I/O, threads or clocks; callers pass the time."""

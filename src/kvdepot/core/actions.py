@@ -1,7 +1,7 @@
-"""What the core wants done: the values that its decisions return. Plain data.
+"""Actions: the values that the core's decisions return. Plain data.
 
-`server/loop.py` sends replies, and hands the other actions to copy threads (memory/copier.py) and to tiers' threads
-(tiers/worker.py); in tests, `testing/harness.py` does.
+`server/loop.py` sends replies, and submits the other actions to copy threads (memory/copier.py) and tier threads
+(tiers/worker.py); in tests, `testing/harness.py` does this.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Action", "Reply"]
 
 @dataclass(slots=True)
 class Reply:
-    """Answer request `number` of `client`; an error in `value` is told as one."""
+    """The reply to request `number` of `client`; a KVDepotError in `value` is sent as an error."""
 
     client: bytes
     number: bytes
     value: object
-    """What the wire carries; protocol/wire.py says which value a request has."""
+    """The answer, of the type that protocol/wire.py gives for the request."""
 
 
 Action: TypeAlias = Reply | Copy | Call | TierTask

@@ -1,7 +1,4 @@
-"""What a request must be before anything is done for it. Pure; used by the files that decide.
-
-The one law: what raises here has changed nothing.
-"""
+"""Checks of requests, made before anything is done for them. Pure functions; used on the deciding thread."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ __all__ = [
 
 
 def chunks_named(request: wire.Request) -> int:
-    """How many chunks a request is about, as far as its answer or its work grows with them."""
+    """How many chunks a request names; 0 for requests whose work does not depend on a list of chunks."""
     match request:
         case wire.Lookup() | wire.Pin():
             return len(request.hashes) // HASH_BYTES
@@ -50,11 +47,11 @@ def check_names(request: str, model: str) -> None:
 
 def check_salt(salt: bytes) -> None:
     if len(salt) not in (0, SALT_BYTES):
-        raise BadRequest(f"a salt's tag of {len(salt)} bytes, not {SALT_BYTES}")
+        raise BadRequest(f"a salt has {len(salt)} bytes instead of {SALT_BYTES}")
 
 
 def tenant_salt(tenant: str, salt: bytes) -> bytes:
-    """What chunks of a salt are filed under: one tenant's salt is not another's."""
+    """The salt that chunks are stored under; the same salt gives different values for different tenants."""
     if not tenant or not salt:
         return salt
     return bytes(
@@ -68,7 +65,7 @@ def check_shape(world_size: int, rank: int) -> None:
 
 
 def check_shards(part: wire.Shards, layout: Layout) -> None:
-    """Raise BadRequest unless a part names whole chunks, in blocks that exist, each once."""
+    """Raise BadRequest unless a part names whole chunks, and registered blocks, each at most once."""
     check_hashes(part.hashes)
     check_names(part.request, part.model)
     check_shape(part.world_size, part.rank)
@@ -81,14 +78,14 @@ def check_shards(part: wire.Shards, layout: Layout) -> None:
     if len(np.unique(ids)) != len(ids):
         raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
     if part.parent and (len(part.parent) != HASH_BYTES or part.depth < 0):
-        raise BadRequest("parent is no hash, or the depth is negative")
+        raise BadRequest(f"parent is not a hash of {HASH_BYTES} bytes, or depth {part.depth} is negative")
     check_salt(part.salt)
     if not 0 <= part.skip_blocks < len(ids) // chunks:
-        raise BadRequest(f"skip_blocks {part.skip_blocks} of {len(ids) // chunks} blocks a chunk")
+        raise BadRequest(f"skip_blocks is {part.skip_blocks}, but a chunk has {len(ids) // chunks} blocks")
 
 
 def check_targets(parts: list[wire.Shards]) -> None:
-    """Raise BadRequest when two requests of one retrieve would write the same block."""
+    """Raise BadRequest if two parts of one retrieve would write the same block."""
     if len(parts) > 1:
         ids = np.frombuffer(b"".join(part.block_ids for part in parts), np.uint32)
         if len(np.unique(ids)) != len(ids):

@@ -1,7 +1,7 @@
-"""What the depot knows of its clients. Plain data, shared by the files that decide.
+"""What the depot knows about its clients. Plain data on the deciding thread, shared by several files.
 
-Owned by the deciding thread. `core/depot.py` makes and drops clients, `core/sessions.py` their lookups and pins,
-`core/registrations.py` their tensors; `core/transfers.py` counts what is under way for them.
+`core/depot.py` creates and removes clients, `core/sessions.py` manages their lookups and pins, and
+`core/registrations.py` their tensors; `core/transfers.py` counts their operations in progress.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["Client", "Instance", "Lease", "NoLease", "PendingLookup", "Session"]
 
 
 class Lease(Protocol):
-    """What the core needs of a client's lease (shm.LeaseView)."""
+    """The part of a client's lease (shm.LeaseView) that the core uses."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def secret(self) -> bytes:
-        """What only a client of this user can know."""
+        """Known only to processes of the client's user."""
 
     @property
     def fence(self) -> int:
-        """Stores with a ticket up to this are void."""
+        """Stores whose ticket is not above this number are void."""
 
     def is_alive(self) -> bool: ...
 
     def has_left(self) -> bool:
-        """Whether the client closed its connection, so that its end is no death."""
+        """Whether the client closed its connection, so that it does not count as dead."""
 
     def close(self, remove: bool) -> None:
-        """Let go of it; with `remove`, take the file of a dead client away."""
+        """Close it; with `remove`, also remove its file."""
 
 
 class NoLease:
-    """Of a client that is the depot itself."""
+    """The lease of the depot's internal client, which owns named pins."""
 
     name = ""
     secret = b""
@@ -61,34 +61,34 @@ class NoLease:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What one request of one client pins."""
+    """The pins of one request of one client."""
 
     client: Client
     request: str
     model: str
     chunks: list[Chunk]
-    matched: int  # chunks that are pinned by holding these
-    remaining: int  # keys asked for until the pins go by themselves
-    readers: int = 1  # keys that are retrieved per chunk
-    retrieved: int = 0  # keys that were given
+    matched: int  # number of chunks that holding these pins
+    remaining: int  # keys still to be retrieved before the pins end
+    readers: int = 1  # keys retrieved per chunk
+    retrieved: int = 0  # keys retrieved successfully
 
 
 @dataclass(slots=True, eq=False)
 class PendingLookup:
-    """A lookup that looks behind memory."""
+    """A lookup until its reply."""
 
     asker: Client
     number: bytes
-    owner: Client  # whose session it becomes: the asker, or the depot itself for what is pinned by name
+    owner: Client  # owns the session: the asker, or for named pins the depot's internal client
     lookup: wire.Lookup
-    first: int  # chunks that memory had
-    ends: float = float("inf")  # of a pin by name: when
+    first: int  # chunks found in memory
+    ends: float = float("inf")  # of a named pin: when it expires
     tier_lookup: TierLookup | None = None
-    given_up: bool = False  # nobody wants the pins any more
+    given_up: bool = False  # the reply is 0 and nothing is pinned
 
     @property
     def by_hand(self) -> bool:
-        """Whether a person asks, not an engine: what is warmed or pinned by name is no lookup that hits or misses."""
+        """Whether it warms or pins a prompt by hand; such lookups count neither as hits nor as misses."""
         return self.owner is not self.asker or not self.lookup.readers
 
 
@@ -101,34 +101,34 @@ class Instance:
     tenant: str = ""
     mapped: Mapped | None = None
     namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
-    copies: int = 0  # operations that touch the tensors
+    copies: int = 0  # operations that use the tensors
     closing: bool = False  # unregistered or replaced: unmapped once copies == 0
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One connection that has said hello."""
+    """One connection that has passed the handshake."""
 
     identity: bytes
     lease: Lease
     tenant: str = ""
-    user: str = ""  # whose key its connection has; empty: the server has no keys
-    seal: Seal | None = None  # of its messages, where they have one
-    came: float = 0.0
-    heard: float = 0.0  # when it last asked for something
-    model: str = ""  # it last looked up or registered for
-    is_engine: bool = False  # has registered tensors or looked a prompt up; commands, probes and pages have not
-    pins: int = 0  # chunks that the sessions matched
+    user: str = ""  # the user whose key its connection has; empty: the server has no keys
+    seal: Seal | None = None  # of its messages, if they are sealed
+    came: float = 0.0  # when it connected
+    heard: float = 0.0  # when it last sent a request
+    model: str = ""  # of its last lookup or registration
+    is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
+    pins: int = 0  # chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
-    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that await tiers, by request
+    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for tiers, by request
     instances: dict[int, Instance] = field(default_factory=dict)
-    closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: no more, but still mapped
-    waiting: dict[int, list[bytes]] = field(default_factory=dict)  # requests to answer when these are unmapped
-    queued: int = 0
-    queued_chunks: int = 0
+    closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: closed, but still mapped
+    waiting: dict[int, list[bytes]] = field(default_factory=dict)  # by number: requests to answer once unmapped
+    queued: int = 0  # operations in progress
+    queued_chunks: int = 0  # and their chunks
     dead: bool = False
 
     @property
     def called(self) -> str:
-        """What status, journal and log call it."""
+        """Its short name in the status, journal and log."""
         return self.identity.hex()[:8]

@@ -1,7 +1,6 @@
-"""What a depot tells people: its status put together, and the journal of what has happened. Reads, decides nothing.
+"""The depot's status, journal of events and latencies. Reads the depot's state and decides nothing.
 
-Called by core/depot.py on the deciding thread. The one law: it takes a time that does not grow with the number of
-chunks.
+Called by core/depot.py on the deciding thread. Invariant: its time does not grow with the number of chunks.
 """
 
 from __future__ import annotations
@@ -27,21 +26,22 @@ __all__ = ["SHOWN", "Report"]
 log = logging.getLogger(__name__)
 
 SHOWN = 80
-"""Characters of a model's name in the journal."""
+"""Most characters of a model's name in the journal."""
 
 _NAMESPACES = 100
-"""The largest namespaces that a status lists, and the engines heard of last, so that it stays small."""
+"""Most namespaces in a status (the largest ones), so that it stays small."""
 _ENGINES = 64
+"""Most engines in a status (those with the latest requests)."""
 _MODELS = 4
-"""Of one engine."""
+"""Most models listed for one engine."""
 _SHORT = 100
-"""Characters of a model's name in an engine's line."""
+"""Most characters of a model's name in an engine's entry."""
 _QUIET_S = 60.0
-"""A counter that goes on rising is told of once in so long."""
+"""Minimum time between two journal entries for the same counter."""
 
 
 class Report:
-    """What one depot tells."""
+    """Status, journal and latencies of one depot."""
 
     def __init__(self, depot: Depot, devices: Callable[[], list[Device]], boot: bytes) -> None:
         self.journal = Journal()
@@ -51,28 +51,31 @@ class Report:
         self._depot = depot
         self._devices = devices
         self._boot = boot
-        self._began: float | None = None  # when time was first told
-        self._counted = Counters()  # as last told of
-        self._told: dict[str, float] = {}  # when
-        self._tiers: dict[str, str] = {}  # their states
-        self._corrupt = 0  # chunks, as last logged
+        self._began: float | None = None  # time of the first tick
+        self._counted = Counters()  # values at their last journal entries
+        self._told: dict[str, float] = {}  # by counter: no further journal entry before this time
+        self._tiers: dict[str, str] = {}  # by tier: its state in the journal
+        self._corrupt = 0  # corrupt chunks when last logged
 
     def __repr__(self) -> str:
         return f"<Report {self.journal}, {self.latencies}>"
 
     def note(self, kind: str, text: str) -> None:
-        """Keep an event."""
+        """Add an event to the journal."""
         self.journal.note(self._depot.wall, kind, text)
 
     def reach(self, obstacle: str, where: str = "") -> None:
-        """Once a second: why no new client can find this server, if so. where: for the log alone; others see it all."""
+        """Called once a second. obstacle: why no new client can find this server; empty: clients can.
+
+        where: logged only, because anyone may see the status.
+        """
         if obstacle and not self.unreachable:
             log.error("%s (%s): no new engine can connect; restart the server", obstacle, where)
             self.note("unreachable", obstacle)
         self.unreachable = obstacle
 
     def tick(self, now: float) -> None:
-        """Once a second: what counters and tiers say of what has happened."""
+        """Called once a second: adds journal entries for changed counters and tier states."""
         if self._began is None:
             self._began = now
             self.note("start", f"kvdepot {__version__} began to serve")
@@ -91,7 +94,7 @@ class Report:
                 self.note("tier", f"{tier.name}: {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
 
     def status(self, tenant: str = "") -> Status:
-        """What there is and what has happened. tenant: whose namespaces and engines are listed; empty: everybody's."""
+        """The current status. tenant: whose namespaces and engines to list; empty: everybody's."""
         depot, index = self._depot, self._depot.index
         clients = depot.clients
         now = depot.now
