@@ -1,8 +1,8 @@
-"""Tiers for tests: a plain dict, and a wrapper that injects faults.
+"""Tiers for tests: one that keeps objects in a dict, and a wrapper that injects faults.
 
     tier = FaultyTier(MemoryTier(), seed=7)
 
-Any thread. Every injected fault is counted, so that a test can check that it happened.
+Thread-safe. Every injected fault is counted, so that a test can check that it happened.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FAULTS = {
     "truncate": "read returns an object without its end, and its shorter size",
     "swell": "read answers that an object is larger than the buffers",
 }
-"""Faults; each has a rate, of calls or of objects in a call."""
+"""Faults by name. The rate of a fault is the fraction of calls, or of objects in calls, that it affects."""
 
 
 class MemoryTier:
-    """Objects in a dict. With `capacity_bytes`, the oldest are evicted."""
+    """Keeps objects in a dict. With `capacity_bytes`, it evicts the oldest ones."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes

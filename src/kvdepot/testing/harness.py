@@ -1,6 +1,6 @@
-"""The core of a server without its process: frames in, replies and tasks out; no socket, no thread, no clock.
+"""The core of a server without sockets, threads or clocks: takes frames, gives replies and tasks.
 
-Unit tests, fuzzing and the simulation drive the core with it, and each completes tasks in its own way. It checks what
+Unit tests, fuzzing and the simulation drive the core with it; each completes tasks in its own way. It asserts what
 holds for any server: each request is answered at most once, and dead clients get no answers.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["ArenaName", "Harness", "PlainLease"]
 
 @dataclass
 class ArenaName:
-    """What clients see of an arena that is not in /dev/shm."""
+    """An arena's name and secret, without an arena in /dev/shm."""
 
     name: str = "arena"
     secret: bytes = b"a" * SECRET_BYTES
@@ -49,7 +49,7 @@ class ArenaName:
 
 @dataclass(eq=False)
 class PlainLease:
-    """A client's lease without a file, seen from both ends."""
+    """A client's lease without a file; serves as both the client's and the server's end."""
 
     name: str
     secret: bytes = b"l" * 16
@@ -85,7 +85,7 @@ class Harness:
         tenant: Callable[[str], str] = lambda user: "",
         step_chunks: int = STEP_CHUNKS,
     ) -> None:
-        """arena, open_lease: default: those of this file; the other parameters are Depot's and Connections'."""
+        """arena, open_lease: by default those of this file. For the other parameters, see Depot and Connections."""
         self.index = index
         self.boot = boot
         self.arena_name = arena or ArenaName()
@@ -111,19 +111,19 @@ class Harness:
     # -- actions
 
     def replied(self, reply: Reply, frame: bytes) -> None:
-        """The core replies; frame: the message to the client."""
+        """Called with each reply; frame: the message to the client."""
         self.answers[reply.client, reply.number] = reply.value
 
     def submitted(self, task: Copy | Call) -> None:
-        """A task for a copy thread. Its outcome goes to `finished`."""
+        """Called with each task for a copy thread. Its outcome goes to `finished`."""
         self.tasks.append(task)
 
     def submitted_to_tier(self, task: TierTask) -> None:
-        """A task for a tier's thread. Its outcome goes to `finished`."""
+        """Called with each task for a tier's thread. Its outcome goes to `finished`."""
         self.tier_tasks.append(task)
 
     def act(self, actions: list[Action]) -> None:
-        """Carry out actions as a server does."""
+        """Handle actions as the server's loop does."""
         for action in actions:
             match action:
                 case Reply():
@@ -144,26 +144,26 @@ class Harness:
     # -- events
 
     def deliver(self, identity: bytes, frame: bytes) -> None:
-        """A message arrives."""
+        """Deliver a message to the core."""
         self.unanswered[identity, wire.number_of(frame)] += 1
         self.act(self.connections.receive([identity, frame], self.users.get(identity, ""), self.now))
 
     def finished(self, token: Any, outcome: Any) -> None:
-        """A task has ended."""
+        """Report the outcome of a task."""
         self.act(self.depot.finished(token, outcome, self.now))
 
     def expire(self) -> None:
-        """A turn of the server's loop without a message."""
+        """Run a turn of the server's loop without a message."""
         self.act(self.depot.expire(self.now))
 
     def tick(self, now: float, wall: float) -> None:
-        """A second has passed. wall: seconds since 1970."""
+        """Let a second pass. wall: seconds since 1970."""
         self.now = now
         self.act(self.connections.tick(now, wall))
         self._forget_dead()
 
     def _forget_dead(self) -> None:
-        """Dead clients expect no answers."""
+        """Drop requests that are answered, and those of dead clients."""
         for asked in [asked for asked, count in self.unanswered.items() if not count or not self._lives(asked[0])]:
             del self.unanswered[asked]
 
@@ -173,13 +173,13 @@ class Harness:
     # -- a client's side
 
     def send(self, identity: bytes, request: wire.Request) -> tuple[bytes, bytes]:
-        """Send a request under a new number; the key of its answer in `answers`."""
+        """Send a request under a new number; returns the key of its answer in `answers`."""
         number = next(self._numbers)
         self.deliver(identity, wire.encode_request(number, request))
         return identity, number.to_bytes(wire.ID_BYTES, "little")
 
     def hello(self, identity: bytes = b"one", user: str = "") -> bytes:
-        """A client's handshake, under its lease or a new one. Raises the error that it gets.
+        """Run a client's handshake, with its lease or a new one. Raises the error that the server replies.
 
         user: the user whose key its connection has.
         """
@@ -206,7 +206,7 @@ class Harness:
         return value
 
     def die(self, identity: bytes) -> None:
-        """A client dies, and the server notices."""
+        """Let a client die, and the server notice."""
         lease = self.leases.pop(identity, None)
         if lease is not None:
             lease.alive = False

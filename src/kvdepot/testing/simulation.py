@@ -48,7 +48,7 @@ class World:
         self.lines.append(f"{self.now:.6f} {text}")
 
     def digest(self) -> str:
-        """A hash of the whole log: equal for equal runs."""
+        """A hash of the whole log; equal runs have equal digests."""
         return blake3("\n".join(self.lines).encode()).hexdigest()
 
     def next_event(self) -> float:
@@ -56,7 +56,7 @@ class World:
         return self._queue[0][0] if self._queue else float("inf")
 
     def step(self) -> bool:
-        """Run the next event; whether there was one."""
+        """Run the next event; returns whether there was one."""
         if not self._queue:
             return False
         due, _, act, args = heapq.heappop(self._queue)
@@ -74,14 +74,14 @@ class World:
 
 
 class Killed(BaseException):
-    """Unwinds the thread of a killed process; nobody else catches it."""
+    """Raised in the thread of a killed process to unwind it; only `Process` catches it."""
 
 
 class Process:
-    """Code that may block. It runs until it sleeps or waits; the world continues meanwhile."""
+    """Code that may block. It runs until it sleeps or waits; then the world continues."""
 
     def __init__(self, world: World, name: str, main: Callable[[], None]) -> None:
-        """Starts at the next event."""
+        """The process starts with an event at the current time."""
         self.name = name
         self.alive = True
         self.stopped = False
@@ -98,7 +98,7 @@ class Process:
         self._deadline = 0.0
         self._slice_s = 0.0
         self._met = False
-        self._late = False  # a look came while it was stopped
+        self._late = False  # a check was due while it was stopped
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         world.after(0, self._look, 0)
@@ -127,7 +127,7 @@ class Process:
             raise Killed
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, slice_s: float) -> bool:
-        """Block until `condition()`, which is checked every `slice_s` seconds and when poked; False after `timeout_s`.
+        """Block until `condition()` is true; returns False after `timeout_s`. Checks every `slice_s` and when poked.
 
         During a long wait, checks become less frequent: otherwise simulating hours would take hours.
         """
@@ -141,7 +141,7 @@ class Process:
         return self._met
 
     def sleep(self, duration_s: float) -> None:
-        """Block for a time."""
+        """Block for `duration_s` seconds."""
         self.wait(_never, duration_s, duration_s)
 
     # -- in the world's thread
@@ -163,7 +163,7 @@ class Process:
                 return
         else:
             self._met = True
-        self._wait += 1  # pokes and looks that are still queued are void
+        self._wait += 1  # voids all pokes and checks that are still queued
         self._resume()
 
     def _resume(self) -> None:
@@ -208,10 +208,10 @@ class Listener(Protocol):
     """The receiver of a network's frames."""
 
     def accepts(self) -> bool:
-        """Whether it accepts a new connection."""
+        """Whether a new connection would be accepted."""
 
     def deliver(self, link: Link, frame: bytes) -> None:
-        """A frame has arrived."""
+        """Take a frame that has arrived."""
 
 
 class Network:
@@ -229,9 +229,9 @@ class Network:
         self.listener = listener
 
     def hang_up(self, all_arrives: bool) -> None:
-        """The listener is gone, and every connection with it.
+        """Remove the listener and break every connection.
 
-        Its last frames may still arrive; all_arrives: they do.
+        all_arrives: all its frames in transit still arrive; otherwise a random number of them.
         """
         self.listener = None
         self.era += 1
@@ -257,7 +257,7 @@ class Link:
         self.up = False
         self.coming: list[bytes] = []  # frames in transit to the peer
         self.slow_until = 0.0
-        self.cut_at = float("-inf")  # when it last broke while both ends lived; set by whoever breaks it
+        self.cut_at = float("-inf")  # when it last broke while both ends lived; set by the code that breaks it
         self._network = network
         self._world = network.world
         self._receive = receive
@@ -288,7 +288,7 @@ class Link:
         return max(last, self._world.now + delay_s)
 
     def send(self, frame: bytes) -> bool:
-        """Peer to listener; whether there is a connection."""
+        """Send a frame from peer to listener; returns whether there is a connection."""
         if not self.up:
             return False
         self._last_there = self._due(self._last_there)
@@ -302,7 +302,7 @@ class Link:
             listener.deliver(self, frame)
 
     def reply(self, frame: bytes) -> bool:
-        """Listener to peer; whether there is a connection."""
+        """Send a frame from listener to peer; returns whether there is a connection."""
         if not self.up:
             return False
         self.coming.append(frame)
@@ -315,7 +315,7 @@ class Link:
             self._receive(self.coming.pop(0))
 
     def cut(self, keep: int = 0) -> None:
-        """The connection breaks; of the frames in transit to the peer, the first `keep` arrive."""
+        """Break the connection; the first `keep` of the frames in transit to the peer still arrive."""
         kept = self.coming[:keep]
         self.coming.clear()
         self._generation += 1
@@ -328,7 +328,7 @@ class Link:
             self._world.after(self._world.spread(0.02, 0.5), self._connect)
 
     def close(self) -> None:
-        """The peer is gone; what it has sent still arrives."""
+        """Close the peer's end; the frames that it has sent still arrive."""
         if not self._closed:
             self._closed = True
             self.up = False

@@ -1,4 +1,4 @@
-"""The conformance suite: every tier must pass it. Importing it needs pytest and hypothesis; nothing else does.
+"""The conformance suite, which every tier must pass. Only this module of the package needs pytest and hypothesis.
 
     class TestMine(TierConformance):
         def open_tier(self, place):
@@ -96,7 +96,7 @@ class TierConformance(Generic[Place]):
     """Tests of one tier; subclass it in a test module and name the subclass Test..."""
 
     keeps: ClassVar[bool] = True
-    """Whether objects outlive `close` and are found when the same place is opened again."""
+    """Whether objects persist after `close` and are found when the same place is opened again."""
     shared: ClassVar[bool] = False
     """Whether several tiers may open one place at the same time (as depots on several hosts do)."""
     largest_bytes: ClassVar[int] = 32 * MIB
@@ -134,7 +134,7 @@ class TierConformance(Generic[Place]):
 
     @pytest.fixture
     def bounded(self, place: Place, memory: memoryview) -> Iterator[Tier]:
-        """With a capacity of `_BOUND`."""
+        """A tier with a capacity of `_BOUND`."""
         tier = self.open_bounded(place, _BOUND)
         if tier is None:
             pytest.skip("the store controls its capacity itself")
@@ -158,7 +158,7 @@ class TierConformance(Generic[Place]):
         name = name_of(size)
         assert tier.find([name]) == [False]
         assert tier.write([Blob(name, [source])]) == [True]
-        source[:] = bytes(size)  # nothing may read it any more
+        source[:] = bytes(size)  # the tier must not read it after `write` has returned
         target[:] = bytes(size)
         assert tier.find([name]) == [True]
         assert tier.read([Blob(name, [target])]) == [size]
@@ -237,7 +237,7 @@ class TierConformance(Generic[Place]):
         assert tier.write(blobs) == [True] * len(kept)
         order = [*reversed(numbers), 1, 2, 1]
         assert tier.find([name_of(n) for n in order]) == [n % 3 > 0 for n in order]
-        areas = [bytearray(1000 + 37 * n - (n % 5 == 0)) for n in order]  # every fifth has a byte too few
+        areas = [bytearray(1000 + 37 * n - (n % 5 == 0)) for n in order]  # every fifth buffer is one byte too small
         answers = tier.read([Blob(name_of(n), [memoryview(area)]) for n, area in zip(order, areas, strict=True)])
         assert answers == [1000 + 37 * n if n % 3 else ABSENT for n in order]
         for n, area in zip(order, areas, strict=True):
@@ -344,7 +344,7 @@ class TierConformance(Generic[Place]):
         tier.forget("", "")
         check(0, 0)
 
-    # -- lives
+    # -- reopening and closing
 
     def test_what_was_there_is_there_again_after_it_was_closed(self, place: Place, memory: memoryview) -> None:
         if not self.keeps:
@@ -463,7 +463,7 @@ class TierConformance(Generic[Place]):
 
     def test_a_reader_never_sees_a_part_or_a_mixture_while_others_write_and_remove(self, tier: Tier) -> None:
         names = [name_of(n) for n in range(3)]
-        # Sizes that stores may treat differently; a version's number gives its size.
+        # Sizes that stores may treat differently; the version number determines the size.
         sizes = [8, 4096, 65_536 + 8, 300_000]
         ended = threading.Event()
 
@@ -553,7 +553,7 @@ class TierConformance(Generic[Place]):
         together(*(partial(write, thread) for thread in range(4)))
         assert min(stored) > 20
 
-    # -- a life against a plain dict
+    # -- any sequence of calls, compared with a dict
 
     def test_any_life_is_that_of_a_dict(self, place: Place, memory: memoryview) -> None:
         settings = hypothesis.settings(
@@ -573,7 +573,7 @@ def _put(tier: Tier, name: str, data: bytes) -> bool:
 
 
 def _get(tier: Tier, name: str, room: int) -> bytes | None:
-    """One object; None if it is absent."""
+    """Read one object; None if it is absent."""
     area = bytearray(room)
     (size,) = tier.read([Blob(name, [memoryview(area)])])
     assert size <= room, f"{name} has {size} bytes"
@@ -589,7 +589,7 @@ _PREFIX = st.sampled_from([0, 15, 16, 31, 32])
 
 
 class _Life(RuleBasedStateMachine):
-    """A tier and a dict get the same calls; now and then the tier is closed and opened."""
+    """Makes the same calls on a tier and a dict; sometimes closes and reopens the tier."""
 
     def __init__(self, suite: TierConformance[Place], place: Place, memory: memoryview) -> None:
         super().__init__()
@@ -601,7 +601,7 @@ class _Life(RuleBasedStateMachine):
 
     @rule(objects=st.dictionaries(st.sampled_from(_LIFE_NAMES), _OBJECT, max_size=5))
     def write(self, objects: dict[str, tuple[int, int, int]]) -> None:
-        """The tier may keep an existing object: then the dict keeps it, too."""
+        """The tier may keep the existing object instead; then the dict keeps it, too."""
         data = {name: content(number, size) for name, (number, size, _) in objects.items()}
         blobs = [Blob(name, cut(memoryview(data[name]), [piece])) for name, (_, _, piece) in objects.items()]
         assert self.tier.write(blobs) == [True] * len(blobs)
