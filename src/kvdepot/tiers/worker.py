@@ -1,8 +1,8 @@
-"""Moves bytes between the arena and one tier: that tier's threads, and what they check on the way.
+"""The threads of one tier: they move shards between the arena and the tier, and check what they read.
 
-Made by the server, one a tier; core/tiering/ decides what it does. As in memory/copier.py, loads go before stores
-and outcomes are reported on a thread of ours. The one law: nothing is believed that its header and its sum do not vouch
-for.
+The server makes one TierWorker per tier; core/tiering/ decides its tasks. As in memory/copier.py, loads run before
+saves, and outcomes are reported on the worker's threads. Invariant: an object's bytes are used only if its header and
+checksum match.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
 
 _OPEN_S = 1.0
-"""A server waits so long for a tier before it begins without it."""
+"""How long a starting server waits for a tier to open."""
 MOST_PARTS = 16
-"""Shards that one Load or Save may carry."""
+"""Shards per Load or Save."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One shard on its way: what names it, and its place in the arena."""
+    """One shard to load or save: its identity, and its place in the arena."""
 
     facts: Facts
     salt: bytes
@@ -73,9 +73,9 @@ class Part:
     extents: Extents
     size: int
     checksum: int = 0
-    """Of a save: where it is known already."""
+    """For a save: the checksum if it is already known, else 0."""
     born: int = 0
-    """Of a save: when the chunk was computed, seconds since 1970."""
+    """For a save: when the chunk was computed, in seconds since 1970."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(slots=True)
 class Find:
-    """Which of these are there. Outcome: Located, or Unwanted."""
+    """Check which objects exist. Outcome: Located, or Unwanted."""
 
     token: object
     tier: int
@@ -95,8 +95,8 @@ class Find:
     """(facts, key)"""
     salt: bytes
     is_wanted: Callable[[], bool] = lambda: True
-    """Whether anybody still awaits the answer. A callable, because it is asked on the tier's thread, when the task's
-    turn has come: what nobody awaits costs no call to the store."""
+    """Whether a lookup still waits for the answer. A callable, because the tier's thread evaluates it when the task
+    starts: a find that nobody waits for costs no call to the store."""
 
     @property
     def names(self) -> list[str]:
@@ -133,9 +133,9 @@ class Erase:
 
 @dataclass(slots=True)
 class Forget:
-    """Remove all of a salt and of these namespaces, by the beginnings of their names. Outcome: Forgotten.
+    """Remove all objects of a salt and of these namespaces (prefixes of their names). Outcome: Forgotten.
 
-    Where a tier must walk all its objects to forget (Redis), it does so once a space.
+    A tier that must scan all its objects to forget (Redis) scans them once per space.
     """
 
     token: object
@@ -146,7 +146,7 @@ class Forget:
 
 @dataclass(slots=True)
 class Probe:
-    """Look whether the tier is there. Outcome: its Usage."""
+    """Check whether the tier responds. Outcome: its Usage."""
 
     token: object
     tier: int
@@ -167,33 +167,33 @@ class NotLoaded(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Which objects are there, one a name of the Find."""
+    """Whether each object of the Find exists."""
 
     there: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """The tier was not asked: nobody awaited the answer any more."""
+    """The tier was not queried, because no lookup waited for the answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One a part of the Load: the header of a shard that lies in the arena now, intact; else why it does not."""
+    """For each part of the Load: the header if the shard is in the arena, intact; otherwise why it is not."""
 
     shards: list[Header | NotLoaded]
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Which shards the tier has now, one a part of the Save."""
+    """For each part of the Save: whether the tier has the shard now."""
 
     kept: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """No read that begins now finds the objects."""
+    """The objects are gone for every read that starts from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +204,11 @@ class Forgotten:
 
 
 TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotten | Usage | KVDepotError
-"""A KVDepotError: the task failed, and nothing is known of any object."""
+"""A KVDepotError: the task failed, and the state of its objects is unknown."""
 
 
 class TierWorker:
-    """One tier's threads. Outcomes are handed to `report(token, outcome)` on one of them."""
+    """One tier's threads. They call `report(token, outcome)` for every finished task."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class TierWorker:
         codec: Codec,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Opens the tier, in the background if that takes long; one that fails to open is tried again with each task.
+        """Open the tier, in the background if that takes long. If it fails to open, each task tries again.
 
         Raises ConfigError.
         """
@@ -259,13 +259,13 @@ class TierWorker:
         return f"<TierWorker {self._config.name} {len(self._urgent)} urgent, {len(self._later)} later>"
 
     def submit(self, tier_task: TierTask) -> None:
-        """Queue a tier task; the deciding thread bounds how many there are."""
+        """Queue a tier task. The deciding thread bounds the queue."""
         with self._ready:
             (self._urgent if isinstance(tier_task, Find | Load) else self._later).append(tier_task)
             self._ready.notify_all()  # one of them takes no saves: it must not be the only one that wakes
 
     def stop(self, timeout_s: float) -> None:
-        """End the threads once what is under way is done; what waits is dropped. Blocks for `timeout_s` at most."""
+        """Finish running tasks, drop queued ones, and end the threads. Blocks for at most `timeout_s`."""
         with self._ready:
             self._stopping = True
             self._urgent.clear()
@@ -278,7 +278,7 @@ class TierWorker:
             self._tier.close()
 
     def is_busy(self) -> bool:
-        """Whether a thread is still at work, after `stop`: it may yet touch the arena."""
+        """Whether a thread still runs after `stop`, and may yet touch the arena."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _open_first(self) -> None:
@@ -337,9 +337,9 @@ class TierWorker:
 def start_workers(
     tiers: Sequence[TierConfig], ttl_s: int, arena: Memory, report: Callable[[object, TierOutcome], None]
 ) -> list[TierWorker]:
-    """One a tier; ttl_s: of the server itself, 0: none. A store that cannot be had now may be had later.
+    """Start one worker per tier. A tier that is unavailable now may open later.
 
-    Raises ConfigError.
+    ttl_s: the server's own time to live, 0 for none. Raises ConfigError.
     """
     workers: list[TierWorker] = []
     try:
@@ -357,10 +357,10 @@ def start_workers(
 
 
 def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Bytes, codec: Codec, oldest: float = 0.0) -> TierOutcome:
-    """Do one tier task; its outcome. Blocks. Raises TierError.
+    """Do one tier task and return its outcome. Blocks. Raises TierError.
 
-    heads: uint8[MOST_PARTS, HEADER_BYTES + SLACK], to be used freely. oldest: what was computed before (seconds since
-    1970) is absent.
+    heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. oldest: shards computed before it (seconds since
+    1970) count as absent.
     """
     match tier_task:
         case Find():
@@ -392,7 +392,7 @@ def _load(
     slack = codec.slack
     blobs = []
     if not all(arena.ensure(*extent) for part in parts for extent in part.extents):
-        log.warning("cannot allocate arena memory: dropped a load from a tier")  # which is no fault of the tier
+        log.warning("cannot allocate arena memory: dropped a load from a tier")  # not a failure of the tier
         return [NotLoaded.ABSENT] * len(parts)
     for i, part in enumerate(parts):
         kv = [view.data for view in views(arena.bytes, part.extents, 0, part.size)]
@@ -405,7 +405,7 @@ def _load(
 
 
 def _check(part: Part, blob: Blob, size: int, arena: Memory, codec: Codec, oldest: float) -> Header | NotLoaded:
-    """What a read has brought, once its bytes lie in the arena as KV."""
+    """Check what was read, and decode it into the arena."""
     if size < 0:
         return NotLoaded.ABSENT
     header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
