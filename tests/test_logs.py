@@ -228,9 +228,9 @@ def test_what_a_request_gets_from_a_tier_is_told_with_its_id_and_the_tier(caplog
     host.find(b"one", store(chain, request="cmpl-7"))
     clear(host.index)
     assert host.find(b"one", lookup(chain, "cmpl-8")) == 2
-    assert about(caplog, "cmpl-8") == ["a tier lookup loads 2 shards from this tier", "found 2 of 2 chunks"]
-    (loads,) = [record for record in caplog.records if "loads" in record.getMessage()]
-    assert loads.tier == "disk:///d"  # type: ignore[attr-defined]
+    assert about(caplog, "cmpl-8") == ["tier lookup: loading 2 shards from this tier", "found 2 of 2 chunks"]
+    (loading,) = [record for record in caplog.records if "loading" in record.getMessage()]
+    assert loading.tier == "disk:///d"  # type: ignore[attr-defined]
 
 
 def test_a_tier_lookup_that_a_tier_answers_late_is_told_with_its_request_and_tier(
@@ -251,7 +251,7 @@ def test_a_tier_that_fails_is_told_with_the_requests_that_it_failed(caplog: pyte
     tier.inject(down=1)
     host.find(b"one", lookup(prompt("a", 2), "cmpl-10"))
     told, found = about(caplog, "cmpl-10")
-    assert "cannot learn what this tier has" in told and found == "found 0 of 2 chunks"
+    assert "cannot find objects in this tier" in told and found == "found 0 of 2 chunks"
 
 
 # -- a real server

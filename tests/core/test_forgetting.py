@@ -419,7 +419,7 @@ def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> No
     while host.tier_tasks:
         host.work()
     host.pass_time(26.0)
-    assert "memory has not been gone through" in host.answers[asked]["error"]
+    assert "the removal from memory has not ended within 25 s" in host.answers[asked]["error"]
     host.rest()
     assert host.index.chunks == 0 and not host.depot.tiering.forgettings
 

@@ -1,1 +1,1 @@
-"""What tiers are asked, what is loaded from them, saved and forgotten in them. Part of the deciding thread's code."""
+"""Decisions about tiers: lookups, loads, saves and forgetting. Part of the deciding thread's code."""

@@ -1,4 +1,4 @@
-"""What is due when: tier lookups and forgettings that must be answered in time. No clock here."""
+"""The deadlines of tier lookups and forgettings, in order. No clock here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Deadline", "Deadlines", "HalfTime", "Overdue"]
 
 
 class HalfTime(NamedTuple):
-    """A tier lookup goes on with what some tiers have answered."""
+    """Half of a tier lookup's time is over: it continues with the answers it has."""
 
     of: TierLookup
 
 
 class Overdue(NamedTuple):
-    """It is answered now, whatever has not arrived."""
+    """The time is over: the reply is due, even if something has not arrived."""
 
     of: TierLookup | Forgetting
 
@@ -28,11 +28,11 @@ Deadline: TypeAlias = HalfTime | Overdue
 
 
 class Deadlines:
-    """A heap of deadlines. Those of what has ended are dropped when they have come to its top."""
+    """A heap of deadlines. Those of ended tier lookups and forgettings are dropped once they reach the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Deadline]] = []
-        self._numbers = itertools.count()  # of two that are due at once, the one that was added first comes first
+        self._numbers = itertools.count()  # deadlines at the same time stay in the order of `add`
 
     def __repr__(self) -> str:
         return f"<Deadlines {len(self)}>"
@@ -41,11 +41,11 @@ class Deadlines:
         return len(self._heap)
 
     def next(self) -> float:
-        """When the first is due; infinity: there is none."""
+        """When the earliest is due; infinity if there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def pop(self) -> Deadline:
-        """Take the first."""
+        """Remove and return the earliest."""
         return heapq.heappop(self._heap)[2]
 
     def add(self, when: float, deadline: Deadline) -> None:

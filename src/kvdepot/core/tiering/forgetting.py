@@ -1,7 +1,7 @@
-"""What is being forgotten in tiers: which have been told, which have answered, and what they said.
+"""Forgetting in tiers: which tiers have been told, which have answered, and with what outcome.
 
-The one law: a tier is told once the saves to it that were under way have ended, and until all have answered, nothing
-of what is forgotten is loaded (`is_under_way`).
+Invariants: a tier is told once the saves to it that were in progress have ended; until all tiers have answered, nothing
+that is being forgotten is loaded (`is_under_way`).
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from kvdepot.tiers.worker import Forget, Forgotten
 __all__ = ["FORGET_S", "MOST_FORGETTINGS", "ForgetToken", "Forgetting", "Forgettings", "NotForgotten"]
 
 MOST_FORGETTINGS = 16
-"""Forgettings under way."""
+"""Most forgettings in progress."""
 FORGET_S = 25.0
-"""So long forgetting may take before the answer says what has not been done; less than clients wait."""
+"""The time after which a Forget is answered even if not all is done; less than clients wait."""
 _SHOWN = 100
-"""Characters of a name in an answer."""
+"""Most characters of a name in an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotForgotten:
-    """A tier failed: it may still have anything of what is forgotten."""
+    """A tier failed: it may still have all objects that it should have forgotten."""
 
     reason: str
 
 
 @dataclass(slots=True, eq=False)
 class Forgetting:
-    """What is to be forgotten, while memory or a tier has not done so: nothing of it is loaded meanwhile.
+    """One forgetting, from the request until memory and all tiers are done; nothing it covers is loaded meanwhile.
 
-    Tiers file by whole names. Of models whose name begins so, they are told `model` itself and all that are known here;
-    one that only a tier knows is not found by the beginning of its name, and `trouble` says where that may be.
+    `model` is a prefix of model names, but tiers store objects by whole names. They are told `model` itself and all
+    names with this prefix that are known here; a model that only a tier knows may stay, and `trouble` says if so.
     """
 
-    tenant: str | None  # None: of all
-    model: str  # what names begin with; empty: any
-    known: Collection[str]  # the names here that begin so
+    tenant: str | None  # None: all tenants
+    model: str  # a prefix of model names; empty: any
+    known: Collection[str]  # the names with this prefix that are known here
     salt: bytes | None  # None: any
-    chunks: int | None = None  # removed from memory; None: it has not been gone through
-    objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # removed, by the tier's name
+    chunks: int | None = None  # chunks removed from memory; None: the removal there has not ended
+    objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # number of objects removed, by tier name
     owing: set[int] = field(default_factory=set)  # tiers that have not answered
-    ended: bool = False  # it is, or is to be, answered
+    ended: bool = False  # answered, or about to be
 
     def covers(self, namespace: Namespace, salt: bytes) -> bool:
         is_named = self.tenant in (None, namespace.tenant) and namespace.model.startswith(self.model)
         return is_named and self.salt in (None, salt)
 
     def is_whole_name(self) -> bool:
-        """Whether `model` is known to be no mere beginning: a model here is called so, or a tier had one that is."""
+        """Whether `model` is known to be a whole name, because memory or a tier had objects under exactly this name."""
         there = any(isinstance(count, int) and count > 0 for count in (self.chunks, *self.objects.values()))
         return not self.model or self.model in self.known or (there and not self.known)
 
     def trouble(self) -> str:
-        """Why something may be left that no tier has told of; empty: nothing is."""
+        """Why something may remain that no tier has reported; empty: nothing does."""
         if self.chunks is None:
-            return f"memory has not been gone through within {FORGET_S:g} s; nobody gets what is left there"
+            return f"the removal from memory has not ended within {FORGET_S:g} s; what is left there is not served"
         if self.owing:
-            return f"not every tier has answered within {FORGET_S:g} s"
+            return f"not all tiers have answered within {FORGET_S:g} s"
         if not self.objects or self.is_whole_name():
             return ""
         return (
-            f"tiers file models by whole names: they were told {len(self.known)} that this server knows to begin with "
-            f"{self.model[:_SHOWN]!r}, and may have others; name those in full, or forget all"
+            f"tiers store models by whole names: they were told the {len(self.known)} that this server knows to "
+            f"begin with {self.model[:_SHOWN]!r}, and may have others; give those in full, or forget all"
         )
 
     def tier_task(self, tier: TierState) -> Forget:
@@ -81,18 +81,18 @@ class Forgetting:
 
 @dataclass(slots=True, eq=False)
 class ForgetToken(Token):
-    """Of a Forget."""
+    """The token of a Forget."""
 
     forgetting: Forgetting
 
 
 class Forgettings:
-    """Those under way."""
+    """The forgettings in progress."""
 
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
         self._under_way: dict[Forgetting, None] = {}  # in the order in which they began
-        # By tier: what it has not been told, and the saves that must end before.
+        # By tier: forgettings that it has not been told of, and the saves that must end first.
         self._untold: dict[int, list[tuple[set[int], Forgetting]]] = {tier.number: [] for tier in tiers}
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ class Forgettings:
         return any(forgetting.covers(namespace, salt) for forgetting in self._under_way)
 
     def begin(self, forgetting: Forgetting) -> list[Forget]:
-        """Tell each tier, at once or after its saves."""
+        """Begin a forgetting; tells each tier at once, or after its saves in progress."""
         forgetting.owing = {tier.number for tier in self._tiers}
         forgetting.objects = {tier.config.name: 0 for tier in self._tiers}
         self._under_way[forgetting] = None
@@ -115,7 +115,7 @@ class Forgettings:
         return [tier_task for tier in self._tiers for tier_task in self._tell(tier)]
 
     def save_ended(self, tier: TierState, number: int) -> list[Forget]:
-        """Tell the tier to forget what had to wait for this save."""
+        """Tell the tier of the forgettings that were waiting for this save."""
         for saves, _ in self._untold[tier.number]:
             saves.discard(number)
         return self._tell(tier)
@@ -126,14 +126,14 @@ class Forgettings:
         return [forgetting.tier_task(tier) for saves, forgetting in untold if not saves]
 
     def told(self, token: ForgetToken, outcome: Forgotten | KVDepotError) -> bool:
-        """A tier has forgotten, or failed to; whether that is to be answered now."""
+        """Note a tier's outcome; returns whether the forgetting is to be answered now."""
         told = outcome.objects if isinstance(outcome, Forgotten) else NotForgotten(str(outcome))
         token.forgetting.objects[token.tier.config.name] = told
         token.forgetting.owing.discard(token.tier.number)
         return self._is_through(token.forgetting)
 
     def memory_ended(self, forgetting: Forgetting, chunks: int) -> bool:
-        """Memory has been gone through; whether it is to be answered now."""
+        """Note the end of the removal from memory; returns whether the forgetting is to be answered now."""
         forgetting.chunks = chunks
         return self._is_through(forgetting)
 
@@ -144,11 +144,11 @@ class Forgettings:
         return self.end(forgetting)
 
     def end(self, forgetting: Forgetting) -> bool:
-        """It is answered now, unless it was before; where somebody has not answered, it goes on being forgotten."""
+        """Mark a forgetting as answered; returns False if it was before. It continues until all tiers have answered."""
         is_first = not forgetting.ended
         forgetting.ended = True
         return is_first
 
     def end_all(self) -> list[Forgetting]:
-        """The server ends; those that are to be answered now."""
+        """Before shutdown: mark all as answered; returns those that were not."""
         return [forgetting for forgetting in self._under_way if self.end(forgetting)]

@@ -1,11 +1,11 @@
-"""Tier lookups: what a lookup's prefix lacks in memory is looked for in the tiers, and loaded.
+"""Tier lookups: find the chunks of a lookup's prefix that are not in memory, and load them.
 
-The one law: a tier can make a lookup late, up to its deadline, and a hit shorter; nothing else. Whatever a tier does or
-fails to do, what is in memory is served as if there were none.
+Invariant: a tier can only delay a lookup, up to its deadline, or shorten a hit. Whatever a tier does or fails to do,
+chunks in memory are served as if there were no tier.
 
-All tiers are asked at once for all that memory misses. What makes the prefix longer is loaded into reservations that
-the tier lookup holds. When all has arrived, or at the deadline, the lookup is answered from memory. What arrives later
-is sealed all the same, for whoever asks next.
+All tiers are asked at once for everything that is not in memory. Chunks that extend the prefix are loaded into
+reservations that the tier lookup holds. When all have arrived, or at the deadline, the lookup is answered from memory.
+Chunks that arrive later are sealed for later lookups.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 
 _MOST_TIER_LOOKUPS = 1024
 _MOST_WANTED = 1 << 16
-"""Shards that one tier lookup asks tiers for; the prefix ends there."""
+"""Most shards that one tier lookup asks for; the prefix ends there."""
 _MOST_WANTED_IN_ALL = 1 << 20
 _MOST_FINDS = 64
-"""Finds under way in one tier; above that it is not asked."""
+"""Most Finds in progress in one tier; beyond that it is not asked."""
 
 
 @dataclass(slots=True, eq=False)
 class TierLookup:
-    """One lookup's look behind memory, for chunks `[first, end)` of `hashes`."""
+    """One lookup's search of the tiers, for chunks `[first, end)` of `hashes`."""
 
     namespace: Namespace
-    request: str  # what the log calls it
+    request: str  # the request id, for the log
     hashes: bytes
     chained: bool
     salt: bytes
@@ -52,15 +52,15 @@ class TierLookup:
     end: int
     begun: float
     held: dict[bytes, Chunk]
-    wanted: list[tuple[int, int]] = field(default_factory=list)  # chunk, rank: what tiers were asked for
-    found: dict[tuple[int, int], int] = field(default_factory=dict)  # -> tier
-    owing: set[int] = field(default_factory=set)  # tiers that have not said what they have
-    waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards on their way
+    wanted: list[tuple[int, int]] = field(default_factory=list)  # (chunk, rank) that tiers were asked for
+    found: dict[tuple[int, int], int] = field(default_factory=dict)  # (chunk, rank) -> nearest tier that has it
+    owing: set[int] = field(default_factory=set)  # tiers that have not answered their Find
+    waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards being loaded
     loading: bool = False
     ended: bool = False
 
     def is_awaited(self) -> bool:
-        """Whether anybody wants to know what tiers have. Any thread."""
+        """Whether answers to Finds are still of use. Thread-safe."""
         return not (self.ended or self.loading)
 
     def key(self, chunk: int) -> bytes:
@@ -69,14 +69,14 @@ class TierLookup:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A shard on its way into memory, and who waits for it."""
+    """A shard that is being loaded, and the tier lookups that wait for it."""
 
     chunk: Chunk
     rank: int
     shard: Shard
     tier: int
     tier_lookups: list[TierLookup] = field(default_factory=list)
-    replaced: bool = False  # somebody else fills the chunk
+    replaced: bool = False  # a store or another load has taken over the shard
 
     @property
     def place(self) -> tuple[int, bytes, int]:
@@ -85,21 +85,21 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class FindToken(Token):
-    """Of a Find."""
+    """The token of a Find."""
 
     tier_lookup: TierLookup
 
 
 @dataclass(slots=True, eq=False)
 class LoadToken(Token):
-    """Of a Load."""
+    """The token of a Load."""
 
-    arrivals: list[Arrival]  # one a part
+    arrivals: list[Arrival]  # one per part
 
 
 @dataclass(slots=True, eq=False)
 class EraseToken(Token):
-    """Of an Erase of corrupt objects."""
+    """The token of an Erase of corrupt objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class Arrived:
 
 
 LookupDecision: TypeAlias = TierTask | TierLookup | Arrived
-"""Besides tier tasks: a tier lookup that has ended, for its lookup to be answered; and what may be saved nearer."""
+"""A tier task, a tier lookup that has ended and whose reply is due, or shards that nearer tiers may save."""
 
 
 class Lookups:
-    """All tier lookups under way, and what they load."""
+    """All tier lookups in progress, and the shards that they load."""
 
     def __init__(self, tiers: Sequence[TierState], index: Index, forgettings: Forgettings, chunk_tokens: int) -> None:
         self.arriving_bytes = 0
@@ -125,7 +125,7 @@ class Lookups:
         self._chunk_tokens = chunk_tokens
         self._arrivals: dict[tuple[int, bytes, int], Arrival] = {}  # by namespace, key, rank
         self._count = 0
-        self._wanted = 0  # shards that all of them asked for
+        self._wanted = 0  # shards that all tier lookups together asked for
 
     def __repr__(self) -> str:
         return f"<Lookups {len(self)}, {len(self._arrivals)} shards arriving>"
@@ -138,7 +138,7 @@ class Lookups:
     def begin(
         self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
     ) -> TierLookup | None:
-        """Hold what memory has of a prefix, and note what it misses; None where there is no use. See `Tiering`."""
+        """Begin a tier lookup: hold `held`, and list what is missing. None if tiers cannot help. See `Tiering`."""
         usable = [tier for tier in self._tiers if tier.breaker.usable]
         is_known = len(namespace.sizes) == namespace.world_size
         if not usable or not is_known or self._forgettings.is_under_way(namespace, salt):
@@ -162,7 +162,7 @@ class Lookups:
         return tier_lookup
 
     def _missing(self, tier_lookup: TierLookup) -> list[tuple[int, int]]:
-        """What is neither in memory nor on its way there: chunk, rank."""
+        """The shards (chunk, rank) that are neither in memory nor being loaded."""
         namespace, first, end = tier_lookup.namespace, tier_lookup.first, tier_lookup.end
         hashes = tier_lookup.hashes[first * HASH_BYTES : end * HASH_BYTES]
         near = [self._index.find(namespace, rank, hashes) for rank in range(namespace.world_size)]
@@ -174,7 +174,7 @@ class Lookups:
         ]
 
     def ask(self, tier_lookup: TierLookup) -> list[TierTask]:
-        """Ask the tiers, or load at once where nothing is missing. Then the tier lookup may end here."""
+        """Ask the tiers, or load at once if nothing is missing; in that case the tier lookup may end here."""
         if not tier_lookup.wanted:
             return self._load(tier_lookup)
         namespace = tier_lookup.namespace
@@ -189,24 +189,24 @@ class Lookups:
         ]
 
     def located(self, token: FindToken, outcome: Located | Unwanted | KVDepotError) -> list[LookupDecision]:
-        """A tier has said what it has, or failed to."""
+        """Handle the end of a Find."""
         tier, tier_lookup = token.tier, token.tier_lookup
         tier.finding -= 1
         tier_lookup.owing.discard(tier.number)
         if isinstance(outcome, KVDepotError):
-            log.debug("a tier lookup cannot learn what this tier has: %s", outcome, extra=_about(tier, tier_lookup))
+            log.debug("tier lookup: cannot find objects in this tier: %s", outcome, extra=_about(tier, tier_lookup))
         if not tier_lookup.is_awaited():
             return []
         if isinstance(outcome, Located):
             for place, there in zip(tier_lookup.wanted, outcome.there, strict=True):
-                if there:  # the nearest that has it
+                if there:  # the nearest tier wins
                     tier_lookup.found[place] = min(tier.number, tier_lookup.found.get(place, tier.number))
         if tier_lookup.owing and len(tier_lookup.found) < len(tier_lookup.wanted):
             return []
         return self._load_or_end(tier_lookup)
 
     def half_time(self, tier_lookup: TierLookup) -> list[LookupDecision]:
-        """Some tiers have not said what they have: load what the others have, while there is time."""
+        """Half of the time is over: if some tiers have not answered, load what the others have."""
         if not tier_lookup.is_awaited():
             return []
         first = tier_lookup.first
@@ -217,13 +217,13 @@ class Lookups:
         return self._load_or_end(tier_lookup) if begins else []
 
     def _is_near(self, tier_lookup: TierLookup, chunk: int, rank: int) -> bool:
-        """Whether a shard is in memory, or on its way there."""
+        """Whether a shard is in memory or being loaded."""
         key = tier_lookup.key(chunk)
         (found,) = self._index.find(tier_lookup.namespace, rank, key)
         return isinstance(found, Found) or self._arrival(tier_lookup.namespace, rank, key) is not None
 
     def _arrival(self, namespace: Namespace, rank: int, key: bytes) -> Arrival | None:
-        """A shard's way into memory, if it is worth waiting for."""
+        """The load of a shard that is in progress, if its tier works; otherwise None."""
         arrival = self._arrivals.get((namespace.number, key, rank))
         return arrival if arrival is not None and self._tiers[arrival.tier].breaker.usable else None
 
@@ -234,7 +234,7 @@ class Lookups:
         return [*tier_tasks, tier_lookup] if tier_lookup.ended else [*tier_tasks]
 
     def _load(self, tier_lookup: TierLookup) -> list[TierTask]:
-        """Load what makes the prefix longer. Where nothing is on its way after that, the tier lookup has ended."""
+        """Load what extends the prefix. If nothing is being loaded after that, the tier lookup ends."""
         namespace = tier_lookup.namespace
         tier_lookup.loading = True
         by_tier: dict[int, list[Arrival]] = {}
@@ -251,7 +251,7 @@ class Lookups:
         tier_tasks: list[TierTask] = []
         for number, arrivals in by_tier.items():
             tier = self._tiers[number]
-            log.debug("a tier lookup loads %d shards from this tier", len(arrivals), extra=_about(tier, tier_lookup))
+            log.debug("tier lookup: loading %d shards from this tier", len(arrivals), extra=_about(tier, tier_lookup))
             tier_tasks += [
                 Load(LoadToken(tier, batch), number, [self._part(arrival) for arrival in batch])
                 for batch in _batches(arrivals)
@@ -261,7 +261,10 @@ class Lookups:
         return tier_tasks
 
     def _reserve(self, tier_lookup: TierLookup, i: int) -> list[Arrival] | None:
-        """Have chunk `i` whole, or all its shards on their way; those that set out now. None: the prefix ends here."""
+        """Reserve the missing shards of chunk `i`, and wait for those being loaded; returns the reserved ones.
+
+        Returns None, with nothing reserved, if the chunk cannot be completed: the prefix ends here.
+        """
         namespace, key = tier_lookup.namespace, tier_lookup.key(i)
         near: list[Arrival] = []
         far: list[tuple[int, int]] = []  # rank, tier
@@ -271,7 +274,7 @@ class Lookups:
                 near.append(arrival)
             elif isinstance(self._index.find(namespace, rank, key)[0], Absent):
                 tier = tier_lookup.found.get((i, rank))
-                late = (namespace.number, key, rank) in self._arrivals  # of a tier whose circuit breaker is open
+                late = (namespace.number, key, rank) in self._arrivals  # its tier's circuit breaker is open
                 if tier is None or not (late or self._index.is_missing(namespace, rank, key)):
                     return None
                 far.append((rank, tier))
@@ -279,7 +282,7 @@ class Lookups:
             return None
         chunk = namespace.chunks.get(key)
         if far and self._forgettings.is_under_way(namespace, tier_lookup.salt if chunk is None else chunk.salt):
-            return None  # a tier may have said that it has it before it was told to forget it
+            return None  # the tier may have answered before it was told to forget
         fresh = self._reserve_shards(tier_lookup, i, far)
         if fresh is None:
             return None
@@ -292,7 +295,7 @@ class Lookups:
         return fresh
 
     def _reserve_shards(self, tier_lookup: TierLookup, i: int, far: list[tuple[int, int]]) -> list[Arrival] | None:
-        """Reserve these shards (rank, tier) of chunk `i`; None, with none of them reserved, where there is no room."""
+        """Reserve these shards (rank, tier) of chunk `i`; returns None, with none reserved, if there is no room."""
         namespace, key = tier_lookup.namespace, tier_lookup.key(i)
         parent = b"" if not tier_lookup.chained else tier_lookup.key(i - 1) if i else ROOT
         position = i + 1 if tier_lookup.chained else 0
@@ -303,7 +306,7 @@ class Lookups:
             )
             if isinstance(outcome, Replaced):
                 self.replaced(outcome.chunk, rank)
-            elif not isinstance(outcome, Reserved):  # no room: those of its other ranks are no use
+            elif not isinstance(outcome, Reserved):  # no room: without this shard, the others are useless
                 for arrival in fresh:
                     self._index.remove(arrival.chunk, Reason.FAILED, arrival.rank)
                 return None
@@ -316,16 +319,16 @@ class Lookups:
         return Part(facts, chunk.salt, chunk.key, shard.extents, shard.size)
 
     def replaced(self, chunk: Chunk, rank: int) -> None:
-        """A shard that was on its way has been reserved anew: whoever asked fills it now.
+        """Note that a store or another load has taken over a shard that was being loaded.
 
-        A load that is late or hangs must not keep out what is computed meanwhile, nor what another tier has.
+        A load that is late or hangs must block neither newly computed chunks nor those of another tier.
         """
         arrival = self._arrivals.pop((chunk.namespace.number, chunk.key, rank))
         arrival.replaced = True
-        self._let_go(arrival)  # it goes, should whoever fills it fail
+        self._let_go(arrival)  # so that it can be removed if filling it fails
 
     def _let_go(self, arrival: Arrival) -> None:
-        """Tier lookups do not hold it any more."""
+        """Release the holds of all tier lookups on the chunk."""
         for tier_lookup in arrival.tier_lookups:
             if tier_lookup.held.pop(arrival.chunk.key, None) is not None:
                 self._index.release([arrival.chunk])
@@ -333,7 +336,7 @@ class Lookups:
     # -- what arrives
 
     def arrived(self, token: LoadToken, outcome: Loaded | KVDepotError) -> list[LookupDecision]:
-        """Shards have arrived, or have not."""
+        """Handle the end of a Load."""
         tier, arrivals = token.tier, token.arrivals
         if isinstance(outcome, KVDepotError):
             self._log_failure(token, outcome)
@@ -363,7 +366,7 @@ class Lookups:
         return [*decisions, Arrived(tier, sealed)]
 
     def _settle(self, arrival: Arrival, header: Header | NotLoaded, tier: TierState) -> bool:
-        """Seal what has arrived, or give its reservation up; whether it is sealed."""
+        """Seal a shard that has arrived, or release its reservation; returns whether it is sealed."""
         chunk, rank = arrival.chunk, arrival.rank
         self.arriving_bytes -= arrival.shard.size
         if arrival.replaced:
@@ -381,32 +384,32 @@ class Lookups:
     def _log_failure(self, token: LoadToken, error: KVDepotError) -> None:
         lookups = {id(each): each for arrival in token.arrivals for each in arrival.tier_lookups}
         for each in lookups.values():
-            log.debug("what a tier lookup found could not be loaded: %s", error, extra=_about(token.tier, each))
+            log.debug("tier lookup: cannot load from this tier: %s", error, extra=_about(token.tier, each))
 
     # -- the end
 
     def awaited(self, tier_lookup: TierLookup) -> list[TierState]:
-        """Tiers that have not said what they have, or not brought it."""
+        """Tiers that have not answered a Find, or not completed a Load."""
         numbers = tier_lookup.owing | {number for number, count in tier_lookup.waiting.items() if count}
         return [self._tiers[number] for number in numbers]
 
     def note_late(self, tier_lookup: TierLookup, tier: TierState) -> bool:
-        """A lookup is answered without this tier: too late. True: the tier has answered nothing since it began."""
+        """Note that a tier is too late for a lookup; returns whether it has answered nothing since the lookup began."""
         tier.counters["late"] += 1
-        log.debug("a tier lookup is answered without this tier: too late", extra=_about(tier, tier_lookup))
+        log.debug("tier lookup: replying without this tier, which is too late", extra=_about(tier, tier_lookup))
         return tier.breaker.last_success < tier_lookup.begun
 
     def end(self, tier_lookup: TierLookup) -> None:
-        """It is to be answered with what is in memory by now. What it holds it keeps, until `release`."""
+        """End a tier lookup, to be answered with what is in memory by now. It keeps its holds until `release`."""
         assert not tier_lookup.ended
         tier_lookup.ended = True
         self._count -= 1
         self._wanted -= len(tier_lookup.wanted)
-        # It may be remembered until its deadline.
+        # Its deadline may keep it alive for some time; free the large fields.
         tier_lookup.wanted, tier_lookup.found, tier_lookup.hashes = [], {}, b""
 
     def release(self, tier_lookup: TierLookup) -> None:
-        """It was answered: let go of what it held."""
+        """Release what a tier lookup holds, after its reply."""
         self._index.release(list(tier_lookup.held.values()))
         tier_lookup.held.clear()
 
@@ -426,5 +429,5 @@ def _batches(arrivals: list[Arrival]) -> Iterable[list[Arrival]]:
 
 
 def _about(tier: TierState, tier_lookup: TierLookup) -> dict[str, str]:
-    """Fields of a line of the log."""
+    """Log fields of a tier and a tier lookup."""
     return {"tier": tier.config.name, "request": tier_lookup.request}

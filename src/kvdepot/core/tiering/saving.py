@@ -1,6 +1,6 @@
-"""What is written to tiers: what was stored (`write=through`), and what is about to be evicted (`on_evict`).
+"""Saving to tiers: shards that were stored (`write=through`), or are about to be evicted (`on_evict`).
 
-The one law: what waits in a tier's queue is not held and may go before its turn; what is being saved is held.
+Invariant: shards in a tier's queue are not held, and may be evicted before their turn; shards being saved are held.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ __all__ = ["SaveToken", "Saves"]
 
 @dataclass(slots=True, eq=False)
 class SaveToken(Token):
-    """Of a Save."""
+    """The token of a Save."""
 
     number: int
-    batch: list[Queued]  # one a part
+    batch: list[Queued]  # one per part
 
 
 class Saves:
-    """All tiers' queues, and what is being saved."""
+    """The queues of all tiers, and the saves in progress."""
 
     def __init__(self, tiers: Sequence[TierState], index: Index, chunk_tokens: int) -> None:
         self._tiers = tiers
         self._index = index
         self._chunk_tokens = chunk_tokens
         self._demoting_bytes = 0
-        self._low_bytes = index.allocator.capacity >> 3  # so much is kept free where chunks are saved as they leave
+        self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
         queued = sum(len(tier.queue) for tier in self._tiers)
-        return f"<Saves {queued} shards queued, {self._demoting_bytes} bytes leaving>"
+        return f"<Saves {queued} shards queued, {self._demoting_bytes} bytes being demoted>"
 
     # -- what was stored
 
     def stored(self, shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
-        """These were just sealed."""
+        """Queue shards that were just sealed."""
         return self._save(self._tiers, shards)
 
     def keep_nearer(self, arrived: Arrived) -> list[Save]:
-        """What was far away is kept in the nearer tiers, too."""
+        """Queue shards that were loaded from a tier for all nearer tiers."""
         return self._save(self._tiers[: arrived.tier.number], arrived.shards)
 
     def _save(self, tiers: Iterable[TierState], shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
@@ -63,7 +63,7 @@ class Saves:
             for chunk, rank in shards:
                 shard = chunk.shards.get(rank)
                 if shard is None:
-                    tier.counters["overtaken_chunks"] += 1  # forgotten while it was on its way
+                    tier.counters["overtaken_chunks"] += 1  # forgotten in the meantime
                 elif not tier.breaker.usable:
                     tier.counters["unavailable_chunks"] += 1
                 elif tier.queued_bytes and tier.queued_bytes + shard.size > room:
@@ -77,7 +77,7 @@ class Saves:
     # -- the queue
 
     def dispatch(self, tier: TierState) -> list[Save]:
-        """Save what waits, as far as the tier has threads for it."""
+        """Start saves from the queue while the tier has threads for them."""
         saves: list[Save] = []
         while tier.queue and len(tier.saving) < tier.config.options.threads:
             batch, parts = self._next_batch(tier)
@@ -89,7 +89,7 @@ class Saves:
         return saves
 
     def _next_batch(self, tier: TierState) -> tuple[list[Queued], list[Part]]:
-        """Take the next shards from the queue that can be saved: at most MOST_PARTS and about TASK_BYTES."""
+        """Take the next shards that can be saved from the queue: at most MOST_PARTS, and about TASK_BYTES."""
         batch: list[Queued] = []
         parts: list[Part] = []
         taken = 0
@@ -100,7 +100,7 @@ class Saves:
             tier.queued_bytes -= chunk.namespace.sizes.get(rank, 0) if shard is None else shard.size
             is_leaving = chunk.gone or self._index.is_hidden(chunk)
             if is_leaving or shard is None or not shard.sealed or shard.tiers & tier.bit:
-                tier.counters["overtaken_chunks"] += 1  # evicted or forgotten meanwhile, or there already
+                tier.counters["overtaken_chunks"] += 1  # evicted, forgotten or saved in the meantime
                 self._part_demoted(demotion)
                 continue
             facts = facts_of(chunk.namespace, rank, self._chunk_tokens)
@@ -110,7 +110,7 @@ class Saves:
         return batch, parts
 
     def saved(self, token: SaveToken, outcome: Saved | KVDepotError) -> None:
-        """A Save has ended."""
+        """Handle the end of a Save."""
         tier = token.tier
         tier.saving.discard(token.number)
         outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(token.batch)
@@ -123,17 +123,17 @@ class Saves:
             self._part_demoted(demotion)
 
     def drop_queue(self, tier: TierState) -> None:
-        """The tier's circuit breaker has opened: it is not asked any more."""
+        """Empty the queue of a tier whose circuit breaker has opened."""
         queue, tier.queue = tier.queue, deque()
         tier.queued_bytes = 0
         tier.counters["unavailable_chunks"] += len(queue)
         for queued in queue:
             self._part_demoted(queued.demotion)
 
-    # -- on the way out of memory
+    # -- demotion
 
     def make_room(self) -> list[Save]:
-        """Where tiers get what memory evicts: save the next victims before their room is needed."""
+        """For tiers with `on_evict`: save the next victims before their space is needed."""
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.breaker.usable]
         saves: list[Save] = []
         while tiers and self._index.allocator.free_bytes + self._demoting_bytes < self._low_bytes:
@@ -157,7 +157,7 @@ class Saves:
         return saves
 
     def _part_demoted(self, demotion: Demotion | None) -> None:
-        """One shard of what leaves memory was saved, or was not. With the last one the chunk may go."""
+        """Note the end of one save of a demotion; after the last one, the chunk is evicted if space is still short."""
         if demotion is None:
             return
         demotion.saves -= 1
@@ -170,7 +170,7 @@ class Saves:
                 self._index.remove(chunk, Reason.EVICTED)
 
     def undemoted(self, tier: TierState) -> dict[str, int]:
-        """A counter: chunks that were evicted before the tier had all of them, where it was to get them."""
+        """The counter of chunks evicted before a tier with `on_evict` had all their shards."""
         if tier.config.options.write != "on_evict":
             return {}
         saved = self._index.evicted_saved

@@ -1,4 +1,4 @@
-"""A tier as the deciding thread sees it: circuit breaker, queue, counters, and the status that people see.
+"""A tier as the deciding thread sees it: circuit breaker, queue, counters, probes and status.
 
 Shared by the files of this folder; each field of `TierState` names the file that changes it.
 """
@@ -23,17 +23,17 @@ __all__ = ["TASK_BYTES", "Demotion", "ProbeToken", "Queued", "TierState", "Token
 log = logging.getLogger(__name__)
 
 TASK_BYTES = 8 << 20
-"""A load or save is about this long, so that several threads share what one lookup needs."""
+"""Approximate size of a load or save, so that several threads share the work of one lookup."""
 _MOST_ERROR = 300
-"""Characters of a tier's error that log and status show."""
+"""Most characters of a tier's error in log and status."""
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
-"""A tier that has not answered by then counts as failed."""
+"""A tier that has not answered a probe by then counts as failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Demotion:
-    """A chunk that leaves memory once the tiers have it."""
+    """A chunk that is evicted once the tiers have it."""
 
     chunk: Chunk
     bytes: int
@@ -57,10 +57,10 @@ class TierState:
     config: TierConfig
     breaker: Breaker = field(default_factory=Breaker)
     counters: Counter[str] = field(default_factory=Counter)
-    finding: int = 0  # Finds under way; lookup.py
+    finding: int = 0  # Finds in progress; lookup.py
     queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next two
     queued_bytes: int = 0
-    saving: set[int] = field(default_factory=set)  # Saves under way, by number
+    saving: set[int] = field(default_factory=set)  # Saves in progress, by number
     usage: Usage | None = None
     error: str = ""  # the last one
     failed_at: float = 0.0
@@ -69,18 +69,18 @@ class TierState:
 
     @property
     def bit(self) -> int:
-        """It in `Shard.tiers`."""
+        """Its bit in `Shard.tiers`."""
         return 1 << self.number
 
-    # -- whether it works
+    # -- circuit breaker and probes
 
     def succeeded(self, now: float) -> None:
-        """It has answered."""
+        """Note an answer; may close the circuit breaker."""
         if self.breaker.succeeded(now):
             log.info("tier %s recovered", self.config.name, extra={"tier": self.config.name})
 
     def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
-        """It failed, or did not answer in time; True when its circuit breaker opens."""
+        """Note a failure or a missed deadline; returns whether this opens the circuit breaker."""
         self.error, self.failed_at = why[:_MOST_ERROR], now
         opens = self.breaker.failed(now, is_probe)
         if opens:
@@ -93,29 +93,29 @@ class TierState:
         return opens
 
     def probe(self, now: float) -> Probe | None:
-        """A probe, where one is due: the tier is quiet, or its circuit breaker is open."""
+        """Start a probe if one is due: at regular intervals, or when the open circuit breaker allows it."""
         if self.probing is not None or now < (self.probe_after if self.breaker.usable else self.breaker.probe_at):
             return None
         self.probing, self.probe_after = now, now + _PROBE_EVERY_S
         return Probe(ProbeToken(self), self.number)
 
     def time_out_probe(self, now: float) -> bool:
-        """Begin a probe's time anew where it is over; whether it was."""
+        """Whether the probe has missed its deadline; if so, the same time starts again."""
         if self.probing is None or now - self.probing <= _PROBE_S:
             return False
         self.probing = now
         return True
 
     def probed(self, outcome: Usage | KVDepotError) -> None:
-        """A probe has ended."""
+        """Handle the end of a probe."""
         self.probing = None
         if isinstance(outcome, Usage):
             self.usage = outcome
 
-    # -- what people see
+    # -- status
 
     def status(self, now: float, undemoted: dict[str, int]) -> TierStatus:
-        """undemoted: a counter that saving.py keeps."""
+        """The tier's status. undemoted: a counter from saving.py."""
         usage = self.usage or Usage()
         return TierStatus(
             name=self.config.name,
@@ -134,18 +134,18 @@ class TierState:
 
 @dataclass(slots=True, eq=False)
 class Token:
-    """What a tier task is for: the value that comes back with its outcome. One subclass a kind of task."""
+    """What a tier task is for; it comes back with the outcome. There is one subclass per kind of task."""
 
     tier: TierState
 
 
 @dataclass(slots=True, eq=False)
 class ProbeToken(Token):
-    """Of a Probe."""
+    """The token of a Probe."""
 
 
 def facts_of(namespace: Namespace, rank: int, chunk_tokens: int) -> Facts:
-    """What a namespace's shards of one rank are called in tiers; made once."""
+    """The facts that name a namespace's shards of one rank in tiers; created once."""
     known = namespace.facts.get(rank)
     if known is None:
         known = namespace.facts[rank] = Facts(

@@ -1,8 +1,8 @@
-"""The tiers behind memory: tier lookups, saves and forgettings, and how each goes on. No I/O, thread or clock here.
+"""The tiers of a depot: begins and continues tier lookups, saves and forgettings. No I/O, threads or clock here.
 
 Called by core/depot.py, core/sessions.py and core/forgetting.py on the deciding thread. Tier tasks go to the tiers'
-threads, and their outcomes come back with their tokens. What others must go on with is returned as a value among the
-tier tasks (`Decision`), in the order in which it is to be done.
+threads, and their outcomes come back with their tokens. What other files must continue is returned among the tier
+tasks (`Decision`), to be handled in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvdepot.tiers.worker import (
 __all__ = ["Decision", "Tiering"]
 
 Decision: TypeAlias = LookupDecision | Forgetting
-"""A tier task; or a tier lookup or forgetting that is to be answered now; or what `keep_nearer` wants."""
+"""A tier task, a tier lookup or forgetting whose reply is due, or an `Arrived` for `keep_nearer`."""
 
 
 class Tiering:
@@ -65,7 +65,7 @@ class Tiering:
         return self._deadlines.next()
 
     def expire(self, now: float) -> list[Decision]:
-        """Do the first thing that is due. What it decides must be done before the next."""
+        """Handle the earliest deadline. Its decisions must be carried out before the next call."""
         deadline = self._deadlines.pop()
         if isinstance(deadline, HalfTime):
             return [*self._lookups.half_time(deadline.of)]
@@ -83,7 +83,7 @@ class Tiering:
         return [tier_lookup]
 
     def tick(self, now: float) -> list[Probe]:
-        """Once a second: look after tiers that are quiet, and those whose circuit breaker is open."""
+        """Called once a second: starts probes that are due, and notes failures of late ones."""
         probes = []
         for tier in self._tiers:
             if (probe := tier.probe(now)) is not None:
@@ -97,10 +97,10 @@ class Tiering:
     def look_up(
         self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
     ) -> tuple[TierLookup, list[TierTask]] | None:
-        """Look behind memory for what it misses of a lookup from chunk `first` on; None where there is no use.
+        """Begin a tier lookup for the chunks of a lookup from `first` on; None if tiers cannot help.
 
-        held: chunks of the prefix that memory has; kept, with what is loaded, until `release`. Where the tier lookup
-        has not ended on return, it is returned as a decision when it has, once; unless `end` comes first.
+        held: chunks of the prefix in memory; held, as are the loaded ones, until `release`. If the tier lookup has not
+        ended on return, it is returned once as a decision when it ends, unless `end` is called first.
         """
         tier_lookup = self._lookups.begin(namespace, request, salt, first, held, now)
         if tier_lookup is None:
@@ -110,64 +110,64 @@ class Tiering:
         return tier_lookup, self._lookups.ask(tier_lookup)
 
     def end(self, tier_lookup: TierLookup) -> None:
-        """Nobody waits for it any longer: it is to be answered with what is in memory by now."""
+        """End a tier lookup early; the caller replies with what is in memory by now."""
         self._lookups.end(tier_lookup)
 
     def release(self, tier_lookup: TierLookup) -> None:
-        """A tier lookup that has ended was answered: let go of what it held."""
+        """Release what an ended tier lookup holds; called after its reply."""
         self._lookups.release(tier_lookup)
 
     def replaced(self, chunk: Chunk, rank: int) -> None:
-        """A shard that was on its way from a tier has been reserved anew, for others to fill."""
+        """Note that a store has taken over a shard that was being loaded from a tier."""
         self._lookups.replaced(chunk, rank)
 
     @property
     def tier_lookups(self) -> int:
-        """How many are under way."""
+        """Number of tier lookups in progress."""
         return len(self._lookups)
 
     # -- writing
 
     def stored(self, shards: Iterable[tuple[Chunk, int]]) -> list[Save]:
-        """These (chunk, rank) were just sealed: save them where tiers get what is stored."""
+        """Save shards (chunk, rank) that were just sealed in tiers with `write=through`."""
         return self._saves.stored(shards)
 
     def keep_nearer(self, arrived: Arrived) -> list[Save]:
-        """Save what was loaded from a tier in those nearer than it."""
+        """Save shards that were loaded from a tier in all nearer tiers with `write=through`."""
         return self._saves.keep_nearer(arrived)
 
     def make_room(self) -> list[Save]:
-        """Where tiers get what memory evicts: save the next victims before their room is needed."""
+        """For tiers with `on_evict`: save the next victims before their space is needed."""
         return self._saves.make_room()
 
     # -- forgetting
 
     @property
     def forgettings(self) -> int:
-        """How many are under way."""
+        """Number of forgettings in progress."""
         return len(self._forgettings)
 
     def forget(self, forgetting: Forgetting, now: float) -> list[Forget]:
-        """Remove what is in the tiers; it is returned as a decision, once, when they and memory are through, or late.
+        """Begin to forget in the tiers; returned once as a decision when tiers and memory are done, or at its deadline.
 
-        What is on its way into memory is dropped when it arrives; a tier is told once what it was saving is saved.
-        Memory is for the caller to go through: `forgotten_here`.
+        Loads in progress are dropped when they arrive; a tier is told once its saves in progress have ended. The caller
+        removes from memory, and then calls `forgotten_here`.
         """
         self._deadlines.add(now + FORGET_S, Overdue(forgetting))
         return self._forgettings.begin(forgetting)
 
     def forgotten_here(self, forgetting: Forgetting, chunks: int) -> bool:
-        """Memory has been gone through, and so many chunks were removed; whether it is to be answered now."""
+        """Note that the removal from memory has ended; returns whether the forgetting is to be answered now."""
         return self._forgettings.memory_ended(forgetting, chunks)
 
     def stop(self) -> list[Forgetting]:
-        """The server ends; what is to be answered now of what is being forgotten."""
+        """Before shutdown: returns the forgettings that are still to be answered."""
         return self._forgettings.end_all()
 
     # -- outcomes
 
     def finished(self, token: Token, outcome: TierOutcome, now: float) -> list[Decision]:
-        """A tier task has ended."""
+        """Handle the outcome of a tier task."""
         tier = token.tier
         if isinstance(outcome, KVDepotError):
             tier.counters["failures"] += 1
@@ -195,7 +195,7 @@ class Tiering:
         if tier.failed(now, why, is_probe):
             self._saves.drop_queue(tier)
 
-    # -- what people see
+    # -- status
 
     @property
     def busy(self) -> bool:
@@ -204,5 +204,5 @@ class Tiering:
         return bool(self._lookups.arriving_bytes or self._forgettings or is_saving)
 
     def status(self, now: float) -> list[TierStatus]:
-        """What people see of each tier."""
+        """The status of each tier."""
         return [tier.status(now, self._saves.undemoted(tier)) for tier in self._tiers]
