@@ -537,6 +537,16 @@ def test_attributes_of_an_adapter_can_be_set(depot: Depot, engine: Engine) -> No
     assert worker.get_finished(set())[0] == {"r"}
 
 
+def test_a_class_has_the_names_of_the_contract_and_another_client_is_refused(engine: Engine) -> None:
+    assert {"model_name", "world_size", "worker_id", "chunk_size", "mq_client"} <= {
+        name for name in dir(LMCacheMPWorkerAdapter) if getattr(LMCacheMPWorkerAdapter, name, None) is not None
+    }
+    before = engine.scheduler.mq_client
+    with pytest.raises(errors.BadRequest, match="must be a MessageQueueClient, not a str"):
+        engine.scheduler.mq_client = "ipc:///a/socket"  # type: ignore[assignment]
+    assert engine.scheduler.mq_client is before
+
+
 def test_instance_ids_are_unique(make_engine: MakeEngine) -> None:
     ids = [worker.instance_id for _ in range(3) for worker in make_engine(world_size=2).workers]
     assert len(set(ids)) == 6

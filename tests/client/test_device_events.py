@@ -223,7 +223,7 @@ def test_nothing_is_asked_while_nothing_waits(waits: EventQueue) -> None:
 
 @pytest.mark.parametrize("event", [7, "no event", object()])
 def test_what_is_no_event_is_named(event: Any) -> None:
-    with pytest.raises(BadRequest, match="no event"):
+    with pytest.raises(BadRequest, match="not an event"):
         happened(event)
 
 

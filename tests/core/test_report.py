@@ -219,7 +219,7 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another_that_i
             now = told(depot)
             assert (now.namespace_count, len(now.namespaces)) == (102, 100)
             assert meant("team/zero") == "team/zero"
-            with pytest.raises(ConfigError, match=r"may name others than team/zero.* 2 smallest"):
+            with pytest.raises(ConfigError, match=r"may also match other models than team/zero.* 2 smallest"):
                 meant("team/z")
             with pytest.raises(ConfigError, match=r"names 0 .* and 2 smaller ones"):
                 meant("nobody")

@@ -128,7 +128,7 @@ def test_who_names_the_clients_own_lease_as_its_arena_is_not_believed(
         lambda hello: ("ok", b"bootboot"),
     ):
         impostor = start_impostor(url, lie(claimed))
-        assert "not believed" in refused(url, context, impostor)
+        assert "is not a kvdepot server of this user" in refused(url, context, impostor)
         impostor.close()
 
 
@@ -159,7 +159,7 @@ def test_who_names_the_arena_of_a_real_server_but_cannot_read_it_is_not_believed
     for mac in (bytes(32), os.urandom(32), b""):
         proof = wire.Proof(wire.VERSION, real.name, os.urandom(16), mac)
         impostor = start_impostor(url, lie(lambda _, proof=proof: (proof, boot)))
-        assert "not believed" in refused(url, context, impostor)
+        assert "is not a kvdepot server of this user" in refused(url, context, impostor)
         impostor.close()
 
 
@@ -173,7 +173,7 @@ def test_a_proof_for_one_client_is_none_for_another(
     proof, boot = msgspec.convert(value, wire.Proof), asking._boot
     url = open_urls()["abstract"]
     impostor = start_impostor(url, lie(lambda _: (proof, boot)))
-    assert "not believed" in refused(url, context, impostor)
+    assert "is not a kvdepot server of this user" in refused(url, context, impostor)
     asking.close()
 
 

@@ -186,14 +186,14 @@ def test_a_hybrid_model_is_refused_at_start_with_the_reason(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     said = start_engine(models["hybrid"], vllm_depot.url, load_format="dummy").start_error()
-    assert "kvdepot serves models with one KV cache group so far" in said
+    assert "kvdepot supports only models with one KV cache group so far" in said
 
 
 def test_an_unknown_setting_and_a_missing_server_are_named_at_start(
     models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
 ) -> None:
     said = start_engine(models["gqa"], "ipc:///nowhere", extra={"kvdepot.save_decodes": True}).start_error()
-    assert "kvdepot.save_decodes is no setting of kvdepot" in said
+    assert "kvdepot.save_decodes is not a kvdepot setting" in said
     engine = start_engine(models["gqa"], f"ipc://{tmp_path}/none.sock")
     said = engine.start_error()
     assert "no kvdepot server answers" in said and "kvdepot serve" in said

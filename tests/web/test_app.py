@@ -213,7 +213,7 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         assert web.depot.status()["pinned"] == []
         again = web.change("/v1/unpin", {"name": "system"})
         assert (again.status, again.value["code"]) == (400, "bad_request")
-        assert "nothing is pinned as 'system'" in again.value["message"]
+        assert "there is no pin 'system'" in again.value["message"]
         other = web.change("/v1/forget", {"model": "some-other-model"})
         assert (other.status, other.value["code"]) == (502, "tier")
         assert f"removed: memory: 0 chunks; disk://{tmp_path}/kv: 0 chunks" in other.value["message"]

@@ -297,7 +297,7 @@ def test_a_token_file_of_ones_own_is_used_and_none_is_made(start_web: StartWeb, 
     ("text", "mode", "said"),
     [
         (None, 0, "No such file"),
-        ("short", 0o600, "no valid token"),
+        ("short", 0o600, "does not contain a token"),
         ("long-enough-to-be-a-token", 0o644, "chmod it to 600"),
     ],
 )

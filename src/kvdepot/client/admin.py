@@ -132,8 +132,8 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int]:
         )
     if unlisted > 0 and not is_whole:
         raise ConfigError(
-            f"model {model!r} may name others than {shape[0]}: the server does not list its {unlisted} smallest "
-            f"models and shapes; give the full name"
+            f"model {model!r} may also match other models than {shape[0]}: the server does not list its {unlisted} "
+            f"smallest models and shapes; give the full name"
         )
     return shape
 
@@ -180,7 +180,7 @@ def pin(
 def unpin(client: Client, name: str) -> None:
     """End a pin. Raises BadRequest if there is none of that name."""
     if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
-        raise BadRequest(f"nothing is pinned as {name!r}; `kvdepot status` lists what is")
+        raise BadRequest(f"there is no pin {name!r}; `kvdepot status` lists pins")
 
 
 class Preview(msgspec.Struct, frozen=True):

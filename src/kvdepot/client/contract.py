@@ -89,7 +89,7 @@ def get_response_class(request_type: RequestType) -> type[object]:
     try:
         return _RESPONSES[request_type]
     except (KeyError, TypeError) as exc:
-        raise BadRequest(f"{request_type!r} is no request type") from exc
+        raise BadRequest(f"{request_type!r} is not a request type") from exc
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class IPCCacheEngineKey:
 
     def __post_init__(self) -> None:
         if (self.token_ids is None) == (self.chunk_hash is None):
-            raise BadRequest("give exactly one of token_ids and chunk_hash")
+            raise BadRequest("a key needs exactly one of token_ids and chunk_hash")
 
     def no_worker_id_version(self) -> IPCCacheEngineKey:
         """The same key without a rank, for a lookup."""
@@ -175,7 +175,7 @@ class LoadStoreOp:
 
     def __post_init__(self) -> None:
         if (self.token_ids is None) == (self.block_hashes is None):
-            raise BadRequest("give exactly one of token_ids and block_hashes")
+            raise BadRequest("an operation needs exactly one of token_ids and block_hashes")
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -257,7 +257,7 @@ def translate(request_type: RequestType, payloads: list[Any], chunk_size: int, c
                 return Call(wire.Clear())
     except (ValueError, IndexError, TypeError, AttributeError) as exc:
         raise BadRequest(f"payloads of {request_type.name}: {exc}") from exc
-    raise BadRequest(f"{request_type!r} is no request type")
+    raise BadRequest(f"{request_type!r} is not a request type")
 
 
 def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> int | bool | list[bool]:

@@ -51,7 +51,7 @@ def happened(event: DeviceEvent | None) -> bool:
     except KVDepotError:
         raise
     except AttributeError as exc:
-        raise BadRequest(f"{event!r:.80} is no event: it has no query()") from exc
+        raise BadRequest(f"{event!r:.80} is not an event: it has no query()") from exc
     except Exception as exc:
         raise KVDepotError(f"the event failed: {exc!r}") from exc
 

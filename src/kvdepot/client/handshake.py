@@ -57,12 +57,10 @@ class Handshake:
             return self._offer.accept(proof, incarnation, self.proved.watch.secret)
         except (Unavailable, msgspec.ValidationError) as exc:
             self.close()
-            raise Unavailable(
-                f"who answers at {self._url} is no kvdepot server of this user ({exc}): not believed"
-            ) from exc
+            raise Unavailable(f"the process at {self._url} is not a kvdepot server of this user ({exc})") from exc
         except KVDepotError as exc:
             # Without the arena, nobody could tell whether a server that falls silent still touches blocks.
-            raise Unavailable(f"the server's arena cannot be seen from here ({exc}): do both share /dev/shm?") from exc
+            raise Unavailable(f"the server's arena is not visible here ({exc}): do both share /dev/shm?") from exc
 
     def use(self, seal: Seal | None) -> None:
         """Our proof is sent: use this seal from now on. None: no seals."""

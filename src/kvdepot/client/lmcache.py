@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import zmq
 
@@ -74,7 +74,15 @@ class _OfSpec(Generic[_Value]):
     def __init__(self, field: str) -> None:
         self._field = field
 
-    def __get__(self, adapter: _Adapter, owner: object) -> _Value:
+    @overload
+    def __get__(self, adapter: None, owner: object) -> _OfSpec[_Value]: ...
+
+    @overload
+    def __get__(self, adapter: _Adapter, owner: object) -> _Value: ...
+
+    def __get__(self, adapter: _Adapter | None, owner: object) -> _OfSpec[_Value] | _Value:
+        if adapter is None:
+            return self
         value: _Value = getattr(adapter.spec, self._field)
         return value
 
@@ -104,6 +112,8 @@ class _Adapter:
 
     @mq_client.setter
     def mq_client(self, client: MessageQueueClient) -> None:
+        if not isinstance(client, MessageQueueClient):
+            raise BadRequest(f"mq_client must be a MessageQueueClient, not a {type(client).__name__}")
         self.client = client
 
     def num_blocks_per_chunk(self) -> int:
@@ -112,9 +122,10 @@ class _Adapter:
 
 
 class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
-    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix, 0 for a failed lookup.
+    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix.
 
-    A live view: deleting a future forgets the lookup, as `cleanup_lookup_result` does. Setting one raises BadRequest.
+    0 for a lookup whose failure `check_lookup_result` has reported. A live view: deleting a future forgets the lookup,
+    as `cleanup_lookup_result` does, so it must not be done while iterating. Setting one raises BadRequest.
     """
 
     def __init__(self, lookups: dict[str, Lookup]) -> None:
@@ -173,7 +184,7 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         retrieved or its session ends. Raises BadRequest unless exactly one of the two is given.
         """
         if (block_hashes is None) == (token_ids is None):
-            raise BadRequest("give exactly one of token_ids and block_hashes")
+            raise BadRequest("a lookup needs exactly one of token_ids and block_hashes")
         if request_id in self._lookups:
             return
         if token_ids is not None:

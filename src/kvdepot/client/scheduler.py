@@ -71,9 +71,7 @@ class SchedulerClient:
         """client: closed with this one. spec: its rank does not matter."""
         self.client = client
         self.spec = spec
-        self.watch: Callable[[Operation], None] | None = (
-            None  # called for each lookup that has ended, by `check_lookup`
-        )
+        self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
         self._lookups: dict[str, Lookup] = {}
 
     def submit_lookup(

@@ -187,9 +187,8 @@ class Client:
             self._close_sockets()
             self.lease.close()
             raise Unavailable(f"invalid server address {server_url!r}: {exc.strerror}") from exc
-        between = (
-            partial(_others_between, server_url) if keys is None else bool
-        )  # CURVE authenticates each message itself
+        # CURVE authenticates each message itself.
+        between = partial(_others_between, server_url) if keys is None else bool
         self._connection = Connection(
             server_url, self.lease.name, self._send, Watch, time.monotonic, self.lease.secret, between
         )

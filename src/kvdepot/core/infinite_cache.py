@@ -1,7 +1,7 @@
 """The infinite-cache hit rate: what an infinite cache would have hit, estimated online.
 
-Called by core/depot.py on the deciding thread. It is an estimate and must stay cheap: half a MiB, and a fraction of a
-microsecond per chunk looked up.
+Called by core/depot.py and core/sessions.py on the deciding thread. It is an estimate and must stay cheap: half a MiB,
+and a fraction of a microsecond per chunk looked up.
 
 An infinite cache misses a chunk exactly once, so its misses in a window are the chunks looked up for the first time. A
 HyperLogLog sketch (P. Flajolet et al., 2007) of all chunks estimates their number by its growth. Growth is counted as

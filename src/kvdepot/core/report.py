@@ -78,7 +78,7 @@ class Report:
         """Called once a second: adds journal entries for changed counters and tier states."""
         if self._began is None:
             self._began = now
-            self.note("start", f"kvdepot {__version__} began to serve")
+            self.note("start", f"kvdepot {__version__} started")
         for counted in SERVER:
             name, count = counted.name, self._depot.counters[counted.name]
             if counted.is_event and count > self._counted[name] and now >= self._told.get(name, 0.0):

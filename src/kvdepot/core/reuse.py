@@ -28,9 +28,8 @@ class Windows:
     """Marks: earlier values of two token counters that only increase."""
 
     def __init__(self, now: float) -> None:
-        self._marks = [
-            deque([(now, 0, 0)]) for _ in WINDOWS_S
-        ]  # (when, asked, reused); the first one begins the window
+        # (when, asked, reused); the first one begins the window
+        self._marks = [deque([(now, 0, 0)]) for _ in WINDOWS_S]
 
     def __repr__(self) -> str:
         return f"<Windows of {sum(map(len, self._marks))} marks>"

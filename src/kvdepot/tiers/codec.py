@@ -55,7 +55,7 @@ _WIDTHS = (2, 4)
 """Bytes of an element. A layout does not say; the one that shrinks the first block most is used. Elements of one byte
 shrink as well in two planes as in one, so 1 is for odd sizes alone."""
 _LEAST_GAIN = 32
-"""Compressed bytes are used if they save at least this part of the size."""
+"""Compressed bytes are used if they save at least 1/32 of the size."""
 
 # Header.coding: these bits and, for encrypted objects, 24 bits of the key's digest from bit 8 on.
 _ZSTD = 1

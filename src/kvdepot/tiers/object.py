@@ -94,7 +94,7 @@ def open(url: str, options: dict[str, str], threads: int) -> ObjectTier:
             return ObjectTier(name, LocalStore(path, mkdir=True), own, path)
         bucket, _, prefix = rest.partition("/")
         if not bucket:
-            raise ConfigError(f"tier {name}: there is no bucket")
+            raise ConfigError(f"tier {name}: the bucket is missing")
         return ObjectTier(name, _store(kind, bucket, prefix.strip("/") or None, own), own)
     except OSError as exc:
         raise ConfigError(f"tier {name}: {exc.filename}: {exc.strerror}") from exc

@@ -161,8 +161,8 @@ TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe
 class NotLoaded(Enum):
     """Why a shard was not loaded."""
 
-    ABSENT = "not there any more, too old, or not for this server to read"
-    CORRUPT = "what is there is not this shard, whole"
+    ABSENT = "gone, expired, or not readable with this server's options"
+    CORRUPT = "the object is damaged or is not this shard"
 
 
 @dataclass(frozen=True, slots=True)

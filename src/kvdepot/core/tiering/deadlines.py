@@ -28,7 +28,7 @@ Deadline: TypeAlias = HalfTime | Overdue
 
 
 class Deadlines:
-    """A heap of deadlines. Those of ended tier lookups and forgettings are dropped once they reach the top."""
+    """A heap of deadlines. `add` drops those at the top whose subject has ended; `pop` may return one."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Deadline]] = []

@@ -67,8 +67,8 @@ class Forgetting:
         if not self.objects or self.is_whole_name():
             return ""
         return (
-            f"tiers store models by whole names: they were told the {len(self.known)} that this server knows to "
-            f"begin with {self.model[:_SHOWN]!r}, and may have others; give those in full, or forget all"
+            f"tiers store models by whole names: they were given the {len(self.known)} names starting with "
+            f"{self.model[:_SHOWN]!r} that this server knows, but may hold others; name those in full, or forget all"
         )
 
     def tier_task(self, tier: TierState) -> Forget:

@@ -1,6 +1,7 @@
 """Saving to tiers: shards that were stored (`write=through`), or are about to be evicted (`on_evict`).
 
-Invariant: shards in a tier's queue are not held, and may be evicted before their turn; shards being saved are held.
+Invariant: shards in a tier's queue are not held, except those of a demotion, and may be evicted before their turn;
+shards being saved are held.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A tier as the deciding thread sees it: circuit breaker, queue, counters, probes and status.
 
-Shared by the files of this folder; each field of `TierState` names the file that changes it.
+Shared by the files of this folder; a field of `TierState` that another file changes names that file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Demotion:
 
 
 class Queued(NamedTuple):
-    """A shard that is to be saved. The queue does not hold its chunk."""
+    """A shard that is to be saved. Its chunk is held only by its demotion, if there is one."""
 
     chunk: Chunk
     rank: int

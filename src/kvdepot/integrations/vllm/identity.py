@@ -77,7 +77,9 @@ def read_settings(extra: dict[str, Any]) -> Settings:
         if name == key:
             continue  # a setting of another connector
         if name not in known:
-            raise ConfigError(f"{key} is no setting of kvdepot: there are {', '.join(_PREFIX + s for s in known)}")
+            raise ConfigError(
+                f"{key} is not a kvdepot setting; valid settings: {', '.join(_PREFIX + s for s in known)}"
+            )
         if not isinstance(value, known[name]):
             raise ConfigError(f"{key} is {value!r}, not a {known[name].__name__}")
         given[name] = value
@@ -90,32 +92,32 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise ConfigError(
-            f"kvdepot serves models with one KV cache group so far; this one has {len(groups)} "
+            f"kvdepot supports only models with one KV cache group so far; this one has {len(groups)} "
             f"({kinds}). "
             "Hybrid models (sliding window or state space beside full attention) cannot use KVDepotConnector yet"
         )
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec | MLAAttentionSpec) or getattr(spec, "sliding_window", None):
-        raise ConfigError(f"kvdepot serves full attention and MLA so far, not {type(spec).__name__}: {spec}")
+        raise ConfigError(f"kvdepot supports only full attention and MLA so far, not {type(spec).__name__}: {spec}")
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
-            "kvdepot does not serve context parallelism yet: ranks would hold different tokens of a block"
+            "kvdepot does not support context parallelism yet: ranks would hold different tokens of a block"
         )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
-            "kvdepot does not serve sleep mode: a sleeping engine frees its KV's memory and wakes with other memory, "
+            "kvdepot does not support sleep mode: a sleeping engine frees its KV's memory and wakes with other memory, "
             "while the server still maps the old. Start without --enable-sleep-mode"
         )
     if vllm_config.weight_transfer_config is not None:
         raise ConfigError(
-            "kvdepot does not serve engines whose weights are replaced while they run (weight_transfer_config): it "
-            "does not learn of that, and would mix the KV of old and new weights"
+            "kvdepot does not support engines whose weights are replaced while they run (weight_transfer_config): it "
+            "is not notified, and would mix the KV of old and new weights"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
         raise ConfigError(
-            f"kvdepot does not serve speculative decoding by {speculative.method} yet: the draft's KV of a "
+            f"kvdepot does not support speculative decoding by {speculative.method} yet: the draft's KV of a "
             "loaded prefix would miss the target's hidden states"
         )
 

@@ -50,9 +50,8 @@ class WorkerHalf:
         self._rank = rank
         self._tells_keys = told is not None and told.enable_kv_cache_events
         self._report = WorkerReport()  # of what was stored since the last step
-        self._headers: dict[
-            str, Mapping[str, str]
-        ] = {}  # W3C trace headers of requests that are being loaded or stored
+        # W3C trace headers of requests that are being loaded or stored
+        self._headers: dict[str, Mapping[str, str]] = {}
         self._gpu: torch.device | None = None  # that holds the KV, if one does
         self._has_warned = False  # that the scheduler's namespace is not ours
 

@@ -4,7 +4,7 @@ Invariant: the bytes that the file system allocates to our files never exceed th
 half-written files, and removed ones that are still being read. Directories are not counted.
 
 Locks, in this order: `_evicting` from the choice of a victim until its file is removed, `naming(name)` while a file of
-this name is created or removed, then the ledger's own, under which there is no system call.
+this name is created or removed, the quarantine's, then the ledger's, under which there is no system call.
 """
 
 # ruff: noqa: PTH108

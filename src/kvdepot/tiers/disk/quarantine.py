@@ -15,7 +15,7 @@ __all__ = ["Quarantine"]
 
 _MOST_FILES = 8
 _SHARE = 16
-"""Together they take at most this part of the capacity."""
+"""Together they take at most 1/16 of the capacity."""
 
 
 class Quarantine:

@@ -85,7 +85,7 @@ def library() -> ModuleType:
 
 
 def size_of(replicas: Sequence[Replica]) -> int:
-    """Bytes of an object; 0 if no replica is complete."""
+    """Bytes of an object; 0 if no replica is in memory or on disk."""
     for replica in replicas:
         if replica.is_memory_replica():
             return replica.get_memory_descriptor().buffer_descriptor.size

@@ -89,7 +89,9 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
     if not cluster and len(nodes) > 1:
         raise ConfigError(f"tier {name}: several hosts need redis+cluster://")
     if database and (cluster or not database.isdecimal()):
-        raise ConfigError(f"tier {name}: {database!r} is no database" + " of a cluster" * cluster)
+        raise ConfigError(
+            f"tier {name}: " + ("a cluster has no databases" if cluster else f"{database!r} is not a database number")
+        )
     settings: Settings = {
         "username": user or None,
         "password": password or None,
@@ -124,7 +126,7 @@ def _node(text: str, name: str) -> tuple[str, int]:
     except ValueError:
         raise ConfigError(f"tier {name}: no host:port") from None  # the text may be a password without its host
     if not host:
-        raise ConfigError(f"tier {name}: there is no host")
+        raise ConfigError(f"tier {name}: the host is missing")
     return host, port or 6379
 
 
