@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import subprocess
 import sys
@@ -69,6 +70,23 @@ class Cuda:
 @pytest.fixture
 def cuda(machine: Machine) -> Cuda:
     return Cuda()
+
+
+def test_a_process_has_its_lock_before_others_can_see_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another that sweeps at that moment would take it for dead, and remove what it says that it holds."""
+    seen: list[list[Path]] = []
+    flock = fcntl.flock
+
+    def watched(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            seen.append(list(machine.folder.glob("*.lock")))
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    Cuda()
+    assert seen == [[]]
+    assert len(list(machine.folder.glob("*.lock"))) == 1
+    assert "held" in machine.held_by(os.getpid())
 
 
 def test_a_copy_has_not_happened_before_somebody_waits_for_it(cuda: Cuda) -> None:

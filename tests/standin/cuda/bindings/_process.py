@@ -39,8 +39,10 @@ class Process:
         self.folder = Path(folder)
         self.pid = os.getpid()
         self.token = uuid.uuid4().hex[:12]
-        self._lock = os.open(self._path("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Locked before it has its name: a process that sweeps takes a lock file that nobody holds for a dead process's.
+        self._lock = os.open(self._path("new"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._path("new").rename(self._path("lock"))
         self._stamp: Any = None
         self.config: dict[str, Any] = {}
         self._calls: Counter[str] = Counter()
