@@ -179,10 +179,12 @@ class Watcher:
     def stop_in_copy(self, depot: Depot, driver: Driver, begin: Callable[[int], dict[str, Any]]) -> str:
         """Stop (SIGSTOP) the server in the middle of a copy; the id of what was begun.
 
-        begin: the command that begins it, by attempt: a copy may be over before the signal arrives.
+        begin: the command that begins it, by attempt: a copy may be over before the signal arrives. Then the attempt is
+        ended, so that its blocks are free for the next, which must copy something that is not stored yet.
         """
         for attempt in range(20):
-            driver.send(**begin(attempt))
+            command = begin(attempt)
+            driver.send(**command)
             deadline = time.monotonic() + 0.5  # past it the copy is over, or will be taken at the next attempt
             while not self.status()["operations"] and time.monotonic() < deadline:
                 pass
@@ -191,6 +193,7 @@ class Watcher:
             if request_id in driver.tell("under_way"):
                 return request_id
             depot.process.send_signal(signal.SIGCONT)
+            driver.tell(command["do"].replace("begin", "end"), request_id=request_id)
         raise AssertionError("20 copies were too fast to be interrupted")
 
     def wait_released(self) -> None:

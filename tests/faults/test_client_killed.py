@@ -28,7 +28,7 @@ WARM_UP = 2
 def test_a_worker_killed_in_the_middle_of_a_store_leaves_nothing_half_written(
     start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:
-    depot = start_depot("--copy-threads", "1", arena_mib=256, chunk_size=64)
+    depot = start_depot("--copy-threads", "1", arena_mib=512, chunk_size=64)
     watcher = watch(depot)
     worker = start_driver(depot.url, **WIDE)
     files = worker.tell("files")
