@@ -381,6 +381,8 @@ class Desk(Harness):
                 return wire.Retrieve(instance, [msgspec.structs.replace(part, request=request, block_ids=ids)])
             return wire.Retrieve(instance, self.shards(client, instance, request))
         if kind == 6:
+            if pick.below(4) == 0:
+                return self.group(client, instance)
             model = pick.of(("m", "m", ""))
             shape = (2, 1, 2) if pick.below(4) == 0 else (1, 0, 2)
             return wire.Register(instance, VARIANTS[instance].layout(client.symbol), model, *shape)
@@ -388,11 +390,23 @@ class Desk(Harness):
             return wire.Unregister(instance)
         if kind < 10:
             hashes = b"".join(self.keys(pick.below(3), 0, 1 + pick.below(4)))
-            model, ranks, blocks = pick.of(("m", "n")), 1 + pick.below(2), pick.of((2, 0, 1))
+            model, ranks, blocks = pick.of(("m", "n", "h")), 1 + pick.below(2), pick.of((2, 0, 1))
             return wire.Lookup(model, ranks, blocks, request, pick.below(3), hashes)
         if kind == 10:
             return wire.EndSession(request)
         return pick.of((wire.Status(), wire.Noop(), wire.ChunkSize(), wire.Clear("m"), wire.Count("m")))
+
+    def group(self, client: Client, instance: int) -> wire.Register:
+        """A registration as one KV cache group of a model with two: mostly a window behind full attention."""
+        pick = self.choices
+        reaches = pick.of(((0, 1), (0, 2), (0, 0), (1, 2), (2, 0)))
+        layouts = [variant.layout(client.symbol) for variant in VARIANTS.values()]
+        groups = [
+            wire.Group(reach, 2, 2 * layout.block_bytes, layout.fingerprint)
+            for reach, layout in zip(reaches, layouts, strict=True)
+        ]
+        number = instance if pick.below(8) else pick.below(4)
+        return wire.Register(instance, layouts[instance], "h", 1, 0, 2, pick.of((0, 0, 64)), number, groups)
 
     @staticmethod
     def keys(prompt: int, first: int, end: int) -> list[bytes]:
@@ -427,7 +441,7 @@ class Desk(Harness):
             if pick.below(6) == 0:
                 parent, first = b"", 0  # an engine's own hashes
             skip = pick.of((0, 0, 0, 1))
-            model = "n" if pick.below(8) == 0 else "m"
+            model = pick.of(("n", "h", "h", "m", "m", "m", "m", "m"))
             parts.append(wire.Shards(request, model, world_size, rank, parent, first, b"".join(hashes), ids, skip))
         return parts
 
@@ -525,6 +539,17 @@ def depot_seeds() -> list[bytes]:
         wire.Lookup("m", 1, 2, "r0", 1, shards.hashes),
         wire.Retrieve(0, [shards]),
         wire.Register(0, VARIANTS[0].layout("kv-0"), "m", 1, 0, 2),
+        wire.Register(
+            0,
+            VARIANTS[0].layout("kv-0"),
+            "h",
+            1,
+            0,
+            2,
+            64,
+            0,
+            [wire.Group(0, 2, 128, bytes(32)), wire.Group(2, 2, 128, bytes([1]) * 32)],
+        ),
         wire.Unregister(1),
         wire.EndSession("r0"),
         wire.Clear("m"),

@@ -34,6 +34,7 @@ from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRe
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.protocol.wire import Group
 
 __all__ = ["REACHED", "TARGETS", "Target"]
 
@@ -64,6 +65,8 @@ def _kind_of_request(request: object) -> str:
         case wire.Prove():
             return "prove"
         case wire.Register():
+            if request.groups:
+                return "register, groups"
             return "register, many" if len(request.layout.segments) > 1 else "register"
         case wire.Unregister():
             return "unregister"
@@ -129,6 +132,7 @@ def _request_seeds() -> list[bytes]:
         wire.Hello(wire.VERSION, "kvdepot-card-0", bytes(16), True),
         wire.Prove(bytes(32)),
         wire.Register(1, layout, "model", 2, 1, 2),
+        wire.Register(1, layout, "model", 2, 1, 2, 32, 0, [wire.Group(0, 2, 128, bytes(32))]),
         wire.Unregister(1),
         wire.Lookup("model", 2, 2, "r", 2, bytes(96)),
         wire.Store(1, 7, [shards, shards]),
@@ -300,7 +304,12 @@ class _Liar:
         if self.seldom(8):
             layouts[self.number(4)] = b""
         model = pick.of(("m", "m" * 300)) + str(self.number(2))
-        return NamespaceRecord(number, "", model, 1 + pick.below(2) if pick.below(8) else self.number(4), 2, layouts)
+        ranks = 1 + pick.below(2) if pick.below(8) else self.number(4)
+        if pick.below(4):
+            return NamespaceRecord(number, "", model, ranks, 2, layouts)
+        groups = pick.of(([(0, 2), (2, 2)], [(0, 2), (0, 2)], [(1, 2)], [(2, 2), (1, 3)]))
+        group, first = (number % len(groups), 0) if pick.below(4) else (self.number(3), self.number(3))
+        return NamespaceRecord(number, "", model, ranks, 2, layouts, pick.of((0, 64)), group, first, groups)
 
     def record(self) -> NamespaceRecord | ShardRecord:
         pick = self.pick
@@ -338,7 +347,11 @@ class _Liar:
 def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
     """All properties of every shard that a retrieve depends on."""
     return {
-        (namespace.model, namespace.world_size, namespace.blocks_in_chunk, namespace.layouts.get(rank), rank, key): (
+        (
+            namespace.model, namespace.world_size, namespace.blocks_in_chunk, namespace.group,
+            tuple(each.reach for each in namespace.groups),
+            namespace.layouts.get(rank), rank, key,
+        ): (
             shard.extents, shard.size, shard.checksum, chunk.position and chunk.position,
         )
         for namespace in index.namespaces.all()
@@ -354,10 +367,11 @@ def _stored(pick: Choices) -> tuple[Index, bytearray]:
     index = Index(_allocator(), Lru(), Records(memoryview(table)))
     for _ in range(pick.below(40)):
         prompt, first, ranks = pick.below(4), pick.below(3), 1 + pick.below(2)
-        namespace = index.namespaces.find(f"model-{ranks}" * pick.of((1, 20)), ranks, 0, bytes([ranks]) * 32, 2)
-        namespace.live += 1  # as for a registered engine
+        groups = [Group(reach, 2, 0, bytes([ranks, reach]) * 16) for reach in pick.of(((0,), (0,), (0, 2), (1,)))]
+        model, group = f"model-{ranks}" * pick.of((1, 20)), pick.below(len(groups))
         for rank in range(ranks):
-            index.namespaces.find(namespace.model, ranks, rank, bytes([ranks]) * 32, 2)
+            namespace = index.namespaces.find_groups(model, ranks, rank, groups)[group]
+        namespace.live += 1  # as for a registered engine
         parent = ROOT if first == 0 else bytes([prompt, first - 1]) * 16
         for i in range(first, first + 1 + pick.below(3)):
             key = bytes([prompt, i]) * 16

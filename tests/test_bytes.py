@@ -158,8 +158,8 @@ def settle(worker: LMCacheMPWorkerAdapter, request: str) -> list[Any]:
     transfers = [*worker.store_futures.get(request, ()), *worker.retrieve_futures.get(request, ())]
     answers = []
     for transfer in transfers:
-        assert transfer.future is not None
-        answers.append(transfer.future.result(TIMEOUT_S))
+        assert transfer.futures is not None
+        answers.append(transfer.futures[0].result(TIMEOUT_S) if transfer.futures else [])
     worker.get_finished({request})
     return answers
 

@@ -194,12 +194,14 @@ def words_of(setting: str) -> tuple[str, ...]:
 
 
 def odd_chunk_size(chunk_size: int) -> str:
-    """Why vLLM engines may not support this chunk size; empty if they do. Other engines may have smaller blocks."""
+    """What engines make of a chunk size that no vLLM block divides; empty if one does."""
     if chunk_size % SMALLEST_BLOCK == 0:
         return ""
+    fitting = -(-chunk_size // SMALLEST_BLOCK) * SMALLEST_BLOCK
     return (
-        f"chunk size {chunk_size} is not a multiple of {SMALLEST_BLOCK}, vLLM's smallest block; an engine whose block "
-        f"size does not divide it is refused"
+        f"chunk size {chunk_size} is not a multiple of {SMALLEST_BLOCK}, vLLM's smallest block: kvdepot's vLLM "
+        f"connector uses whole blocks instead ({fitting} tokens with blocks of {SMALLEST_BLOCK}), and clients of the "
+        f"LMCache contract whose block does not divide it are refused"
     )
 
 

@@ -34,7 +34,8 @@ def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: E
         lines = shown.text.splitlines()
     assert max(map(len, lines)) <= 100
     assert any("working" in line for line in lines)
-    assert any(f"{said['chunks']} chunks of {CHUNK} tokens" in line for line in lines)
+    assert said["cached_tokens"] == said["chunks"] * CHUNK > 0
+    assert any(f" tokens in {said['chunks']} chunks" in line for line in lines)
     row = next(line for line in lines if line.startswith(used.model) and " 2 " in line).split()
     namespace = next(namespace for namespace in said["namespaces"] if namespace["model"] == used.model)
     assert row[1:3] == [str(namespace["world_size"]), str(namespace["chunks"])]

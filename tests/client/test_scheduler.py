@@ -29,7 +29,7 @@ def scheduler(peer: Any) -> SchedulerClient:
 def test_a_lookup_is_pending_until_it_is_answered_and_sent_once(scheduler: SchedulerClient, peer: Answering) -> None:
     for _ in range(2):
         scheduler.submit_lookup("r", HASHES)
-    assert peer.asked == [wire.Lookup("model", 2, 4, "r", 2, HASHES, True)]
+    assert peer.asked == [wire.Lookup("model", 2, 4, "r", 2, HASHES, True, chunk_tokens=256)]
     assert scheduler.check_lookup("r") == Pending()
     peer.answer(2)
     assert scheduler.check_lookup("r") == scheduler.wait_lookup("r", 1.0) == Cached(512)

@@ -24,12 +24,28 @@ def test_a_spec_of_blocks_knows_both_lengths() -> None:
     assert ShardSpec.of_blocks("model", 2, 1, 256, 64) == SPEC and SPEC.block_tokens == 64
 
 
+@pytest.mark.parametrize(
+    ("least", "block", "chunk"), [(256, 64, 256), (256, 96, 288), (256, 544, 544), (100, 16, 112), (1, 16, 16)]
+)
+def test_a_chunk_that_fits_has_the_fewest_whole_blocks_that_reach_the_servers_size(
+    least: int, block: int, chunk: int
+) -> None:
+    spec = ShardSpec.fit_blocks("model", 2, 1, least, block)
+    assert (spec.chunk_tokens, spec.blocks_in_chunk, spec.block_tokens) == (chunk, chunk // block, block)
+
+
+@pytest.mark.parametrize("block", [0, -16, wire.MAX_CHUNK_TOKENS + 1])
+def test_a_block_that_is_no_length_fits_nothing(block: int) -> None:
+    with pytest.raises(BadRequest, match=f"block size {block} is not between"):
+        ShardSpec.fit_blocks("model", 2, 1, 256, block)
+
+
 def test_messages_have_the_fields_of_the_spec_and_of_what_is_copied() -> None:
     assert SPEC.shards([TRANSFER]) == [
         wire.Shards("r", "model", 2, 1, b"p" * 32, 3, b"h" * 64, TRANSFER.block_ids, 2, b"s" * 16)
     ]
-    assert SPEC.lookup("r", 2, b"h" * 32, True, b"s") == wire.Lookup("model", 2, 4, "r", 2, b"h" * 32, True, b"s")
-    assert SPEC.pin("name", b"h" * 32, b"s", 7) == wire.Pin("name", "model", 2, 4, b"h" * 32, b"s", 7)
+    assert SPEC.lookup("r", 2, b"h" * 32, True, b"s") == wire.Lookup("model", 2, 4, "r", 2, b"h" * 32, True, b"s", 256)
+    assert SPEC.pin("name", b"h" * 32, b"s", 7) == wire.Pin("name", "model", 2, 4, b"h" * 32, b"s", 7, 256)
 
 
 def test_a_transfer_counts_its_chunks_and_blocks_and_reaches_another_process_whole() -> None:

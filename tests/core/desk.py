@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from kvdepot.protocol.layout import Layout, Mapping, Segment
 from kvdepot.testing.harness import Harness
 from kvdepot.tiers import TierConfig
 from tests.conftest import clear
+from tests.core.groups import BLOCKS as PER_CHUNK
+from tests.core.groups import Reaches, fingerprint, wire_groups
 
 BLOCKS = 64
-BLOCK = PAGE // 2
-PER_CHUNK = 2  # blocks a chunk, so a chunk takes one page
+BLOCK = PAGE // PER_CHUNK  # so a chunk takes one page
 
 
 def layout(fingerprint: bytes = b"f" * 32, block: int = BLOCK) -> Layout:
@@ -60,7 +61,7 @@ class Desk(Harness):
         tiers: Sequence[TierConfig] = (),
     ) -> None:
         config = Config(url="ipc:///nowhere", chunk_size=1, **(settings or {}))
-        index = Index(Allocator(0, pages * PAGE), Lru(), ttl_s=config.ttl_s)
+        index = Index(Allocator(0, pages * PAGE), Lru(), ttl_s=config.ttl_s, chunk_tokens=config.chunk_size)
         self.mapped: list[Tensors] = []
         super().__init__(config, index, map_layout or self.map, tiers, tenant=lambda user: user)
 
@@ -104,6 +105,12 @@ class Desk(Harness):
     def register(self, client: bytes, instance: int = 1, **options: Any) -> None:
         assert self.ask(client, wire.Register(instance, layout(**options))) is None
 
+    def register_groups(self, reaches: Reaches, world_size: int = 1, client: bytes = b"one", **options: Any) -> None:
+        """Register each group of each rank under the instance number that `instance_of` tells."""
+        for rank in range(world_size):
+            for request in group_requests(reaches, world_size, rank, **options):
+                assert self.ask(client, request) is None
+
     def copies(self) -> list[Copy]:
         return [task for task in self.tasks if isinstance(task, Copy)]
 
@@ -113,6 +120,39 @@ class Desk(Harness):
         counts = (self.index.chunks, self.index.reserved, self.index.held, self.depot.operations)
         assert counts == (0, 0, 0, 0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
+
+
+def instance_of(reaches: Reaches, group: int, rank: int = 0) -> int:
+    """The number under which `register_groups` registers a group of a rank."""
+    return 1 + rank * len(reaches) + group
+
+
+def group_requests(
+    reaches: Reaches, world_size: int = 1, rank: int = 0, model: str = "m", chunk_tokens: int = 0
+) -> list[wire.Register]:
+    """One rank's registrations of its KV cache groups."""
+    groups = wire_groups(reaches, rank)
+    return [
+        wire.Register(
+            instance_of(reaches, number, rank), layout(fingerprint(number, rank)), model, world_size, rank, PER_CHUNK,
+            chunk_tokens, number, groups,
+        )
+        for number in range(len(reaches))
+    ]  # fmt: skip
+
+
+def group_stores(
+    reaches: Reaches, chain: ChunkChain, parts: Sequence[Iterable[int]] | None = None, world_size: int = 1, **more: Any
+) -> list[wire.Store]:
+    """Stores of parts of a prompt on every rank. parts: numbers of chunks by group; by default what resuming at the
+    prompt's end needs."""
+    needed = [range(max(0, len(chain) - reach) if reach else 0, len(chain)) for reach in reaches]
+    return [
+        store(chain, instance_of(reaches, group, rank), first=i, end=i + 1, world_size=world_size, rank=rank, **more)
+        for group, numbers in enumerate(needed if parts is None else parts)
+        for i in numbers
+        for rank in range(world_size)
+    ]
 
 
 def shards(

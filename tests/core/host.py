@@ -19,12 +19,13 @@ from kvdepot.tiers.format import HEADER_BYTES
 from kvdepot.tiers.worker import MOST_PARTS, TierTask, run
 from tests.core.desk import PER_CHUNK, Desk, layout, lookup
 
-TRUTH: dict[tuple[bytes, int, str], bytes] = {}
-"""What a chunk's bytes are, on any host: by key, rank and model."""
+TRUTH: dict[tuple[bytes, int, str, int], bytes] = {}
+"""What a chunk's bytes are, on any host: by key, rank, model and KV cache group."""
 
 
-def truth(key: bytes, rank: int, model: str) -> bytes:
-    return TRUTH.setdefault((key, rank, model), random.Random(key + bytes([rank]) + model.encode()).randbytes(PAGE))
+def truth(key: bytes, rank: int, model: str, group: int) -> bytes:
+    seed = key + bytes([rank, group]) + model.encode()
+    return TRUTH.setdefault((key, rank, model, group), random.Random(seed).randbytes(PAGE))
 
 
 class Host(Desk):
@@ -54,7 +55,8 @@ class Host(Desk):
                 operation.chunks[task.token.first : task.token.end], task.pieces, strict=True
             ):
                 (start, size), *_ = piece.extents
-                data = np.frombuffer(truth(chunk.key, rank, chunk.namespace.model), np.uint8)
+                namespace = chunk.namespace
+                data = np.frombuffer(truth(chunk.key, rank, namespace.model, namespace.group), np.uint8)
                 if task.is_store:
                     self.bytes[start : start + size] = data
                 else:

@@ -27,7 +27,7 @@ class Desk:
         self.index = self.shelf.index
         self.context: zmq.Context[Any] = zmq.Context()
         self.endpoint = endpoint
-        self.publisher = Publisher(self.feed, endpoint, 256, self.context, **limits)
+        self.publisher = Publisher(self.feed, endpoint, self.context, **limits)
 
     def hear(self, chunk: Chunk, there: bool) -> None:
         if self.watched:

@@ -465,7 +465,7 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, zmq.Context() as context:
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Unavailable, match=url):
-            Publisher(feed, url, 256, context).close()
+            Publisher(feed, url, context).close()
     feed.close()
 
 

@@ -485,6 +485,13 @@ _shards = st.builds(
     | st.binary(max_size=20),
     skip_blocks=_small | _any_int,
 )
+_groups = st.builds(
+    wire.Group,
+    _small | _any_int,
+    _small | _any_int,
+    st.just(BLOCK_BYTES) | _any_int,
+    st.binary(min_size=32, max_size=32) | st.binary(max_size=3),
+)
 _segments = st.builds(
     Segment,
     mapping=_small | _any_int,
@@ -511,6 +518,18 @@ def _requests(memory: str) -> st.SearchStrategy[wire.Request]:
         st.builds(wire.Store, _small, _any_int, st.lists(_shards, max_size=3)),
         st.builds(wire.Retrieve, _small, st.lists(_shards, max_size=3)),
         st.builds(wire.Register, _small, layouts, _text, _small | _any_int, _small | _any_int, _small | _any_int),
+        st.builds(
+            wire.Register,
+            _small,
+            layouts,
+            st.just("m"),
+            st.just(1),
+            st.just(0),
+            st.just(1),
+            _small | _any_int,
+            _small | _any_int,
+            st.lists(_groups, max_size=3),
+        ),
         st.builds(wire.Unregister, _small | _any_int),
         st.builds(wire.EndSession, _text),
         st.builds(wire.Hello, st.sampled_from([wire.VERSION, 0]), _text, st.binary(max_size=20), st.booleans()),

@@ -104,7 +104,7 @@ def _check(fd: int, header: Header, report: Report, progress: Callable[[int, int
     report.problems += restored.dropped
     if restored.damaged:
         report.problems.append(f"{len(restored.damaged)} slots of the record table hold incomplete records")
-    report.namespaces = len(index.namespaces.all())
+    report.namespaces = sum(each.groups[0] is each for each in index.namespaces.all())
     report.chunks, report.shards = restored.chunks, restored.shards
     report.used_bytes = index.allocator.capacity - index.allocator.free_bytes
     _check_bytes(fd, whole, index, data, report, progress)

@@ -38,8 +38,8 @@ def serve(file: str | None, **given: object) -> int:
         log.warning("environment variable %s is not a setting; %s", name, advice)
     if odd_chunk_size(config.chunk_size):
         log.warning(
-            "chunk size %d is not a multiple of 16, vLLM's smallest block; an engine whose block size does not divide "
-            "it is refused",
+            "chunk size %d is not a multiple of 16, vLLM's smallest block: kvdepot's vLLM connector uses whole blocks "
+            "instead, and clients of the LMCache contract whose block does not divide it are refused",
             config.chunk_size,
         )
     from kvdepot.server.loop import Server

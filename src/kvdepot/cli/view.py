@@ -175,7 +175,7 @@ def _memory(now: Status) -> Text:
     part = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
     return Text.assemble(
         _bar(part), f" {size(now.used_bytes)} of {size(now.capacity_bytes)}, ",
-        f"{count(now.chunks)} chunks of {now.chunk_size_tokens} tokens",
+        f"{count(now.cached_tokens)} tokens in {count(now.chunks)} chunks",
     )  # fmt: skip
 
 

@@ -95,19 +95,19 @@ def make_prompt(
     """The chunks of these token ids, or those with these hashes. model: see `read_prompt`. what: the prompt's name in
     errors. Raises ConfigError.
     """
-    name, world_size, blocks_in_chunk = _shape_named(client, model)
+    name, world_size, blocks_in_chunk, chunk_tokens = _shape_named(client, model)
     if not hashes:
-        chain = ChunkChain(client.chunk_size, derive_root(*([("salt", salt)] if salt else [])))
+        chain = ChunkChain(chunk_tokens, derive_root(*([("salt", salt)] if salt else [])))
         chain.extend(ids)
         hashes = bytes(chain.hashes)
     if not hashes:
-        raise ConfigError(f"{what}: {len(ids)} tokens are less than a chunk of {client.chunk_size}")
-    spec = ShardSpec(name, world_size, 0, client.chunk_size, blocks_in_chunk)
+        raise ConfigError(f"{what}: {len(ids)} tokens are less than a chunk of {chunk_tokens}")
+    spec = ShardSpec(name, world_size, 0, chunk_tokens, blocks_in_chunk)
     return Prompt(spec, hashes, salt_tag(salt))
 
 
-def _shape_named(client: Client, model: str) -> tuple[str, int, int]:
-    """Name, world size and blocks per chunk of the one model with this name or beginning. Raises ConfigError.
+def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
+    """Name, world size, blocks and tokens per chunk of the one model with this name or beginning. Raises ConfigError.
 
     If the server lists only some of its namespaces, a full name means the listed shape, which is the largest.
     """
@@ -117,7 +117,10 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int]:
     known = [namespace for namespace in namespaces if namespace["model"] == model]
     is_whole = bool(known)
     known = known or [namespace for namespace in namespaces if namespace["model"].startswith(model[:MOST_NAME])]
-    shapes = {(namespace["model"], namespace["world_size"], namespace["blocks_in_chunk"]) for namespace in known}
+    shapes = {
+        (each["model"], each["world_size"], each["blocks_in_chunk"], each["chunk_tokens"] or client.chunk_size)
+        for each in known
+    }
     if len(shapes) != 1:
         names = (
             ", ".join(sorted({namespace["model"] for namespace in namespaces})) or "none: no engine has registered yet"

@@ -8,9 +8,9 @@ transfers to its workers. In the client, only this module makes messages from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvdepot.errors import BadRequest, KVDepotError
 from kvdepot.protocol import wire
@@ -20,7 +20,7 @@ from kvdepot.protocol.layout import Layout
 if TYPE_CHECKING:
     from kvdepot.client.socket import Client
 
-__all__ = ["ShardSpec", "Transfer", "learn_spec", "pack_block_ids"]
+__all__ = ["GroupSpec", "ShardSpec", "Transfer", "learn_spec", "pack_block_ids"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Transfer:
     """Consecutive chunks of one request, and the blocks to copy them from or into. Each rank copies its own shards.
 
     parent, depth, skip_blocks, salt: as in wire.Shards. hashes: 32 bytes a chunk. block_ids: little-endian uint32.
-    trace_headers: the request's W3C trace headers, or None; they stay in the engine.
+    trace_headers: the request's W3C trace headers, or None; they stay in the engine. group: whose blocks; the KV cache
+    group's place in `ShardSpec.groups`.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Transfer:
     skip_blocks: int = 0
     salt: bytes = b""
     trace_headers: Mapping[str, str] | None = None
+    group: int = 0
 
     @property
     def chunks(self) -> int:
@@ -51,12 +53,20 @@ class Transfer:
         return len(self.block_ids) // 4
 
 
+class GroupSpec(NamedTuple):
+    """A KV cache group of a model. reach: as in wire.Group. blocks_in_chunk: blocks of this group per chunk."""
+
+    reach: int
+    blocks_in_chunk: int
+
+
 @dataclass(frozen=True)
 class ShardSpec:
     """Whose shards: one rank's (of `world_size`) of a model; and the length of a chunk.
 
-    model: names everything that must be equal for KV bytes to be interchangeable. chunk_tokens: the server's tokens per
-    chunk. blocks_in_chunk: engine blocks per chunk.
+    model: names everything that must be equal for KV bytes to be interchangeable. chunk_tokens: tokens per chunk.
+    blocks_in_chunk: engine blocks per chunk. groups: the model's KV cache groups, if it has several, or one of which
+    resuming does not need all; blocks_in_chunk is then that of the first.
     """
 
     model: str
@@ -64,6 +74,7 @@ class ShardSpec:
     rank: int
     chunk_tokens: int
     blocks_in_chunk: int
+    groups: tuple[GroupSpec, ...] = ()
 
     @classmethod
     def of_blocks(cls, model: str, world_size: int, rank: int, chunk_tokens: int, block_tokens: int) -> ShardSpec:
@@ -75,6 +86,17 @@ class ShardSpec:
             )
         return cls(model, world_size, rank, chunk_tokens, chunk_tokens // block_tokens)
 
+    @classmethod
+    def fit_blocks(cls, model: str, world_size: int, rank: int, least_tokens: int, block_tokens: int) -> ShardSpec:
+        """With the smallest chunk of whole blocks that has at least `least_tokens`, the server's chunk size.
+
+        Raises BadRequest for a block of more tokens than a chunk may have.
+        """
+        if not 1 <= block_tokens <= wire.MAX_CHUNK_TOKENS:
+            raise BadRequest(f"the engine's block size {block_tokens} is not between 1 and {wire.MAX_CHUNK_TOKENS}")
+        blocks = -(-least_tokens // block_tokens)
+        return cls(model, world_size, rank, blocks * block_tokens, blocks)
+
     @property
     def block_tokens(self) -> int:
         """Tokens per block."""
@@ -82,17 +104,43 @@ class ShardSpec:
 
     def register(self, instance: int, layout: Layout) -> wire.Register:
         """The message that shares tensors."""
-        return wire.Register(instance, layout, self.model, self.world_size, self.rank, self.blocks_in_chunk)
+        return wire.Register(
+            instance, layout, self.model, self.world_size, self.rank, self.blocks_in_chunk, self.chunk_tokens
+        )
+
+    def register_groups(self, instance: int, layouts: Sequence[Layout]) -> list[wire.Register]:
+        """The messages that share the tensors of each KV cache group, as instances numbered from `instance` on.
+
+        layouts: one per group, in order. Raises BadRequest for another number of them.
+        """
+        if len(layouts) != len(self.groups):
+            raise BadRequest(f"{len(layouts)} layouts for {len(self.groups)} KV cache groups")
+        groups = [
+            wire.Group(reach, blocks, blocks * layout.block_bytes, layout.fingerprint)
+            for (reach, blocks), layout in zip(self.groups, layouts, strict=True)
+        ]
+        return [
+            wire.Register(
+                instance + number, layout, self.model, self.world_size, self.rank, group.blocks_in_chunk,
+                self.chunk_tokens, number, groups,
+            )
+            for number, (layout, group) in enumerate(zip(layouts, groups, strict=True))
+        ]  # fmt: skip
+
+    def blocks_of(self, group: int) -> int:
+        """Blocks of a KV cache group per chunk."""
+        return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
 
     def lookup(self, request_id: str, readers: int, hashes: bytes, chained: bool, salt: bytes) -> wire.Lookup:
         """The message that looks chunks up, on all ranks. See wire.Lookup."""
         return wire.Lookup(
-            self.model, self.world_size, self.blocks_in_chunk, request_id, readers, hashes, chained, salt
-        )
+            self.model, self.world_size, self.blocks_in_chunk, request_id, readers, hashes, chained, salt,
+            self.chunk_tokens,
+        )  # fmt: skip
 
     def pin(self, name: str, hashes: bytes, salt: bytes, ttl_s: int) -> wire.Pin:
         """The message that pins chunks by name. See wire.Pin."""
-        return wire.Pin(name, self.model, self.world_size, self.blocks_in_chunk, hashes, salt, ttl_s)
+        return wire.Pin(name, self.model, self.world_size, self.blocks_in_chunk, hashes, salt, ttl_s, self.chunk_tokens)
 
     def shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
         """This rank's shards of transfers, for a store or retrieve."""
@@ -117,14 +165,21 @@ def pack_block_ids(block_ids: Sequence[int]) -> bytes:
 
 
 def learn_spec(
-    client: Client, model: str, world_size: int, rank: int, block_tokens: int, timeout_s: float
+    client: Client,
+    model: str,
+    world_size: int,
+    rank: int,
+    block_tokens: int,
+    timeout_s: float,
+    fit: Callable[[str, int, int, int, int], ShardSpec] = ShardSpec.of_blocks,
 ) -> ShardSpec:
-    """A spec with the chunk size of the client's server. Blocks until the first welcome, `timeout_s` at most.
+    """A spec made from the chunk size of the client's server. Blocks until the first welcome, `timeout_s` at most.
 
-    Raises Unavailable without a server, BadRequest if the block does not divide the chunk; the client is closed then.
+    fit: makes it from the other arguments, with the chunk size before the block. Raises Unavailable without a server,
+    BadRequest for a block that does not fit; the client is closed then.
     """
     try:
-        return ShardSpec.of_blocks(model, world_size, rank, client.learn_chunk_size(timeout_s), block_tokens)
+        return fit(model, world_size, rank, client.learn_chunk_size(timeout_s), block_tokens)
     except KVDepotError:
         client.close()
         raise

@@ -7,13 +7,15 @@ never wait for the server.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from kvdepot.client.device_events import DeviceEvent, EventQueue, happened
@@ -41,9 +43,9 @@ class Submitted(Generic[T]):
     """A store or retrieve under way, of one or several requests. T: the type of its answer."""
 
     request_ids: list[str]
-    transfers: list[Transfer]
+    transfers: list[Transfer]  # by KV cache group
     ticket: int
-    future: MessagingFuture[T] | None = None  # None: it waits for its event
+    futures: list[MessagingFuture[T]] | None = None  # one per KV cache group; None: it waits for its event
     error: KVDepotError | None = None  # why it was not sent
     began: Began = field(default_factory=Began.now)
 
@@ -52,25 +54,30 @@ class Submitted(Generic[T]):
         """Of all its transfers together."""
         return sum(transfer.chunks for transfer in self.transfers)
 
-    def go(self, send: Callable[[Submitted[T]], MessagingFuture[T]]) -> None:
+    def go(self, send: Callable[[Submitted[T]], list[MessagingFuture[T]]]) -> None:
         """Send it, as its event has happened; not if it was given up meanwhile."""
         if self.error is None:
-            self.future = send(self)
+            self.futures = send(self)
+
+    def by_group(self) -> Iterator[tuple[int, list[Transfer]]]:
+        """The transfers of each KV cache group."""
+        for group, transfers in itertools.groupby(self.transfers, attrgetter("group")):
+            yield group, list(transfers)
 
     def fail(self, error: KVDepotError) -> None:
         self.error = error
 
     def done(self) -> bool:
-        """Whether it has ended. Never blocks."""
-        return self.error is not None or (self.future is not None and self.future.query())
+        """Whether it has ended, for all groups. Never blocks."""
+        return self.error is not None or (self.futures is not None and all(each.query() for each in self.futures))
 
-    def outcome(self) -> T | KVDepotError:
-        """The answer, or the error; call it once `done`."""
+    def outcome(self) -> list[T] | KVDepotError:
+        """The answers, one per KV cache group, or the first error; call it once `done`."""
         if self.error is not None:
             return self.error
-        assert self.future is not None
+        assert self.futures is not None
         try:
-            return self.future.result()
+            return [future.result() for future in self.futures]
         except KVDepotError as exc:
             return exc
 
@@ -104,8 +111,9 @@ class WorkerClient:
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
-        self._block_bytes = 0
+        self._block_bytes: list[int] = []  # by KV cache group
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._last_ticket = 0
         self._device_events = EventQueue("kvdepot-events", self._choose_device)
 
@@ -117,8 +125,16 @@ class WorkerClient:
         kv_caches: the tensors by layer, if this process has them. Raises the server's error (LayoutError for a layout
         that it refuses), or Unavailable without a server.
         """
-        self.client.ask(self.spec.register(self.instance_id, layout)).result()
-        self._block_bytes = layout.block_bytes
+        self._register([self.spec.register(self.instance_id, layout)], kv_caches)
+
+    def register_groups(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor] | None = None) -> None:
+        """Have the server map the tensors of each KV cache group of the spec, as `register_layout` does."""
+        self._register(self.spec.register_groups(self.instance_id, layouts), kv_caches)
+
+    def _register(self, messages: list[wire.Register], kv_caches: dict[str, torch.Tensor] | None) -> None:
+        for answer in [self.client.ask(message) for message in messages]:
+            answer.result()
+        self._block_bytes = [message.layout.block_bytes for message in messages]
         if kv_caches is not None:
             self.kv_caches = kv_caches
 
@@ -134,13 +150,13 @@ class WorkerClient:
 
     def submit_store(
         self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
-    ) -> None:
-        """Copy blocks into the depot, in one message. Never blocks.
+    ) -> Submitted[bool]:
+        """Copy blocks into the depot, in one message for each KV cache group. Never blocks.
 
         request_ids: requests that `poll` reports, all together. event: must happen before the bytes may be read: a CUDA
         event, None, or any object with `query()`. Raises BadRequest for anything else.
         """
-        self._submit(self.stores, self._send_store, request_ids, transfers, event)
+        return self._submit(self.stores, self._send_store, request_ids, transfers, event)
 
     def submit_retrieve(
         self, request_ids: Sequence[str], transfers: Sequence[Transfer], event: DeviceEvent | None
@@ -151,14 +167,15 @@ class WorkerClient:
     def _submit(
         self,
         under_way: dict[str, list[Submitted[T]]],
-        send: Callable[[Submitted[T]], MessagingFuture[T]],
+        send: Callable[[Submitted[T]], list[MessagingFuture[T]]],
         request_ids: Sequence[str],
         transfers: Sequence[Transfer],
         event: DeviceEvent | None,
-    ) -> None:
+    ) -> Submitted[T]:
         may_go = happened(event)
         self._last_ticket += 1
-        submitted: Submitted[T] = Submitted(list(request_ids), list(transfers), self._last_ticket)
+        in_order = sorted(transfers, key=attrgetter("group"))
+        submitted: Submitted[T] = Submitted(list(request_ids), in_order, self._last_ticket)
         self.repeated.difference_update(request_ids)
         for request_id in request_ids:
             under_way.setdefault(request_id, []).append(submitted)
@@ -166,18 +183,22 @@ class WorkerClient:
             submitted.go(send)
         else:
             self._device_events.put(event, partial(submitted.go, send), submitted.fail)
+        return submitted
 
-    def _send_store(self, submitted: Submitted[bool]) -> MessagingFuture[bool]:
-        if not submitted.transfers:
-            return MessagingFuture.resolved(True)
-        message = wire.Store(self.instance_id, submitted.ticket, self.spec.shards(submitted.transfers))
-        return self.client.ask(message, _whole)
+    def _send_store(self, submitted: Submitted[bool]) -> list[MessagingFuture[bool]]:
+        return [
+            self.client.ask(wire.Store(self.instance_id + group, submitted.ticket, self.spec.shards(transfers)), _whole)
+            for group, transfers in submitted.by_group()
+        ]
 
-    def _send_retrieve(self, submitted: Submitted[list[bool]]) -> MessagingFuture[list[bool]]:
-        if not submitted.transfers:
-            return MessagingFuture.resolved([])
-        message = wire.Retrieve(self.instance_id, self.spec.shards(submitted.transfers), self._unpins)
-        return self.client.ask(message, partial(_per_chunk, submitted.chunks))
+    def _send_retrieve(self, submitted: Submitted[list[bool]]) -> list[MessagingFuture[list[bool]]]:
+        return [
+            self.client.ask(
+                wire.Retrieve(self.instance_id + group, self.spec.shards(transfers), self._unpins),
+                partial(_per_chunk, sum(transfer.chunks for transfer in transfers)),
+            )
+            for group, transfers in submitted.by_group()
+        ]
 
     # -- outcomes
 
@@ -205,48 +226,65 @@ class WorkerClient:
 
     def _store_ended(self, submitted: Submitted[bool]) -> None:
         outcome = submitted.outcome()
-        is_whole = outcome is True
+        is_whole = not isinstance(outcome, KVDepotError) and all(outcome)
         if not is_whole:
             self.counters["stores_dropped"] += 1
-            log.info("store for %s dropped: %s", submitted.request_ids[:4], outcome or "no space, or a copy failed")
-        blocks = sum(transfer.blocks for transfer in submitted.transfers) if is_whole else 0
-        keys = b"".join(transfer.hashes for transfer in submitted.transfers) if is_whole else b""
-        self._tell("store", submitted, blocks // self.spec.blocks_in_chunk, blocks, keys)
+            why = outcome if isinstance(outcome, KVDepotError) else "no space, or a copy failed"
+            log.info("store for %s dropped: %s", submitted.request_ids[:4], why)
+        stored = submitted.transfers if is_whole else []
+        keys = b"".join(transfer.hashes for transfer in stored if not transfer.group)
+        size = sum(transfer.blocks * self._bytes_of(transfer) for transfer in stored)
+        self._tell("store", submitted, sum(transfer.chunks for transfer in stored), size, keys)
 
     def _retrieve_ended(self, submitted: Submitted[list[bool]]) -> None:
-        outcome, per_chunk = submitted.outcome(), self.spec.blocks_in_chunk
+        outcome = submitted.outcome()
         if isinstance(outcome, KVDepotError):
             log.warning("retrieve for %s failed: %s", submitted.request_ids[:4], outcome)
             filled = [False] * submitted.chunks
         else:
-            filled = outcome
-        chunks, blocks = iter(filled), 0
+            filled = [is_filled for of_group in outcome for is_filled in of_group]
+        chunks, size = iter(filled), 0
         for transfer in submitted.transfers:
-            skip = transfer.skip_blocks
+            skip, per_chunk = transfer.skip_blocks, self.spec.blocks_of(transfer.group)
             for first in range(0, transfer.chunks * per_chunk, per_chunk):
                 if next(chunks):
-                    blocks += per_chunk - skip
+                    size += (per_chunk - skip) * self._bytes_of(transfer)
                 else:
                     ids = transfer.block_ids[4 * (first + skip) : 4 * (first + per_chunk)]
                     self._failed_blocks.update(memoryview(ids).cast("I"))
                     self.counters["chunks_failed"] += 1
                 skip = 0
-        self._tell("retrieve", submitted, sum(filled), blocks)
+        if not all(filled):
+            self._failed_requests.update(submitted.request_ids)
+        self._tell("retrieve", submitted, sum(filled), size)
 
-    def _tell(self, kind: str, submitted: Submitted[T], done: int, blocks: int, stored: bytes = b"") -> None:
-        """Report an operation. done, blocks: chunks and blocks that were copied."""
+    def _bytes_of(self, transfer: Transfer) -> int:
+        """Bytes of one block of the transfer's KV cache group."""
+        return self._block_bytes[transfer.group] if self._block_bytes else 0
+
+    def _tell(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int, stored: bytes = b"") -> None:
+        """Report an operation. done: chunks that were copied."""
         if self.watch is None or not submitted.transfers:
             return
         outcome, began = submitted.outcome(), submitted.began
         error = outcome if isinstance(outcome, KVDepotError) else None
-        took_s, size_bytes = time.monotonic() - began.at_s, blocks * self._block_bytes
+        took_s = time.monotonic() - began.at_s
         self.watch(
             Operation(kind, submitted.request_ids, began, took_s, submitted.chunks, done, size_bytes, error, stored)
         )
 
+    def take_failed_requests(self) -> set[str]:
+        """Ids of requests with a retrieve that failed, in part or as a whole, since the last call; the engine must
+        recompute what they were to load. Each failure is told once: here, or by `take_failed_blocks`.
+        """
+        failed, self._failed_requests = self._failed_requests, set()
+        self._failed_blocks.clear()
+        return failed
+
     def take_failed_blocks(self) -> set[int]:
         """Ids of blocks that a retrieve failed to fill since the last call; the engine must recompute them."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        self._failed_requests.clear()
         return failed
 
     def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:
@@ -263,7 +301,7 @@ class WorkerClient:
             self.counters["stores_given_up"] += len(given_up)
             self.client.lease.raise_fence(self._last_ticket)
             for each in given_up:
-                if each.future is None:
+                if each.futures is None:
                     each.fail(KVDepotError("its blocks were reused before its event happened"))
 
     def wait_any(self, timeout_s: float) -> None:
@@ -276,7 +314,9 @@ class WorkerClient:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self._device_events.stop()
         try:
-            self.client.ask(wire.Unregister(self.instance_id)).result(_SHUTDOWN_S)
+            count = max(1, len(self._block_bytes))
+            for answer in [self.client.ask(wire.Unregister(self.instance_id + group)) for group in range(count)]:
+                answer.result(_SHUTDOWN_S)
         except KVDepotError as exc:
             log.debug("not unregistered: %s", exc)
         self.client.close()

@@ -13,6 +13,8 @@ from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.format import SALT_BYTES
 
 __all__ = [
+    "check_chunk_tokens",
+    "check_groups",
     "check_hashes",
     "check_names",
     "check_salt",
@@ -64,8 +66,44 @@ def check_shape(world_size: int, rank: int) -> None:
         raise BadRequest(f"rank {rank} of world size {world_size}")
 
 
+def check_chunk_tokens(chunk_tokens: int) -> None:
+    if not 0 <= chunk_tokens <= wire.MAX_CHUNK_TOKENS:
+        raise BadRequest(f"a chunk of {chunk_tokens} tokens; the limit is {wire.MAX_CHUNK_TOKENS}")
+
+
+def check_groups(request: wire.Register) -> None:
+    """Raise BadRequest unless a registration's KV cache groups agree with its layout, and differ from each other."""
+    groups, number = request.groups, request.group
+    check_chunk_tokens(request.chunk_tokens)
+    if not groups and not number:
+        return
+    if not request.model:
+        raise BadRequest("KV cache groups without a model")
+    if not 0 <= number < len(groups) <= wire.MAX_GROUPS:
+        raise BadRequest(f"KV cache group {number} of {len(groups)}; the limit is {wire.MAX_GROUPS}")
+    for i, group in enumerate(groups):
+        if not 0 <= group.reach <= wire.MAX_CHUNKS or group.blocks_in_chunk < 1 or len(group.fingerprint) != 32:
+            raise BadRequest(
+                f"KV cache group {i}: {group.reach} chunks of reach, {group.blocks_in_chunk} blocks a chunk"
+            )
+        if group.size < 1:
+            raise BadRequest(f"KV cache group {i}: a chunk of {group.size} bytes")
+    if len({group.fingerprint for group in groups}) != len(groups):
+        raise BadRequest("two KV cache groups have the same layout")
+    mine, layout = groups[number], request.layout
+    if mine.blocks_in_chunk != request.blocks_in_chunk or mine.fingerprint != layout.fingerprint:
+        raise BadRequest(f"KV cache group {number} is not the registered layout")
+    if mine.size != layout.block_bytes * mine.blocks_in_chunk:
+        raise BadRequest(
+            f"KV cache group {number}: {mine.blocks_in_chunk} blocks of {layout.block_bytes} bytes are not {mine.size}"
+        )
+
+
 def check_shards(part: wire.Shards, layout: Layout) -> None:
-    """Raise BadRequest unless a part names whole chunks, and registered blocks, each at most once."""
+    """Raise BadRequest unless a part names whole chunks, and registered blocks, each at most once but for skipped ones.
+
+    A client has no block of its own to name for tokens that have left a sliding window.
+    """
     check_hashes(part.hashes)
     check_names(part.request, part.model)
     check_shape(part.world_size, part.rank)
@@ -75,18 +113,19 @@ def check_shards(part: wire.Shards, layout: Layout) -> None:
         raise BadRequest(f"{len(part.block_ids) / 4:g} block ids for {chunks} chunks")
     if int(ids.max()) >= layout.num_blocks:
         raise BadRequest(f"block id {int(ids.max())} is outside the {layout.num_blocks} registered blocks")
-    if len(np.unique(ids)) != len(ids):
+    if not 0 <= part.skip_blocks < len(ids) // chunks:
+        raise BadRequest(f"skip_blocks is {part.skip_blocks}, but a chunk has {len(ids) // chunks} blocks")
+    used = ids[part.skip_blocks :]
+    if len(np.unique(used)) != len(used):
         raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
     if part.parent and (len(part.parent) != HASH_BYTES or part.depth < 0):
         raise BadRequest(f"parent is not a hash of {HASH_BYTES} bytes, or depth {part.depth} is negative")
     check_salt(part.salt)
-    if not 0 <= part.skip_blocks < len(ids) // chunks:
-        raise BadRequest(f"skip_blocks is {part.skip_blocks}, but a chunk has {len(ids) // chunks} blocks")
 
 
 def check_targets(parts: list[wire.Shards]) -> None:
     """Raise BadRequest if two parts of one retrieve would write the same block."""
     if len(parts) > 1:
-        ids = np.frombuffer(b"".join(part.block_ids for part in parts), np.uint32)
+        ids = np.frombuffer(b"".join(part.block_ids[4 * part.skip_blocks :] for part in parts), np.uint32)
         if len(np.unique(ids)) != len(ids):
             raise BadRequest("two requests retrieve into the same block")

@@ -67,9 +67,10 @@ class Session:
     request: str
     model: str
     chunks: list[Chunk]
-    matched: int  # number of chunks that holding these pins
+    parts: int  # that these pins protect: chunks, times the KV cache groups that need them
+    tokens: int  # of the prefix
     remaining: int  # keys still to be retrieved before the pins end
-    readers: int = 1  # keys retrieved per chunk
+    readers: int = 1  # keys retrieved per part
     retrieved: int = 0  # keys retrieved successfully
 
 
@@ -94,11 +95,17 @@ class PendingLookup:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One worker's registered tensors."""
+    """One worker's registered tensors, of one KV cache group.
+
+    group, groups, chunk_tokens: as registered; see wire.Register.
+    """
 
     number: int
     layout: Layout
     tenant: str = ""
+    group: int = 0
+    groups: list[wire.Group] = field(default_factory=list)
+    chunk_tokens: int = 0
     mapped: Mapped | None = None
     namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
     copies: int = 0  # operations that use the tensors
@@ -118,7 +125,7 @@ class Client:
     heard: float = 0.0  # when it last sent a request
     model: str = ""  # of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
-    pins: int = 0  # chunks that its sessions pin
+    pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
     pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for tiers, by request
     instances: dict[int, Instance] = field(default_factory=dict)

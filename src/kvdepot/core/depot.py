@@ -63,7 +63,7 @@ class Depot:
         self.index = index
         self.removals = Removals(index, step_chunks)
         self.counters = Counters()
-        self.tiering = Tiering(tiers, index, config.chunk_size, config.lookup_s)
+        self.tiering = Tiering(tiers, index, config.lookup_s)
         self.ceiling = InfiniteCache(0.0)
         self.reuse = Windows(0.0)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
@@ -86,12 +86,12 @@ class Depot:
     @property
     def asked_tokens(self) -> int:
         """Tokens in the whole chunks of prompts that engines looked up."""
-        return self.counters["lookup_chunks"] * self._config.chunk_size
+        return self.sessions.asked_tokens
 
     @property
     def reused_tokens(self) -> int:
         """Tokens that engines loaded instead of computing: as they reported, or as their sessions retrieved."""
-        return self.saved_tokens + self.sessions.retrieved_chunks * self._config.chunk_size
+        return self.saved_tokens + self.sessions.retrieved_tokens
 
     # -- events
 

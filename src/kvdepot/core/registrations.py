@@ -14,7 +14,7 @@ from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_names, check_shape
+from kvdepot.core.admission import check_groups, check_names, check_shape
 from kvdepot.core.clients import Client, Instance
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
@@ -56,21 +56,33 @@ class Registrations:
         return f"<Registrations {self._files} files>"
 
     def namespace(self, instance: Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int) -> Namespace:
-        """The namespace of an instance's chunks of this shape. Raises Busy if there are too many namespaces."""
+        """The namespace of an instance's chunks of this shape.
+
+        Raises Busy if there are too many namespaces, BadRequest if a model with several KV cache groups is not the one
+        that was registered.
+        """
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
-        if known is None:
-            size = instance.layout.block_bytes * blocks_in_chunk
-            known = self._index.namespaces.find(
-                model, world_size, rank, instance.layout.fingerprint, blocks_in_chunk, instance.tenant, size
+        if known is not None:
+            return known
+        if instance.groups and instance.namespaces:
+            ((name, ranks, own, blocks),) = instance.namespaces
+            raise BadRequest(
+                f"instance {instance.number} has KV cache group {instance.group} of {name}, rank {own} of {ranks}, "
+                f"{blocks} blocks a chunk; the request is for {model}, rank {rank} of {world_size}, {blocks_in_chunk}"
             )
-            is_new = not known.live and not known.chunks
-            most = self._config.max_namespaces
-            if (is_new and len(self._index.namespaces.all()) > most) or len(instance.namespaces) >= most:
-                self._index.namespaces.forget(known)
-                self._counters["namespaces_refused"] += 1
-                raise Busy(f"{most} combinations of model, shape and layout exist, the limit set by max_namespaces")
-            known.live += 1
-            instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
+        groups = instance.groups or [
+            wire.Group(0, blocks_in_chunk, instance.layout.block_bytes * blocks_in_chunk, instance.layout.fingerprint)
+        ]
+        namespaces, most = self._index.namespaces, self._config.max_namespaces
+        found = namespaces.find_groups(model, world_size, rank, groups, instance.tenant, instance.chunk_tokens)
+        is_new = not any(each.live or each.chunks for each in found)
+        known = found[instance.group]
+        if (is_new and len(namespaces.all()) > most) or len(instance.namespaces) >= most:
+            namespaces.forget(known)
+            self._counters["namespaces_refused"] += 1
+            raise Busy(f"{most} combinations of model, shape and layout exist, the limit set by max_namespaces")
+        known.live += 1
+        instance.namespaces[model, world_size, rank, blocks_in_chunk] = known
         return known
 
     def register(self, client: Client, number: bytes, request: wire.Register) -> list[Action]:
@@ -84,8 +96,12 @@ class Registrations:
             check_shape(request.world_size, request.rank)
             if request.blocks_in_chunk < 1:
                 raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
+        check_groups(request)
         self._check_registrations(client, request)
-        instance = Instance(request.instance, request.layout, client.tenant)
+        instance = Instance(
+            request.instance, request.layout, client.tenant, request.group, request.groups, request.chunk_tokens
+        )
+        self._check_ranks(instance, request)
         if request.model:
             self.namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)
         actions = self.unregister(client, request.instance, []) if request.instance in client.instances else []
@@ -95,6 +111,21 @@ class Registrations:
         token = Remapping(client, instance, number)
         # Map before unmapping what is replaced: closing a device's last mapping and reopening the device is expensive.
         return [Call(token, partial(self._map_layout, request.layout), _lane(instance)), *actions]
+
+    def _check_ranks(self, instance: Instance, request: wire.Register) -> None:
+        """Raise BadRequest if an engine of this model has other KV cache groups: no prefix would ever be complete."""
+        if not request.model or request.world_size == 1:
+            return
+        mine = [each.reach for each in request.groups] or [0]
+        for first in self._index.namespaces.for_lookup(
+            request.model, request.world_size, 0, instance.tenant, request.chunk_tokens
+        ):
+            theirs = [each.reach for each in first.groups]
+            if first.live and theirs != mine:
+                raise BadRequest(
+                    f"rank {request.rank} has KV cache groups with reaches {mine}; another rank of {request.model} "
+                    f"registered {theirs}"
+                )
 
     def _check_registrations(self, client: Client, request: wire.Register) -> None:
         """Raise Busy if a client has too many registrations, including those being unmapped, or descriptors run out."""

@@ -16,7 +16,7 @@ from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Journal, Latencies
-from kvdepot.protocol.status import MOST_NAME, Device, Engine, HitRate, NamespaceStatus, Saved, Status
+from kvdepot.protocol.status import MOST_NAME, Device, Engine, GroupStatus, HitRate, NamespaceStatus, Saved, Status
 
 if TYPE_CHECKING:
     from kvdepot.core.depot import Depot
@@ -99,7 +99,11 @@ class Report:
         clients = depot.clients
         now = depot.now
         engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
-        namespaces = [namespace for namespace in index.namespaces.all() if tenant in ("", namespace.tenant)]
+        namespaces = [
+            namespace
+            for namespace in index.namespaces.all()
+            if namespace.groups[0] is namespace and tenant in ("", namespace.tenant)
+        ]
         pinned_count, pinned_bytes = depot.sessions.kept_in_all(tenant)
         return Status(
             version=__version__,
@@ -129,6 +133,7 @@ class Report:
             pinned_bytes=pinned_bytes,
             stored_bytes=depot.transfers.stored_bytes,
             retrieved_bytes=depot.transfers.retrieved_bytes,
+            cached_tokens=sum(_chunks(namespace) * namespace.chunk_tokens for namespace in namespaces),
             saved=Saved(depot.reused_tokens, depot.saved_s),
             asked_tokens=depot.asked_tokens,
             reuse=depot.reuse.rates(depot.asked_tokens, depot.reused_tokens),
@@ -145,20 +150,29 @@ class Report:
 
 
 def _namespaces(namespaces: Iterable[Namespace]) -> list[NamespaceStatus]:
+    """One entry per model; namespaces: their first KV cache groups."""
+    sizes = [(sum(group.bytes for group in each.groups), each) for each in namespaces]
     return [
         NamespaceStatus(
             tenant=namespace.tenant,
             model=namespace.model[:MOST_NAME],
             world_size=namespace.world_size,
             blocks_in_chunk=namespace.blocks_in_chunk,
-            chunks=len(namespace.chunks),
-            bytes=namespace.bytes,
-            engines=namespace.live,
+            chunk_tokens=namespace.chunk_tokens,
+            groups=[GroupStatus(group.reach, len(group.chunks), group.bytes) for group in namespace.groups],
+            chunks=_chunks(namespace),
+            bytes=size,
+            engines=max(group.live for group in namespace.groups),
             lookup_chunks=namespace.lookup_chunks,
             hit_chunks=namespace.hit_chunks,
         )
-        for namespace in heapq.nlargest(_NAMESPACES, namespaces, key=lambda namespace: namespace.bytes)
+        for size, namespace in heapq.nlargest(_NAMESPACES, sizes, key=lambda item: item[0])
     ]
+
+
+def _chunks(namespace: Namespace) -> int:
+    """The number of chunks of a model, given its first KV cache group: of the group that has most of them."""
+    return max(len(group.chunks) for group in namespace.groups)
 
 
 def _engines(clients: Iterable[Client], now: float) -> list[Engine]:

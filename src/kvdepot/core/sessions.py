@@ -12,9 +12,9 @@ from itertools import islice
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_hashes, check_names, check_salt, tenant_salt
+from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt, tenant_salt
 from kvdepot.core.clients import Client, NoLease, PendingLookup, Session
-from kvdepot.core.index.chunk import Chunk, Namespace, Pin
+from kvdepot.core.index.chunk import Namespace, Pin
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.tiering.lookup import TierLookup
@@ -51,7 +51,8 @@ class Sessions:
         self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
         self._keepers: dict[str, Client] = {}  # by tenant: the internal client that owns its named pins
         self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, name) -> bytes, when it expires
-        self.retrieved_chunks = 0  # by ended sessions, on all ranks
+        self.asked_tokens = 0  # in the whole chunks of prompts that engines looked up
+        self.retrieved_tokens = 0  # by ended sessions, on all ranks
 
     def __repr__(self) -> str:
         return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
@@ -65,6 +66,7 @@ class Sessions:
         check_hashes(request.hashes)
         check_names(request.request, request.model)
         check_salt(request.salt)
+        check_chunk_tokens(request.chunk_tokens)
         if request.request not in client.sessions and len(client.sessions) >= self._config.max_sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
@@ -74,6 +76,7 @@ class Sessions:
             pending.asker.model, pending.asker.is_engine = request.model, True
             self._counters["lookups"] += 1
             self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
+            self.asked_tokens += len(request.hashes) // HASH_BYTES * self._tokens(request)
             for namespace in namespaces:
                 namespace.lookup_chunks += len(request.hashes) // HASH_BYTES
         if self._tiering and len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
@@ -89,17 +92,22 @@ class Sessions:
                 return [*actions, *tier_tasks]
         return [*actions, self._reply(pending, namespaces, pins, pending.first)]
 
+    def _tokens(self, request: wire.Lookup) -> int:
+        """Tokens per chunk of a lookup."""
+        return request.chunk_tokens or self._config.chunk_size
+
     def _match(self, client: Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
         """The namespaces of a lookup, a pin of the matched prefix in each, and the number of chunks that all have."""
         hashes = request.hashes
         namespaces = self._index.namespaces.for_lookup(
-            request.model, request.world_size, request.blocks_in_chunk, client.tenant
+            request.model, request.world_size, request.blocks_in_chunk, client.tenant, request.chunk_tokens
         )
         pins = [self._index.match(namespace, hashes) for namespace in namespaces]
         matched = min((pin.matched for pin in pins), default=0)
-        if any(pin.matched != matched for pin in pins):
+        while any(pin.matched != matched for pin in pins):
             # Engines with one model name but different layouts: only what every namespace has is certainly a hit.
             pins = [self._index.match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
+            matched = min(pin.matched for pin in pins)
         return namespaces, pins, matched
 
     def answer(self, tier_lookup: TierLookup) -> list[Action]:
@@ -156,9 +164,10 @@ class Sessions:
         """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""
         client, request = pending.owner, pending.lookup
         old = client.sessions.get(request.request)
-        if client.pins - (old.matched if old is not None else 0) + matched > self._config.max_pins:
+        parts = max((pin.parts for pin in pins), default=0) if matched else 0
+        if client.pins - (old.parts if old is not None else 0) + parts > self._config.max_pins:
             self._counters["pins_refused"] += 1
-            raise Busy(f"{client.pins} chunks are pinned; {matched} more would exceed max_pins")
+            raise Busy(f"{client.pins} chunks are pinned; {parts} more would exceed max_pins")
         if client is not pending.asker:
             self._keep(pending, pins)
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
@@ -167,8 +176,9 @@ class Sessions:
             self.end(client, request.request)
         if chunks:
             readers = max(1, request.readers)
-            session = Session(client, request.request, request.model, chunks, matched, matched * readers, readers)
-            client.pins += matched
+            tokens = matched * self._tokens(request)
+            session = Session(client, request.request, request.model, chunks, parts, tokens, parts * readers, readers)
+            client.pins += parts
             client.sessions[request.request] = session
             self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
         return matched
@@ -178,9 +188,10 @@ class Sessions:
         session = client.sessions.pop(request, None)
         if session is None:
             return
-        client.pins -= session.matched
+        client.pins -= session.parts
         # Only retrieves that name their request count here; vLLM's connector reports its savings itself.
-        self.retrieved_chunks += min(session.retrieved // session.readers, session.matched)
+        retrieved = min(session.retrieved // session.readers, session.parts)
+        self.retrieved_tokens += session.tokens * retrieved // session.parts
         sessions = self._by_request[client.tenant, request, session.model]
         sessions.remove(session)
         if not sessions:
@@ -214,7 +225,7 @@ class Sessions:
         keeper = self._keepers.setdefault(client.tenant, Client(b"", NoLease(), client.tenant))
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, _NEVER, request.hashes, True,
-            request.salt,
+            request.salt, request.chunk_tokens,
         )  # fmt: skip
         ends = now + request.ttl_s if request.ttl_s else float("inf")
         return self.lookup(PendingLookup(client, number, keeper, lookup, 0, ends), now)
@@ -225,10 +236,11 @@ class Sessions:
         size = 0
         for pin in pins:
             for deepest in pin.chunks:
-                chunk: Chunk | None = deepest
-                while chunk is not None:
-                    size += chunk.bytes
-                    chunk = chunk.parent
+                size += deepest.bytes
+                before = deepest.parent if deepest.position else None
+                while before is not None:
+                    size += before.bytes
+                    before = before.parent
         others = sum(kept for key, (kept, _) in self._kept.items() if key != name)
         if others + size > self._index.allocator.capacity // _KEPT_SHARE:
             self._counters["pins_refused"] += 1

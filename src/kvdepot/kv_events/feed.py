@@ -40,6 +40,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_name: str | None
     locality: str | None = None
     ownership: str | None = None
+    group_idx: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -49,6 +50,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     medium: str | None
     locality: str | None = None
     ownership: str | None = None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
@@ -92,7 +94,7 @@ class Feed:
             self.overflows += 1
             queue.append(None)
         else:
-            before = chunk.parent
+            before = chunk.parent if chunk.position else None
             queue.append((there, chunk.namespace, chunk.key, None if before is None else before.key))
         if self._asleep:
             self.rouse()
@@ -153,7 +155,7 @@ class Belief:
         self.chunks: dict[Namespace, dict[bytes, bytes | None]] = {}
         self.count = 0
 
-    def apply(self, changes: list[_Change], chunk_tokens: int) -> list[Event]:
+    def apply(self, changes: list[_Change]) -> list[Event]:
         """Apply changes; returns the events that report them."""
         events: list[Event] = []
         removed = False
@@ -170,7 +172,7 @@ class Belief:
             if is_there:
                 self.chunks.setdefault(namespace, {})[key] = parent
                 self.count += 1
-                _add_stored(events, namespace, key, parent, chunk_tokens)
+                _add_stored(events, namespace, key, parent)
             else:
                 assert keys is not None
                 del keys[key]
@@ -182,7 +184,7 @@ class Belief:
         # If this removed the last chunk, one event is enough.
         return [AllBlocksCleared()] if removed and not self.count else events
 
-    def listing(self, chunk_tokens: int) -> Iterator[list[Event]]:
+    def listing(self) -> Iterator[list[Event]]:
         """Events that list everything as of now, in batches of one message; `messages` of them."""
         known = [(namespace, key, parent) for namespace, keys in self.chunks.items() for key, parent in keys.items()]
 
@@ -190,7 +192,7 @@ class Belief:
             for first in range(0, max(1, len(known)), BATCH):
                 events: list[Event] = [] if first else [AllBlocksCleared()]
                 for namespace, key, parent in known[first : first + BATCH]:
-                    _add_stored(events, namespace, key, parent, chunk_tokens)
+                    _add_stored(events, namespace, key, parent)
                 yield events
 
         return batches()
@@ -201,23 +203,30 @@ class Belief:
         return max(1, -(-self.count // BATCH))
 
 
-def _add_stored(events: list[Event], namespace: Namespace, key: bytes, parent: bytes | None, chunk_tokens: int) -> None:
+def _add_stored(events: list[Event], namespace: Namespace, key: bytes, parent: bytes | None) -> None:
     last = events[-1] if events else None
-    owner = _owner(namespace)
-    if isinstance(last, BlockStored) and last.ownership == owner and parent == last.block_hashes[-1]:
+    owner, group = _owner(namespace), _group(namespace)
+    is_same = isinstance(last, BlockStored) and (last.ownership, last.group_idx) == (owner, group)
+    if isinstance(last, BlockStored) and is_same and parent == last.block_hashes[-1]:
         last.block_hashes.append(key)
     else:
-        events.append(BlockStored([key], parent, [], chunk_tokens, None, MEDIUM, None, "LOCAL", owner))
+        tokens = namespace.chunk_tokens
+        events.append(BlockStored([key], parent, [], tokens, None, MEDIUM, None, "LOCAL", owner, group))
 
 
 def _add_removed(events: list[Event], namespace: Namespace, key: bytes) -> None:
     last = events[-1] if events else None
-    owner = _owner(namespace)
-    if isinstance(last, BlockRemoved) and last.ownership == owner:
+    owner, group = _owner(namespace), _group(namespace)
+    if isinstance(last, BlockRemoved) and (last.ownership, last.group_idx) == (owner, group):
         last.block_hashes.append(key)
     else:
-        events.append(BlockRemoved([key], MEDIUM, "LOCAL", owner))
+        events.append(BlockRemoved([key], MEDIUM, "LOCAL", owner, group))
 
 
 def _owner(namespace: Namespace) -> str:
     return f"{namespace.tenant}/{namespace.model}" if namespace.tenant else namespace.model
+
+
+def _group(namespace: Namespace) -> int | None:
+    """The KV cache group, for models that have several."""
+    return namespace.group if len(namespace.groups) > 1 else None

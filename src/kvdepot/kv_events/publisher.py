@@ -119,7 +119,6 @@ class Publisher:
         self,
         feed: Feed,
         endpoint: str,
-        chunk_tokens: int,
         context: zmq.Context[zmq.Socket[bytes]],
         guard: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
         kept_messages: int = _KEPT_MESSAGES,
@@ -131,7 +130,6 @@ class Publisher:
         """
         self._feed = feed
         self._endpoint = endpoint
-        self._chunk_tokens = chunk_tokens
         self._belief = Belief()
         self._sent = _Sent(kept_messages, kept_bytes)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -223,7 +221,7 @@ class Publisher:
     def _drain(self) -> None:
         """Publish the queued changes, in order."""
         while not self._stopping and (changes := self._feed.take(kv_feed.BATCH)):
-            events = self._belief.apply(changes, self._chunk_tokens)
+            events = self._belief.apply(changes)
             if events:
                 self._publish(events)
             time.sleep(0)  # release the GIL, so that the deciding thread does not wait for us
@@ -292,7 +290,7 @@ class Publisher:
         last = max(sent.first + belief.messages - 1, sent.last - _MARGIN)
         assert last <= sent.last, "fewer messages are kept than a full listing takes"
         now = time.time()
-        listing = (self._encode((now, events)) for events in belief.listing(self._chunk_tokens))
+        listing = (self._encode((now, events)) for events in belief.listing())
         again = sent.since(last + 1)
         return itertools.chain(
             _numbered(last - belief.messages + 1, listing), _numbered(last + 1, again), iter([_LAST])

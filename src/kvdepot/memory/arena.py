@@ -120,7 +120,7 @@ class Arena:
                 f"({self.whole} bytes, {self.size} requested): raise --arena-gib or remove the file"
             )
         # In case we die before `settle`, the header gives the size of the old contents.
-        header = self._write_header(found._replace(size=min(self.whole, self.size), boot=boot))
+        header = self._write_header(Header(min(self.whole, self.size), found.table_bytes, boot))
         os.ftruncate(self._fd, self.size)
         return header
 

@@ -15,6 +15,7 @@ __all__ = [
     "MOST_NAME",
     "Device",
     "Engine",
+    "GroupStatus",
     "HitRate",
     "Kept",
     "Loss",
@@ -79,8 +80,19 @@ class Engine(msgspec.Struct, frozen=True):
     queued: int
 
 
+class GroupStatus(msgspec.Struct, frozen=True):
+    """One KV cache group of a model. reach: chunks before a boundary that resuming there needs of it; 0: all."""
+
+    reach: int
+    chunks: int
+    bytes: int
+
+
 class NamespaceStatus(msgspec.Struct, frozen=True):
-    """Chunks of one model, parallel shape and layout, whose bytes are interchangeable."""
+    """Chunks of one model, parallel shape and layout, whose bytes are interchangeable.
+
+    chunk_tokens: tokens per chunk. chunks: of the KV cache group that has most of them. groups: all of them.
+    """
 
     tenant: str
     model: str
@@ -91,6 +103,8 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     engines: int
     lookup_chunks: int = 0
     hit_chunks: int = 0
+    chunk_tokens: int = 0
+    groups: list[GroupStatus] = []
 
 
 class TierStatus(msgspec.Struct, frozen=True):
@@ -150,6 +164,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one server. namespaces, engines and pinned are limited; their counts and pinned_bytes
     cover all.
 
+    chunk_size_tokens: of engines that do not choose their own. chunks: a chunk of a model with several KV cache groups
+    counts once for each group that has it. cached_tokens: of prompts in memory; of each model, the tokens of the group
+    that has most chunks.
+
     http: HOST:PORT where this server itself serves HTTP; empty if it does not.
     unreachable: why no new client can connect although the server works; empty if they can.
     wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.
@@ -182,6 +200,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pinned_bytes: int = 0
     stored_bytes: int = 0
     retrieved_bytes: int = 0
+    cached_tokens: int = 0
     saved: Saved = Saved()
     asked_tokens: int = 0
     reuse: list[Reuse] = []

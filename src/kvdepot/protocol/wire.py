@@ -32,6 +32,7 @@ __all__ = [
     "EndSession",
     "Failure",
     "Forget",
+    "Group",
     "Hello",
     "Lookup",
     "Noop",
@@ -54,13 +55,16 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 4
+VERSION = 5
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
 """Characters in a request id or a model name; longer ones are refused."""
 MAX_CHUNKS = 1 << 16
 """Chunks that one request may name."""
+MAX_GROUPS = 64
+"""KV cache groups of one model."""
+MAX_CHUNK_TOKENS = 1 << 20
 MAX_ERROR = 1000
 """Characters of an error's message that are sent; the rest is cut off."""
 
@@ -94,10 +98,26 @@ class Prove(_Message, frozen=True):
         return "Prove()"
 
 
-class Register(_Message, frozen=True):
-    """Share paged KV tensors under `instance`. Answer: None, once the server has mapped them.
+class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What one rank says about a KV cache group of its model.
 
-    model and the fields after it are empty if the caller does not know them; then the first store tells.
+    reach: chunks before a boundary that the engine needs of this group to resume there: 0 means all from the prompt's
+    start (full attention, MLA), n the last n (a sliding window), 1 the last one (a state). size: bytes of one chunk on
+    this rank. fingerprint: of this rank's layout of the group; each group's is different.
+    """
+
+    reach: int
+    blocks_in_chunk: int
+    size: int
+    fingerprint: bytes
+
+
+class Register(_Message, frozen=True):
+    """Share the paged KV tensors of one KV cache group under `instance`. Answer: None, once the server has mapped them.
+
+    model and the fields after it are empty if the caller does not know them; then the first store tells. chunk_tokens:
+    0 stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`;
+    empty: one, all of which resuming needs.
     """
 
     instance: int
@@ -106,6 +126,9 @@ class Register(_Message, frozen=True):
     world_size: int = 0
     rank: int = 0
     blocks_in_chunk: int = 0
+    chunk_tokens: int = 0
+    group: int = 0
+    groups: list[Group] = []
 
 
 class Unregister(_Message, frozen=True):
@@ -117,10 +140,13 @@ class Unregister(_Message, frozen=True):
 class Lookup(_Message, frozen=True):
     """Find the longest cached prefix of `hashes`. Answer: its number of chunks; they are pinned for `request`.
 
+    The prefix ends where every KV cache group of the model can be resumed, on every rank.
+
     readers: retrieves expected per chunk (one per rank); after that many the pin ends by itself. 0: no engine asks, so
         none will retrieve, and it is not counted as a lookup.
-    blocks_in_chunk: 0 if the caller does not know it. chained: the hashes are a chain from the prompt's start. salt: as
-    in Shards. With tiers, the answer may take up to `Welcome.lookup_s`.
+    blocks_in_chunk: of the first group; 0 if the caller does not know it. chunk_tokens: 0 stands for the server's.
+    chained: the hashes are a chain from the prompt's start. salt: as in Shards. With tiers, the answer may take up to
+    `Welcome.lookup_s`.
     """
 
     model: str
@@ -131,6 +157,7 @@ class Lookup(_Message, frozen=True):
     hashes: bytes
     chained: bool = False
     salt: bytes = b""
+    chunk_tokens: int = 0
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -213,6 +240,7 @@ class Pin(_Message, frozen=True):
     hashes: bytes
     salt: bytes = b""
     ttl_s: int = 0
+    chunk_tokens: int = 0
 
 
 class Unpin(_Message, frozen=True):

@@ -106,7 +106,7 @@ class Server:
             closing.callback(self.connections.close)
             if self._feed is not None:
                 guard = self._listener.guard
-                self._publisher = Publisher(self._feed, config.kv_events, config.chunk_size, context, guard)
+                self._publisher = Publisher(self._feed, config.kv_events, context, guard)
                 closing.callback(self._publisher.close)
             self._copier = Copier(self.arena, config.copy_threads, self._report)
             closing.callback(self._stop_copier)
@@ -121,7 +121,7 @@ class Server:
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
         watch = self._feed.changed if self._feed is not None else None
-        index = Index(allocator, POLICIES[config.policy](), records, config.ttl_s, watch)
+        index = Index(allocator, POLICIES[config.policy](), records, config.ttl_s, watch, config.chunk_size)
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)

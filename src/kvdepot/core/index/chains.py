@@ -28,6 +28,8 @@ class Chains:
     def join(self, chunk: Chunk) -> None:
         """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
         before = chunk.parent
+        if not chunk.position:
+            return  # loose, or of a bounded group: it is found by its key alone
         if chunk.position == 1 or (before is not None and before.state is _CHAINED):
             chunk.state = TRANSITIONS[chunk.state][_CHAIN]
             if chunk.broken:

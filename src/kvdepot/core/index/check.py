@@ -31,6 +31,7 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, totals: Totals)
     used = chunks = reserved = held = 0
     children: dict[int, int] = {}
     for namespace in namespaces:
+        assert namespace.groups[namespace.group] is namespace
         total = 0
         for key, chunk in namespace.chunks.items():
             assert key == chunk.key and chunk.namespace is namespace and chunk.shards
@@ -66,6 +67,10 @@ def _check_states(chunk: Chunk, is_any_broken: bool) -> None:
         assert (chunk.state is State.FILLING) == (chunk.sealed < chunk.namespace.world_size)
     else:
         assert not is_evictable(chunk), "a chunk that is pending removal could be removed"
+    if chunk.namespace.reach:
+        assert not chunk.position and chunk.state is not State.CHAINED, "a part of a bounded group is in a chain"
+        assert before is None or (before.key == chunk.key and before.namespace is chunk.namespace.trunk)
+        return
     is_behind_a_chain = chunk.position == 1 or (before is not None and before.state is State.CHAINED)
     if chunk.state is State.CHAINED:
         is_behind_a_broken_one = before is not None and (before.broken or before.state is not State.CHAINED)

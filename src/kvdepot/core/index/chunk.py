@@ -23,7 +23,18 @@ from kvdepot.eviction import Victim
 from kvdepot.memory.allocator import Extents
 from kvdepot.tiers.format import Facts
 
-__all__ = ["TRANSITIONS", "Chunk", "Event", "IllegalTransition", "Namespace", "Pin", "Shard", "State", "is_evictable"]
+__all__ = [
+    "TRANSITIONS",
+    "Chunk",
+    "Event",
+    "IllegalTransition",
+    "Namespace",
+    "Pin",
+    "Shard",
+    "State",
+    "is_evictable",
+    "join_groups",
+]
 
 
 class State(IntEnum):
@@ -166,7 +177,11 @@ class Shard(msgspec.Struct, gc=False):
 
 
 class Chunk(Victim, gc=False, kw_only=True):
-    """A chunk of KV: its shards by rank, and its place in a chain. It refers to its parent only: no cycles."""
+    """One KV cache group's part of a chunk: its shards by rank, and its place in a chain.
+
+    A part of a bounded group has position 0. Its parent is the part of the first unbounded group with the same key, if
+    that exists, so it is evicted before that one. A chunk refers to its parent only: no cycles.
+    """
 
     namespace: Namespace
     parent: Chunk | None = None
@@ -205,22 +220,41 @@ def is_evictable(chunk: Victim) -> bool:
 
 
 class Namespace:
-    """Chunks whose bytes are interchangeable: one model, parallel shape, blocks per chunk, and layout on every rank.
+    """Chunks of one KV cache group whose bytes are interchangeable: one model, parallel shape, blocks per chunk, and
+    layout on every rank.
 
-    They belong to one tenant, so that no other can find out whether they exist.
+    A model has one namespace per KV cache group; `groups` lists them all. A chunk of the model is one `Chunk` in each
+    of them, with the same key: its part of that group. They belong to one tenant, so that no other can find out whether
+    they exist.
     """
 
     __slots__ = (
-        "blocks_in_chunk", "bytes", "chunks", "facts", "gone", "hit_chunks", "layouts", "live", "lookup_chunks",
-        "model", "number", "recorded", "sizes", "slot", "tenant", "world_size",
+        "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "facts", "gone", "group", "groups", "hit_chunks",
+        "is_simple", "layouts", "live", "lookup_chunks", "model", "number", "reach", "recorded", "sizes", "slot",
+        "tenant", "trunk", "world_size",
     )  # fmt: skip
 
-    def __init__(self, number: int, tenant: str, model: str, world_size: int, blocks_in_chunk: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        tenant: str,
+        model: str,
+        world_size: int,
+        blocks_in_chunk: int,
+        chunk_tokens: int = 0,
+        reach: int = 0,
+    ) -> None:
         self.number = number  # its name in records
         self.tenant = tenant
         self.model = model
         self.world_size = world_size
         self.blocks_in_chunk = blocks_in_chunk
+        self.chunk_tokens = chunk_tokens  # 0: not known
+        self.reach = reach  # parts before a boundary that resuming there needs; 0: all from the prompt's start
+        self.group = 0  # its place in `groups`
+        self.groups: list[Namespace] = [self]
+        self.trunk: Namespace | None = None  # the first unbounded group, if this one is bounded
+        self.is_simple = not reach  # the model has one group, and resuming needs all of it: its chunks form chains
         self.layouts: dict[int, bytes] = {}  # rank -> layout fingerprint, as ranks register
         self.sizes: dict[int, int] = {}  # rank -> bytes of a shard
         self.facts: dict[int, Facts] = {}  # rank -> its identity in tiers, once they are asked
@@ -233,11 +267,29 @@ class Namespace:
         self.recorded = 0  # layouts in the record
 
     def __repr__(self) -> str:
-        return f"<Namespace {self.model!r} world_size={self.world_size} {len(self.chunks)} chunks {self.bytes} bytes>"
+        group = f" group {self.group}" if len(self.groups) > 1 else ""
+        return (
+            f"<Namespace {self.model!r}{group} world_size={self.world_size} {len(self.chunks)} chunks "
+            f"{self.bytes} bytes>"
+        )
+
+
+def join_groups(groups: list[Namespace]) -> None:
+    """Make these the KV cache groups of one model, in this order."""
+    trunk = next((each for each in groups if not each.reach), None)
+    for number, each in enumerate(groups):
+        each.group, each.groups = number, groups
+        each.trunk = trunk if each.reach else None
+        each.is_simple = len(groups) == 1 and not each.reach
 
 
 class Pin(msgspec.Struct, gc=False):
-    """The chunks that one lookup holds: the deepest chained one and the loose ones behind it."""
+    """The chunks that one lookup holds: of each unbounded group the deepest chained one and the loose ones behind it,
+    and of each bounded group its last parts.
+    """
 
     chunks: list[Chunk]
     matched: int
+    """Chunks in the prefix."""
+    parts: int
+    """Parts that holding `chunks` protects."""

@@ -15,6 +15,10 @@ all its ancestors. Only leaves are evicted, hence:
 
 Chunks without a known parent (engine hashes, or the parent was missing) are **loose**, position 0: they are found one
 by one behind the chained part, and pinned one by one.
+
+**KV cache groups.** A hybrid model has a namespace per group. Unbounded groups have chains as above. Of a bounded group
+only the last parts before a boundary are needed, so its parts are no chain: each is found, pinned and evicted by
+itself, before the part of the first unbounded group with the same key.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvdepot.core.index.ages import Ages
+from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, Shard, State, is_evictable
@@ -53,14 +58,16 @@ class Index:
         records: Records | None = None,
         ttl_s: int = 0,
         watch: Callable[[Chunk, bool], None] | None = None,
+        chunk_tokens: int = 0,
     ) -> None:
         """records: what survives a restart; None: nothing. ttl_s: see `expire`; 0 = never.
 
-        watch: called with each chunk that has become available (True) or unavailable (False, possibly twice).
+        chunk_tokens: of namespaces that do not say, such as those in records of an earlier version. watch: called with
+        each chunk that has become available (True) or unavailable (False, possibly twice).
         """
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
-        self.namespaces = Namespaces(self.records)
+        self.namespaces = Namespaces(self.records, chunk_tokens)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
         self.reserved = 0  # shards
@@ -83,7 +90,36 @@ class Index:
     # -- queries
 
     def match(self, namespace: Namespace, hashes: bytes) -> Pin:
-        """Find the longest cached prefix of `hashes` (32 bytes per chunk), without holding it."""
+        """Find the longest prefix of `hashes` (32 bytes per chunk) that can be resumed, without holding it.
+
+        namespace: the model's first group. With several groups, or a bounded one, the prefix ends where every group
+        has what resuming there needs.
+        """
+        if namespace.is_simple:
+            return self._chain(namespace, hashes)
+        groups, end = namespace.groups, len(hashes) // HASH_BYTES
+        for group in groups:
+            if not group.reach:
+                end = self._chain(group, hashes[: end * HASH_BYTES]).matched
+        bounded = [(group, group.reach) for group in groups if group.reach]
+        end = deepest_boundary(bounded, end, lambda group, i: self._has_part(group, hashes, i))
+        found: list[Chunk] = []
+        parts = 0
+        for group in groups:
+            needed = needed_parts(group.reach, end)
+            parts += len(needed)
+            if group.reach:
+                found += [group.chunks[hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]] for i in needed]
+            else:
+                found += self._chain(group, hashes[: end * HASH_BYTES]).chunks
+        return Pin(found, end, parts)
+
+    def _has_part(self, namespace: Namespace, hashes: bytes, i: int) -> bool:
+        chunk = namespace.chunks.get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
+        return chunk is not None and self.is_there(chunk)
+
+    def _chain(self, namespace: Namespace, hashes: bytes) -> Pin:
+        """The longest prefix of `hashes` in an unbounded group."""
         chunks = namespace.chunks
         low, high = 0, len(hashes) // HASH_BYTES
         total = high
@@ -105,7 +141,7 @@ class Index:
                 break
             low += 1
             loose.append(chunk)
-        return Pin(loose if deepest is None else [deepest, *loose], low)
+        return Pin(loose if deepest is None else [deepest, *loose], low, low)
 
     def _unbroken(self, deepest: Chunk) -> tuple[int, Chunk | None]:
         """The complete part of a chain from its start: its length and its last chunk. O(depth)."""
@@ -223,16 +259,7 @@ class Index:
                 namespace.live -= 1
                 chunk = namespace.chunks.get(key)
             if chunk is None:
-                before = namespace.chunks.get(parent) if position > 1 else None
-                is_known = is_chained and (position == 1 or (before is not None and before.position == position - 1))
-                chunk = Chunk(
-                    key=key,
-                    salt=salt,
-                    namespace=namespace,
-                    parent=before if is_known else None,
-                    position=position if is_known else 0,
-                    generation=self.generation,
-                )
+                chunk = self._new_chunk(namespace, key, parent, position, salt)
                 outcome = self._reserve(chunk, rank, size, is_load)
             elif rank in chunk.shards:
                 outcome = self._reserve_again(chunk, rank, size, wall, is_load)
@@ -246,6 +273,23 @@ class Index:
                 parent = key
                 position += 1
         return outcomes
+
+    def _new_chunk(self, namespace: Namespace, key: bytes, parent: bytes, position: int, salt: bytes) -> Chunk:
+        """A chunk that is not in the index yet. parent: see `reserve_missing`."""
+        trunk = namespace.trunk
+        if namespace.reach:
+            before, is_known, position = None if trunk is None else trunk.chunks.get(key), True, 0
+        else:
+            before = namespace.chunks.get(parent) if position > 1 else None
+            is_known = bool(parent) and (position == 1 or (before is not None and before.position == position - 1))
+        return Chunk(
+            key=key,
+            salt=salt,
+            namespace=namespace,
+            parent=before if is_known else None,
+            position=position if is_known else 0,
+            generation=self.generation,
+        )
 
     def _reserve(self, chunk: Chunk, rank: int, size: int, is_load: bool) -> Reservation:
         """Reserve a missing shard. A chunk without shards is new and is added to the index here."""
@@ -569,7 +613,7 @@ class Index:
         for chunk in found:
             self._policy.insert(chunk)
             self._ages.note(chunk, self.chunks)
-            if chunk.state is _WHOLE and chunk.parent is not None:
+            if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
                 self._chains.wait(chunk, chunk.parent)
         for chunk in found:
             if not chunk.children:

@@ -7,9 +7,11 @@ agrees.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.chunk import Chunk, Namespace, join_groups
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
+from kvdepot.protocol.wire import Group
 
 __all__ = ["Namespaces"]
 
@@ -17,9 +19,12 @@ __all__ = ["Namespaces"]
 class Namespaces:
     """The namespaces of one index, and their records and those of their shards."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Records, chunk_tokens: int = 0) -> None:
+        """chunk_tokens: of namespaces that do not say."""
         self._records = records
-        self._known: dict[tuple[str, str, int], list[Namespace]] = {}  # by tenant, model, ranks
+        self._chunk_tokens = chunk_tokens
+        # By tenant, model and ranks: the first group of each.
+        self._known: dict[tuple[str, str, int], list[Namespace]] = {}
         self._numbers = itertools.count(1)
 
     def __repr__(self) -> str:
@@ -27,7 +32,7 @@ class Namespaces:
 
     def all(self) -> list[Namespace]:
         """Every namespace, grouped by model, in the order of creation."""
-        return [namespace for namespaces in self._known.values() for namespace in namespaces]
+        return [each for firsts in self._known.values() for first in firsts for each in first.groups]
 
     def find(
         self,
@@ -38,48 +43,80 @@ class Namespaces:
         blocks_in_chunk: int,
         tenant: str = "",
         size: int = 0,
+        chunk_tokens: int = 0,
     ) -> Namespace:
-        """The namespace of one rank's layout; creates one unless everything known about an existing one agrees.
+        """The namespace of one rank's layout, of a model with one KV cache group, all of which resuming needs.
 
-        size: bytes of this rank's shards; 0: not known. It is compared too, because the client could send a wrong
-        fingerprint, and the size is what is copied.
+        size: bytes of this rank's shards; 0: not known.
         """
-        namespaces = self._known.setdefault((tenant, model, world_size), [])
-        for namespace in reversed(namespaces):
-            same = (
-                namespace.blocks_in_chunk == blocks_in_chunk and namespace.layouts.get(rank, fingerprint) == fingerprint
-            )
-            if same and (not size or namespace.sizes.get(rank, size) == size):
+        group = Group(0, blocks_in_chunk, size, fingerprint)
+        return self.find_groups(model, world_size, rank, [group], tenant, chunk_tokens)[0]
+
+    def find_groups(
+        self,
+        model: str,
+        world_size: int,
+        rank: int,
+        groups: Sequence[Group],
+        tenant: str = "",
+        chunk_tokens: int = 0,
+    ) -> list[Namespace]:
+        """The namespaces of a model's KV cache groups, given one rank's; creates them unless everything known agrees.
+
+        Sizes are compared too, because the client could send a wrong fingerprint, and the size is what is copied.
+        """
+        chunk_tokens = chunk_tokens or self._chunk_tokens
+        known = self._known.setdefault((tenant, model, world_size), [])
+        for first in reversed(known):
+            if _agree(first.groups, rank, groups, chunk_tokens):
+                found = first.groups
                 break
         else:
-            namespace = Namespace(next(self._numbers), tenant, model, world_size, blocks_in_chunk)
-            namespaces.append(namespace)
-        if rank not in namespace.layouts:
-            namespace.layouts[rank] = fingerprint
-        if size:
-            namespace.sizes[rank] = size
-        return namespace
+            found = [
+                Namespace(
+                    next(self._numbers), tenant, model, world_size, each.blocks_in_chunk, chunk_tokens, each.reach
+                )
+                for each in groups
+            ]
+            join_groups(found)
+            known.append(found[0])
+        for namespace, each in zip(found, groups, strict=True):
+            namespace.layouts.setdefault(rank, each.fingerprint)
+            if each.size:
+                namespace.sizes[rank] = each.size
+        return found
 
-    def for_lookup(self, model: str, world_size: int, blocks_in_chunk: int, tenant: str = "") -> list[Namespace]:
-        """The namespaces for a lookup, which names no layout: those of registered engines, otherwise the newest."""
+    def for_lookup(
+        self, model: str, world_size: int, blocks_in_chunk: int, tenant: str = "", chunk_tokens: int = 0
+    ) -> list[Namespace]:
+        """The namespaces for a lookup, which names no layout: those of registered engines, otherwise the newest.
+
+        Of a model with several KV cache groups, the first group's.
+        """
         namespaces = [
             namespace
             for namespace in self._known.get((tenant, model, world_size), ())
-            if not blocks_in_chunk or namespace.blocks_in_chunk == blocks_in_chunk
+            if (not blocks_in_chunk or namespace.blocks_in_chunk == blocks_in_chunk)
+            and (not chunk_tokens or namespace.chunk_tokens == chunk_tokens)
         ]
         return [namespace for namespace in namespaces if namespace.live] or namespaces[-1:]
 
     def forget(self, namespace: Namespace) -> None:
-        """Drop a namespace that has no chunks and no registered instance."""
-        if not namespace.chunks and not namespace.live:
-            namespaces = self._known.get((namespace.tenant, namespace.model, namespace.world_size), [])
-            if namespace in namespaces:
-                namespaces.remove(namespace)
-                namespace.gone = True
-                if not namespaces:
-                    del self._known[namespace.tenant, namespace.model, namespace.world_size]
-                self._records.erase(namespace.slot)
-                namespace.slot, namespace.recorded = None, 0
+        """Drop a namespace, with its model's other groups, if none of them has chunks or a registered instance."""
+        if namespace.chunks or namespace.live:
+            return
+        groups = namespace.groups
+        if len(groups) > 1 and any(each.chunks or each.live for each in groups):
+            return
+        firsts = self._known.get((namespace.tenant, namespace.model, namespace.world_size), [])
+        if groups[0] in firsts:
+            firsts.remove(groups[0])
+            if not firsts:
+                del self._known[namespace.tenant, namespace.model, namespace.world_size]
+            for each in groups:
+                each.gone = True
+                self._records.erase(each.slot)
+                each.slot, each.recorded = None, 0
 
     def record(self, chunk: Chunk, rank: int, serial: int) -> None:
         """Record a sealed shard, and first its namespace if necessary; without room for that, not the shard either."""
@@ -104,6 +141,10 @@ class Namespaces:
                 namespace.world_size,
                 namespace.blocks_in_chunk,
                 namespace.layouts,
+                namespace.chunk_tokens,
+                namespace.group,
+                namespace.groups[0].number,
+                [(each.reach, each.blocks_in_chunk) for each in namespace.groups],
             )
         )
         if slot is not None:
@@ -111,8 +152,22 @@ class Namespaces:
             namespace.slot, namespace.recorded = slot, len(namespace.layouts)
 
     def adopt(self, namespaces: list[Namespace]) -> None:
-        """Take over those that recovery.py read from the records. There must be none yet."""
+        """Take over those that recovery.py read from the records, all groups of each model. There must be none yet."""
         assert not self._known
         self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
-        for namespace in namespaces:
-            self._known.setdefault((namespace.tenant, namespace.model, namespace.world_size), []).append(namespace)
+        for each in namespaces:
+            each.chunk_tokens = each.chunk_tokens or self._chunk_tokens
+            if each.groups[0] is each:
+                self._known.setdefault((each.tenant, each.model, each.world_size), []).append(each)
+
+
+def _agree(known: list[Namespace], rank: int, groups: Sequence[Group], chunk_tokens: int) -> bool:
+    """Whether everything known about a model's namespaces agrees with what one rank says about its groups."""
+    if len(known) != len(groups) or known[0].chunk_tokens != chunk_tokens:
+        return False
+    return all(
+        (namespace.reach, namespace.blocks_in_chunk) == (each.reach, each.blocks_in_chunk)
+        and namespace.layouts.get(rank, each.fingerprint) == each.fingerprint
+        and (not each.size or namespace.sizes.get(rank, each.size) == each.size)
+        for namespace, each in zip(known, groups, strict=True)
+    )

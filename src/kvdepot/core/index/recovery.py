@@ -7,19 +7,40 @@ two shards). Each invalid record is dropped and counted. The chunks behind a dro
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State
+from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.records import NamespaceRecord, ShardRecord
 from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.wire import MAX_CHUNKS, MAX_GROUPS
 from kvdepot.tiers.format import SALT_BYTES
 
 __all__ = ["Restored", "restore"]
 
+_FILLING, _WHOLE, _CHAINED = State.FILLING, State.WHOLE, State.CHAINED  # attributes of an enum are slow to get
+_SEALED, _COMPLETE, _CHAIN = State.SEALED, Event.COMPLETE, Event.CHAIN
 _MOST = 1 << 62
 """Limit of restored serials and numbers, so that those counted on from them still fit a record."""
+
+
+class _Recorded(NamedTuple):
+    """A namespace, and the record that it was read from."""
+
+    namespace: Namespace
+    first: int
+    """Number of the first group's namespace."""
+    record: NamespaceRecord
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What the groups of one model have in common."""
+        record = self.record
+        groups = tuple(map(tuple, record.groups))
+        return self.first, record.tenant, record.model, record.world_size, record.chunk_tokens, groups
 
 
 @dataclass
@@ -43,24 +64,28 @@ def restore(index: Index, data: bytes | bytearray | None = None, limit: int | No
     contents = index.records.read(data)
     restored = Restored(damaged=contents.damaged)
     shards: list[tuple[int, ShardRecord]] = []
-    namespaces: dict[int, Namespace] = {}
+    namespaces: dict[int, _Recorded] = {}
     for slot, record in contents.records:
         if isinstance(record, ShardRecord):
             shards.append((slot, record))
         else:
             _add_namespace(index, namespaces, slot, record, restored)
+    _drop_doubles(index, namespaces, restored)
     shards = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
     shards.sort(key=_serial)  # in the order of their stores: neighbours in a chain are then neighbours in memory
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
-        _add_shard(namespaces[record.namespace], slot, record, parents[record.namespace])
-    for number, namespace in namespaces.items():
-        _link(namespace, parents[number])
-    for namespace in namespaces.values():
+        _add_shard(namespaces[record.namespace].namespace, slot, record, parents[record.namespace])
+    complete = _join(namespaces)
+    for namespace in complete:
+        _link(namespace, parents.get(namespace.number, {}))
+    for namespace in complete:
         if not namespace.chunks:
             index.records.erase(namespace.slot)
+            namespace.slot, namespace.recorded = None, 0
+    there = [each for each in complete if any(group.chunks for group in each.groups)]
     serial = shards[-1][1].serial if shards else 0
-    index.adopt(sorted((n for n in namespaces.values() if n.chunks), key=lambda namespace: namespace.number), serial)
+    index.adopt(sorted(there, key=lambda namespace: namespace.number), serial)
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
@@ -71,27 +96,81 @@ def _serial(item: tuple[int, ShardRecord]) -> int:
 
 
 def _add_namespace(
-    index: Index, namespaces: dict[int, Namespace], slot: int, record: NamespaceRecord, restored: Restored
+    index: Index, namespaces: dict[int, _Recorded], slot: int, record: NamespaceRecord, restored: Restored
 ) -> None:
-    if not 1 <= record.world_size <= 1 << 16 or record.blocks_in_chunk < 1 or not 0 <= record.number < _MOST:
+    groups = record.groups or [(0, record.blocks_in_chunk)]
+    is_sound = (
+        1 <= record.world_size <= 1 << 16
+        and 0 <= record.number < _MOST
+        and 0 <= record.first < _MOST
+        and 0 <= record.chunk_tokens < _MOST
+        and all(0 <= reach <= MAX_CHUNKS and blocks >= 1 for reach, blocks in groups)
+        and 0 <= record.group < len(groups) <= MAX_GROUPS
+        and record.blocks_in_chunk == groups[record.group][1]
+        and (record.group > 0 or not record.groups or record.first == record.number)
+    )
+    if not is_sound:
         restored.dropped.append(f"namespace {record.number}: a number is out of its range")
         index.records.erase(slot)
         return
     known = namespaces.get(record.number)
     if known is not None:  # the server died between writing the new record and erasing the old one
-        index.records.erase(slot if len(record.layouts) <= len(known.layouts) else known.slot)
-        if len(record.layouts) <= len(known.layouts):
+        index.records.erase(slot if len(record.layouts) <= len(known.namespace.layouts) else known.namespace.slot)
+        if len(record.layouts) <= len(known.namespace.layouts):
             return
-    namespace = Namespace(record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk)
+    namespace = Namespace(
+        record.number, record.tenant, record.model, record.world_size, record.blocks_in_chunk, record.chunk_tokens,
+        groups[record.group][0],
+    )  # fmt: skip
     namespace.layouts = dict(record.layouts)
     namespace.slot, namespace.recorded = slot, len(namespace.layouts)
-    namespaces[record.number] = namespace
+    namespaces[record.number] = _Recorded(namespace, record.first if record.groups else record.number, record)
+
+
+def _drop_doubles(index: Index, namespaces: dict[int, _Recorded], restored: Restored) -> None:
+    """Drop all but one of the namespaces that claim to be the same group of the same model."""
+    claimed: set[tuple[object, ...]] = set()
+    for number, each in list(namespaces.items()):
+        claim = (*each.identity, each.record.group)
+        if claim in claimed:
+            restored.dropped.append(f"namespace {number}: another one is the same KV cache group")
+            index.records.erase(each.namespace.slot)
+            del namespaces[number]
+        claimed.add(claim)
+
+
+def _join(recorded: dict[int, _Recorded]) -> list[Namespace]:
+    """Join the namespaces of each model's KV cache groups. A group that has no record gets an empty namespace.
+
+    Records that contradict each other stay apart: such a model lacks groups, so no prefix of it is found.
+    """
+    numbers = itertools.count(max((max(number, each.first) for number, each in recorded.items()), default=0) + 1)
+    taken = set(recorded)
+    complete: list[Namespace] = []
+    models: dict[tuple[object, ...], dict[int, Namespace]] = {}
+    for each in recorded.values():
+        models.setdefault(each.identity, {})[each.record.group] = each.namespace
+    for groups in models.values():
+        like = recorded[next(iter(groups.values())).number].record
+        for group, (reach, blocks) in enumerate(like.groups or [(0, like.blocks_in_chunk)]):
+            if group not in groups:
+                # The records of the others name the first group by its number, unless another model has that.
+                is_named = not group and like.first not in taken
+                number = like.first if is_named else next(numbers)
+                taken.add(number)
+                groups[group] = Namespace(
+                    number, like.tenant, like.model, like.world_size, blocks, like.chunk_tokens, reach
+                )
+        joined = [groups[group] for group in sorted(groups)]
+        join_groups(joined)
+        complete += joined
+    return complete
 
 
 def _plausible(
     index: Index,
     shards: list[tuple[int, ShardRecord]],
-    namespaces: dict[int, Namespace],
+    namespaces: dict[int, _Recorded],
     limit: int,
     restored: Restored,
 ) -> list[tuple[int, ShardRecord]]:
@@ -132,10 +211,11 @@ def _plausible(
     return shards
 
 
-def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -> str:
+def _fault(record: ShardRecord, recorded: _Recorded | None, start: int, end: int) -> str:
     """Why a record is invalid by itself; empty if it is valid. Extents must be in `[start, end)`."""
-    if owner is None:
+    if recorded is None:
         return "its namespace is not recorded"
+    owner = recorded.namespace
     if len(record.key) != HASH_BYTES or record.rank not in owner.layouts or not 0 <= record.rank < owner.world_size:
         return "it has no valid key, or an unknown rank"
     if (
@@ -145,6 +225,7 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
         or not 0 <= record.serial < _MOST
         or not 0 <= record.born < 1 << 64
         or (record.salt and len(record.salt) != SALT_BYTES)
+        or (owner.reach and record.position)
     ):
         return "a number is out of its range"
     total = 0
@@ -160,7 +241,7 @@ def _fault(record: ShardRecord, owner: Namespace | None, start: int, end: int) -
 
 
 def _add_shard(namespace: Namespace, slot: int, record: ShardRecord, parents: dict[bytes, bytes]) -> None:
-    shard = Shard(record.extents, record.size, State.SEALED, record.checksum, slot=slot)
+    shard = Shard(record.extents, record.size, _SEALED, record.checksum, slot=slot)
     taken = Allocator.rounded(record.size)
     chunk = namespace.chunks.get(record.key)
     if chunk is None:
@@ -180,8 +261,20 @@ def _add_shard(namespace: Namespace, slot: int, record: ShardRecord, parents: di
 
 
 def _link(namespace: Namespace, parents: dict[bytes, bytes]) -> None:
-    """Link each chunk to its parent, if that exists, and chain those that are whole together with all before them."""
-    chunks = namespace.chunks
+    """Link each chunk to its parent, if that exists, and chain those that are whole together with all before them.
+
+    Parts of a bounded group are behind the part of the first unbounded group, and not chained.
+    """
+    chunks, trunk = namespace.chunks, namespace.trunk
+    if namespace.reach:
+        for chunk in chunks.values():
+            if chunk.sealed == namespace.world_size:
+                chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
+            before = None if trunk is None else trunk.chunks.get(chunk.key)
+            if before is not None:
+                chunk.parent = before
+                before.children += 1
+        return
     for chunk in chunks.values():
         before = chunks.get(parents[chunk.key]) if chunk.position > 1 else None
         if before is not None and before.position == chunk.position - 1:
@@ -194,11 +287,11 @@ def _link(namespace: Namespace, parents: dict[bytes, bytes]) -> None:
 
 def _chain(chunk: Chunk) -> bool:
     """Derive a chunk's state from its shards and its parent; False if the parent is not chained (yet)."""
-    if chunk.state is State.FILLING and chunk.sealed == chunk.namespace.world_size:
-        chunk.state = TRANSITIONS[chunk.state][Event.COMPLETE]
+    if chunk.state is _FILLING and chunk.sealed == chunk.namespace.world_size:
+        chunk.state = TRANSITIONS[_FILLING][_COMPLETE]
     before = chunk.parent
-    if chunk.position == 1 or (before is not None and before.state is State.CHAINED):
-        if chunk.state is State.WHOLE:
-            chunk.state = TRANSITIONS[chunk.state][Event.CHAIN]
+    if chunk.position == 1 or (before is not None and before.state is _CHAINED):
+        if chunk.state is _WHOLE:
+            chunk.state = TRANSITIONS[_WHOLE][_CHAIN]
         return True
     return False

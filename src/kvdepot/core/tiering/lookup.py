@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Absent, Found, Reason, Replaced, Reserved
@@ -39,9 +40,16 @@ _MOST_FINDS = 64
 """Most Finds in progress in one tier; beyond that it is not asked."""
 
 
+Place: TypeAlias = tuple[int, int, int]
+"""A shard of a tier lookup: KV cache group, chunk, rank."""
+
+
 @dataclass(slots=True, eq=False)
 class TierLookup:
-    """One lookup's search of the tiers, for chunks `[first, end)` of `hashes`."""
+    """One lookup's search of the tiers, for a boundary in `[first, end]` of the chunks of `hashes`.
+
+    namespace: the model's first KV cache group. first: the boundary that memory can restore.
+    """
 
     namespace: Namespace
     request: str  # the request id, for the log
@@ -51,9 +59,9 @@ class TierLookup:
     first: int
     end: int
     begun: float
-    held: dict[bytes, Chunk]
-    wanted: list[tuple[int, int]] = field(default_factory=list)  # (chunk, rank) that tiers were asked for
-    found: dict[tuple[int, int], int] = field(default_factory=dict)  # (chunk, rank) -> nearest tier that has it
+    held: dict[tuple[int, bytes], Chunk]  # by number of the namespace and key
+    wanted: list[Place] = field(default_factory=list)  # that tiers were asked for
+    found: dict[Place, int] = field(default_factory=dict)  # the nearest tier that has it
     owing: set[int] = field(default_factory=set)  # tiers that have not answered their Find
     waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards being loaded
     loading: bool = False
@@ -62,6 +70,10 @@ class TierLookup:
     def is_awaited(self) -> bool:
         """Whether answers to Finds are still of use. Thread-safe."""
         return not (self.ended or self.loading)
+
+    @property
+    def groups(self) -> list[Namespace]:
+        return self.namespace.groups
 
     def key(self, chunk: int) -> bytes:
         return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
@@ -117,12 +129,11 @@ LookupDecision: TypeAlias = TierTask | TierLookup | Arrived
 class Lookups:
     """All tier lookups in progress, and the shards that they load."""
 
-    def __init__(self, tiers: Sequence[TierState], index: Index, forgettings: Forgettings, chunk_tokens: int) -> None:
+    def __init__(self, tiers: Sequence[TierState], index: Index, forgettings: Forgettings) -> None:
         self.arriving_bytes = 0
         self._tiers = tiers
         self._index = index
         self._forgettings = forgettings
-        self._chunk_tokens = chunk_tokens
         self._arrivals: dict[tuple[int, bytes, int], Arrival] = {}  # by namespace, key, rank
         self._count = 0
         self._wanted = 0  # shards that all tier lookups together asked for
@@ -140,19 +151,20 @@ class Lookups:
     ) -> TierLookup | None:
         """Begin a tier lookup: hold `held`, and list what is missing. None if tiers cannot help. See `Tiering`."""
         usable = [tier for tier in self._tiers if tier.breaker.usable]
-        is_known = len(namespace.sizes) == namespace.world_size
+        is_known = all(len(group.sizes) == group.world_size for group in namespace.groups)
         if not usable or not is_known or self._forgettings.is_under_way(namespace, salt):
             return None
         asked = [tier for tier in usable if tier.finding < _MOST_FINDS]
-        end = min(len(request.hashes) // HASH_BYTES, first + _MOST_WANTED // namespace.world_size)
-        room = self._wanted + (end - first) * namespace.world_size <= _MOST_WANTED_IN_ALL
+        shards = namespace.world_size * len(namespace.groups)  # of a chunk, at most
+        end = min(len(request.hashes) // HASH_BYTES, first + _MOST_WANTED // shards)
+        room = self._wanted + (end - first) * shards <= _MOST_WANTED_IN_ALL
         for tier in usable:
             tier.counters["searches_refused"] += not room or tier not in asked
         if self._count >= _MOST_TIER_LOOKUPS or not room or not asked:
             return None
         tier_lookup = TierLookup(
             namespace, request.request, request.hashes, request.chained, salt, first, end, now,
-            held={chunk.key: chunk for chunk in held},
+            held={(chunk.namespace.number, chunk.key): chunk for chunk in held},
         )  # fmt: skip
         tier_lookup.wanted = self._missing(tier_lookup)
         tier_lookup.owing = {tier.number for tier in asked} if tier_lookup.wanted else set()
@@ -161,25 +173,29 @@ class Lookups:
         self._wanted += len(tier_lookup.wanted)
         return tier_lookup
 
-    def _missing(self, tier_lookup: TierLookup) -> list[tuple[int, int]]:
-        """The shards (chunk, rank) that are neither in memory nor being loaded."""
-        namespace, first, end = tier_lookup.namespace, tier_lookup.first, tier_lookup.end
-        hashes = tier_lookup.hashes[first * HASH_BYTES : end * HASH_BYTES]
-        near = [self._index.find(namespace, rank, hashes) for rank in range(namespace.world_size)]
-        return [
-            (i, rank)
-            for i in range(first, end)
-            for rank in range(namespace.world_size)
-            if isinstance(near[rank][i - first], Absent) and self._arrival(namespace, rank, tier_lookup.key(i)) is None
-        ]
+    def _missing(self, tier_lookup: TierLookup) -> list[Place]:
+        """The shards that are neither in memory nor being loaded, and that some boundary behind `first` needs."""
+        missing: list[Place] = []
+        for group in tier_lookup.groups:
+            # Resuming at the next boundary needs the last `reach` parts before it, some of them before `first`.
+            first = max(0, tier_lookup.first + 1 - group.reach) if group.reach else tier_lookup.first
+            hashes = tier_lookup.hashes[first * HASH_BYTES : tier_lookup.end * HASH_BYTES]
+            near = [self._index.find(group, rank, hashes) for rank in range(group.world_size)]
+            missing += [
+                (group.group, i, rank)
+                for i in range(first, tier_lookup.end)
+                for rank in range(group.world_size)
+                if isinstance(near[rank][i - first], Absent) and self._arrival(group, rank, tier_lookup.key(i)) is None
+            ]
+        return missing
 
     def ask(self, tier_lookup: TierLookup) -> list[TierTask]:
         """Ask the tiers, or load at once if nothing is missing; in that case the tier lookup may end here."""
         if not tier_lookup.wanted:
             return self._load(tier_lookup)
-        namespace = tier_lookup.namespace
-        facts = [facts_of(namespace, rank, self._chunk_tokens) for rank in range(namespace.world_size)]
-        objects = [(facts[rank], tier_lookup.key(i)) for i, rank in tier_lookup.wanted]
+        groups = tier_lookup.groups
+        facts = [[facts_of(group, rank) for rank in range(group.world_size)] for group in groups]
+        objects = [(facts[group][rank], tier_lookup.key(i)) for group, i, rank in tier_lookup.wanted]
         asked = [tier for tier in self._tiers if tier.number in tier_lookup.owing]
         for tier in asked:
             tier.finding += 1
@@ -209,18 +225,32 @@ class Lookups:
         """Half of the time is over: if some tiers have not answered, load what the others have."""
         if not tier_lookup.is_awaited():
             return []
-        first = tier_lookup.first
-        begins = all(
-            (first, rank) in tier_lookup.found or self._is_near(tier_lookup, first, rank)
-            for rank in range(tier_lookup.namespace.world_size)
-        )
+        begins = self._boundary(tier_lookup, tier_lookup.end) > tier_lookup.first
         return self._load_or_end(tier_lookup) if begins else []
 
-    def _is_near(self, tier_lookup: TierLookup, chunk: int, rank: int) -> bool:
+    def _boundary(self, tier_lookup: TierLookup, most: int) -> int:
+        """The deepest boundary up to `most` that memory and the tiers that have answered can restore together."""
+        end = tier_lookup.first
+        unbounded = [group for group in tier_lookup.groups if not group.reach]
+        while end < most and all(self._can_have(tier_lookup, group, end) for group in unbounded):
+            end += 1
+        bounded = [(group, group.reach) for group in tier_lookup.groups if group.reach]
+        if bounded:
+            end = deepest_boundary(bounded, end, lambda group, i: self._can_have(tier_lookup, group, i))
+        return end
+
+    def _can_have(self, tier_lookup: TierLookup, group: Namespace, i: int) -> bool:
+        """Whether every shard of a part is in memory, being loaded, or in a tier."""
+        return all(
+            (group.group, i, rank) in tier_lookup.found or self._is_near(tier_lookup, group, i, rank)
+            for rank in range(group.world_size)
+        )
+
+    def _is_near(self, tier_lookup: TierLookup, group: Namespace, i: int, rank: int) -> bool:
         """Whether a shard is in memory or being loaded."""
-        key = tier_lookup.key(chunk)
-        (found,) = self._index.find(tier_lookup.namespace, rank, key)
-        return isinstance(found, Found) or self._arrival(tier_lookup.namespace, rank, key) is not None
+        key = tier_lookup.key(i)
+        (found,) = self._index.find(group, rank, key)
+        return isinstance(found, Found) or self._arrival(group, rank, key) is not None
 
     def _arrival(self, namespace: Namespace, rank: int, key: bytes) -> Arrival | None:
         """The load of a shard that is in progress, if its tier works; otherwise None."""
@@ -235,19 +265,11 @@ class Lookups:
 
     def _load(self, tier_lookup: TierLookup) -> list[TierTask]:
         """Load what extends the prefix. If nothing is being loaded after that, the tier lookup ends."""
-        namespace = tier_lookup.namespace
         tier_lookup.loading = True
         by_tier: dict[int, list[Arrival]] = {}
-        for i in range(tier_lookup.first, tier_lookup.end):
-            arrivals = self._reserve(tier_lookup, i) if not namespace.gone else None
-            if arrivals is None:
-                break
-            for arrival in arrivals:
+        if not tier_lookup.namespace.gone:
+            for arrival in self._reserve_prefix(tier_lookup):
                 by_tier.setdefault(arrival.tier, []).append(arrival)
-            chunk = namespace.chunks[tier_lookup.key(i)]
-            if chunk.key not in tier_lookup.held:
-                self._index.hold([chunk], use=False)
-                tier_lookup.held[chunk.key] = chunk
         tier_tasks: list[TierTask] = []
         for number, arrivals in by_tier.items():
             tier = self._tiers[number]
@@ -260,12 +282,45 @@ class Lookups:
             self.end(tier_lookup)
         return tier_tasks
 
-    def _reserve(self, tier_lookup: TierLookup, i: int) -> list[Arrival] | None:
-        """Reserve the missing shards of chunk `i`, and wait for those being loaded; returns the reserved ones.
-
-        Returns None, with nothing reserved, if the chunk cannot be completed: the prefix ends here.
+    def _reserve_prefix(self, tier_lookup: TierLookup) -> list[Arrival]:
+        """Reserve what the deepest boundary needs and memory lacks: of unbounded groups all chunks up to the first that
+        cannot be completed, then of bounded groups the last parts before the boundary that is left.
         """
-        namespace, key = tier_lookup.namespace, tier_lookup.key(i)
+        first, groups = tier_lookup.first, tier_lookup.groups
+        end = tier_lookup.end if tier_lookup.namespace.is_simple else self._boundary(tier_lookup, tier_lookup.end)
+        fresh: list[Arrival] = []
+        for group in groups:
+            for i in range(first, end) if not group.reach else ():
+                if not self._reserve_part(tier_lookup, group, i, fresh):
+                    end = i
+                    break
+        if not tier_lookup.namespace.is_simple:
+            end = self._boundary(tier_lookup, end)
+        for group in groups:
+            for i in needed_parts(group.reach, end) if group.reach and end > first else ():
+                if not self._reserve_part(tier_lookup, group, i, fresh):
+                    return fresh
+        return fresh
+
+    def _reserve_part(self, tier_lookup: TierLookup, group: Namespace, i: int, fresh: list[Arrival]) -> bool:
+        """Reserve and hold the part of chunk `i`; adds what was reserved to `fresh`, returns whether it is complete."""
+        arrivals = self._reserve(tier_lookup, group, i)
+        if arrivals is None:
+            return False
+        fresh += arrivals
+        chunk = group.chunks[tier_lookup.key(i)]
+        place = group.number, chunk.key
+        if place not in tier_lookup.held:
+            self._index.hold([chunk], use=False)
+            tier_lookup.held[place] = chunk
+        return True
+
+    def _reserve(self, tier_lookup: TierLookup, namespace: Namespace, i: int) -> list[Arrival] | None:
+        """Reserve the missing shards of a part, and wait for those being loaded; returns the reserved ones.
+
+        Returns None, with nothing reserved, if the part cannot be completed.
+        """
+        key = tier_lookup.key(i)
         near: list[Arrival] = []
         far: list[tuple[int, int]] = []  # rank, tier
         for rank in range(namespace.world_size):
@@ -273,7 +328,7 @@ class Lookups:
             if arrival is not None:
                 near.append(arrival)
             elif isinstance(self._index.find(namespace, rank, key)[0], Absent):
-                tier = tier_lookup.found.get((i, rank))
+                tier = tier_lookup.found.get((namespace.group, i, rank))
                 late = (namespace.number, key, rank) in self._arrivals  # its tier's circuit breaker is open
                 if tier is None or not (late or self._index.is_missing(namespace, rank, key)):
                     return None
@@ -283,7 +338,7 @@ class Lookups:
         chunk = namespace.chunks.get(key)
         if far and self._forgettings.is_under_way(namespace, tier_lookup.salt if chunk is None else chunk.salt):
             return None  # the tier may have answered before it was told to forget
-        fresh = self._reserve_shards(tier_lookup, i, far)
+        fresh = self._reserve_shards(tier_lookup, namespace, i, far)
         if fresh is None:
             return None
         for arrival in fresh:
@@ -294,9 +349,11 @@ class Lookups:
             tier_lookup.waiting[arrival.tier] += 1
         return fresh
 
-    def _reserve_shards(self, tier_lookup: TierLookup, i: int, far: list[tuple[int, int]]) -> list[Arrival] | None:
-        """Reserve these shards (rank, tier) of chunk `i`; returns None, with none reserved, if there is no room."""
-        namespace, key = tier_lookup.namespace, tier_lookup.key(i)
+    def _reserve_shards(
+        self, tier_lookup: TierLookup, namespace: Namespace, i: int, far: list[tuple[int, int]]
+    ) -> list[Arrival] | None:
+        """Reserve these shards (rank, tier) of a part; returns None, with none reserved, if there is no room."""
+        key = tier_lookup.key(i)
         parent = b"" if not tier_lookup.chained else tier_lookup.key(i - 1) if i else ROOT
         position = i + 1 if tier_lookup.chained else 0
         fresh: list[Arrival] = []
@@ -315,7 +372,7 @@ class Lookups:
 
     def _part(self, arrival: Arrival) -> Part:
         chunk, shard = arrival.chunk, arrival.shard
-        facts = facts_of(chunk.namespace, arrival.rank, self._chunk_tokens)
+        facts = facts_of(chunk.namespace, arrival.rank)
         return Part(facts, chunk.salt, chunk.key, shard.extents, shard.size)
 
     def replaced(self, chunk: Chunk, rank: int) -> None:
@@ -330,7 +387,8 @@ class Lookups:
     def _let_go(self, arrival: Arrival) -> None:
         """Release the holds of all tier lookups on the chunk."""
         for tier_lookup in arrival.tier_lookups:
-            if tier_lookup.held.pop(arrival.chunk.key, None) is not None:
+            place = arrival.chunk.namespace.number, arrival.chunk.key
+            if tier_lookup.held.pop(place, None) is not None:
                 self._index.release([arrival.chunk])
 
     # -- what arrives

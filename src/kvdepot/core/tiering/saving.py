@@ -33,10 +33,9 @@ class SaveToken(Token):
 class Saves:
     """The queues of all tiers, and the saves in progress."""
 
-    def __init__(self, tiers: Sequence[TierState], index: Index, chunk_tokens: int) -> None:
+    def __init__(self, tiers: Sequence[TierState], index: Index) -> None:
         self._tiers = tiers
         self._index = index
-        self._chunk_tokens = chunk_tokens
         self._demoting_bytes = 0
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
         self._numbers = itertools.count()
@@ -104,7 +103,7 @@ class Saves:
                 tier.counters["overtaken_chunks"] += 1  # evicted, forgotten or saved in the meantime
                 self._part_demoted(demotion)
                 continue
-            facts = facts_of(chunk.namespace, rank, self._chunk_tokens)
+            facts = facts_of(chunk.namespace, rank)
             parts.append(Part(facts, chunk.salt, chunk.key, shard.extents, shard.size, shard.checksum, chunk.born))
             batch.append(queued)
             taken += shard.size

@@ -144,7 +144,7 @@ class ProbeToken(Token):
     """The token of a Probe."""
 
 
-def facts_of(namespace: Namespace, rank: int, chunk_tokens: int) -> Facts:
+def facts_of(namespace: Namespace, rank: int) -> Facts:
     """The facts that name a namespace's shards of one rank in tiers; created once."""
     known = namespace.facts.get(rank)
     if known is None:
@@ -154,7 +154,7 @@ def facts_of(namespace: Namespace, rank: int, chunk_tokens: int) -> Facts:
             namespace.world_size,
             rank,
             namespace.blocks_in_chunk,
-            chunk_tokens,
+            namespace.chunk_tokens,
             namespace.layouts[rank],
         )
     return known

@@ -44,12 +44,12 @@ Decision: TypeAlias = LookupDecision | Forgetting
 class Tiering:
     """All tiers of one depot, nearest first."""
 
-    def __init__(self, configs: Sequence[TierConfig], index: Index, chunk_tokens: int, lookup_s: float) -> None:
+    def __init__(self, configs: Sequence[TierConfig], index: Index, lookup_s: float) -> None:
         self._tiers = [TierState(number, config) for number, config in enumerate(configs)]
         self._lookup_s = lookup_s
         self._forgettings = Forgettings(self._tiers)
-        self._lookups = Lookups(self._tiers, index, self._forgettings, chunk_tokens)
-        self._saves = Saves(self._tiers, index, chunk_tokens)
+        self._lookups = Lookups(self._tiers, index, self._forgettings)
+        self._saves = Saves(self._tiers, index)
         self._deadlines = Deadlines()
 
     def __repr__(self) -> str:

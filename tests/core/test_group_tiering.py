@@ -1,0 +1,468 @@
+"""Depots with tiers and models of several KV cache groups: what is asked for, what is loaded, and what if that fails.
+
+Bytes are real: a retrieve must give just what was stored of that group.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from kvdepot.keys import ChunkChain
+from kvdepot.protocol import wire
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers import Tier
+from kvdepot.tiers.worker import Erase, Find, Load
+from tests.conftest import clear
+from tests.core.desk import group_stores, instance_of, prompt, retrieve, store
+from tests.core.groups import SHAPES, Reaches, deepest
+from tests.core.host import Host, look
+
+Parts = Sequence[Iterable[int]]
+"""Numbers of chunks, by group."""
+
+
+def group_host(
+    reaches: Reaches, *tiers: Tier, pages: int = 64, world_size: int = 1, url: str = "disk:///d", **settings: Any
+) -> Host:
+    host = Host(pages=pages, settings=settings, tiers=[(url, tier) for tier in tiers])
+    host.tick(0.0, 1000.0)
+    host.rest()
+    host.hello()
+    host.register_groups(reaches, world_size, chunk_tokens=16)
+    return host
+
+
+def put(host: Host, reaches: Reaches, chain: ChunkChain, parts: Parts | None = None, world_size: int = 1) -> None:
+    """Store these parts, by default what resuming at the end needs; tiers that are written to get them too."""
+    for request in group_stores(reaches, chain, parts, world_size):
+        assert host.find(b"one", request) is True
+
+
+def fill(tier: Tier, reaches: Reaches, chain: ChunkChain, parts: Parts | None = None, world_size: int = 1) -> None:
+    """Have a tier hold these parts, stored by another host."""
+    put(group_host(reaches, tier, world_size=world_size), reaches, chain, parts, world_size)
+
+
+def needed(reaches: Reaches, end: int) -> list[list[int]]:
+    return [list(range(max(0, end - reach) if reach else 0, end)) for reach in reaches]
+
+
+def loaded(host: Host, chain: ChunkChain) -> list[list[int]]:
+    """By group, the numbers of the chunks that loads asked a tier for."""
+    keys = [chain.slice(i, i + 1) for i in range(len(chain))]
+    layouts = [namespace.layouts[0] for namespace in host.index.namespaces.all()]
+    found: list[list[int]] = [[] for _ in layouts]
+    for task in host.done:
+        for part in task.parts if isinstance(task, Load) else ():
+            if part.facts.rank == 0:
+                found[layouts.index(part.facts.layout)].append(keys.index(part.key))
+    return [sorted(numbers) for numbers in found]
+
+
+def take(host: Host, reaches: Reaches, chain: ChunkChain, end: int, world_size: int = 1, request: str = "r") -> None:
+    """Retrieve all that the boundary needs on every rank, which ends its pins."""
+    for group, numbers in enumerate(needed(reaches, end)):
+        for rank in range(world_size) if numbers else ():
+            instance, first = instance_of(reaches, group, rank), numbers[0]
+            asked = retrieve(chain, instance, first=first, end=end, world_size=world_size, rank=rank, request=request)
+            assert host.find(b"one", asked) == [True] * len(numbers)
+
+
+# -- loads
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("reaches", SHAPES)
+def test_what_one_host_stored_another_gets_through_the_tier_byte_for_byte_and_no_more(
+    tier: MemoryTier, reaches: Reaches, world_size: int
+) -> None:
+    chain = prompt("a", 6)
+    fill(tier, reaches, chain, [range(6)] * len(reaches), world_size)
+    there = group_host(reaches, tier, world_size=world_size)
+    assert there.find(b"one", look(prompt("a", 5), world_size=world_size, readers=world_size)) == 5
+    assert loaded(there, chain) == needed(reaches, 5)
+    take(there, reaches, chain, 5, world_size)
+    assert len(there.seen) == world_size * sum(map(len, needed(reaches, 5)))
+    there.assert_quiet()
+    assert clear(there.index) == sum(map(len, needed(reaches, 5)))
+
+
+def test_a_window_that_only_the_tier_has_joins_what_memory_has_of_the_others(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain)
+    there = group_host(reaches, tier, url="disk:///d?write=off")
+    put(there, reaches, chain, [range(6), []])
+    asked = there.send(b"one", look(chain))
+    (find,) = there.tier_tasks
+    assert isinstance(find, Find) and len(find.names) == 6, "nothing that memory has, and every window"
+    there.rest()
+    assert there.answers[asked] == 6 and loaded(there, chain) == [[], [4, 5]]
+    take(there, reaches, chain, 6)
+    there.assert_quiet()
+
+
+def test_full_attention_that_only_the_tier_has_joins_the_window_in_memory(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain)
+    there = group_host(reaches, tier, url="disk:///d?write=off")
+    put(there, reaches, chain, [[], range(4, 6)])
+    assert there.find(b"one", look(chain)) == 6
+    assert loaded(there, chain) == [list(range(6)), []]
+    take(there, reaches, chain, 6)
+    there.assert_quiet()
+
+
+def test_a_state_at_one_boundary_loads_what_that_needs_and_nothing_behind_it(tier: MemoryTier) -> None:
+    reaches, chain = (0, 1), prompt("a", 9)
+    fill(tier, reaches, chain, [range(9), [2, 5]])
+    there = group_host(reaches, tier, url="disk:///d?write=off")
+    assert there.find(b"one", look(chain)) == 6
+    assert loaded(there, chain) == [list(range(6)), [5]]
+    take(there, reaches, chain, 6)
+    # A shorter prompt has its boundary there, and what memory has is not loaded again.
+    assert there.find(b"one", look(prompt("a", 5), "r2")) == 3
+    assert loaded(there, chain) == [list(range(6)), [2, 5]]
+    take(there, reaches, chain, 3, request="r2")
+    there.assert_quiet()
+
+
+def test_a_boundary_in_memory_is_moved_on_by_what_lies_behind_it_in_the_tier(tier: MemoryTier) -> None:
+    reaches, chain = (0, 1), prompt("a", 9)
+    fill(tier, reaches, chain, [range(9), [6]])
+    there = group_host(reaches, tier, url="disk:///d?write=off")
+    put(there, reaches, chain, [range(5), [2]])
+    asked = there.send(b"one", look(chain))
+    (find,) = there.tier_tasks
+    assert isinstance(find, Find) and len(find.names) == 4 + 6, "of states only those behind the boundary"
+    there.rest()
+    assert there.answers[asked] == 7
+    assert loaded(there, chain) == [[5, 6], [6]]
+    take(there, reaches, chain, 7)
+    there.assert_quiet()
+
+
+def test_a_window_reaches_back_over_the_boundary_that_memory_has(tier: MemoryTier) -> None:
+    reaches, chain = (0, 3), prompt("a", 6)
+    fill(tier, reaches, chain, [range(6), range(6)])
+    there = group_host(reaches, tier, url="disk:///d?write=off")
+    put(there, reaches, chain, [range(6), range(3)])
+    clear_window(there, chain, 1)
+    assert there.find(b"one", look(chain)) == 6
+    assert loaded(there, chain) == [[], [3, 4, 5]]
+    take(there, reaches, chain, 6)
+    # Memory lacks one in the middle of a shorter prompt's window.
+    assert there.find(b"one", look(prompt("a", 4), "r2")) == 4
+    assert loaded(there, chain) == [[], [1, 3, 4, 5]]
+    take(there, reaches, chain, 4, request="r2")
+    there.assert_quiet()
+
+
+def clear_window(host: Host, chain: ChunkChain, number: int) -> None:
+    """Take a part of the last group from memory."""
+    host.index.hide(host.index.namespaces.all()[-1].chunks[chain.slice(number, number + 1)])
+
+
+@pytest.mark.parametrize("parts", [[range(6), []], [[], range(6)], [range(1, 6), range(6)]])
+def test_where_no_boundary_can_be_restored_nothing_is_loaded(tier: MemoryTier, parts: Parts) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain, parts)
+    there = group_host(reaches, tier)
+    assert there.find(b"one", look(chain)) == 0
+    assert isinstance(there.done[-1], Find) and not any(isinstance(task, Load) for task in there.done)
+    assert there.index.chunks == 0
+    there.assert_quiet()
+
+
+def test_a_part_counts_only_with_the_shards_of_all_ranks(tier: MemoryTier) -> None:
+    reaches, chain = (0, 1), prompt("a", 5)
+    fill(tier, reaches, chain, [range(5), [1, 4]], world_size=2)
+    tier.remove([name for name in tier.objects if chain.slice(4, 5).hex() in name][-1:])
+    there = group_host(reaches, tier, world_size=2)
+    assert there.find(b"one", look(chain, world_size=2, readers=2)) == 2
+    assert loaded(there, chain) == [[0, 1], [1]]
+    take(there, reaches, chain, 2, world_size=2)
+    there.assert_quiet()
+
+
+def test_chunks_of_another_length_are_others(tier: MemoryTier) -> None:
+    chain = prompt("a", 4)
+    fill(tier, (0, 2), chain, [range(4), range(4)])
+    there = group_host((0, 2), tier)
+    for namespace in there.index.namespaces.all():
+        assert there.ask(b"one", wire.Unregister(1 + namespace.group)) is None
+    there.register_groups((0, 2), chunk_tokens=32)
+    assert there.find(b"one", look(chain)) == 0
+    there.assert_quiet()
+
+
+def test_two_lookups_of_one_prompt_wait_for_one_load(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain, [range(6), range(6)])
+    there = group_host(reaches, tier)
+    first = there.send(b"one", look(chain, "r1"))
+    there.work()
+    assert there.kinds() == ["Load"]
+    second = there.send(b"one", look(chain, "r2"))
+    shorter = there.send(b"one", look(prompt("a", 4), "r3"))
+    there.rest()
+    assert [there.answers[asked] for asked in (first, second, shorter)] == [6, 6, 4]
+    assert loaded(there, chain) == [list(range(6)), [2, 3, 4, 5]], "nothing twice"
+    for request, end in (("r1", 6), ("r2", 6), ("r3", 4)):
+        take(there, reaches, chain, end, request=request)
+    there.assert_quiet()
+
+
+# -- what fails
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "truncate", "hide", "down"])
+@pytest.mark.parametrize("group", range(3))
+def test_a_part_that_does_not_arrive_leaves_the_boundary_that_memory_had(
+    tier: MemoryTier, group: int, fault: str
+) -> None:
+    reaches, chain = (0, 2, 1), prompt("a", 6)
+    fill(tier, reaches, chain)
+    # Only the group's last part is behind the faulty tier; the other one has the rest.
+    (layout,) = {part for part in _names(tier, chain, 5) if _is_of_group(part, chain, reaches, group)}
+    bad = MemoryTier()
+    bad.objects[layout] = tier.objects.pop(layout)
+    faulty = FaultyTier(bad)
+    there = group_host(reaches, faulty, tier, url="disk:///d?write=off")
+    put(there, reaches, prompt("a", 3))
+    asked = there.send(b"one", look(chain))
+    while "Load" not in there.kinds():
+        there.work()
+    faulty.inject(**{fault: 1.0})
+    there.rest()
+    assert there.answers[asked] == 3
+    take(there, reaches, chain, 3)
+    there.assert_quiet()
+    is_spoilt = fault in ("corrupt", "truncate")
+    assert any(isinstance(task, Erase) for task in there.done) == is_spoilt
+    # What did arrive serves the next lookup.
+    faulty.inject()
+    before = loaded(there, chain)
+    found = there.find(b"one", look(chain, "r2"))
+    assert found == (3 if is_spoilt else 6)
+    if not is_spoilt:
+        expected: list[list[int]] = [[], [], []]
+        expected[group] = [5]
+        assert [sorted(now)[len(then) :] for now, then in zip(loaded(there, chain), before, strict=True)] == expected
+    there.ask(b"one", wire.EndSession("r2"))
+    there.assert_quiet()
+
+
+def _names(tier: MemoryTier, chain: ChunkChain, number: int) -> list[str]:
+    return [name for name in tier.objects if chain.slice(number, number + 1).hex() in name]
+
+
+def _is_of_group(name: str, chain: ChunkChain, reaches: Reaches, group: int) -> bool:
+    """Whether a host with only this group's part stores an object of this name."""
+    alone = MemoryTier()
+    fill(alone, reaches, chain, [[5] if number == group else [] for number in range(len(reaches))])
+    return name in alone.objects
+
+
+def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_next(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain)
+    there = group_host(reaches, tier, url="disk:///d?write=off", lookup_s=0.5)
+    put(there, reaches, prompt("a", 2))
+    asked = there.send(b"one", look(chain))
+    there.work()  # it is found; the load hangs
+    there.pass_time(0.5)
+    assert there.answers[asked] == 2
+    take(there, reaches, chain, 2)
+    there.rest()
+    asked = there.send(b"one", look(chain, "r2"))
+    assert there.answers[asked] == 6 and not there.tier_tasks
+    take(there, reaches, chain, 6, request="r2")
+    there.assert_quiet()
+
+
+@pytest.mark.parametrize(("numbers", "is_enough"), [([1], False), ([4, 5], True)])
+def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of_it(
+    tier: MemoryTier, numbers: list[int], is_enough: bool
+) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain, [range(6), numbers])
+    there = group_host(reaches, MemoryTier(), tier, lookup_s=1.0)
+    asked = there.send(b"one", look(prompt("a", 7)))
+    there.work(there.tier_tasks[1])  # the first tier says nothing, and may have the seventh
+    assert there.kinds() == ["Find"]
+    there.pass_time(0.5)
+    assert there.kinds() == ["Find"] + ["Load"] * is_enough
+    there.rest()
+    assert there.answers[asked] == (6 if is_enough else 0)
+    if is_enough:
+        take(there, reaches, chain, 6)
+    there.assert_quiet()
+
+
+def test_a_server_that_stops_and_a_client_that_dies_leave_nothing_held(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain)
+    there = group_host(reaches, tier)
+    asked = there.send(b"one", look(chain))
+    there.work()
+    there.die(b"one")
+    assert asked not in there.answers
+    there.assert_quiet()
+    assert there.index.chunks == 8, "it came all the same"
+
+
+# -- what happens meanwhile
+
+
+def test_what_is_evicted_before_it_was_held_only_shortens_the_prefix(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain, [[], range(6)])
+    there = group_host(reaches, tier, url="disk:///d?write=off", pages=16)
+    put(there, reaches, chain, [range(6), []])
+    asked = there.send(b"one", look(chain))
+    assert there.kinds() == ["Find"]
+    for number in range(13):  # no boundary is in memory, so nothing of the prompt is held: its end goes
+        there.ask(b"one", store(prompt(f"other {number}", 1)))
+    full = there.index.namespaces.all()[0]
+    left = sum(chain.slice(i, i + 1) in full.chunks for i in range(6))
+    assert 2 < left < 6
+    there.rest()
+    assert there.answers[asked] == left
+    assert loaded(there, chain) == [[], [left - 2, left - 1]]
+    take(there, reaches, chain, left)
+    there.assert_quiet()
+
+
+def test_what_a_lookup_loads_and_what_it_needs_of_memory_outlive_any_pressure(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 6)
+    fill(tier, reaches, chain, [range(6), range(4, 6)])
+    there = group_host(reaches, tier, url="disk:///d?write=off", pages=16)
+    put(there, reaches, chain, [range(3), [5]])
+    asked = there.send(b"one", look(chain))
+    there.work()
+    assert there.kinds() == ["Load"]
+    for number in range(20):
+        there.ask(b"one", store(prompt(f"other {number}", 1)))
+    there.index.validate()
+    there.rest()
+    assert there.answers[asked] == 6 and loaded(there, chain) == [[3, 4, 5], [4]]
+    for number in range(20, 40):
+        there.find(b"one", store(prompt(f"other {number}", 1)))
+    take(there, reaches, chain, 6)
+    there.assert_quiet()
+
+
+def test_a_prompt_too_large_for_memory_leaves_nothing_held(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 12)
+    fill(tier, reaches, chain, [range(12), range(12)])
+    there = group_host(reaches, tier, url="disk:///d?write=off", pages=8)
+    for attempt in range(4):
+        found = there.find(b"one", look(chain, f"r{attempt}"))
+        assert found <= 6, "a boundary at 7 takes 9 pages"
+        take(there, reaches, chain, found, request=f"r{attempt}")
+        there.assert_quiet()
+
+
+def test_a_store_takes_over_a_part_that_is_being_loaded(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 4)
+    fill(tier, reaches, chain)
+    there = group_host(reaches, tier, url="disk:///d?write=off")
+    asked = there.send(b"one", look(chain))
+    there.work()
+    assert there.kinds() == ["Load"]
+    for request in group_stores(reaches, chain):  # an engine has computed it all
+        assert there.ask(b"one", request) is True
+    late = there.send(b"one", look(chain, "r2"))
+    assert there.answers[late] == 4
+    there.rest()
+    assert there.answers[asked] == 4
+    for request in ("r", "r2"):
+        take(there, reaches, chain, 4, request=request)
+    there.assert_quiet()
+    assert clear(there.index) == 6 and there.index.allocator.free_bytes == there.index.allocator.capacity
+
+
+def test_what_is_forgotten_while_it_is_loaded_does_not_come_back(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 4)
+    fill(tier, reaches, chain)
+    there = group_host(reaches, tier, url="disk:///d?write=off")
+    put(there, reaches, chain, [range(2), []])
+    asked = there.send(b"one", look(chain))
+    there.work()
+    there.send(b"one", wire.Forget("m"))
+    there.rest()
+    assert there.answers[asked] == 0 and tier.objects == {}
+    assert there.find(b"one", look(chain, "r2")) == 0
+    there.assert_quiet()
+    assert there.index.chunks == 0
+
+
+# -- saves
+
+
+def test_parts_that_memory_evicts_are_found_in_the_tier_and_make_their_boundaries_whole(tier: MemoryTier) -> None:
+    reaches = (0, 2)
+    host = group_host(reaches, tier, url="disk:///d?write=on_evict", pages=64)
+    chains = [prompt(f"p{number}", 4) for number in range(20)]
+    for chain in chains:
+        put(host, reaches, chain)
+    assert host.depot.tiering.status(0.0)[0].counters.get("undemoted_chunks", 0) == 0
+    assert len(tier.objects) >= 20 * 6 - 64
+    for chain in chains:
+        assert host.find(b"one", look(chain)) == 4
+        take(host, reaches, chain, 4)
+    host.assert_quiet()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_tiers_do_a_lookup_answers_what_is_there_and_every_byte_of_it(seed: int) -> None:
+    rng = random.Random(seed)
+    reaches, world_size = rng.choice(SHAPES), rng.choice([1, 1, 2])
+    tiers = [FaultyTier(MemoryTier(), seed + number) for number in range(rng.choice([1, 2]))]
+    host = group_host(
+        reaches, *tiers, pages=rng.choice([14, 30, 100]), world_size=world_size, lookup_s=1.0,
+        url=f"disk:///d?write={rng.choice(['through', 'on_evict'])}",
+    )  # fmt: skip
+    stored: set[tuple[int, bytes]] = set()  # by group
+    prompts = [prompt(name, 6) for name in "ab"]
+    for step in range(30):
+        chain = rng.choice(prompts)
+        end = rng.randint(1, 6)
+        rates = {
+            fault: rng.choice([0.0, 0.0, 0.2]) for fault in ("down", "late", "hide", "lose", "corrupt", "truncate")
+        }
+        for tier in tiers:
+            tier.inject(**rates if rng.random() < 0.7 else {})
+        if rng.random() < 0.5:
+            parts = needed(reaches, end)
+            if rng.random() < 0.5:
+                parts[rng.randrange(len(reaches))] = []
+            for request in group_stores(reaches, chain, parts, world_size):
+                host.ask(b"one", request)  # not always is there room
+            stored |= {(group, chain.slice(i, i + 1)) for group, numbers in enumerate(parts) for i in numbers}
+        else:
+            asked = host.send(b"one", look(chain, f"r{step}", world_size=world_size, readers=world_size))
+            while asked not in host.answers:
+                if host.tier_tasks and rng.random() < 0.8:
+                    host.work(rng.choice(host.tier_tasks))
+                elif rng.random() < 0.5:
+                    host.pass_time(0.3)
+                else:
+                    host.ask(b"one", store(prompt(f"other {step}", 1), world_size=world_size))
+            found = host.answers[asked]
+            assert isinstance(found, int)
+            keys = [chain.slice(i, i + 1) for i in range(6)]
+            assert found <= deepest(reaches, keys, lambda group, key, known=stored: (group, key) in known)
+            take(host, reaches, chain, found, world_size, f"r{step}")
+        host.index.validate()
+        host.now += 1.0
+        host.tick(host.now, 1000.0 + host.now)
+        if rng.random() < 0.5:
+            host.rest()
+    host.assert_quiet()
+    clear(host.index)
+    assert host.index.allocator.free_bytes == host.index.allocator.capacity
