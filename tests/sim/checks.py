@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.core.depot import Depot
-from kvdepot.core.index.chunk import Chunk, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Link, World
 from kvdepot.tiers.worker import Load, Part
+from tests.sim.behind import Behind
 from tests.sim.content import Memory, chunk_image
+from tests.sim.groups import deepest, needed
 from tests.sim.shared import ArenaFile, SimMapped
 from tests.sim.tiers import WALL, Forgot, TierWorker
 
@@ -37,10 +38,12 @@ class Checks:
     tier_workers: list[TierWorker]
     mappings: list[SimMapped]
     alive: bool
+    draining: bool
     met: set[str]
     condemned: dict[bytes, float]
     unanswered: Counter[tuple[bytes, bytes]]
     _links: dict[bytes, Link]
+    _behind: Behind
     _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
     _removing: list[Forgot]
     doing: Any
@@ -64,6 +67,7 @@ class Checks:
             late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
             assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
             break
+        self._behind.look()
         self._since_validated += 1
         if self._since_validated >= self.host.validate_every:
             self.validate()
@@ -106,30 +110,37 @@ class Checks:
                         found += 1
         return found
 
-    def _prefix(self, request: wire.Lookup) -> list[bytes]:
-        """What memory has of what a lookup asks for, up to the first chunk that it has not."""
-        keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
-        namespaces = self.index.namespaces.for_lookup(request.model, request.world_size, request.blocks_in_chunk)
+    def _asked_groups(self, request: wire.Lookup) -> list[Namespace]:
+        """Of all models that a lookup may mean; each must have what it asks for."""
+        firsts = self.index.namespaces.for_lookup(
+            request.model, request.world_size, request.blocks_in_chunk, chunk_tokens=request.chunk_tokens
+        )
+        return [group for first in firsts for group in first.groups]
 
-        def is_there(key: bytes) -> bool:
-            chunks = [namespace.chunks.get(key) for namespace in namespaces]
-            return bool(chunks) and all(
-                c is not None and c.state in (State.WHOLE, State.CHAINED) and self._may_be_given(c) for c in chunks
-            )
+    def _prefix(self, request: wire.Lookup, groups: list[Namespace]) -> list[bytes]:
+        """What memory can restore of what a lookup asks for."""
+        keys = _keys(request)
 
-        return list(itertools.takewhile(is_there, keys))
+        def is_there(group: Namespace, i: int) -> bool:
+            chunk = group.chunks.get(keys[i])
+            return chunk is not None and chunk.state in (State.WHOLE, State.CHAINED) and self._may_be_given(chunk)
+
+        return keys[: deepest(groups, len(keys), is_there)]
 
     def _may_be_given(self, chunk: Chunk) -> bool:
         forgettings = self.host.forgettings
         return forgettings.may_be_given(chunk.namespace.model, chunk.salt, forgettings.since(chunk))
 
-    def _meant(self, request: wire.Retrieve) -> list[list[tuple[str, bytes, int]]]:
+    def _meant(self, identity: bytes, request: wire.Retrieve) -> list[list[tuple[str, bytes, int]]]:
         """For each key of a retrieve the chunks that it may mean: model, salt, and since when they are in memory."""
+        client = self.depot.client(identity)
+        instance = None if client is None else client.instances.get(request.instance)
+        group = 0 if instance is None else instance.group
         return [
             [
                 (namespace.model, chunk.salt, self.host.forgettings.since(chunk))
                 for namespace in self.index.namespaces.all()
-                if namespace.model == part.model
+                if (namespace.model, namespace.group) == (part.model, group)
                 and (chunk := namespace.chunks.get(part.hashes[i : i + 32])) is not None
                 and part.rank in chunk.shards
                 and chunk.shards[part.rank].sealed
@@ -146,27 +157,79 @@ class Checks:
                     "a retrieve was given what was forgotten"
                 )
 
-    def _check_answer(self, since: float, request: wire.Lookup, near: list[bytes], value: Any) -> None:
-        """Looking behind memory has not made a hit shorter."""
+    def _check_answer(
+        self, asked: tuple[bytes, bytes], since: float, request: wire.Lookup, near: list[bytes], value: Any
+    ) -> None:
+        """An answer is the deepest boundary that memory can restore; looking behind memory has not made it shorter."""
+        # Whose answer nobody wants any more is told nothing.
+        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin) and not value
+        waited_s = self.world.now - since
+        is_awaited = not given_up and not self.draining
+        self._behind.answered(asked, value, is_awaited and waited_s < self.host.config.lookup_s / 2)
         if not isinstance(value, int):
             return
-        for i in range(value):
-            for namespace in self.index.namespaces.for_lookup(
-                request.model, request.world_size, request.blocks_in_chunk
-            ):
-                chunk = namespace.chunks[request.hashes[32 * i : 32 * (i + 1)]]
-                assert self._may_be_given(chunk), f"a lookup found {chunk.key.hex()[:8]}, which was forgotten"
+        groups = self._asked_groups(request)
+        self._check_found(groups, _keys(request)[:value])
+        if value:
+            self._check_pinned(asked[0], request, groups, _keys(request)[:value])
         counters = self.world.counters
-        late = self.world.now - since >= self.host.config.lookup_s
+        late = waited_s >= self.host.config.lookup_s
         counters["lookup_at_its_deadline"] += late
         counters["lookup_cut_short"] += late and len(near) < value < len(request.hashes) // 32
-        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin)
+        if any(group.reach for group in groups):
+            self._count_boundary(request, groups, len(near), value)
+        now = self._prefix(request, groups)
+        assert value == len(now) or given_up, f"memory has {len(now)} chunks of a prefix, and the answer is {value}"
         lost = any(self.condemned.get(key, 0.0) >= since for key in near) or self.host.config.ttl_s
         # An engine of the same name and another layout may have come meanwhile: then both must have it.
-        alone = len(self.index.namespaces.for_lookup(request.model, request.world_size, request.blocks_in_chunk)) == 1
-        assert value >= len(near) or lost or not alone or (given_up and not value), (
+        alone = len({id(group.groups) for group in groups}) == 1
+        assert value >= len(near) or lost or not alone or given_up, (
             f"memory had {len(near)} chunks of a prefix, and the answer is {value}"
         )
+
+    def _check_found(self, groups: list[Namespace], keys: list[bytes]) -> None:
+        """All that resuming behind these chunks needs is there on every rank, and may be given."""
+        for group in groups:
+            for i in needed(group.reach, len(keys)):
+                what = f"chunk {keys[i].hex()[:8]}, group {group.group}"
+                chunk = group.chunks.get(keys[i])
+                assert chunk is not None, f"a lookup found {what}, which is not there"
+                assert self._may_be_given(chunk), f"a lookup found {what}, which was forgotten"
+                for rank in range(group.world_size):
+                    shard = chunk.shards.get(rank)
+                    assert shard is not None and shard.sealed, f"a lookup found {what}, which rank {rank} lacks"
+                    if group.reach:
+                        self.check_bytes(chunk, rank, "found")
+
+    def _check_pinned(self, identity: bytes, request: wire.Lookup, groups: list[Namespace], keys: list[bytes]) -> None:
+        """The session holds what resuming behind these chunks needs, and nothing else."""
+        client = self.depot.client(identity)
+        assert client is not None
+        session = client.sessions.get(request.request)
+        held = set()
+        for chunk in session.chunks if session is not None else ():
+            each: Chunk | None = chunk
+            while each is not None and each.namespace is chunk.namespace:  # a chunk protects those before it
+                if not each.gone:
+                    held.add((each.namespace.number, each.key))
+                each = each.parent
+        wanted = {(group.number, keys[i]) for group in groups for i in needed(group.reach, len(keys))}
+        assert held == wanted, (
+            f"resuming {request.request} needs {len(wanted)} parts; {len(wanted - held)} of them are not pinned, "
+            f"and {len(held - wanted)} others are"
+        )
+
+    def _count_boundary(self, request: wire.Lookup, groups: list[Namespace], near: int, value: int) -> None:
+        """What has happened to lookups of hybrid models."""
+        counters = self.world.counters
+        unbounded = [group for group in groups if not group.reach]
+        if unbounded:
+            deeper = len(self._prefix(request, unbounded)) > value
+            counters["groups_miss_by_a_bounded_part"] += deeper and not value
+            counters["groups_hit_before_the_last_chunk"] += deeper and value > 0
+        counters["groups_hit"] += value > 0
+        counters["groups_hit_from_tiers"] += value > near
+        counters["groups_hit_of_two_models"] += value > 0 and len({id(group.groups) for group in groups}) > 1
 
     def check_reserved(self, tier_task: Load) -> None:
         """A load writes only where room is reserved for it, or was until somebody else was to fill its chunk."""
@@ -269,3 +332,7 @@ class Checks:
         self.check_sealed()
         for tier_worker in self.tier_workers:
             self.host.forgettings.check_store(tier_worker.store)
+
+
+def _keys(request: wire.Lookup) -> list[bytes]:
+    return [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]

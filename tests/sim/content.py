@@ -6,7 +6,7 @@ The oracle of the simulation. It shares the layout's description with what it ch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
 import numpy as np
@@ -23,7 +23,7 @@ SPLIT = 24  # where the branches of a family part
 
 @dataclass(frozen=True)
 class Model:
-    """An engine's kind: its name, paging unit and tensors."""
+    """An engine's kind: its name, paging unit and tensors; of a hybrid model (groups.py), one KV cache group of it."""
 
     name: str
     block_tokens: int
@@ -31,10 +31,13 @@ class Model:
     layers: int
     kv_apart: bool  # [2, num_blocks, tokens, content], not [num_blocks, 2, tokens, content]
     content: int  # bytes a token in K, and in V
+    group: int = field(default=0, repr=False)  # the bytes of each group are different
+    reach: int = field(default=0, repr=False, compare=False)  # chunks that resuming needs; 0: all from the start
+    chunk_tokens: int = field(default=CHUNK_TOKENS, repr=False)
 
     @property
     def blocks_in_chunk(self) -> int:
-        return CHUNK_TOKENS // self.block_tokens
+        return self.chunk_tokens // self.block_tokens
 
     @property
     def block_bytes(self) -> int:
@@ -70,7 +73,8 @@ def tokens_of(stream: Stream) -> list[int]:
 def seeds_of(model: Model, stream: Stream) -> list[bytes]:
     """One seed a block: the hash of all that decides its bytes."""
     tokens = tokens_of(stream)
-    seed = blake3(repr((model, stream.salt)).encode()).digest()
+    whose = repr((model, stream.salt)) + (f" group {model.group}" if model.group else "")
+    seed = blake3(whose.encode()).digest()
     seeds = []
     for start in range(0, MAX_TOKENS, model.block_tokens):
         seed = blake3(seed + repr(tokens[start : start + model.block_tokens]).encode()).digest()
@@ -84,13 +88,13 @@ def keys_of(model: Model, stream: Stream, by_hash: bool) -> list[bytes]:
     if by_hash:
         size = model.blocks_in_chunk
         return [engine_hash(seed) for seed in seeds_of(model, stream)[size - 1 :: size]]
-    chain = chain_of(stream)
+    chain = chain_of(stream, model.chunk_tokens)
     return [chain.slice(i, i + 1) for i in range(len(chain))]
 
 
 @cache
-def chain_of(stream: Stream) -> ChunkChain:
-    chain = ChunkChain(CHUNK_TOKENS, derive_root(("salt", stream.salt)) if stream.salt else ROOT)
+def chain_of(stream: Stream, chunk_tokens: int = CHUNK_TOKENS) -> ChunkChain:
+    chain = ChunkChain(chunk_tokens, derive_root(("salt", stream.salt)) if stream.salt else ROOT)
     chain.extend(tokens_of(stream))
     return chain
 
@@ -117,11 +121,13 @@ class Memory:
         self.axis = 1 if model.kv_apart else 0
         self._layers = []
         views = []
+        group = f"group{model.group}." if model.group else ""
         for layer in range(model.layers):
             offset = header + layer * size
             array = self.bytes[offset : offset + size].reshape(shape)
             self._layers.append(array)
-            views.append(TensorView(f"layer{layer}", name, len(self.bytes), offset, shape, array.strides, 1, "uint8"))
+            layer_name = f"{group}layer{layer}"
+            views.append(TensorView(layer_name, name, len(self.bytes), offset, shape, array.strides, 1, "uint8"))
         self.layout: Layout = build_layout(views, [self.axis] * model.layers)
         # The seed of what the engine holds each block to contain; None: it is nobody's, or not full.
         self.tags: list[bytes | None] = [None] * num_blocks

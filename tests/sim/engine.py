@@ -19,6 +19,7 @@ from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Process
 from tests.sim.content import CHUNK_TOKENS, MAX_TOKENS, Memory, Model, Stream, chain_of, keys_of, seeds_of, tokens_of
+from tests.sim.groups import Hybrid, needed
 from tests.sim.host import Client, Pinned
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ class Request:
     load_end: int = 0
     failed: int = 0  # first block that failed on any rank
     storing: set[int] = field(default_factory=set)  # ranks that have yet to report its stores
-    stored: bool = False
     aborted: bool = False
     pinned: Pinned | None = None
     asked: float = 0.0  # when its lookup was
@@ -60,13 +60,17 @@ class Request:
 
 
 class Engine:
-    """One life of an engine, from its start to its end."""
+    """One life of an engine, from its start to its end. Engines of hybrid models are in hybrid.py."""
 
-    def __init__(self, host: Run, name: str, model: Model, mode: str, num_blocks: int) -> None:
+    new_request: type[Request] = Request
+
+    def __init__(self, host: Run, name: str, model: Model | Hybrid, mode: str, num_blocks: int) -> None:
         self.host = host
         self.world = host.world
         self.name = name
         self.model = model
+        self.groups = model.groups if isinstance(model, Hybrid) else (model,)
+        self.lead: Model = self.groups[0]
         self.mode = mode
         self.alive = True
         self.leaving = False  # no new requests
@@ -76,11 +80,13 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.clients: list[Client] = []
         self.memories: list[Memory] = []
-        self.workers: list[LMCacheMPWorkerAdapter] = []
+        self.scheduler: Any = None
+        self.workers: list[Any] = []
         self._free = list(range(num_blocks))
         self._num_blocks = num_blocks
         self._arrived = 0
         self._pins: dict[str, int] = {}  # by name: how often it was pinned or unpinned
+        self._named: set[Stream] = set()  # whose keys the oracle knows
         self._finished: set[str] = set()  # to be told to the workers' next get_finished
         self._reported: list[set[str]] = []  # per rank: ids it has reported as finished
         self.process = Process(host.world, name, self._main)
@@ -96,12 +102,8 @@ class Engine:
         return client
 
     def _main(self) -> None:
-        model = self.model
-        place: Any = ("sim://", None, model.name, model.world_size)
         try:
-            self.scheduler = LMCacheMPSchedulerAdapter(*place, 0, model.block_tokens, client=self._client("s"))
-            for rank in range(model.world_size):
-                self._start_rank(rank, place)
+            self._start()
         except KVDepotError as exc:
             self.world.note(f"{self.name} cannot start: {exc}")
             self.world.counters["engine_could_not_start"] += 1
@@ -118,23 +120,34 @@ class Engine:
             waits = 0 if busy else waits + 1
             self.process.sleep(self.pause_s or min(0.5, self.world.spread(0.002, 0.03) * (1 + waits)))
             self.pause_s = 0.0
-        for worker in self.workers:
-            worker.shutdown()
-        self.scheduler.shutdown()
+        self._shut_down()
         self.world.note(f"{self.name} has shut down")
         self.world.counters["engine_shut_down"] += 1
         self.end()
 
-    def _start_rank(self, rank: int, place: Any) -> None:
-        model = self.model
-        worker = LMCacheMPWorkerAdapter(*place, rank, model.block_tokens, client=self._client(f"r{rank}"))
+    def _start(self) -> None:
+        """Connect and register. Raises KVDepotError."""
+        model = self.lead
+        place: Any = ("sim://", None, model.name, model.world_size)
+        self.scheduler = LMCacheMPSchedulerAdapter(*place, 0, model.block_tokens, client=self._client("s"))
+        for rank in range(model.world_size):
+            worker = LMCacheMPWorkerAdapter(*place, rank, model.block_tokens, client=self._client(f"r{rank}"))
+            memory = Memory(model, rank, self._num_blocks, f"{self.name}-kv{rank}")
+            self._add_rank(worker, [memory])
+            worker.register_layout(memory.layout)
+
+    def _add_rank(self, worker: Any, memories: list[Memory]) -> None:
         worker.instance_id = self.world.random.getrandbits(62)
-        memory = Memory(model, rank, self._num_blocks, f"{self.name}-kv{rank}")
-        self.host.memories[memory.name] = memory
-        self.memories.append(memory)
+        for memory in memories:
+            self.host.memories[memory.name] = memory
+        self.memories += memories
         self.workers.append(worker)
         self._reported.append(set())
-        worker.register_layout(memory.layout)
+
+    def _shut_down(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.scheduler.shutdown()
 
     def end(self) -> None:
         """It is gone, whatever the reason: the kernel takes its locks and connections, torch its files."""
@@ -151,31 +164,32 @@ class Engine:
 
     def clear(self) -> None:
         """Clear what nothing holds, without waiting."""
-        self.scheduler.mq_client.ask(wire.Clear(self.model.name))
+        self.scheduler.client.ask(wire.Clear(self.model.name))
 
     def store_elsewhere(self, streams: int) -> None:
         """Another host, with an engine like this one, stores the heads of some prompts in the tiers they share."""
-        world, per_chunk = self.world, self.model.blocks_in_chunk
+        world = self.world
         for _ in range(streams):
             stream, store = self._draw_stream(), world.random.choice(self.host.stores)
             self._name_chunks(stream)
-            seeds, keys = seeds_of(self.model, stream), keys_of(self.model, stream, self.mode == "hashes")
-            for i in range(world.random.randint(1, 6)):
+            keys = self._keys(stream)[: world.random.randint(1, 6)]
+            for i, key in enumerate(keys):
                 for memory in self.memories:
-                    own = seeds[i * per_chunk : (i + 1) * per_chunk]
-                    self.host.forgettings.saved(store.put(memory, keys[i], salt_tag(stream.salt), own), elsewhere=True)
-                    world.counters["stored_elsewhere"] += 1
+                    if i in needed(memory.model.reach, len(keys)):
+                        part = store.put(memory, key, salt_tag(stream.salt), _seeds_of_chunk(memory.model, stream, i))
+                        self.host.forgettings.saved(part, elsewhere=True)
+                        world.counters["stored_elsewhere"] += 1
 
     def forget(self) -> None:
         """Some of all that was ever stored, without waiting."""
         what = self.world.random.choice(["model", "model", "salt", "all", "all"])
         model, salt = self.model.name if what == "model" else "", salt_tag("tenant") if what == "salt" else b""
         self.world.note(f"{self.name} forgets {what}")
-        self.scheduler.mq_client.ask(wire.Forget(model, salt))
+        self.scheduler.client.ask(wire.Forget(model, salt))
 
     def pin(self) -> None:
         """Pin a prompt's head by name, whatever was pinned under it before; or unpin that. Without waiting."""
-        world, model, client = self.world, self.model, self.scheduler.mq_client
+        world, model, client = self.world, self.lead, self.scheduler.client
         if self.mode == "hashes":
             return  # what is pinned by name is chained
         name = f"{self.name}-p{world.random.randrange(2)}"
@@ -188,7 +202,7 @@ class Engine:
         stream = world.random.choice(streams) if streams and world.chance(0.7) else self._draw_stream()
         asked = world.now
         self._name_chunks(stream)
-        keys = keys_of(model, stream, False)[: world.random.randint(1, 6)]
+        keys = self._keys(stream)[: world.random.randint(1, 6)]
         ttl_s = world.random.choice([0, 0, 1, 30])
 
         def hear(answer: tuple[bytes, int]) -> None:
@@ -200,12 +214,11 @@ class Engine:
             if matched and self._pins[name] == number and not forgotten:
                 world.counters["pinned_by_name"] += 1
                 ends = asked + ttl_s if ttl_s else float("inf")
-                self.host.named[name] = Pinned(boot, model, keys[:matched], asked, ends)
+                self.host.named[name] = Pinned(boot, self.model, self._parts(keys[:matched]), asked, ends)
 
         salt = salt_tag(stream.salt)
-        client.ask(
-            wire.Pin(name, model.name, model.world_size, model.blocks_in_chunk, b"".join(keys), salt, ttl_s), hear
-        )
+        chunk = model.blocks_in_chunk, b"".join(keys), salt, ttl_s, model.chunk_tokens
+        client.ask(wire.Pin(name, model.name, model.world_size, *chunk), hear)
 
     def _unpinned(self, name: str, number: int) -> None:
         server = self.host.server
@@ -257,7 +270,7 @@ class Engine:
         prompt = random.randint(1, 80)
         # Bare callers need ids of their own; the connector's need not be.
         name = f"r{self._arrived}" if self.mode == "shards" else f"{self.name}-{self._arrived}"
-        request = Request(name, stream, prompt, min(MAX_TOKENS - 1, prompt + random.randint(1, 30)))
+        request = self.new_request(name, stream, prompt, min(MAX_TOKENS - 1, prompt + random.randint(1, 30)))
         self._name_chunks(stream)
         self.requests[name] = request
         self._look_up(request)
@@ -269,15 +282,30 @@ class Engine:
 
     def _name_chunks(self, stream: Stream) -> None:
         """Tell the oracle what this stream's keys stand for."""
-        per_chunk = self.model.blocks_in_chunk
-        seeds = seeds_of(self.model, stream)
-        for i, key in enumerate(keys_of(self.model, stream, self.mode == "hashes")):
+        if stream in self._named:
+            return
+        self._named.add(stream)
+        for i, key in enumerate(self._keys(stream)):
             for memory in self.memories:
-                truth = (self.model, tuple(seeds[i * per_chunk : (i + 1) * per_chunk]))
+                truth = memory.model, _seeds_of_chunk(memory.model, stream, i)
                 old = self.host.truth.setdefault((memory.layout.fingerprint, key), truth)
                 assert old == truth, f"one key for two contents: {key.hex()}"
 
+    def _keys(self, stream: Stream) -> list[bytes]:
+        """Of the stream's chunks."""
+        return keys_of(self.lead, stream, self.mode == "hashes")
+
+    def _parts(self, keys: list[bytes]) -> list[tuple[int, bytes]]:
+        """What of a prompt with these keys resuming at its end needs: groups and keys."""
+        return [(group.group, keys[i]) for group in self.groups for i in needed(group.reach, len(keys))]
+
     def _look_up(self, request: Request) -> None:
+        self._submit_lookup(request)
+        request.asked = self.world.now
+        request.state = State.ASKED
+        request.waits = 0
+
+    def _submit_lookup(self, request: Request) -> None:
         scheduler, stream = self.scheduler, request.stream
         if self.mode == "tokens":
             tokens = tokens_of(stream)[: request.prompt]
@@ -291,32 +319,38 @@ class Engine:
             chunks = request.prompt // CHUNK_TOKENS
             hashes = chain_of(stream).slice(0, chunks)
             scheduler.submit_lookup(request.id, hashes, self.model.world_size, salt=salt_tag(stream.salt))
-        request.asked = self.world.now
-        request.state = State.ASKED
-        request.waits = 0
+
+    def _answer(self, request: Request, wait_s: float = 0.0) -> int | None:
+        """The tokens that the depot has; None: it has not answered."""
+        if wait_s:
+            return self.scheduler.wait_lookup_result(request.id, wait_s)
+        return self.scheduler.check_lookup_result(request.id)
+
+    def _forget_lookup(self, request: Request) -> None:
+        self.scheduler.cleanup_lookup_result(request.id)
 
     def _await_answer(self, request: Request) -> None:
         if self.world.chance(0.5):
             asked = self.scheduler._lookups.get(request.id)
-            tokens = self.scheduler.wait_lookup_result(request.id, 0.0005)
+            tokens = self._answer(request, 0.0005)
             self.world.counters["lookup_asked_again"] += self.scheduler._lookups.get(request.id) is not asked
         else:
-            tokens = self.scheduler.check_lookup_result(request.id)
+            tokens = self._answer(request)
         request.waits += 1
         if tokens is None:
             if request.waits < 3 or self.world.chance(0.7):
                 return
             self.world.counters["lookup_not_awaited"] += 1
             tokens = 0
-        request.matched = tokens // CHUNK_TOKENS
+        request.matched = tokens // self.lead.chunk_tokens
         request.saved = request.matched
         request.state = State.MATCHED
-        full = request.prompt // CHUNK_TOKENS
+        full = request.prompt // self.lead.chunk_tokens
         self.world.counters["hit" if 0 < request.matched == full else "partial_hit" if request.matched else "miss"] += 1
         if request.matched:
-            keys = keys_of(self.model, request.stream, self.mode == "hashes")[: request.matched]
-            boot = self.scheduler.mq_client.lookup_boots[request.id]  # type: ignore[attr-defined]
-            request.pinned = Pinned(boot, self.model, keys, request.asked)
+            parts = self._parts(self._keys(request.stream)[: request.matched])
+            boot = self.scheduler.client.lookup_boots[request.id]
+            request.pinned = Pinned(boot, self.model, parts, request.asked)
             self.host.pins.append(request.pinned)
             if self.host.server is not None and self.host.server.serving:
                 self.host.check_pins(self.host.server)
@@ -440,24 +474,25 @@ class Engine:
             self._submit(worker, request, request.saved, end, 0, is_store=True)
             self._breathe()
         request.saved = end
-        request.stored = True
 
     def _preempt(self, request: Request) -> None:
         """Take its blocks for others, at once."""
         self.world.counters["preempted"] += 1
         self.world.note(f"{self.name} preempts {request.id}")
+        self._give_up_stores(request)
+        self._give_back(request)
+        request.storing.clear()
+        request.done = request.saved = request.matched = 0
+        self._unpin(request)
+        self._forget_lookup(request)
+        self._look_up(request)
+
+    def _give_up_stores(self, request: Request) -> None:
         before = sum(worker.counters["stores_given_up"] for worker in self.workers)
         for worker in self.workers:
             worker.give_up_stores({request.id}, PREEMPTION_S)
         given_up = sum(worker.counters["stores_given_up"] for worker in self.workers) - before
         self.world.counters["stores_given_up"] += given_up
-        self._give_back(request)
-        request.storing.clear()
-        request.stored = False
-        request.done = request.saved = request.matched = 0
-        self._unpin(request)
-        self.scheduler.cleanup_lookup_result(request.id)
-        self._look_up(request)
 
     def _give_back(self, request: Request) -> None:
         """Free its blocks; whoever gets them writes at once."""
@@ -482,7 +517,7 @@ class Engine:
     def _finish(self, request: Request, aborted: bool) -> None:
         self.world.note(f"{self.name} {'aborts' if aborted else 'finishes'} {request.id} while {request.state.value}")
         request.aborted = aborted
-        self.scheduler.cleanup_lookup_result(request.id)
+        self._forget_lookup(request)
         if request.state is State.LOADING:
             return  # its blocks are being written: it ends when the load has ended
         self._end_session(request)
@@ -502,24 +537,28 @@ class Engine:
     def _hear(self) -> None:
         finished, self._finished = self._finished, set()
         if self.leaving:
-            self.scheduler.mq_client.pump()  # otherwise it hears only when it asks
+            self.scheduler.client.pump()  # otherwise it hears only when it asks
         for rank, worker in enumerate(self.workers):
             if self.world.chance(0.3):
                 worker.wait_any(0.002)
-            stored, loaded = worker.get_finished(set(finished))
-            failed = worker.get_block_ids_with_load_errors()
-            for name in sorted(loaded or ()):
+            stored, loaded, failed = self._poll(worker, set(finished))
+            for name in sorted(loaded):
                 request = self.requests.get(name)
                 assert request is not None, f"{name} was reported as loaded, and is gone"
                 self._loaded(request, rank, failed)
-            for name in sorted(stored or ()):
+            for name in sorted(stored):
                 self._stored(name, rank)
             self._breathe()
         if self.world.chance(0.3):
             self._finished |= finished  # asynchronous scheduling tells ids twice
             self.world.counters["finished_ids_twice"] += bool(finished)
 
-    def _loaded(self, request: Request, rank: int, failed: set[int]) -> None:
+    def _poll(self, worker: Any, finished: set[str]) -> tuple[set[str], set[str], set[Any]]:
+        """Requests whose stores and loads have ended, and what could not be loaded."""
+        stored, loaded = worker.get_finished(finished)
+        return stored or set(), loaded or set(), worker.get_block_ids_with_load_errors()
+
+    def _loaded(self, request: Request, rank: int, failed: set[Any]) -> None:
         memory, seeds = self.memories[rank], seeds_of(self.model, request.stream)
         assert rank in request.loading, f"{request.id} was reported as loaded twice by rank {rank}"
         request.loading.discard(rank)
@@ -556,3 +595,8 @@ class Engine:
             self.world.counters["blocks_kept_for_stores"] += 1
             self._give_back(request)
             del self.requests[name]
+
+
+def _seeds_of_chunk(model: Model, stream: Stream, chunk: int) -> tuple[bytes, ...]:
+    size = model.blocks_in_chunk
+    return tuple(seeds_of(model, stream)[chunk * size : (chunk + 1) * size])

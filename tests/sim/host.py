@@ -12,12 +12,14 @@ from blake3 import blake3
 from kvdepot.client import MessageQueueClient, MessagingFuture, contract
 from kvdepot.client.connection import CHECK_S, DEADLINE_S, Connection
 from kvdepot.config import Config
+from kvdepot.core.index.chunk import Namespace
 from kvdepot.errors import LayoutError, Unavailable
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.protocol import wire
 from kvdepot.testing.simulation import Link, Network, Process, World
 from kvdepot.tiers.worker import TierTask
 from tests.sim.content import CHUNK_TOKENS, Memory, Model
+from tests.sim.groups import Hybrid
 from tests.sim.server import Server
 from tests.sim.shared import ArenaFile
 from tests.sim.tiers import Forgettings, Store
@@ -235,8 +237,9 @@ class Pinned:
     """What an engine holds to be pinned: a lookup has matched it, and its session has not ended."""
 
     boot: bytes
-    model: Model
-    keys: list[bytes]
+    model: Model | Hybrid
+    parts: list[tuple[int, bytes]]
+    """KV cache groups and keys."""
     asked: float
     """When: what was forgotten or found broken since then, no pin keeps."""
     ends: float = float("inf")
@@ -315,18 +318,18 @@ class Host:
         for name, pinned in self.named.items():
             if pinned.boot == server.boot and self.world.now < pinned.ends:
                 assert ("", name) in server.depot.sessions._kept, f"{name} was pinned, and nobody knows of it"
+        by_group: dict[tuple[str, int, int], list[Namespace]] = {}
+        for namespace in server.index.namespaces.all() if self.pins or self.named else ():
+            by_group.setdefault((namespace.model, namespace.world_size, namespace.group), []).append(namespace)
         for pinned in (*self.pins, *self.named.values()):
             if pinned.boot == server.boot and self.world.now < pinned.ends:
-                namespaces = [
-                    namespace
-                    for namespace in server.index.namespaces.all()
-                    if namespace.model == pinned.model.name and namespace.world_size == pinned.model.world_size
-                ]
-                for key in pinned.keys:
+                model, ranks = pinned.model.name, pinned.model.world_size
+                for group, key in pinned.parts:
+                    namespaces = by_group.get((model, ranks, group), ())
                     chunks = [namespace.chunks[key] for namespace in namespaces if key in namespace.chunks]
-                    assert server.condemned.get(key, 0.0) >= pinned.asked or any(
-                        c.sealed == pinned.model.world_size for c in chunks
-                    ), f"chunk {key.hex()[:8]} of {pinned.model.name} was pinned, and is gone"
+                    assert server.condemned.get(key, 0.0) >= pinned.asked or any(c.sealed == ranks for c in chunks), (
+                        f"chunk {key.hex()[:8]} of {model}, group {group}, was pinned, and is gone"
+                    )
 
 
 def new_config(chunk_tokens: int = CHUNK_TOKENS, **settings: Any) -> Config:

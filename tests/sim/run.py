@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 
 from kvdepot.memory.records import SLOT_BYTES
@@ -13,14 +14,20 @@ from kvdepot.testing.simulation import World
 from kvdepot.tiers.worker import Find, Load, Save
 from tests.sim.content import MODELS, Model
 from tests.sim.engine import MODES, Engine
+from tests.sim.groups import HYBRIDS, Hybrid
 from tests.sim.host import ARENA, Host, new_config
+from tests.sim.hybrid import HYBRID_MODES, HybridEngine
 from tests.sim.odd import LOUD_RATE, OddClients
 from tests.sim.tiers import new_stores
 
 STEPS = 150
 """Engine steps of a run, until everyone leaves."""
+HYBRID_RUNS = 0.3
+"""The share of runs with hybrid models. Their engines do more in a step, so that these runs have fewer."""
 _SETTLE_S = 120.0
 _PAGE = 4096
+Kind = tuple[Model | Hybrid, str]
+"""Of an engine: model and mode."""
 
 
 class Broken(AssertionError):
@@ -71,7 +78,7 @@ class Run(Host):
         try:
             self.start_server()
             choose = world.random.choice
-            kinds = [(choose(MODELS), choose(MODES)) for _ in range(world.random.randint(1, 2))]
+            kinds = self._with_hybrids([(choose(MODELS), choose(MODES)) for _ in range(world.random.randint(1, 2))])
             for model, mode in kinds:
                 self._start_engine(model, mode)
             if len(self.engines) == 1 or world.chance(0.3):
@@ -139,9 +146,21 @@ class Run(Host):
     def _engines_gone(self) -> bool:
         return not any(engine.alive for engine in self.engines)
 
-    def _start_engine(self, model: Model, mode: str) -> None:
+    def _with_hybrids(self, kinds: list[Kind]) -> list[Kind]:
+        """In some runs hybrid models instead of some. Drawn from numbers of their own: the others stay as they are."""
+        draw = random.Random(self.world.seed ^ 0x4B1D)
+        if draw.random() >= HYBRID_RUNS:
+            return kinds
+        self._steps = self._steps * 4 // 5
+        if len(kinds) > 1 and draw.random() < 0.15:
+            return [(model, HYBRID_MODES[0]) for model in HYBRIDS[:2]]  # of one name
+        return [(draw.choice(HYBRIDS), draw.choice(HYBRID_MODES)) if draw.random() < 0.8 else kind for kind in kinds]
+
+    def _start_engine(self, model: Model | Hybrid, mode: str) -> None:
         self._lives += 1
-        engine = Engine(self, f"e{self._lives}", model, mode, self.world.random.choice([10, 20, 30]))
+        num_blocks = self.world.random.choice([10, 20, 30])
+        kind = HybridEngine if isinstance(model, Hybrid) else Engine
+        engine = kind(self, f"e{self._lives}", model, mode, num_blocks)  # type: ignore[arg-type]
         self.world.note(f"{engine!r} starts")
         self.engines.append(engine)
 
@@ -419,6 +438,9 @@ EXPECTED = frozenset(
     spoilt_erased stopped_with_searches stored_elsewhere tier_back tier_down tier_evicted tier_hit_chunks tier_hung
     tier_late tier_loaded_chunks tier_missed_chunks tier_overtaken_chunks tier_refused_chunks tier_saved_chunks
     tier_slow tier_spoilt_chunks tier_tripped tier_undemoted_chunks unpinned
+    bounded_parts_recovered groups_hit groups_hit_before_the_last_chunk groups_hit_from_tiers groups_hit_of_two_models
+    groups_load_done groups_load_failed groups_miss_by_a_bounded_part groups_passed_while_storing
+    groups_stored_without_state
     clear_while_removing forget_while_removing lookup_while_removing pin_while_removing retrieve_while_removing
     server_died_while_removing store_while_removing
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read

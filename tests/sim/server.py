@@ -28,6 +28,7 @@ from kvdepot.protocol.status import Status
 from kvdepot.testing.harness import Harness
 from kvdepot.testing.simulation import Link
 from kvdepot.tiers.worker import Erase, Erased, Load, Save, TierTask
+from tests.sim.behind import Behind
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.shared import ArenaFile, LeaseView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
@@ -81,7 +82,7 @@ class Server(Checks, Harness):
         self.file.secret = self.world.random.randbytes(SECRET_BYTES)
         records = Records(memoryview(self.bytes.data)[: self.file.table_bytes], lambda *_: not self.host.shm_full)
         allocator = Allocator(self.file.start, len(self.bytes))
-        index = SealedIndex(allocator, POLICIES[config.policy](), records, config.ttl_s)
+        index = SealedIndex(allocator, POLICIES[config.policy](), records, config.ttl_s, chunk_tokens=config.chunk_size)
         index.server = self
         self.index = index
         self._take_over()
@@ -93,6 +94,7 @@ class Server(Checks, Harness):
             step_chunks=(1, 3, 256)[self.world.seed % 3],
         )  # fmt: skip
         self.now = self.world.now
+        self._behind = Behind(self)
         self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
@@ -138,6 +140,7 @@ class Server(Checks, Harness):
         lost = left.keys() - found.keys()
         self.world.note(f"{self!r} takes over {restored.shards} shards, {len(lost)} are lost")
         self.world.counters["shards_recovered"] += len(found)
+        self.world.counters["bounded_parts_recovered"] += sum(reach > 0 for _, _, reach, *_ in found)
         self.world.counters["records_damaged"] += len(restored.damaged)
         assert not found.keys() - left.keys(), "a restart made shards visible that were not"
         if self.file.table_flipped:
@@ -163,7 +166,8 @@ class Server(Checks, Harness):
                 if chained and len(recorded) == namespace.world_size:
                     whole.add(chunk.key)
                 for rank in recorded:
-                    name = namespace.model, namespace.layouts[rank], chunk.key, rank
+                    layout = namespace.layouts[rank]
+                    name = namespace.model, namespace.group, namespace.reach, layout, chunk.key, rank
                     found[name] = chunk.depth if chunk.key in whole else 0
         return found
 
@@ -340,13 +344,18 @@ class Server(Checks, Harness):
         asked = identity, number
         at_once = False
         if isinstance(request, wire.Lookup):
-            near = self._prefix(request)
+            groups = self._asked_groups(request)
+            near = self._prefix(request, groups)
             self._lookups[asked] = self.world.now, request, near
             at_once = 32 * len(near) == len(request.hashes)
+            if any(group.reach for group in groups):
+                self._behind.begin(asked, request, groups)
+        elif isinstance(request, wire.Store):
+            self._behind.note_store()
         elif isinstance(request, wire.Retrieve):
             keys = {part.hashes[i : i + 32] for part in request.shards for i in range(0, len(part.hashes), 32)}
             self.world.counters["late_load_used"] += not keys.isdisjoint(self._late_keys)
-            self._retrieves[asked] = self._meant(request)
+            self._retrieves[asked] = self._meant(identity, request)
         elif isinstance(request, wire.Forget):
             forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             self._removing.append(forgot)
@@ -416,7 +425,7 @@ class Server(Checks, Harness):
 
     def _hear_answer(self, asked: tuple[bytes, bytes], value: Any) -> None:
         if asked in self._lookups:
-            self._check_answer(*self._lookups.pop(asked), value)
+            self._check_answer(asked, *self._lookups.pop(asked), value)
         if asked in self._retrieves:
             self._check_given(self._retrieves.pop(asked), value)
         forgot = self._forgetting.pop(asked, None)
@@ -441,6 +450,7 @@ class Server(Checks, Harness):
         for identity in [identity for identity in before if self.depot.client(identity) is None]:
             world.note(f"{self!r} finds {self._links[identity].name} dead")
             world.counters["clients_found_dead"] += 1
+            self._behind.forget(identity)
             for waiting in (self._lookups, self._retrieves):
                 for asked in [asked for asked in waiting if asked[0] == identity]:
                     del waiting[asked]  # type: ignore[attr-defined]

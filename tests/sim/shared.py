@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.sim.host import Host
     from tests.sim.server import Server
 
-ShardName = tuple[str, bytes, bytes, int]  # model, layout fingerprint, key, rank
+ShardName = tuple[str, int, int, bytes, bytes, int]  # model, KV cache group, its reach, layout fingerprint, key, rank
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ class SealedIndex(Index):
             self.server.file.flips.difference_update(range(start, start + size))
         self.server.check_bytes(chunk, rank, "sealed")
         loads = isinstance(self.server.doing, Load)
-        self.server.host.forgettings.arrived((chunk.namespace.layouts[rank], chunk.key, rank), loads)
+        self.server.host.forgettings.arrived(chunk, rank, loads)
         super().seal(chunk, rank, checksum, born)
 
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:

@@ -15,11 +15,11 @@ from kvdepot.client.worker import WorkerClient
 from kvdepot.core.actions import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
-from kvdepot.core.index import index
-from kvdepot.core.index.chunk import State
+from kvdepot.core.index import index, recovery
+from kvdepot.core.index.chunk import State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.namespaces import Namespaces
-from kvdepot.core.index.outcomes import Reason
+from kvdepot.core.index.outcomes import Found, Reason
 from kvdepot.core.rates import Rates
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
@@ -182,7 +182,7 @@ def answers_unregister_while_a_copy_runs(patch: Patch) -> None:
     patch.setattr(Registrations, "unregister", at_once)
 
 
-@breaks(2)
+@breaks(12)
 def unmaps_while_a_copy_runs(patch: Patch) -> None:
     unregister = Registrations.unregister
 
@@ -210,7 +210,7 @@ def evicts_what_is_held(patch: Patch) -> None:
     patch.setattr(index, "is_evictable", lambda chunk: not chunk.children and not chunk.gone)
 
 
-@breaks(5)
+@breaks(31)
 def writes_blocks_that_a_retrieve_must_skip(patch: Patch) -> None:
     start = Transfers._start
 
@@ -242,27 +242,27 @@ def waits_for_lookups_without_a_deadline(patch: Patch) -> None:
     patch.setattr(Connection, "ask", lambda self, request, done, deadline_s=None: ask(self, request, done, None))
 
 
-@breaks(0)
+@breaks(12)
 def never_looks_whether_the_server_is_gone(patch: Patch) -> None:
     patch.setattr("kvdepot.client.connection._GONE_CHECK_S", 1e9)
 
 
-@breaks(9)
+@breaks(14)
 def leaves_records_of_what_was_evicted(patch: Patch) -> None:
     patch.setattr(Records, "erase", lambda self, slot: None)
 
 
-@breaks(241)
+@breaks(307)
 def believes_damaged_records(patch: Patch) -> None:
     patch.setattr(records, "crc32", lambda data: 0)
 
 
-@breaks(73)
+@breaks(78)
 def ignores_checksums(patch: Patch) -> None:
     patch.setattr(Transfers, "_is_as_stored", lambda self, chunk, rank, got: True)
 
 
-@breaks(0)
+@breaks(14)
 def forgets_to_record(patch: Patch) -> None:
     record = Namespaces.record
 
@@ -291,7 +291,7 @@ def copies_one_block_too_few(patch: Patch) -> None:
 # -- planted bugs of what lies behind memory
 
 
-@breaks(172)
+@breaks(282)
 def seals_loads_that_are_spoilt(patch: Patch) -> None:
     check = tier_worker._check
 
@@ -331,7 +331,7 @@ def waits_for_tiers_without_a_deadline(patch: Patch) -> None:
     patch.setattr(Tiering, "_overdue", lambda self, tier_lookup, now: [])
 
 
-@breaks(16)
+@breaks(45)
 def lets_tier_lookups_hold_nothing(patch: Patch) -> None:
     tier_lookup = Tiering.look_up
 
@@ -357,7 +357,8 @@ def gives_room_back_at_the_deadline(patch: Patch) -> None:
         lookups = self._lookups
         if not tier_lookup.ended:
             for name, arrival in list(lookups._arrivals.items()):
-                if arrival.tier_lookups == [tier_lookup] and tier_lookup.held.pop(arrival.chunk.key, None) is not None:
+                place = name[:2]
+                if arrival.tier_lookups == [tier_lookup] and tier_lookup.held.pop(place, None) is not None:
                     lookups._index.release([arrival.chunk])
                     shard = arrival.chunk.shards[arrival.rank]
                     lookups.arriving_bytes -= shard.size
@@ -430,7 +431,7 @@ def counts_what_leaves_memory_for_ever(patch: Patch) -> None:
     patch.setattr(Saves, "_part_demoted", miscounted)
 
 
-@breaks(19)
+@breaks(31)
 def ends_pins_by_name_with_their_client(patch: Patch) -> None:
     leave = Sessions.leave
 
@@ -442,7 +443,7 @@ def ends_pins_by_name_with_their_client(patch: Patch) -> None:
     patch.setattr(Sessions, "leave", thorough)
 
 
-@breaks(5)
+@breaks(38)
 def serves_what_is_too_old(patch: Patch) -> None:
     patch.setattr(Index, "expire", lambda self, wall: 0)
 
@@ -461,7 +462,7 @@ def finds_what_is_being_removed(patch: Patch) -> None:
     patch.setattr(Index, "match", careless)
 
 
-@breaks(59)
+@breaks(78)
 def gives_what_was_forgotten_while_it_was_copied(patch: Patch) -> None:
     def credulous(self: Any, chunk: Any, rank: int, got: int) -> bool:
         return bool(chunk.shards[rank].sealed)
@@ -469,7 +470,7 @@ def gives_what_was_forgotten_while_it_was_copied(patch: Patch) -> None:
     patch.setattr(Transfers, "_is_as_stored", credulous)
 
 
-@breaks(0)
+@breaks(8)
 def says_that_it_has_forgotten_before_it_has(patch: Patch) -> None:
     begin = Removals.begin
 
@@ -479,6 +480,120 @@ def says_that_it_has_forgotten_before_it_has(patch: Patch) -> None:
         return removal
 
     patch.setattr(Removals, "begin", hasty)
+
+
+# -- planted bugs of KV cache groups
+
+
+@breaks(0)
+def looks_for_the_parts_of_all_groups_but_one(patch: Patch) -> None:
+    match = Index.match
+
+    def careless(self: Any, namespace: Any, hashes: bytes) -> Any:
+        groups = namespace.groups
+        if groups[-1].reach and len(groups) > 1:
+            namespace.groups = groups[:-1]
+        try:
+            return match(self, namespace, hashes)
+        finally:
+            namespace.groups = groups
+
+    patch.setattr(Index, "match", careless)
+
+
+@breaks(16)
+def serves_the_state_of_another_boundary(patch: Patch) -> None:
+    find = Index.find
+
+    def stale(self: Any, namespace: Any, rank: int, hashes: bytes) -> Any:
+        found = find(self, namespace, rank, hashes)
+        if namespace.reach == 1 and isinstance(found[0], Found):
+            earlier = next(iter(namespace.chunks.values()))
+            if earlier.sealed == namespace.world_size:
+                return [Found(earlier, earlier.shards[rank]), *found[1:]]
+        return found
+
+    patch.setattr(Index, "find", stale)
+
+
+@breaks(5)
+def takes_windows_for_one_chunk_shorter(patch: Patch) -> None:
+    match = Index.match
+
+    def short(self: Any, namespace: Any, hashes: bytes) -> Any:
+        windows = [group for group in namespace.groups if group.reach > 1]
+        for group in windows:
+            group.reach -= 1
+        try:
+            return match(self, namespace, hashes)
+        finally:
+            for group in windows:
+                group.reach += 1
+
+    patch.setattr(Index, "match", short)
+
+
+@breaks(0)
+def pins_the_unbounded_groups_alone(patch: Patch) -> None:
+    match = Index.match
+
+    def loose(self: Any, *args: Any) -> Any:
+        pin = match(self, *args)
+        pin.chunks = [chunk for chunk in pin.chunks if not chunk.namespace.reach]
+        return pin
+
+    patch.setattr(Index, "match", loose)
+
+
+@breaks(6)
+def pins_parts_that_no_window_reaches(patch: Patch) -> None:
+    match = Index.match
+
+    def greedy(self: Any, namespace: Any, hashes: bytes) -> Any:
+        pin = match(self, namespace, hashes)
+        held = {(chunk.namespace.group, chunk.key) for chunk in pin.chunks}
+        for group in namespace.groups if pin.matched else ():
+            keys = [hashes[32 * i : 32 * i + 32] for i in range(pin.matched) if group.reach]
+            pin.chunks += [group.chunks[k] for k in keys if k in group.chunks and (group.group, k) not in held]
+        return pin
+
+    patch.setattr(Index, "match", greedy)
+
+
+@breaks(0)
+def tells_no_failed_requests(patch: Patch) -> None:
+    patch.setattr(WorkerClient, "take_failed_requests", lambda self: set())
+
+
+@breaks(0)
+def stores_all_groups_as_the_first(patch: Patch) -> None:
+    namespace = Registrations.namespace
+    patch.setattr(Registrations, "namespace", lambda self, *args: namespace(self, *args).groups[0])
+
+
+@breaks(76)
+def takes_groups_for_models_after_a_restart(patch: Patch) -> None:
+    patch.setattr(recovery, "join_groups", lambda groups: None)
+
+
+@breaks(76)
+def restores_windows_as_unbounded(patch: Patch) -> None:
+    def joined(groups: list[Any]) -> None:
+        for group in groups:
+            group.reach = 0
+        join_groups(groups)
+
+    patch.setattr(recovery, "join_groups", joined)
+
+
+@breaks(0)
+def loads_no_bounded_parts_from_tiers(patch: Patch) -> None:
+    patch.setattr("kvdepot.core.tiering.lookup.needed_parts", lambda reach, end: range(0))
+
+
+@breaks(0)
+def loads_windows_of_tiers_one_chunk_shorter(patch: Patch) -> None:
+    patch.setattr("kvdepot.core.tiering.lookup.needed_parts", lambda reach, end: range(max(0, end - reach + 1), end))
 
 
 @pytest.mark.faults

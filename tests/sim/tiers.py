@@ -42,7 +42,7 @@ from kvdepot.tiers.worker import (
     Unwanted,
     run,
 )  # fmt: skip
-from tests.sim.content import CHUNK_TOKENS, Memory, chunk_image
+from tests.sim.content import Memory, chunk_image
 
 if TYPE_CHECKING:
     from kvdepot.testing.simulation import World
@@ -93,7 +93,7 @@ class Store:
             model.world_size,
             memory.rank,
             model.blocks_in_chunk,
-            CHUNK_TOKENS,
+            model.chunk_tokens,
             memory.layout.fingerprint,
         )
         data = chunk_image(model, memory.rank, tuple(seeds))
@@ -281,7 +281,7 @@ class Forgettings:
     def __init__(self) -> None:
         self.all: list[Forgot] = []
         self._now = 0
-        self._arrived: dict[ShardName, int] = {}
+        self._arrived: dict[tuple[int, bytes, int], int] = {}  # by number of the namespace, key, rank
         self._stored: dict[ShardName, int] = {}
         self._excused: set[str] = set()
         self._objects: dict[str, tuple[ShardName, str, bytes]] = {}  # by name; shard, model, salt
@@ -294,19 +294,19 @@ class Forgettings:
 
     def since(self, chunk: Chunk) -> int:
         """When the first of a chunk's shards that are in memory arrived."""
-        layouts = chunk.namespace.layouts
+        number = chunk.namespace.number
         sealed = [rank for rank, shard in chunk.shards.items() if shard.sealed]
-        return min((self._arrived[layouts[rank], chunk.key, rank] for rank in sealed), default=self._now + 1)
+        return min((self._arrived[number, chunk.key, rank] for rank in sealed), default=self._now + 1)
 
     def may_be_given(self, model: str, salt: bytes, since: int) -> bool:
         """Whether nobody has asked to forget what is in memory since then."""
         return not any(forgot.when > since and forgot.covers(model, salt) for forgot in self.all if not forgot.void)
 
-    def arrived(self, shard: ShardName, from_tier: bool) -> None:
+    def arrived(self, chunk: Chunk, rank: int, from_tier: bool) -> None:
         self._now += 1
-        self._arrived[shard] = self._now
+        self._arrived[chunk.namespace.number, chunk.key, rank] = self._now
         if not from_tier:
-            self._stored[shard] = self._now
+            self._stored[chunk.namespace.layouts[rank], chunk.key, rank] = self._now
 
     def saved(self, part: Part, elsewhere: bool = False) -> None:
         """elsewhere: by another host, which has computed it now."""
@@ -330,8 +330,8 @@ class Forgettings:
         if not self.all:
             return
         namespace = chunk.namespace
-        shard = namespace.layouts[rank], chunk.key, rank
-        arrived, stored = self._arrived[shard], self._stored[shard]
+        arrived = self._arrived[namespace.number, chunk.key, rank]
+        stored = self._stored[namespace.layouts[rank], chunk.key, rank]
         for forgot in self.all:
             if forgot.when > stored and forgot.covers(namespace.model, chunk.salt):
                 gone = forgot.through and not forgot.void
@@ -357,7 +357,7 @@ def _name(chunk: Chunk, rank: int) -> str:
         namespace.world_size,
         rank,
         namespace.blocks_in_chunk,
-        CHUNK_TOKENS,
+        namespace.chunk_tokens,
         namespace.layouts[rank],
     )
     return facts.name(chunk.salt or NO_SALT, chunk.key)

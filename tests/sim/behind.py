@@ -1,0 +1,118 @@
+"""What a lookup of a hybrid model must find where nothing is in its way: the parts of all groups, in memory or a tier.
+
+Tiers may shorten a hit for many reasons. This looks at lookups that have none of them: nothing failed, was evicted,
+stored, removed or late while they waited. Those must find the deepest boundary of which memory and the stores together
+have all parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvdepot.core.index.chunk import Namespace
+from kvdepot.protocol import wire
+from kvdepot.tiers.format import NO_SALT, Facts
+from tests.sim.groups import deepest, needed
+
+if TYPE_CHECKING:
+    from tests.sim.server import Server
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    boundary: int
+    salt: bytes
+    parts: list[tuple[Namespace, bytes]]
+    obstacles: tuple[int, ...]
+
+
+class Behind:
+    """The lookups of one server that wait for tiers."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._waiting: dict[tuple[bytes, bytes], _Waiting] = {}
+        self._stores = 0
+        self._peak = 0  # most bytes that were arriving after any event since somebody waits
+
+    def note_store(self) -> None:
+        self._stores += 1
+
+    def forget(self, identity: bytes) -> None:
+        """This client is dead, and gets no answers."""
+        for asked in [asked for asked in self._waiting if asked[0] == identity]:
+            del self._waiting[asked]
+
+    def look(self) -> None:
+        """After every event."""
+        if self._waiting:
+            self._peak = max(self._peak, self._server.depot.tiering._lookups.arriving_bytes)
+
+    def begin(self, asked: tuple[bytes, bytes], request: wire.Lookup, groups: list[Namespace]) -> None:
+        server = self._server
+        is_known = all(len(group.layouts) == len(group.sizes) == group.world_size for group in groups)
+        is_one = len({id(group.groups) for group in groups}) == 1
+        is_calm = not (server.depot.operations or server.depot.removals or server.depot.tiering.forgettings)
+        are_well = all(tier.breaker.usable for tier in server.depot.tiering._tiers)
+        if not (server.host.stores and is_known and is_one and is_calm and are_well):
+            return
+        keys = [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
+        boundary = deepest(groups, len(keys), lambda group, i: self._is_somewhere(group, keys[i], request.salt))
+        parts = [(group, keys[i]) for group in groups for i in needed(group.reach, boundary)]
+        if not self._waiting:
+            self._peak = 0
+        self._waiting[asked] = _Waiting(boundary, request.salt, parts, self._obstacles())
+        self.look()
+
+    def _is_somewhere(self, group: Namespace, key: bytes, salt: bytes) -> bool:
+        """Whether every rank's shard of a part is in memory, or in a store."""
+        chunk = group.chunks.get(key)
+        if chunk is not None and self._server.index.is_hidden(chunk):
+            return False
+        for rank in range(group.world_size):
+            shard = None if chunk is None else chunk.shards.get(rank)
+            if shard is not None and shard.sealed:
+                continue
+            if shard is not None:
+                return False  # it is being written or read, or is corrupt
+            facts = Facts(
+                group.tenant, group.model, group.world_size, rank, group.blocks_in_chunk, group.chunk_tokens,
+                group.layouts[rank],
+            )  # fmt: skip
+            name = facts.name(salt or NO_SALT, key)
+            if not any(name in store.objects.objects for store in self._server.host.stores):
+                return False
+        return True
+
+    def _obstacles(self) -> tuple[int, ...]:
+        """Counts of all that may make a hit shorter."""
+        server = self._server
+        tiers = server.depot.tiering._tiers
+        names = "failures", "missed_chunks", "spoilt_chunks", "searches_refused", "late"
+        counters = server.depot.counters
+        return (
+            self._stores,
+            server.index.evicted,
+            server.index.generation,
+            server.world.counters["load_without_room"],
+            len(server.condemned),
+            counters["failed_chunks"] + counters["expired_chunks"] + counters["corrupt_chunks"],
+            sum(tier.counters[name] for tier in tiers for name in names) + sum(tier.breaker.trips for tier in tiers),
+            sum(store.tier.injected.total() + store.objects.counters["evicted"] for store in server.host.stores),
+        )
+
+    def answered(self, asked: tuple[bytes, bytes], value: object, in_time: bool) -> None:
+        """in_time: a lookup was answered, as nothing that it waited for took long."""
+        waiting = self._waiting.pop(asked, None)
+        if waiting is None or not in_time or not isinstance(value, int) or waiting.obstacles != self._obstacles():
+            return
+        server = self._server
+        room = server.index.allocator.capacity // 2 - self._peak
+        taken = sum(sum(map(server.index.allocator.rounded, group.sizes.values())) for group, _ in waiting.parts)
+        if taken > room or not all(self._is_somewhere(group, key, waiting.salt) for group, key in waiting.parts):
+            return
+        server.world.counters["groups_found_behind_memory"] += waiting.boundary > 0
+        assert value >= waiting.boundary, (
+            f"memory and tiers had all parts of {waiting.boundary} chunks, and the answer is {value}"
+        )
