@@ -43,7 +43,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "gqa": engines.write_model(base / "gqa", engines.LLAMA),
         "mla": engines.write_model(base / "mla", engines.MLA),
-        "hybrid": engines.write_model(base / "hybrid", engines.HYBRID),
+        "windows": engines.write_model(base / "windows", engines.WINDOWS),
+        "mistral": engines.write_model(base / "mistral", engines.MISTRAL),
+        "states": engines.write_model(base / "states", engines.STATES),
     }
 
 

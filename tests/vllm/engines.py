@@ -22,7 +22,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.conftest import eventually
+from kvdepot.memory.arena_header import Header
+from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
+from tests.conftest import SHM, Depot, eventually
 
 ROOT = Path(__file__).parents[2]
 START_S = 600
@@ -56,12 +58,27 @@ LONGROPE: dict[str, Any] = LLAMA | {
     "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 1024,
     "pad_token_id": 0, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32},
 }  # fmt: skip
-HYBRID: dict[str, Any] = {
-    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
-    "max_position_embeddings": 4096, "sliding_window": 512, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+WINDOWS: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "sliding_window": 512, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 1, "eos_token_id": 2,
+    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
+"""Sliding windows beside full attention: a group of one layer with all tokens, and three of one layer with windows."""
+MISTRAL: dict[str, Any] = LLAMA | {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512, "torch_dtype": "float32",
+}  # fmt: skip
+"""Nothing but sliding windows."""
+STATES: dict[str, Any] = LLAMA | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4, "rms_norm_eps": 1e-6,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "decoder_sparse_step": 1, "mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "norm_topk_prob": True,
+}  # fmt: skip
+"""States (gated delta net) beside full attention; vLLM runs it on processors in bfloat16 only."""
 
 
 _OLDER_S = 3.0
@@ -78,8 +95,6 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     """A model with random weights, large enough that every token depends on the whole prompt."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if config["model_type"] == "gemma2":
-        return folder  # it is refused before its weights matter
     generator = torch.Generator().manual_seed(0)
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads = config["num_attention_heads"]
@@ -88,11 +103,17 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         norms |= {f"{name}.input_layernorm": hidden, f"{name}.post_attention_layernorm": hidden}
+        if config["model_type"] == "gemma3_text":
+            norms |= {f"{name}.{part}_feedforward_layernorm": hidden for part in ("pre", "post")}
+            norms |= {f"{name}.self_attn.{part}_norm": config["head_dim"] for part in "qk"}
         if config["model_type"] == "phi3":  # which has them in one
             shapes[f"{name}.mlp.gate_up_proj"] = (2 * inner, hidden)
         else:
             shapes |= {f"{name}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
         shapes[f"{name}.mlp.down_proj"] = (hidden, inner)
+        if config["model_type"] == "qwen3_next":
+            _add_qwen3_next(config, layer, name, shapes, norms)
+            continue
         attention = f"{name}.self_attn"
         if config["model_type"] == "deepseek_v2":
             latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
@@ -112,12 +133,48 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
             width = config["head_dim"]
             shapes |= {f"{attention}.{part}_proj": (config["num_key_value_heads"] * width, hidden) for part in "kv"}
             shapes |= {f"{attention}.q_proj": (heads * width, hidden), f"{attention}.o_proj": (hidden, heads * width)}
-    weights = {f"{name}.weight": torch.ones(size).bfloat16() for name, size in norms.items()}
+    if config["tie_word_embeddings"]:
+        del shapes["lm_head"]
+    dtype = torch.float32 if config["torch_dtype"] == "float32" else torch.bfloat16
+    weights = {f"{name}.weight": torch.ones(size, dtype=dtype) for name, size in norms.items()}
     for name, shape in shapes.items():
-        weights[f"{name}.weight"] = (torch.randn(*shape, generator=generator) * 0.1).bfloat16()
+        weights[f"{name}.weight"] = (torch.randn(*shape, generator=generator) * 0.1).to(dtype)
+    for name in [name for name in norms if name.endswith("linear_attn.norm")]:  # a state that forgets slowly
+        decay = torch.full((config["linear_num_value_heads"],), -4.0)
+        weights |= {name.replace("norm", "A_log"): decay, name.replace("norm", "dt_bias"): decay.to(dtype)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _note_written()
     return folder
+
+
+def _add_qwen3_next(
+    config: dict[str, Any], layer: int, name: str, shapes: dict[str, Any], norms: dict[str, int]
+) -> None:
+    """The weights of one layer."""
+    hidden, width, heads = config["hidden_size"], config["head_dim"], config["num_attention_heads"]
+    if config["layer_types"][layer] == "linear_attention":
+        key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        value = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        shapes |= {
+            f"{name}.linear_attn.in_proj_qkvz": (2 * key + 2 * value, hidden),
+            f"{name}.linear_attn.in_proj_ba": (2 * config["linear_num_value_heads"], hidden),
+            f"{name}.linear_attn.conv1d": (2 * key + value, 1, config["linear_conv_kernel_dim"]),
+            f"{name}.linear_attn.out_proj": (hidden, value),
+        }
+        norms[f"{name}.linear_attn.norm"] = config["linear_value_head_dim"]
+    else:
+        attention = f"{name}.self_attn"
+        shapes |= {f"{attention}.{part}_proj": (config["num_key_value_heads"] * width, hidden) for part in "kv"}
+        shapes |= {f"{attention}.q_proj": (2 * heads * width, hidden), f"{attention}.o_proj": (hidden, heads * width)}
+        norms |= {f"{attention}.{part}_norm": width for part in "qk"}
+    if layer not in config["mlp_only_layers"]:
+        for part in ("gate", "up", "down"):
+            del shapes[f"{name}.mlp.{part}_proj"]
+        inner = config["moe_intermediate_size"]
+        for expert in ("shared_expert", *(f"experts.{i}" for i in range(config["num_experts"]))):
+            shapes |= {f"{name}.mlp.{expert}.{part}_proj": (inner, hidden) for part in ("gate", "up")}
+            shapes[f"{name}.mlp.{expert}.down_proj"] = (hidden, inner)
+        shapes |= {f"{name}.mlp.gate": (config["num_experts"], hidden), f"{name}.mlp.shared_expert_gate": (1, hidden)}
 
 
 def write_lora(folder: Path, seed: int) -> Path:
@@ -292,3 +349,36 @@ def output(result: dict[str, Any]) -> tuple[Any, Any]:
 def nothing_is_held(status: dict[str, Any]) -> bool:
     """Whether an idle engine holds no chunk any more; ends of sessions are not answered."""
     return bool(status["reserved_shards"] == status["holds"] == status["operations"] == 0)
+
+
+def same_as_own(engine: Engine, tokens: list[int], cached: int, exact: bool = True) -> None:
+    """An engine without these tokens gets them from the depot, and gives what it gives with blocks that it computed.
+
+    exact: bit for bit, as what is in the depot was computed in the same steps.
+    """
+    salt = f"never used before {engine.number}"
+    assert engine.run_fresh(tokens, salt=salt)["cached"] == 0
+    own = engine.run(tokens, salt=salt)
+    from_depot = engine.run_fresh(tokens)
+    assert (from_depot["cached"], own["cached"]) == (cached, cached)
+    assert from_depot["tokens"] == own["tokens"]
+    if exact:
+        assert output(from_depot) == output(own)
+    else:
+        assert [dict(step).keys() for step in from_depot["logprobs"]] == [dict(step).keys() for step in own["logprobs"]]
+        for step, same in zip(from_depot["logprobs"], own["logprobs"], strict=True):
+            assert all(abs(one[1] - other[1]) < 1e-3 for one, other in zip(step, same, strict=True))
+
+
+def spoil_a_part(depot: Depot) -> None:
+    """Change one byte in the server's memory, of one chunk's part of a window or a state."""
+    with (SHM / depot.name).open("r+b") as file:
+        header = Header.read(file.fileno(), file.name)
+        assert header is not None
+        table = header.read_table(file.fileno())
+        records = [record for _, record in Records(memoryview(table)).read().records]
+        reaches = {r.number: r.groups[r.group][0] for r in records if isinstance(r, NamespaceRecord)}
+        part = next(r for r in records if isinstance(r, ShardRecord) and reaches[r.namespace])
+        place = part.extents[0][0] + 1000
+        (value,) = os.pread(file.fileno(), 1, place)
+        os.pwrite(file.fileno(), bytes([value ^ 1]), place)

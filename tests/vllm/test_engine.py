@@ -182,13 +182,6 @@ def test_a_request_id_that_is_used_again_ends_each_time(
     engine.stop()
 
 
-def test_a_hybrid_model_is_refused_at_start_with_the_reason(
-    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    said = start_engine(models["hybrid"], vllm_depot.url, load_format="dummy").start_error()
-    assert "kvdepot supports only models with one KV cache group so far" in said
-
-
 def test_an_unknown_setting_and_a_missing_server_are_named_at_start(
     models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ import json
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,8 +33,11 @@ def config(models: dict[str, Path]) -> VllmConfig:
 
 
 def _name(config: VllmConfig, weights_revision: str = "") -> str:
-    group = SimpleNamespace(kv_cache_spec="a specification")
-    return namespace(config, SimpleNamespace(kv_cache_groups=[group]), weights_revision)  # type: ignore[arg-type]
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    return namespace(config, KVCacheConfig(8, [], groups), weights_revision)
 
 
 def _classes(cls: type, seen: dict[str, type]) -> dict[str, type]:

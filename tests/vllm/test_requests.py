@@ -112,18 +112,19 @@ def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
     from types import SimpleNamespace
 
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     from kvdepot.errors import ConfigError
     from kvdepot.integrations.vllm.identity import refuse_unserved
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         model_config=SimpleNamespace(enable_sleep_mode=False),
         weight_transfer_config=None,
         speculative_config=None,
+        cache_config=SimpleNamespace(use_replayssm=False, use_kda_recoverssm=False),
     )
     refuse_unserved(config, cache)
     config.weight_transfer_config = object()
@@ -279,16 +280,17 @@ def test_a_link_that_leads_nowhere_is_no_file_of_an_adapter(tmp_path: Path) -> N
 
 def waiting(*requests: tuple[str, int, list[int], int]) -> Any:
     from kvdepot.client.transfer import Transfer
+    from kvdepot.integrations.vllm.holds import Holds
     from kvdepot.integrations.vllm.stores import WaitingStores
 
-    stores = WaitingStores()
+    stores = WaitingStores(Holds(1))
     for request_id, step, block_ids, read in requests:
-        stores.add(step, Transfer(request_id, ROOT, 0, b"", b""), block_ids, read)
+        stores.add(step, [Transfer(request_id, ROOT, 0, b"", b"")], block_ids, read)
     return stores
 
 
 def ids(stores: Any) -> list[str]:
-    return [store.request_id for store in stores.take()]
+    return [store.request_id for store in stores.take(step=1)]
 
 
 def test_a_store_goes_when_its_step_is_back_and_not_before() -> None:

@@ -356,6 +356,25 @@ def test_a_lookup_tells_what_is_there_and_takes_back_what_is_not_or_could_not_be
     assert [kind for kind, _ in told(known)] == ["BlockRemoved"] * 3
 
 
+def test_of_a_window_a_lookup_tells_only_the_parts_that_are_known_and_names_their_group() -> None:
+    from kvdepot.integrations.vllm.events import Known
+    from kvdepot.integrations.vllm.groups import EventGroup
+
+    known, one = Known(1, 8, 4, EventGroup(2, "sliding_window", 16, reach=2)), Prompt(1, 4)
+    known.looked_up(one, one.chain, 3, asked=3)
+    stored = list(known.take())
+    assert len(stored) == 2
+    assert {(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window) for e in stored} == {
+        (2, "sliding_window", 16)
+    }
+    known.looked_up(one, one.chain, 2, asked=3)
+    added, removed = known.take()
+    assert (added.group_idx, removed.group_idx) == (2, 2)
+    assert removed.block_hashes == stored[1].block_hashes
+    known.clear()
+    assert told(known) == [("BlockRemoved", one.block_hashes[:2]), ("BlockRemoved", one.block_hashes[2:4])]
+
+
 def test_no_more_is_believed_than_the_limit_and_of_that_what_was_heard_of_last() -> None:
     from kvdepot.integrations.vllm.events import Known
 

@@ -18,13 +18,15 @@ and delegates to it: the scheduler's half (scheduler.py) decides what is looked 
 
 Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, if the server requires
 one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks, too; default false),
-`kvdepot.weights_revision` (names weights that their path does not identify).
+`kvdepot.weights_revision` (names weights that their path does not identify), `kvdepot.boundary_chunks` (for models with
+sliding windows or states: how far apart prompts can be resumed; plan.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -41,8 +44,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import CONNECT_S, Client
-from kvdepot.client.transfer import learn_spec
+from kvdepot.client.transfer import ShardSpec, learn_spec
 from kvdepot.client.worker import WorkerClient
+from kvdepot.integrations.vllm.events import Known
+from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -86,25 +92,50 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         replicas = kv_cache_config.kv_tp_replicas
         model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
-        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        groups = find_groups(kv_cache_config)
+        alignment = hit_alignment(kv_cache_config)
         rank = 0
         if role is KVConnectorRole.WORKER:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
         self._context: zmq.Context[Any] = zmq.Context()
         client = Client(settings.url, self._context, key=settings.key)
-        spec = learn_spec(client, model, ranks // replicas, rank // replicas, block_tokens, CONNECT_S)
+        spec = learn_spec(
+            client, model, ranks // replicas, rank // replicas, alignment, CONNECT_S, partial(fit_groups, groups)
+        )
         self.connector_scheduler: SchedulerHalf | None = None
         self.connector_worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             depot = SchedulerClient(client, spec)
-            self.connector_scheduler = SchedulerHalf(vllm_config, depot, ranks, settings.save_decode)
+            is_dense = kv_cache_config.prefix_cache_retention_interval is None
+            plan = make_plan(groups, spec, settings.boundary_chunks, is_dense)
+            known = self._make_known(groups, spec, ranks)
+            self.connector_scheduler = SchedulerHalf(vllm_config, depot, plan, ranks, settings.save_decode, known)
         else:
             # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
             worker = WorkerClient(client, spec, unpins=False)
-            self.connector_worker = WorkerHalf(vllm_config, worker, rank)
-        log.info("kvdepot: %s at %s as %s", role.name.lower(), settings.url, model)
+            fails_whole = bool(spec.groups) or len(kv_cache_config.kv_cache_groups) > 1
+            self.connector_worker = WorkerHalf(vllm_config, worker, groups, rank, fails_whole)
+        log.info(
+            "kvdepot: %s at %s as %s, chunks of %d tokens (the server's default: %d; this engine's blocks: %d)",
+            role.name.lower(),
+            settings.url,
+            model,
+            spec.chunk_tokens,
+            client.chunk_size,
+            alignment,
+        )
+        for group, fitted in zip(groups, spec.groups, strict=False):
+            log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.tell(fitted))
+
+    def _make_known(self, groups: list[Group], spec: ShardSpec, ranks: int) -> Known | None:
+        """Chunks to publish, if vLLM publishes KV events."""
+        told = self._vllm_config.kv_events_config
+        if told is None or not told.enable_kv_cache_events:
+            return None
+        hashed = self._kv_cache_config.hash_block_size or groups[0].block_tokens
+        return Known(ranks, spec.chunk_tokens, hashed, event_group(groups, spec))
 
     @property
     def _scheduler(self) -> SchedulerHalf:
@@ -153,6 +184,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._context.term()
 
     # -- the scheduler's half
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether vLLM should try again rather than preempt a request: blocks that are being stored will be free."""
+        return self._scheduler.has_pending_block_frees()
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -226,6 +264,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self._worker.get_finished(self._orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What has ended, and the loads that failed as a whole."""
+        stored, loaded = self.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(stored or set(), loaded or set(), self._worker.take_failed_requests())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.get_block_ids_with_load_errors()

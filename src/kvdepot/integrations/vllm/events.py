@@ -3,8 +3,8 @@
 Enabled by vLLM's `kv_events_config` (`take_events`). Blocks have the engine's own hashes and tokens, so routers treat
 them like the engine's, with the medium "CPU". The scheduler learns of chunks from what its engine stores and looks up,
 and that one is gone only when a lookup misses it. To learn of every eviction at once, or of what other engines store,
-subscribe to the depot itself (`kvdepot serve --kv-events`). Invariant: a chunk published as stored was stored on every
-rank or found by a lookup.
+subscribe to the depot itself (`kvdepot serve --kv-events`). Of a model with several KV cache groups, events tell of the
+first that is stored, and name it. Invariant: a chunk published as stored was stored on every rank or found by a lookup.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvdepot.integrations.vllm.groups import EventGroup
 from kvdepot.integrations.vllm.messages import WorkerReport
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain
 
@@ -33,7 +34,16 @@ _MOST_ORDERED = 1 << 14
 class Known:
     """Chunks believed to be in the depot, and the events not taken yet."""
 
-    def __init__(self, ranks: int, chunk_tokens: int, block_tokens: int, most: int = _MOST_KNOWN) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        chunk_tokens: int,
+        block_tokens: int,
+        group: EventGroup = EventGroup(),  # noqa: B008 - immutable
+        most: int = _MOST_KNOWN,
+    ) -> None:
+        """block_tokens: of the engine's block hashes. group: whose chunks these are; empty: of the only one."""
+        self._group = group
         self._ranks = ranks
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
@@ -68,9 +78,10 @@ class Known:
                     del self._stored[key]
                     self._add(key, self._ordered.pop(key))
 
-    def looked_up(self, request: Request, chain: ChunkChain, found: int) -> None:
-        """A lookup found the first `found` chunks of a prompt, and not the next."""
-        for i in range(len(chain)):
+    def looked_up(self, request: Request, chain: ChunkChain, found: int, asked: int | None = None) -> None:
+        """A lookup for the first `asked` chunks of a prompt (None: all) found the first `found`, and not the next."""
+        reach = self._group.reach or found
+        for i in range(max(0, found - reach), len(chain) if asked is None else asked):
             key = chain.slice(i, i + 1)
             if i >= found:
                 self._remove(key)
@@ -111,6 +122,9 @@ class Known:
             lora_id=lora.adapter_id if lora is not None else None,
             medium=MEDIUM_CPU,
             lora_name=lora.name if lora is not None else None,
+            group_idx=self._group.number,
+            kv_cache_spec_kind=self._group.kind,
+            kv_cache_spec_sliding_window=self._group.window,
         )
 
     def _add(self, key: bytes, event: BlockStored) -> None:
@@ -124,4 +138,4 @@ class Known:
     def _remove(self, key: bytes) -> None:
         hashes = self._hashes.pop(key, None)
         if hashes is not None:
-            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU))
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=self._group.number))

@@ -17,12 +17,12 @@ import vllm
 from blake3 import blake3
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvdepot.config import default_url
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.fields import describe_config
+from kvdepot.integrations.vllm.groups import describe_groups, find_groups
 from kvdepot.integrations.vllm.weight_files import find_weights
 
 if TYPE_CHECKING:
@@ -60,12 +60,16 @@ file systems lag behind ours."""
 
 @dataclass(frozen=True)
 class Settings:
-    """Our keys of `kv_connector_extra_config`, without their prefix. key: a file; empty: the client's default."""
+    """Our keys of `kv_connector_extra_config`, without their prefix. key: a file; empty: the client's default.
+
+    boundary_chunks: see plan.py; 0: the default.
+    """
 
     url: str = field(default_factory=default_url)
     key: str = ""
     save_decode: bool = False
     weights_revision: str = ""
+    boundary_chunks: int = 0
 
 
 def read_settings(extra: dict[str, Any]) -> Settings:
@@ -83,22 +87,14 @@ def read_settings(extra: dict[str, Any]) -> Settings:
         if not isinstance(value, known[name]):
             raise ConfigError(f"{key} is {value!r}, not a {known[name].__name__}")
         given[name] = value
+    if given.get("boundary_chunks", 0) < 0:
+        raise ConfigError(f"{_PREFIX}boundary_chunks is {given['boundary_chunks']}: a number of chunks, or 0")
     return Settings(**given)
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError for configurations whose KV would be cached wrongly or not at all."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(
-            f"kvdepot supports only models with one KV cache group so far; this one has {len(groups)} "
-            f"({kinds}). "
-            "Hybrid models (sliding window or state space beside full attention) cannot use KVDepotConnector yet"
-        )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec | MLAAttentionSpec) or getattr(spec, "sliding_window", None):
-        raise ConfigError(f"kvdepot supports only full attention and MLA so far, not {type(spec).__name__}: {spec}")
+    find_groups(kv_cache_config)
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
@@ -113,6 +109,12 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise ConfigError(
             "kvdepot does not support engines whose weights are replaced while they run (weight_transfer_config): it "
             "is not notified, and would mix the KV of old and new weights"
+        )
+    cache = vllm_config.cache_config
+    if cache.use_replayssm or cache.use_kda_recoverssm:
+        raise ConfigError(
+            "kvdepot does not support states that are rebuilt from the last tokens: start without --use-replayssm and "
+            "--use-kda-recoverssm"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
@@ -137,7 +139,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
         "vllm": vllm.__version__,
         "config": describe_config(vllm_config, vouched=bool(weights_revision)),
         "platform": _platform(),
-        "spec": str(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
+        "groups": describe_groups(kv_cache_config),
         "weights": weights_revision or [_weights(vllm_config, model) for model in models],
     }
     text = json.dumps(facts, sort_keys=True)

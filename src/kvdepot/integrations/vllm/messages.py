@@ -22,11 +22,14 @@ class Orders(KVConnectorMetadata):
 
     model: str = ""
     """The namespace in which the scheduler looks up."""
-    loads: list[Transfer] = field(default_factory=list)
+    loads: dict[str, list[Transfer]] = field(default_factory=dict)
+    """By request: one transfer per KV cache group that needs any."""
     stores: list[Transfer] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
+    holds: bool = False
+    """Whether the scheduler holds blocks until the stores of these orders have ended (holds.py)."""
     void: bool = False
     """Whether stores under way must be voided."""
     idle: bool = False
@@ -39,10 +42,12 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers have stored, reported with a step's output."""
+    """What workers have stored, and which stores have ended, reported with a step's output."""
 
     keys: dict[bytes, set[int]] = field(default_factory=dict)
     """Chunks stored since the last step, each with the ranks that stored it."""
+    ended: dict[int, set[int]] = field(default_factory=dict)
+    """Steps whose orders hold blocks and whose stores have ended, each with the ranks on which they have."""
     step: int = 0
     measured: int = 0
 
@@ -56,6 +61,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerReport)
         for key, ranks in other.keys.items():
             self.keys.setdefault(key, set()).update(ranks)
+        for step, ranks in other.ended.items():
+            self.ended.setdefault(step, set()).update(ranks)
         self.step = max(self.step, other.step)
         self.measured = max(self.measured, other.measured)
         return self

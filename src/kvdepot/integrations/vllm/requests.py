@@ -5,12 +5,12 @@ Used by scheduler.py. What is fixed for an engine is in identity.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.lora import Adapters
+from kvdepot.integrations.vllm.plan import Piece
 from kvdepot.protocol.keys import ChunkChain, derive_root, salt_tag
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class Prompt:
 class Load:
     """Chunks of a request that workers will load or are loading."""
 
-    transfer: Transfer
+    transfers: list[Transfer]
+    """One per KV cache group that needs any."""
     blocks: frozenset[int]
     """The blocks that it fills."""
     tokens: int
@@ -122,13 +123,11 @@ class Tracked:
         """The tag of its cache salt on the wire."""
         return salt_tag(self.request.cache_salt or "")
 
-    def transfer(
-        self, first: int, end: int, block_ids: Sequence[int], skip_blocks: int = 0, is_traced: bool = False
-    ) -> Transfer:
-        """Its chunks `[first, end)` and their blocks. is_traced: with its trace headers."""
+    def transfer(self, piece: Piece, is_traced: bool = False) -> Transfer:
+        """Chunks of one KV cache group and their blocks. is_traced: with the request's trace headers."""
         request, chain = self.request, self.prompt.chain
         headers = dict(request.trace_headers) if is_traced and request.trace_headers else None
         return Transfer(
-            request.request_id, chain.parent(first), first, chain.slice(first, end),
-            pack_block_ids(block_ids), skip_blocks, self.salt, headers,
+            request.request_id, chain.parent(piece.first), piece.first, chain.slice(piece.first, piece.end),
+            pack_block_ids(piece.blocks), piece.skip, self.salt, headers, piece.group,
         )  # fmt: skip

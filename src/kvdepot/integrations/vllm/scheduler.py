@@ -17,17 +17,21 @@ from vllm.logger import init_logger
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.integrations.vllm.events import Known
+from kvdepot.integrations.vllm.holds import Holds
 from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.plan import Plan, State
 from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
 from kvdepot.integrations.vllm.requests import Load, Prompt, Tracked, names_are_contents, root
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.integrations.vllm.stores import WaitingStores
 from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -44,22 +48,31 @@ _ANSWER_S = 0.0005
 class SchedulerHalf:
     """The scheduler's half: its requests, and the orders that follow from them."""
 
-    def __init__(self, vllm_config: VllmConfig, client: SchedulerClient, ranks: int, save_decode: bool) -> None:
-        """ranks: all that load each chunk, over all kinds of parallelism. save_decode: store decoded chunks, too."""
-        transfer, told = vllm_config.kv_transfer_config, vllm_config.kv_events_config
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        client: SchedulerClient,
+        plan: Plan,
+        ranks: int,
+        save_decode: bool,
+        known: Known | None = None,
+    ) -> None:
+        """plan: of the model's KV cache groups. ranks: all that load each chunk, over all kinds of parallelism.
+
+        save_decode: store decoded chunks, too. known: if the engine publishes KV events.
+        """
+        transfer = vllm_config.kv_transfer_config
         self.figures = Figures(vllm_config, self._trace_headers)
         self._depot = client
         self._depot.watch = self.figures
+        self._plan = plan
         self._chunk_tokens = client.spec.chunk_tokens
-        self._blocks_in_chunk = client.spec.blocks_in_chunk
         self._ranks = ranks
         self._save_decode = save_decode
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
         self._named = names_are_contents(vllm_config)
-        self._known: Known | None = None
-        if told is not None and told.enable_kv_cache_events:
-            self._known = Known(ranks, self._chunk_tokens, client.spec.block_tokens)
+        self._known = known
         self._adapters = Adapters()
         self._epoch = ""  # of weights that only this engine has
         self._tracked: dict[str, Tracked] = {}
@@ -67,7 +80,8 @@ class SchedulerHalf:
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
-        self._waiting = WaitingStores()
+        self._holds = Holds(ranks)
+        self._waiting = WaitingStores(self._holds)
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
@@ -80,6 +94,12 @@ class SchedulerHalf:
     def _trace_headers(self, request_id: str) -> Mapping[str, str] | None:
         tracked = self._tracked.get(request_id)
         return tracked.request.trace_headers if tracked is not None else None
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._holds.bind(pool)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._holds.will_end_soon()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._known.take() if self._known is not None else ()
@@ -130,7 +150,8 @@ class SchedulerHalf:
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
         if self._may_load and not request.skip_reading_prefix_cache:
-            hashes, salt = bytes(chain.hashes), tracked.salt
+            most = self._plan.most_chunks(request.num_tokens)
+            hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
             tracked.has_pins = True  # before the lookup: if it fails half-way, it may have been sent
             self._depot.submit_lookup(request.request_id, hashes, self._ranks, salt=salt)
 
@@ -146,7 +167,8 @@ class SchedulerHalf:
                 self._look_up(tracked)
             except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                 self._stop_caching(request.request_id, exc)
-        if not tracked.may_load or len(tracked.prompt.chain) * self._chunk_tokens <= num_computed_tokens:
+        most = min(len(tracked.prompt.chain), self._plan.most_chunks(request.num_tokens))
+        if not tracked.may_load or most * self._chunk_tokens <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
         outcome = self._depot.wait_lookup(request.request_id, _ANSWER_S)
         if isinstance(outcome, Pending):
@@ -154,7 +176,7 @@ class SchedulerHalf:
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
         tracked.saved_chunks = cached // self._chunk_tokens
         if self._known is not None and isinstance(outcome, Cached):
-            self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks)
+            self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks, most)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         return (new_tokens, True) if new_tokens > 0 else (0, False)
@@ -169,17 +191,14 @@ class SchedulerHalf:
         tracked.read_tokens = None
         if num_external_tokens == 0:
             return
-        size, per_chunk = self._chunk_tokens, self._blocks_in_chunk
-        first = tracked.local_tokens // size
-        end = (tracked.local_tokens + num_external_tokens) // size
-        (block_ids,) = blocks.get_block_ids()
-        targets = block_ids[first * per_chunk : end * per_chunk]
-        skip = tracked.local_tokens % size * per_chunk // size
-        transfer = tracked.transfer(first, end, targets, skip, self.figures.is_traced)
-        tracked.load = Load(transfer, frozenset(targets[skip:]), num_external_tokens)
+        end = (tracked.local_tokens + num_external_tokens) // self._chunk_tokens
+        pieces = self._plan.load(blocks.get_block_ids(), tracked.local_tokens, end)
+        targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
+        transfers = [tracked.transfer(piece, self.figures.is_traced) for piece in pieces]
+        tracked.load = Load(transfers, frozenset(targets), num_external_tokens)
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
-        self._waiting.overwritten(targets[skip:])
-        self._next.loads.append(transfer)
+        self._waiting.overwritten(targets)
+        self._next.loads[request.request_id] = transfers
 
     def _load_ended(self, tracked: Tracked, load: Load) -> None:
         """A load has ended on all ranks: count the tokens that it saved, or offer its chunks again if it failed.
@@ -192,11 +211,12 @@ class SchedulerHalf:
             tracked.saved_tokens += load.tokens
             tracked.saved_s += load.tokens / self._prefill.speed if self._prefill.speed else 0.0
             return
-        self._depot.end_session(load.transfer.request_id)  # a corrupt chunk can be stored again once it is not held
+        request_id = tracked.request.request_id
+        self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
         if self._known is not None:
-            self._known.lost(load.transfer.hashes)
+            self._known.lost(b"".join(transfer.hashes for transfer in load.transfers if not transfer.group))
         tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
-        self._depot.forget_lookup(load.transfer.request_id)
+        self._depot.forget_lookup(request_id)
 
     # -- a step
 
@@ -211,7 +231,8 @@ class SchedulerHalf:
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
         orders, self._next = self._next, Orders()
         orders.model = self._depot.spec.model
-        orders.stores = self._waiting.take()
+        orders.stores = self._waiting.take(self._step)
+        orders.holds = self._plan.is_bounded and bool(orders.stores)
         orders.preempted = preempted
         orders.idle = scheduler_output.total_num_scheduled_tokens == 0
         orders.step = self._step
@@ -250,13 +271,12 @@ class SchedulerHalf:
 
     def _prepare_store(self, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
         """Prepare a store of the chunks that this step completes and that the depot does not have."""
-        request, size, per_chunk = tracked.request, self._chunk_tokens, self._blocks_in_chunk
+        request, size = tracked.request, self._chunk_tokens
         if tracked.read_tokens is None:
             tracked.read_tokens = request.num_computed_tokens
-        read = -(-tracked.read_tokens * per_chunk // size)
         if self._waiting.has_suspects:
-            (block_ids,) = state.resolve_block_ids(request.request_id)
-            if not self._waiting.check(block_ids, read):
+            tables = state.resolve_block_ids(request.request_id)
+            if not self._waiting.check(*self._plan.split(tables, tracked.read_tokens)):
                 self._uncache(request.request_id)
         # Decoded tokens count up to the last known one: after it there may be drafts or placeholders.
         known = request.num_tokens if self._save_decode else request.num_prompt_tokens
@@ -274,13 +294,21 @@ class SchedulerHalf:
         first, end = tracked.saved_chunks, min(end, len(chain))
         if end <= first:
             return
-        (block_ids,) = state.resolve_block_ids(request.request_id)
-        blocks = block_ids[first * per_chunk : end * per_chunk]
-        store = tracked.transfer(first, end, blocks, is_traced=self.figures.is_traced)
-        self._waiting.add(self._step, store, block_ids[: end * per_chunk], read, request.lora_request)
-        if self._known is not None:
-            self._known.ordered(request, chain, first, end)
+        tables = state.resolve_block_ids(request.request_id)
+        states = [State(*offered) for offered in state.boundary_state_offloads.get(request.request_id, ())]
+        pieces = self._plan.store(tables, first, end, request.num_prompt_tokens, states, request.shared_prefix_boundary)
+        stores = [tracked.transfer(piece, self.figures.is_traced) for piece in pieces]
+        block_ids, read = self._plan.split(tables, tracked.read_tokens, end)
+        held = self._plan.held(pieces)
+        if not self._holds.hold(held):
+            stores, held = [store for store in stores if not self._plan.is_held(store.group)], []
         tracked.saved_chunks = end
+        if not stores:
+            return
+        self._waiting.add(self._step, stores, block_ids, read, request.lora_request, held)
+        for store in stores:
+            if self._known is not None and not store.group:
+                self._known.ordered(request, chain, store.depth, store.depth + store.chunks)
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -295,10 +323,15 @@ class SchedulerHalf:
         if self._known is not None:
             self._known.stored(report)
         self._closing.difference_update(connector_output.finished_sending or ())
+        self._holds.ended(report.ended)
         self._step_ended(report.step, failed)
         for tracked in self._tracked.values() if failed else ():
             if tracked.load is not None:
                 tracked.load.has_failed |= not failed.isdisjoint(tracked.load.blocks)
+        for request_id in connector_output.failed_recving:
+            waits = self._tracked.get(request_id)
+            if waits is not None and waits.load is not None:
+                waits.load.has_failed = True
         for request_id in connector_output.finished_recving or ():
             loaded = self._tracked.get(request_id)
             if loaded is not None and loaded.load is not None:
@@ -338,7 +371,7 @@ class SchedulerHalf:
             return False
         self._depot.forget_lookup(request_id)
         self._depot.end_session(request_id, tracked.saved_tokens, tracked.saved_s)
-        self._next.loads = [load for load in self._next.loads if load.request_id != request_id]
+        self._next.loads.pop(request_id, None)
         if not tracked.stores_open:
             return False
         self._closing.add(request_id)

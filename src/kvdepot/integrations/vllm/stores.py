@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdepot.client.transfer import Transfer
+from kvdepot.integrations.vllm.holds import Holds
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -23,12 +24,19 @@ __all__ = ["WaitingStores"]
 @dataclass(frozen=True)
 class _Waiting:
     step: int
-    store: Transfer
+    stores: list[Transfer]
+    """Of one request; at least one."""
     read: list[int]
     """Blocks that the request read instead of computing: from vLLM's own cache, or loaded."""
     computed: list[int]
     """The blocks after those."""
     adapter: LoRARequest | None
+    held: list[int]
+    """Blocks of it that are held (holds.py)."""
+
+    @property
+    def request_id(self) -> str:
+        return self.stores[0].request_id
 
 
 class WaitingStores:
@@ -38,9 +46,10 @@ class WaitingStores:
     a request gets it to compute it anew; until then, requests that read it store nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holds: Holds) -> None:
+        self._holds = holds
         self._waiting: list[_Waiting] = []
-        self._ready: list[Transfer] = []
+        self._ready: list[_Waiting] = []
         self._suspect: set[int] = set()
 
     def __repr__(self) -> str:
@@ -67,16 +76,26 @@ class WaitingStores:
         return False
 
     def add(
-        self, step: int, store: Transfer, block_ids: list[int], read: int, adapter: LoRARequest | None = None
+        self,
+        step: int,
+        stores: list[Transfer],
+        block_ids: list[int],
+        read: int,
+        adapter: LoRARequest | None = None,
+        held: list[int] | None = None,
     ) -> None:
-        """Add a store of chunks that a step completes. block_ids: all blocks of the request up to the store's end."""
-        self._waiting.append(_Waiting(step, store, block_ids[:read], block_ids[read:], adapter))
+        """Add the stores of chunks of one request that a step completes.
+
+        block_ids: all blocks of the request up to the end of those chunks, those first that it did not compute; read:
+        their number. held: blocks to release once the stores have ended or are dropped.
+        """
+        self._waiting.append(_Waiting(step, stores, block_ids[:read], block_ids[read:], adapter, held or []))
 
     def adapters(self, step: int) -> Iterator[tuple[str, LoRARequest]]:
         """Requests with a store of a step up to this one, and the LoRA adapter that computed it."""
         for waiting in self._waiting:
             if waiting.step <= step and waiting.adapter is not None:
-                yield waiting.store.request_id, waiting.adapter
+                yield waiting.request_id, waiting.adapter
 
     def failed(self, block_ids: set[int]) -> set[str]:
         """Loads of these blocks have failed: drop the stores of the requests that used them, and return their ids."""
@@ -85,29 +104,38 @@ class WaitingStores:
         while bad := [w for w in self._waiting if not self._suspect.isdisjoint(w.read)]:
             for waiting in bad:
                 self._spread(waiting.read, waiting.computed)
-                tainted.add(waiting.store.request_id)
-                self.drop(waiting.store.request_id)
+                tainted.add(waiting.request_id)
+                self.drop(waiting.request_id)
         return tainted
 
     def ended(self, step: int) -> None:
         """Steps up to this one have come back, and their failures were reported before."""
-        self._ready += [waiting.store for waiting in self._waiting if waiting.step <= step]
+        self._ready += [waiting for waiting in self._waiting if waiting.step <= step]
         self._waiting = [waiting for waiting in self._waiting if waiting.step > step]
 
-    def take(self) -> list[Transfer]:
-        """The stores that are ready for the workers."""
+    def take(self, step: int) -> list[Transfer]:
+        """The stores that are ready, for the workers' orders of this step."""
         ready, self._ready = self._ready, []
-        return ready
+        self._holds.send(step, [block for waiting in ready for block in waiting.held])
+        return [store for waiting in ready for store in waiting.stores]
 
     def drop(self, request_id: str) -> None:
         """Drop a request's stores: its blocks were reused, or must not be trusted."""
-        self._waiting = [waiting for waiting in self._waiting if waiting.store.request_id != request_id]
-        self._ready = [store for store in self._ready if store.request_id != request_id]
+        self._waiting = self._without(request_id, self._waiting)
+        self._ready = self._without(request_id, self._ready)
+
+    def _without(self, request_id: str, all_of_them: list[_Waiting]) -> list[_Waiting]:
+        for waiting in all_of_them:
+            if waiting.request_id == request_id:
+                self._holds.release(waiting.held)
+        return [waiting for waiting in all_of_them if waiting.request_id != request_id]
 
     def waits(self, request_id: str) -> bool:
-        return any(waiting.store.request_id == request_id for waiting in self._waiting)
+        return any(waiting.request_id == request_id for waiting in self._waiting)
 
     def clear(self) -> None:
         """Drop all stores."""
+        for waiting in (*self._waiting, *self._ready):
+            self._holds.release(waiting.held)
         self._waiting.clear()
         self._ready.clear()

@@ -5,7 +5,7 @@ connector.py says when vLLM calls each method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,10 @@ from vllm.platforms import current_platform
 
 from kvdepot.client.operation import Operation
 from kvdepot.client.transfer import Transfer
-from kvdepot.client.worker import WorkerClient
+from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.devices import share
 from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm.groups import Group
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.protocol.layout import Layout, build_layout
@@ -40,18 +41,26 @@ _IDLE_S = 0.002
 class WorkerHalf:
     """The worker's half, of one rank."""
 
-    def __init__(self, vllm_config: VllmConfig, client: WorkerClient, rank: int) -> None:
-        """rank: among all workers, including replicas of a shard."""
+    def __init__(
+        self, vllm_config: VllmConfig, client: WorkerClient, groups: Sequence[Group], rank: int, fails_whole: bool
+    ) -> None:
+        """groups: the model's KV cache groups. rank: among all workers, including replicas of a shard.
+
+        fails_whole: see `take_failed_requests`.
+        """
         told = vllm_config.kv_events_config
         self.figures = Figures(vllm_config, self._trace_headers)
         self._vllm_config = vllm_config
         self._depot = client
         self._depot.watch = self._operation_ended
+        self._groups = groups
+        self._fails_whole = fails_whole
         self._rank = rank
         self._tells_keys = told is not None and told.enable_kv_cache_events
         self._report = WorkerReport()  # of what was stored since the last step
         # W3C trace headers of requests that are being loaded or stored
         self._headers: dict[str, Mapping[str, str]] = {}
+        self._storing: dict[int, Submitted[bool]] = {}  # stores of blocks that the scheduler holds, by step
         self._gpu: torch.device | None = None  # that holds the KV, if one does
         self._has_warned = False  # that the scheduler's namespace is not ours
 
@@ -83,9 +92,12 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
         """Share the paged KV with the server. num_blocks: that it has."""
         backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
-        layout = describe_kv(kv_caches, num_blocks, backends)
-        self._depot.register_layout(layout, kv_caches)
-        self._gpu = next(cache.device for cache in kv_caches.values()) if layout.device else None
+        layouts = [describe_kv(_of_group(kv_caches, group), num_blocks, backends) for group in self._groups]
+        if self._depot.spec.groups:
+            self._depot.register_groups(layouts, kv_caches)
+        else:
+            self._depot.register_layout(layouts[0], kv_caches)
+        self._gpu = next(cache.device for cache in kv_caches.values()) if layouts[0].device else None
 
     # -- a step
 
@@ -100,9 +112,10 @@ class WorkerHalf:
         if orders.void:
             self._depot.give_up_stores(set(self._depot.stores), _PREEMPTION_S)
         event = self._queued() if orders.loads else None
-        for load in orders.loads:
-            self._note_headers(load)
-            self._depot.submit_retrieve([load.request_id], [load], event)
+        for request_id, transfers in orders.loads.items():
+            for transfer in transfers:
+                self._note_headers(transfer)
+            self._depot.submit_retrieve([request_id], transfers, event)
 
     def _compare_models(self, orders: Orders) -> None:
         if orders.model != self._depot.spec.model and not self._has_warned:
@@ -119,7 +132,10 @@ class WorkerHalf:
         if orders.stores:
             for store in orders.stores:
                 self._note_headers(store)
-            self._depot.submit_store([store.request_id for store in orders.stores], orders.stores, self._queued())
+            requests = list(dict.fromkeys(store.request_id for store in orders.stores))
+            submitted = self._depot.submit_store(requests, orders.stores, self._queued())
+            if orders.holds:
+                self._storing[orders.step] = submitted
 
     def _queued(self) -> torch.cuda.Event | None:
         """An event that happens once all work queued on vLLM's stream is done; None on the CPU, where it already is.
@@ -143,14 +159,26 @@ class WorkerHalf:
             del self._headers[request_id]
         return ended.stored or None, ended.retrieved or None
 
+    def take_failed_requests(self) -> set[str]:
+        """Requests that vLLM must compute from their first token, because a load failed: where a failure is one of the
+        whole load.
+
+        vLLM takes ids of failed blocks only from models with one group. And of a bounded group it would take the blocks
+        before the failed one for good, which were not loaded, as nothing but the window is.
+        """
+        return self._depot.take_failed_requests() if self._fails_whole else set()
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Ids of blocks that vLLM must recompute."""
-        return self._depot.take_failed_blocks()
+        """Ids of blocks that vLLM must recompute: where a load may fail in part."""
+        return set() if self._fails_whole else self._depot.take_failed_blocks()
 
     def take_report(self, orders: Orders) -> WorkerReport:
         """The chunks stored since the last step, and the number of this step."""
         report, self._report = self._report, WorkerReport()
         report.step, report.measured = orders.step, orders.measured
+        for step in [step for step, stores in self._storing.items() if stores.done()]:
+            del self._storing[step]
+            report.ended[step] = {self._rank}
         return report
 
     def shutdown(self) -> None:
@@ -168,11 +196,23 @@ def without_expandable_segments(conf: str) -> Iterator[None]:
         alloc_conf.set_alloc_conf(conf)
 
 
+def _of_group(kv_caches: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+    """The tensors of one KV cache group. Raises ConfigError if this rank has none."""
+    found = {name: kv_caches[name] for name in group.layers if name in kv_caches}
+    if not found:
+        raise ConfigError(
+            f"kvdepot cannot serve KV cache group {group.number} of this model ({group.kind}): this pipeline stage has "
+            "none of its layers. Choose another --pipeline-parallel-size"
+        )
+    return found
+
+
 def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: str) -> Layout:
     """Share vLLM's paged KV and describe it. Raises ConfigError, LayoutError.
 
-    vLLM's views are [blocks, heads, tokens, content], whatever the order in memory. Where kernels use smaller blocks,
-    several of those make one of the scheduler's.
+    vLLM's views are [blocks, heads, tokens, content], whatever the order in memory, without the padding of a page.
+    Where kernels use smaller blocks, several of those make one of the scheduler's. Layers of several KV cache groups
+    are views of the same memory: a block belongs to one group at a time.
     """
     views, seen = [], set()
     for name, cache in kv_caches.items():

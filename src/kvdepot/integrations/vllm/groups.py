@@ -1,0 +1,230 @@
+"""vLLM's KV cache groups as the depot knows them: how much of each a resumed prompt needs, and what cannot be served.
+
+Only this file knows vLLM's kinds of attention. connector.py and identity.py call it in the scheduler and in every
+worker, which must find the same groups. Invariant: a group that is not served exactly as vLLM itself caches it is
+refused, with its reason.
+
+| vLLM's spec | what a prompt needs of the group to be resumed after T tokens |
+|---|---|
+| full attention, MLA; windows that vLLM keeps whole (its hybrid manager is disabled) | all tokens |
+| sliding window of w tokens | the last w - 1 |
+| chunked local attention, in chunks of a tokens | the last T modulo a |
+| states (Mamba, gated delta net, linear attention), in vLLM's cache mode `align` | the state after T tokens |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+    iter_layer_specs,
+)
+
+from kvdepot.client.transfer import GroupSpec, ShardSpec
+from kvdepot.errors import ConfigError
+from kvdepot.integrations.vllm.plan import Place, Plan
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = [
+    "EventGroup",
+    "Group",
+    "describe_groups",
+    "event_group",
+    "find_groups",
+    "fit_groups",
+    "hit_alignment",
+    "make_plan",
+]
+
+_ALL = (FullAttentionSpec, MLAAttentionSpec)
+_WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec)
+"""The classes themselves: what a class derived from one of them needs is not known."""
+
+
+class Group(NamedTuple):
+    """One KV cache group that is stored and loaded.
+
+    number: its place in vLLM's list, and in vLLM's block ids. window: the tokens before a boundary that resuming there
+    needs; 0: all. local_chunk: of chunked local attention, in tokens; otherwise 0. is_state: it is one state, in one
+    block. sliding_window: as vLLM's events say it.
+    """
+
+    number: int
+    kind: str
+    block_tokens: int
+    layers: tuple[str, ...]
+    window: int = 0
+    local_chunk: int = 0
+    is_state: bool = False
+    sliding_window: int | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether resuming needs only some of it."""
+        return bool(self.window or self.local_chunk or self.is_state)
+
+    def fit(self, chunk_tokens: int) -> GroupSpec:
+        """Its reach and stored blocks per chunk, with chunks of this many tokens.
+
+        Of a window that is shorter than a chunk only the blocks are stored that it needs, the last of each chunk.
+        """
+        if self.is_state:
+            return GroupSpec(1, 1)
+        window, span = self.window, chunk_tokens // self.block_tokens
+        if self.local_chunk:  # at most this many tokens of a local chunk are before the end of one of our chunks
+            window = max(1, self.local_chunk - math.gcd(self.local_chunk, chunk_tokens))
+        if not window:
+            return GroupSpec(0, span)
+        if window <= chunk_tokens:
+            return GroupSpec(1, -(-window // self.block_tokens))
+        return GroupSpec(-(-window // chunk_tokens), span)
+
+    def tell(self, fitted: GroupSpec) -> tuple[int, str, int, str]:
+        """Number, kind, layers, and what a prompt needs of it, for the log."""
+        needs = f"the last {fitted.reach} chunks" if fitted.reach else "all chunks"
+        if self.is_state:
+            needs = "the last state"
+        return self.number, self.kind, len(self.layers), needs
+
+
+class EventGroup(NamedTuple):
+    """A KV cache group as vLLM's events name it. window: of a sliding window, in tokens. reach: as in wire.Group."""
+
+    number: int | None = None
+    kind: str | None = None
+    window: int | None = None
+    reach: int = 0
+
+
+def find_groups(kv_cache_config: KVCacheConfig) -> list[Group]:
+    """The groups that vLLM caches by prefix, those of which all tokens are needed first.
+
+    Raises ConfigError for a group that cannot be served.
+    """
+    numbered = list(enumerate(kv_cache_config.kv_cache_groups))
+    cached = set(kv_cache_config.prefix_cacheable_group_ids)
+    groups = [_make(number, group) for number, group in numbered if number in cached]
+    if not groups:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for _, group in numbered) or "none"
+        raise ConfigError(f"kvdepot: this model has no KV cache that vLLM can reuse for another prompt: {kinds}")
+    return sorted(groups, key=lambda group: group.is_bounded)
+
+
+def _make(number: int, group: KVCacheGroupSpec) -> Group:
+    """Raises ConfigError."""
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    if group.host_resident or group.role is not KVCacheGroupRole.DEFAULT:
+        raise _refused(number, group, "vLLM keeps it in host memory (HiSparse), in blocks of its own")
+    if group.is_eagle_group:
+        raise _refused(number, group, "it holds the KV of a draft model")
+    made = {_measure(number, group, spec) for spec in specs}
+    if len(made) != 1:
+        raise _refused(number, group, "its layers need different parts of a prompt")
+    needs = made.pop()
+    kind = get_kv_cache_spec_kind(specs[0]).value
+    shown = get_kv_cache_spec_sliding_window(specs[0])
+    return Group(number, kind, group.kv_cache_spec.block_size, tuple(group.layer_names), *needs, shown)
+
+
+def _measure(number: int, group: KVCacheGroupSpec, spec: KVCacheSpec) -> tuple[int, int, bool]:
+    """The window and the local chunk of a spec, and whether it is a state. Raises ConfigError."""
+    if getattr(spec, "non_causal", False):
+        raise _refused(number, group, "its attention is not causal: the KV of a token depends on those after it")
+    if type(spec) in _ALL:
+        return 0, 0, False
+    if type(spec) in _WINDOWS:
+        assert isinstance(spec, SlidingWindowSpec)
+        return max(1, spec.sliding_window - 1 + spec.extra_retained_tokens), 0, False
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return 0, spec.attention_chunk_size, False
+    if type(spec) is MambaSpec:
+        _check_state(number, group, spec)
+        return 0, 0, True
+    raise _refused(number, group, f"{type(spec).__name__} is not supported")
+
+
+def _check_state(number: int, group: KVCacheGroupSpec, spec: MambaSpec) -> None:
+    """Raise ConfigError unless vLLM keeps the state at the end of a block, and tells where it is."""
+    if spec.mamba_cache_mode != "align":
+        raise _refused(
+            number, group,
+            f"its states are kept in the mode {spec.mamba_cache_mode!r}, and only those of 'align' are known to belong "
+            "to the end of a block: start with --enable-prefix-caching --mamba-cache-mode align",
+        )  # fmt: skip
+    if spec.num_speculative_blocks:
+        raise _refused(number, group, "with speculative decoding, its states may be of drafts that are rejected")
+
+
+def _refused(number: int, group: KVCacheGroupSpec, reason: str) -> ConfigError:
+    layers = group.layer_names
+    named = f"{len(layers)} layers, the first is {layers[0]}" if layers else "no layers on this rank"
+    kind = type(next(iter(iter_layer_specs(group.kv_cache_spec)))).__name__
+    return ConfigError(f"kvdepot cannot serve KV cache group {number} of this model ({kind}; {named}): {reason}")
+
+
+def hit_alignment(kv_cache_config: KVCacheConfig) -> int:
+    """Every boundary at which vLLM accepts loaded KV is a multiple of this many tokens, of all groups' blocks."""
+    return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
+
+
+def fit_groups(
+    groups: Sequence[Group], model: str, world_size: int, rank: int, least_tokens: int, alignment: int
+) -> ShardSpec:
+    """The spec of a model with these groups. Other arguments: as of `ShardSpec.fit_blocks`. Raises BadRequest.
+
+    A model with one group, all of which is needed, has a spec without groups.
+    """
+    spec = ShardSpec.fit_blocks(model, world_size, rank, least_tokens, alignment)
+    fitted = tuple(group.fit(spec.chunk_tokens) for group in groups)
+    if len(fitted) == 1 and not fitted[0].reach:
+        return replace(spec, blocks_in_chunk=fitted[0].blocks_in_chunk)
+    return replace(spec, blocks_in_chunk=fitted[0].blocks_in_chunk, groups=fitted)
+
+
+def describe_groups(kv_cache_config: KVCacheConfig) -> list[str]:
+    """The groups in words that are equal in the scheduler and in every worker.
+
+    Of a group whose layers differ, vLLM shows one layer's spec to its scheduler, and to workers those of their layers.
+    """
+    told = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        size = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+        if isinstance(spec, FullAttentionSpec):
+            size = None  # all tokens are kept, whatever a layer looks at
+        told.append(f"{type(spec).__name__} {group.kv_cache_spec.block_size} {size}")
+    return told
+
+
+def make_plan(groups: Sequence[Group], spec: ShardSpec, spacing: int, has_all_states: bool = False) -> Plan:
+    """How these groups, which `fit_groups` has fitted, are stored and loaded. Other arguments: as in plan.py."""
+    fitted = spec.groups or (GroupSpec(0, spec.blocks_in_chunk),)
+    places = [
+        Place(group.number, spec.chunk_tokens // group.block_tokens, each.blocks_in_chunk, each.reach, group.is_state)
+        for group, each in zip(groups, fitted, strict=True)
+    ]
+    return Plan(places, spec.chunk_tokens, spacing, has_all_states)
+
+
+def event_group(groups: Sequence[Group], spec: ShardSpec) -> EventGroup:
+    """The first group as KV events name it; a model with one group, all of which is needed, names none."""
+    if not spec.groups:
+        return EventGroup()
+    first = groups[0]
+    return EventGroup(first.number, first.kind, first.sliding_window, spec.groups[0].reach)

@@ -1,0 +1,84 @@
+"""Blocks that vLLM's own pool keeps until stores of them have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
+
+
+def pool(blocks: int = 21) -> Any:
+    from vllm.v1.core.block_pool import BlockPool
+
+    return BlockPool(num_gpu_blocks=blocks, enable_caching=True, hash_block_size=16)
+
+
+def ids(blocks: Any) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def test_a_held_block_is_given_to_nobody_until_every_rank_has_stored_it() -> None:
+    from kvdepot.integrations.vllm.holds import Holds
+
+    blocks = pool()
+    holds = Holds(ranks=2)
+    holds.bind(blocks)
+    mine = blocks.get_new_blocks(3)
+    assert holds.hold(ids(mine))
+    blocks.free_blocks(mine)  # they leave the window
+    others = blocks.get_new_blocks(17)
+    assert blocks.get_num_free_blocks() == 0 and not set(ids(others)) & set(ids(mine))
+    holds.send(7, ids(mine))
+    holds.ended({7: {0}})
+    holds.ended({6: {0, 1}})
+    assert blocks.get_num_free_blocks() == 0
+    holds.ended({7: {1}})
+    assert blocks.get_num_free_blocks() == 3 and not holds.will_end_soon()
+    holds.ended({7: {0, 1}})  # told twice
+    assert blocks.get_num_free_blocks() == 3
+
+
+def test_holds_take_at_most_half_of_the_blocks_and_none_where_there_are_none() -> None:
+    from kvdepot.integrations.vllm.holds import Holds
+
+    holds = Holds(ranks=1)
+    assert holds.hold([]) and not holds.hold([1])
+    blocks = pool()
+    holds.bind(blocks)
+    mine = ids(blocks.get_new_blocks(12))
+    assert not holds.hold(mine[:11])
+    assert holds.hold(mine[:10]) and not holds.hold(mine[10:11])
+    holds.release(mine[:10])
+    assert holds.hold(mine[10:])
+
+
+def test_stores_that_are_dropped_release_what_they_hold_and_those_that_are_sent_do_not() -> None:
+    from kvdepot.client.transfer import Transfer
+    from kvdepot.integrations.vllm.holds import Holds
+    from kvdepot.integrations.vllm.stores import WaitingStores
+
+    blocks = pool()
+    holds = Holds(ranks=1)
+    holds.bind(blocks)
+    stores = WaitingStores(holds)
+    of = {name: ids(blocks.get_new_blocks(2)) for name in "abcd"}
+    for step, (name, mine) in enumerate(of.items(), 1):
+        assert holds.hold(mine)
+        blocks.free_blocks([blocks.blocks[block] for block in mine])
+        stores.add(step, [Transfer(name, b"", 0, b"", b"", group=group) for group in (0, 1)], mine, 0, None, mine)
+    free = 20 - 8
+    assert blocks.get_num_free_blocks() == free
+    stores.drop("a")
+    assert blocks.get_num_free_blocks() == free + 2
+    stores.ended(3)
+    stores.drop("b")  # it is ready, but not sent
+    assert blocks.get_num_free_blocks() == free + 4
+    assert [(store.request_id, store.group) for store in stores.take(step=9)] == [("c", 0), ("c", 1)]
+    stores.drop("c")  # a worker may be reading its blocks
+    assert blocks.get_num_free_blocks() == free + 4
+    stores.clear()
+    assert blocks.get_num_free_blocks() == free + 6
+    holds.ended({9: {0}})
+    assert blocks.get_num_free_blocks() == 20
