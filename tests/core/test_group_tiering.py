@@ -18,7 +18,7 @@ from kvdepot.tiers import Tier
 from kvdepot.tiers.worker import Erase, Find, Load
 from tests.conftest import clear
 from tests.core.desk import group_stores, instance_of, prompt, retrieve, store
-from tests.core.groups import SHAPES, Reaches, deepest
+from tests.core.groups import SHAPES, Reaches, deepest, wire_groups
 from tests.core.host import Host, look
 
 Parts = Sequence[Iterable[int]]
@@ -296,6 +296,7 @@ def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of
     assert there.kinds() == ["Find"]
     there.pass_time(0.5)
     assert there.kinds() == ["Find"] + ["Load"] * is_enough
+    assert asked not in there.answers, "the first tier may still have more"
     there.rest()
     assert there.answers[asked] == (6 if is_enough else 0)
     if is_enough:
@@ -356,15 +357,94 @@ def test_what_a_lookup_loads_and_what_it_needs_of_memory_outlive_any_pressure(ti
     there.assert_quiet()
 
 
-def test_a_prompt_too_large_for_memory_leaves_nothing_held(tier: MemoryTier) -> None:
-    reaches, chain = (0, 2), prompt("a", 12)
-    fill(tier, reaches, chain, [range(12), range(12)])
-    there = group_host(reaches, tier, url="disk:///d?write=off", pages=8)
-    for attempt in range(4):
-        found = there.find(b"one", look(chain, f"r{attempt}"))
-        assert found <= 6, "a boundary at 7 takes 9 pages"
-        take(there, reaches, chain, found, request=f"r{attempt}")
-        there.assert_quiet()
+def test_the_boundary_that_memory_has_outlives_any_pressure_while_tiers_are_asked_for_more(tier: MemoryTier) -> None:
+    reaches, chain = (0, 0, 2), prompt("a", 6)
+    fill(tier, reaches, chain)
+    there = group_host(reaches, tier, url="disk:///d?write=off", pages=16)
+    put(there, reaches, prompt("a", 3))
+    asked = there.send(b"one", look(chain))
+    for number in range(20):
+        there.ask(b"one", store(prompt(f"other {number}", 1)))
+    tier.objects.clear()
+    there.rest()
+    assert there.answers[asked] == 3
+    take(there, reaches, chain, 3)
+    there.assert_quiet()
+
+
+def test_of_a_prompt_too_large_to_be_loaded_at_once_a_boundary_comes_each_time(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 20)
+    fill(tier, reaches, chain, [range(20), [*range(8), 18, 19]])
+    there = group_host(reaches, tier, url="disk:///d?write=off", pages=26)
+    assert there.find(b"one", look(chain)) == 8, "half of the arena has room for 11 chunks and a window, which 8 has"
+    assert loaded(there, chain) == [list(range(8)), [6, 7]]
+    take(there, reaches, chain, 8)
+    assert there.find(b"one", look(chain, "r2")) == 8, "12 chunks and a window are too many"
+    there.ask(b"one", wire.EndSession("r2"))
+    tier.objects.clear()
+    fill(tier, reaches, chain, [range(20), [12, 13]])
+    assert there.find(b"one", look(chain, "r3")) == 14
+    take(there, reaches, chain, 14, request="r3")
+    there.assert_quiet()
+
+
+def test_full_attention_leaves_room_for_the_window_without_which_it_is_of_no_use(tier: MemoryTier) -> None:
+    reaches, chain = (0, 2), prompt("a", 20)
+    fill(tier, reaches, chain, [range(20)] * 2)
+    there = group_host(reaches, tier, url="disk:///d?write=off", pages=26)
+    assert there.find(b"one", look(chain)) == 11, "half of the arena are 13 pages"
+    assert loaded(there, chain) == needed(reaches, 11)
+    take(there, reaches, chain, 11)
+    there.assert_quiet()
+
+
+def test_a_prompt_that_finds_no_room_leaves_nothing_held(tier: MemoryTier) -> None:
+    reaches, chain, other = (0, 0, 2), prompt("a", 4), prompt("b", 4)
+    fill(tier, reaches, chain, [range(4)] * 3)
+    there = group_host(reaches, tier, url="disk:///d?write=off", pages=18)
+    put(there, reaches, other)
+    assert there.find(b"one", look(other, "keeps")) == 4
+    for _ in range(3):
+        found = there.find(b"one", look(chain))
+        assert found <= 3, "8 pages are left, and a boundary at 4 takes 10"
+        there.ask(b"one", wire.EndSession("r"))
+        there.rest()
+        there.index.validate()
+    take(there, reaches, other, 4, request="keeps")
+    there.assert_quiet()
+    assert there.find(b"one", look(chain)) == 4
+    take(there, reaches, chain, 4)
+    there.assert_quiet()
+
+
+def test_no_more_objects_are_asked_for_than_a_lookup_may(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.core.tiering.lookup._MOST_WANTED", 13)
+    reaches, chain = (0, 2), prompt("a", 9)
+    fill(tier, reaches, chain, [range(9)] * 2)
+    there = group_host(reaches, tier)
+    asked = there.send(b"one", look(chain))
+    (find,) = there.tier_tasks
+    assert isinstance(find, Find) and len(find.names) == 12
+    there.rest()
+    assert there.answers[asked] == 6
+    take(there, reaches, chain, 6)
+    there.assert_quiet()
+
+
+def test_tiers_are_not_asked_for_a_group_whose_layout_nobody_knows(tier: MemoryTier) -> None:
+    """As after a restart without a record of it."""
+    reaches, chain = (0, 2), prompt("a", 4)
+    fill(tier, reaches, chain)
+    host = Host(tiers=[("disk:///d", tier)])
+    host.tick(0.0, 1000.0)
+    host.hello()
+    full, window = wire_groups(reaches)
+    groups = [full, wire.Group(window.reach, window.blocks_in_chunk, 0, window.fingerprint)]
+    host.index.namespaces.find_groups("m", 1, 0, groups, chunk_tokens=16)
+    assert host.find(b"one", look(chain)) == 0
+    assert not any(isinstance(task, Find) for task in host.done)
+    host.register_groups(reaches, chunk_tokens=16)
+    assert host.find(b"one", look(chain)) == 4
 
 
 def test_a_store_takes_over_a_part_that_is_being_loaded(tier: MemoryTier) -> None:
@@ -456,7 +536,7 @@ def test_whatever_tiers_do_a_lookup_answers_what_is_there_and_every_byte_of_it(s
             found = host.answers[asked]
             assert isinstance(found, int)
             keys = [chain.slice(i, i + 1) for i in range(6)]
-            assert found <= deepest(reaches, keys, lambda group, key, known=stored: (group, key) in known)
+            assert found <= deepest(reaches, keys, lambda group, key: (group, key) in stored)  # noqa: B023
             take(host, reaches, chain, found, world_size, f"r{step}")
         host.index.validate()
         host.now += 1.0

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Waiting:
     boundary: int
-    salt: bytes
+    request: wire.Lookup
+    groups: list[Namespace]
     parts: list[tuple[Namespace, bytes]]
     obstacles: tuple[int, ...]
 
@@ -62,7 +63,7 @@ class Behind:
         parts = [(group, keys[i]) for group in groups for i in needed(group.reach, boundary)]
         if not self._waiting:
             self._peak = 0
-        self._waiting[asked] = _Waiting(boundary, request.salt, parts, self._obstacles())
+        self._waiting[asked] = _Waiting(boundary, request, groups, parts, self._obstacles())
         self.look()
 
     def _is_somewhere(self, group: Namespace, key: bytes, salt: bytes) -> bool:
@@ -108,9 +109,13 @@ class Behind:
         if waiting is None or not in_time or not isinstance(value, int) or waiting.obstacles != self._obstacles():
             return
         server = self._server
+        if server._asked_groups(waiting.request) != waiting.groups:
+            return  # an engine of the same name and other groups has come: both must have all parts
         room = server.index.allocator.capacity // 2 - self._peak
         taken = sum(sum(map(server.index.allocator.rounded, group.sizes.values())) for group, _ in waiting.parts)
-        if taken > room or not all(self._is_somewhere(group, key, waiting.salt) for group, key in waiting.parts):
+        if taken > room or not all(
+            self._is_somewhere(group, key, waiting.request.salt) for group, key in waiting.parts
+        ):
             return
         server.world.counters["groups_found_behind_memory"] += waiting.boundary > 0
         assert value >= waiting.boundary, (

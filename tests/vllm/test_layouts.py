@@ -87,6 +87,66 @@ def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kin
         assert torch.equal(raw, after), layout
 
 
+def overlaid(layout: str) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:
+    """Random bytes, and vLLM's views of the layers of three groups that lie over each other: full attention, a sliding
+    window, and padded states."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheTensor,
+        MambaSpec,
+        SlidingWindowSpec,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    attention: dict[str, Any] = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+    full = FullAttentionSpec(**attention)
+    page = full.page_size_bytes
+    shapes, dtypes = ((3, 24), (4, 8, 16)), (torch.bfloat16, torch.float32)
+    specs = {
+        "full": full,
+        "window": SlidingWindowSpec(**attention, sliding_window=64),
+        "state": MambaSpec(TOKENS, shapes=shapes, dtypes=dtypes, page_size_padded=page, mamba_cache_mode="align"),
+    }
+    assert specs["state"].state_content_size_bytes < page
+    raw = torch.randint(-128, 128, (page * BLOCKS * LAYERS,), dtype=torch.int8)
+    order = KVCacheLayout[layout]
+    groups = {}
+    for kind, spec in specs.items():
+        strides = compute_layout_strides(spec, BLOCKS, LAYERS, order)
+        names = [f"{kind}.{i}" for i in range(LAYERS)]
+        tensor = KVCacheTensor(len(raw), names, layer_stride=strides[0], block_stride=strides[1])
+        groups[kind] = dict(zip(names, create_kv_cache_views(raw, spec, BLOCKS, order, tensor), strict=True))
+    return raw, groups
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_padding(layout: str) -> None:
+    from kvdepot.integrations.vllm.worker import describe_kv
+
+    raw, groups = overlaid(layout)
+    described = {kind: describe_kv(caches, BLOCKS, "backend") for kind, caches in groups.items()}
+    assert len({each.fingerprint for each in described.values()}) == len(groups)
+    assert len({each.mappings[0].name for each in described.values()}) == 1, "they are in one file"
+    assert described["state"].block_bytes == LAYERS * (3 * 24 * 2 + 4 * 8 * 16 * 4)
+    pairs = {"full": (4, 0), "window": (3, 1), "state": (2, 5)}  # each block belongs to one group
+    before = raw.clone()
+    for kind, (source, target) in pairs.items():
+        arena, extents = Arena(described[kind].block_bytes), [(0, described[kind].block_bytes)]
+        mapped = HostTensors.open(described[kind])
+        mapped.move(arena, [CopyPiece(extents, np.array([source], np.intp))], is_store=True)
+        mapped.move(arena, [CopyPiece(extents, np.array([target], np.intp))], is_store=False)
+        mapped.close()
+    after = raw.clone()
+    raw.copy_(before)
+    for kind, (source, target) in pairs.items():
+        for cache in groups[kind].values():
+            assert not torch.equal(cache[target].view(torch.uint8), cache[source].view(torch.uint8))
+            cache[target].view(torch.uint8).copy_(cache[source].view(torch.uint8).clone())
+    assert torch.equal(raw, after)
+
+
 def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
     from vllm.device_allocator import alloc_conf
 

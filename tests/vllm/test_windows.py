@@ -15,6 +15,7 @@ from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import nothing_is_held, output, prompt, same_as_own, spoil_a_part
+from tests.vllm.test_beside import beside
 
 FLOAT32: dict[str, Any] = {"dtype": "float32"}
 """So that a batch of another shape gives the same tokens."""
@@ -157,6 +158,27 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
     again.process.kill()
     again.process.wait(HANG_S)
     assert engine.run_fresh(tokens)["tokens"] == cold["tokens"]  # without a server at all
+    engine.stop()
+
+
+def test_below_multiconnector_a_failed_load_is_recomputed_too(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    transfer = beside(depot.url, kv_load_failure_policy="recompute")
+    engine = start_engine(models["windows"], depot.url, kv_transfer_config=transfer, **FLOAT32).wait_started()
+    tokens = prompt(355, 3 * 256 + 11)
+    cold = engine.run(tokens)
+    same_as_own(engine, tokens, 768)
+    engine.tell("reset")
+    engine.tell("add", request=engine.request(tokens))
+    depot.process.kill()
+    depot.process.wait(HANG_S)
+    start_depot(url=depot.url, arena_mib=64)
+    (recomputed,) = engine.tell("finish").values()
+    assert engine.tell("metrics")["vllm:kvdepot_retrieve_failed_shards"] == 9
+    assert output(recomputed) == output(cold)
+    same_as_own(engine, tokens, 768)
     engine.stop()
 
 

@@ -287,7 +287,7 @@ class Lookups:
         cannot be completed, then of bounded groups the last parts before the boundary that is left.
         """
         first, groups = tier_lookup.first, tier_lookup.groups
-        end = tier_lookup.end if tier_lookup.namespace.is_simple else self._boundary(tier_lookup, tier_lookup.end)
+        end = tier_lookup.end if tier_lookup.namespace.is_simple else self._affordable(tier_lookup)
         fresh: list[Arrival] = []
         for group in groups:
             for i in range(first, end) if not group.reach else ():
@@ -301,6 +301,29 @@ class Lookups:
                 if not self._reserve_part(tier_lookup, group, i, fresh):
                     return fresh
         return fresh
+
+    def _affordable(self, tier_lookup: TierLookup) -> int:
+        """The deepest boundary whose missing parts have room among what is loaded at a time.
+
+        Unbounded groups come first, so without this they could leave no room for the parts of bounded ones, and would
+        be loaded for nothing.
+        """
+        end = self._boundary(tier_lookup, tier_lookup.end)
+        room = self._index.allocator.capacity // 2 - self.arriving_bytes
+        for group in tier_lookup.groups:
+            for i in needed_parts(group.reach, end) if group.reach else ():
+                room -= self._missing_bytes(tier_lookup, group, i)
+        unbounded = [group for group in tier_lookup.groups if not group.reach]
+        for i in range(tier_lookup.first, end):
+            room -= sum(self._missing_bytes(tier_lookup, group, i) for group in unbounded)
+            if room < 0:
+                return self._boundary(tier_lookup, i)
+        return end
+
+    def _missing_bytes(self, tier_lookup: TierLookup, group: Namespace, i: int) -> int:
+        """Bytes of a part's shards that are neither in memory nor being loaded."""
+        ranks = range(group.world_size)
+        return sum(group.sizes[rank] for rank in ranks if not self._is_near(tier_lookup, group, i, rank))
 
     def _reserve_part(self, tier_lookup: TierLookup, group: Namespace, i: int, fresh: list[Arrival]) -> bool:
         """Reserve and hold the part of chunk `i`; adds what was reserved to `fresh`, returns whether it is complete."""
