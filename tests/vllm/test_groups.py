@@ -116,7 +116,7 @@ def test_groups_of_which_all_is_needed_come_first_and_keep_the_numbers_of_their_
     assert told.groups == (GroupSpec(0, 16), GroupSpec(0, 8), GroupSpec(2, 16), GroupSpec(4, 16))
     assert told.blocks_in_chunk == 16
     tables = [[100 * table + i for i in range(1, 33)] for table in range(4)]
-    pieces = make_plan(groups, told, 0).store(tables, 0, 1, 300)
+    pieces = make_plan(groups, told, 0).to_store(tables, 0, 1, 300)
     assert [(piece.group, piece.blocks[0], len(piece.blocks)) for piece in pieces] == [
         (0, 101, 16), (1, 301, 8), (2, 1, 16), (3, 201, 16),
     ]  # fmt: skip

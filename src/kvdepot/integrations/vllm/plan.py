@@ -91,7 +91,7 @@ class Plan:
 
     # -- loads
 
-    def load(self, tables: Sequence[Sequence[int]], local_tokens: int, end: int) -> list[Piece]:
+    def to_load(self, tables: Sequence[Sequence[int]], local_tokens: int, end: int) -> list[Piece]:
         """What must be loaded to resume at chunk `end`, where the engine has the first `local_tokens` itself."""
         pieces = []
         for group, place in enumerate(self._places):
@@ -114,7 +114,7 @@ class Plan:
 
     # -- stores
 
-    def store(
+    def to_store(
         self,
         tables: Sequence[Sequence[int]],
         first: int,

@@ -192,7 +192,7 @@ class SchedulerHalf:
         if num_external_tokens == 0:
             return
         end = (tracked.local_tokens + num_external_tokens) // self._chunk_tokens
-        pieces = self._plan.load(blocks.get_block_ids(), tracked.local_tokens, end)
+        pieces = self._plan.to_load(blocks.get_block_ids(), tracked.local_tokens, end)
         targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
         transfers = [tracked.transfer(piece, self.figures.is_traced) for piece in pieces]
         tracked.load = Load(transfers, frozenset(targets), num_external_tokens)
@@ -296,7 +296,9 @@ class SchedulerHalf:
             return
         tables = state.resolve_block_ids(request.request_id)
         states = [State(*offered) for offered in state.boundary_state_offloads.get(request.request_id, ())]
-        pieces = self._plan.store(tables, first, end, request.num_prompt_tokens, states, request.shared_prefix_boundary)
+        pieces = self._plan.to_store(
+            tables, first, end, request.num_prompt_tokens, states, request.shared_prefix_boundary
+        )
         stores = [tracked.transfer(piece, self.figures.is_traced) for piece in pieces]
         block_ids, read = self._plan.split(tables, tracked.read_tokens, end)
         held = self._plan.held(pieces)
