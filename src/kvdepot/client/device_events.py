@@ -77,6 +77,7 @@ class EventQueue:
         self._lock = threading.Lock()  # guards the next two: one thread is started, and nothing is added after `stop`
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # set when the thread ends: two threads must not join one in CPython 3.11
 
     def __repr__(self) -> str:
         return f"<EventQueue {self._name}, {len(self._waiting)} waiting>"
@@ -129,14 +130,20 @@ class EventQueue:
             self._stopping = True
             thread = self._thread
         self._woken.set()
-        if thread is not None:
-            thread.join(_STOP_S)
+        if thread is not None and thread is not threading.current_thread():
+            self._ended.wait(_STOP_S)
         for number in list(self._waiting):
             waiting = self._waiting.pop(number, None)
             if waiting is not None:
                 _end(waiting, Unavailable("this client is closed"))
 
     def _run(self) -> None:
+        try:
+            self._prepare_and_look()
+        finally:
+            self._ended.set()
+
+    def _prepare_and_look(self) -> None:
         try:
             self._prepare()
         except Exception:  # the events will fail themselves, with a reason
