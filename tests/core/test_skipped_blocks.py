@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdepot.core.admission import check_shards, check_targets
+from kvdepot.core.admission import check_shards, check_source, check_targets
 from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
@@ -29,3 +29,9 @@ def test_two_parts_may_skip_the_same_block_and_not_write_it() -> None:
     check_targets([part([0, 1, 2, 3], 1), part([0, 4, 5, 6], 1)])
     with pytest.raises(BadRequest, match="same block"):
         check_targets([part([0, 1, 2, 3], 1), part([0, 4, 5, 3], 1)])
+
+
+def test_a_store_skips_nothing() -> None:
+    check_source(part([0, 1, 2, 3], 0))
+    with pytest.raises(BadRequest, match="only a retrieve"):
+        check_source(part([0, 0, 1, 2], 1))

@@ -20,6 +20,7 @@ __all__ = [
     "check_salt",
     "check_shape",
     "check_shards",
+    "check_source",
     "check_targets",
     "chunks_named",
     "tenant_salt",
@@ -121,6 +122,12 @@ def check_shards(part: wire.Shards, layout: Layout) -> None:
     if part.parent and (len(part.parent) != HASH_BYTES or part.depth < 0):
         raise BadRequest(f"parent is not a hash of {HASH_BYTES} bytes, or depth {part.depth} is negative")
     check_salt(part.salt)
+
+
+def check_source(part: wire.Shards) -> None:
+    """Raise BadRequest if a store skips blocks: it reads every block of its chunks."""
+    if part.skip_blocks:
+        raise BadRequest(f"skip_blocks is {part.skip_blocks}, but only a retrieve may skip blocks")
 
 
 def check_targets(parts: list[wire.Shards]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_shards, check_targets, tenant_salt
+from kvdepot.core.admission import check_shards, check_source, check_targets, tenant_salt
 from kvdepot.core.clients import Client, Instance, Lease
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
@@ -96,6 +96,7 @@ class Transfers:
         instance = self._admit(client, request.instance)
         for part in request.shards:
             check_shards(part, instance.layout)
+            check_source(part)
         operation = _Operation(client, number, instance, is_store=True, chunks=[])
         pieces: list[CopyPiece] = []
         complete = True

@@ -166,7 +166,7 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     parent: hash of the chunk before the first (the chain's root for chunk 0); empty if the hashes are an engine's own,
         whose chain is unknown.
     depth: chunks before the first, from the prompt's start (with `parent` only).
-    skip_blocks: leading blocks of the first chunk that a retrieve must not write.
+    skip_blocks: leading blocks of the first chunk that a retrieve must not write; 0 in a store.
     salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty: none.
     """
 
