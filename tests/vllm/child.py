@@ -34,8 +34,10 @@ USED = (
     "vllm.lora.worker_manager",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.gemma3",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.phi3",
+    "vllm.model_executor.models.qwen3_next",
     "vllm.model_executor.warmup.kernel_warmup",
     "vllm.models.deepseek_v4",
     "vllm.v1.attention.backends.cpu_attn",
@@ -103,10 +105,10 @@ class Child:
                         "logprobs": [sorted((t, p.logprob) for t, p in step.items()) for step in only.logprobs],
                         "cached": output.num_cached_tokens,
                     }
-        # Blocks that wait for a store are freed by steps with nothing scheduled.
+        # Blocks that wait for a store are freed by steps with nothing scheduled, whose metrics count, too.
         deadline = time.monotonic() + 60
         while self.scheduler.requests and time.monotonic() < deadline:
-            self.engine.engine_core.get_output()
+            self.engine.step()
         assert not self.scheduler.requests, f"never freed: {list(self.scheduler.requests)}"
         results, self.results = self.results, {}
         return results

@@ -33,8 +33,11 @@ END_S = 120
 ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive",
-    "TORCH_COMPILE_DISABLE": "1",
+    "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
+"""One thread each, on any core: threads of several engines that wait for each other on two cores take four times as
+long.
+"""
 BLOCKS = 512
 """Of 128 tokens, or of 16 with MLA: prompts have less than 2,048 tokens here, and mostly run one at a time."""
 

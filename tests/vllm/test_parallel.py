@@ -25,9 +25,7 @@ def test_two_ranks_store_each_shard_once_and_both_get_it_back(
     start_depot: StartDepot,
     models: dict[str, Path],
     start_engine: StartEngine,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks may have but one core each
     depot = start_depot(arena_mib=64)
     tokens = prompt(81, CHUNKS * 256 + 17)
     engine = start_engine(models[kind], depot.url, tensor_parallel_size=2).wait_started()

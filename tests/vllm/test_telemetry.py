@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,23 @@ def collector() -> Iterator[Collector]:
     made.close()
 
 
+@pytest.fixture
+def subscribe() -> Iterator[Callable[[str], Events]]:
+    """Subscribers that end with the test."""
+    with contextlib.ExitStack() as ending:
+
+        def start(endpoint: str) -> Events:
+            return ending.enter_context(contextlib.closing(Events(endpoint)))
+
+        yield start
+
+
 def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     start_depot: StartDepot,
     models: dict[str, Path],
     start_engine: StartEngine,
     collector: Collector,
+    subscribe: Callable[[str], Events],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,13 +125,13 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     server = start_depot(
         "--kv-events", f"ipc://{tmp_path}/depot", "--log-level", "debug", "--log-format", "json", arena_mib=256
     )
-    depots = Events(f"ipc://{tmp_path}/depot")
+    depots = subscribe(f"ipc://{tmp_path}/depot")
     eventually(lambda: depots.hear() or depots.batches)
     engine = start_engine(
         models["gqa"], server.url, otlp_traces_endpoint=collector.url,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/engine"},
     )  # fmt: skip
-    engines = Events(f"ipc://{tmp_path}/engine")
+    engines = subscribe(f"ipc://{tmp_path}/engine")
     engine.wait_started()
     tokens = prompt(1, 2 * 256 + 9)
     trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -206,16 +219,15 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
     assert engine.run_fresh(tokens)["cached"] == 512
     saved = eventually(lambda: (now := server.status()["saved"])["tokens"] == 1024 and now)
     assert 0 < saved["prefill_s"] < again_s
-    depots.close(), engines.close()
     engine.stop()
 
 
-def test_what_the_depot_publishes_is_what_vllm_reads(tmp_path: Path) -> None:
+def test_what_the_depot_publishes_is_what_vllm_reads(subscribe: Callable[[str], Events], tmp_path: Path) -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
     endpoint, chain = f"ipc://{tmp_path}/depot", chunks_of("c", 3)
     desk = Desk(endpoint, pages=8).start()
-    router = Events(endpoint)
+    router = subscribe(endpoint)
     try:
         eventually(lambda: router.hear() or router.batches)
         desk.shelf.store(chain)
@@ -226,7 +238,6 @@ def test_what_the_depot_publishes_is_what_vllm_reads(tmp_path: Path) -> None:
         clear(desk.index)
         eventually(lambda: router.of("AllBlocksCleared", before))
     finally:
-        router.close()
         desk.close()
     events = [event for event in router.events if not isinstance(event, AllBlocksCleared)]
     assert events[0] == BlockStored(
