@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import Engine, nothing_is_held, output, prompt
@@ -89,6 +91,35 @@ def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_
     kill(depot)
     assert alone(engine) == cold
     assert [len(result["tokens"]) for result in together(engine)] == [8] * len(PROMPTS)
+    engine.stop()
+
+
+@pytest.mark.parametrize(("kind", "chunk", "options"), [("windows", 256, {"dtype": "float32"}), ("states", 640, {})])
+def test_a_hybrid_models_server_killed_between_lookup_and_load_gives_back_whole_prefixes_or_none(
+    kind: str, chunk: int, options: dict[str, Any], start_depot: StartDepot, models: dict[str, Path],
+    start_engine: StartEngine,
+) -> None:  # fmt: skip
+    depot = start_depot(arena_mib=64)
+    engine = start_engine(models[kind], depot.url, enable_prefix_caching=True, **options).wait_started()
+    prompts = [prompt(250 + i, CHUNKS * chunk + 11 + i) for i in range(3)]
+    cold = [output(engine.run_fresh(tokens)) for tokens in prompts]
+    warm = [engine.run_fresh(tokens) for tokens in prompts]
+    assert [result["cached"] for result in warm] == [CHUNKS * chunk] * len(prompts)
+    for number, tokens in enumerate(prompts):
+        engine.tell("reset")
+        engine.tell("add", request=engine.request(tokens))
+        kill(depot)
+        depot = start_depot(url=depot.url, name=depot.name, arena_mib=64)
+        (result,) = engine.tell("finish").values()
+        assert output(result) in (cold[number], output(warm[number])), number
+    # All parts of all groups are hits again.
+    eventually(lambda: engine.run_fresh(prompts[0])["cached"])
+    again = [engine.run_fresh(tokens) for tokens in prompts]
+    assert [result["cached"] for result in again] == [CHUNKS * chunk] * len(prompts)
+    assert [output(result) for result in again] == [output(result) for result in warm]
+    eventually(lambda: nothing_is_held(depot.status()))
+    kill(depot)
+    assert [output(engine.run_fresh(tokens)) for tokens in prompts] == cold
     engine.stop()
 
 
