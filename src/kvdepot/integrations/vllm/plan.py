@@ -26,7 +26,8 @@ __all__ = ["NULL_BLOCK", "Piece", "Place", "Plan", "State"]
 NULL_BLOCK = 0
 _SPACING = 16
 """Chunks between two boundaries within a prompt: 4,096 tokens with the default chunk size. A longer distance computes
-up to that many tokens again where prompts part; a shorter one stores more parts that only such prompts need."""
+up to that many tokens again where prompts part; a shorter one stores more parts that only such prompts need. Decision
+0052 has the figures."""
 _SPACING_REACHES = 4
 """But at least this many times the reach of a group, so that at most every fourth of its parts is stored for it."""
 
