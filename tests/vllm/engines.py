@@ -373,6 +373,12 @@ def same_as_own(engine: Engine, tokens: list[int], cached: int, exact: bool = Tr
             assert all(abs(one[1] - other[1]) < 1e-3 for one, other in zip(step, same, strict=True))
 
 
+def run_preempted(engine: Engine, prompts: list[list[int]], max_tokens: int) -> None:
+    """Run prompts together on an engine whose KV space is too small for all."""
+    engine.tell("run", requests=[engine.request(tokens, max_tokens=max_tokens) for tokens in prompts])
+    assert engine.tell("preemptions") > 0, "the KV space was not tiny enough to test anything"
+
+
 def spoil_a_part(depot: Depot) -> None:
     """Change one byte in the server's memory, of one chunk's part of a window or a state."""
     with (SHM / depot.name).open("r+b") as file:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import nothing_is_held, output, prompt, write_lora
+from tests.vllm.engines import nothing_is_held, output, prompt, run_preempted, write_lora
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -159,8 +159,7 @@ def test_preemption_under_a_tiny_kv_space_leaves_no_wrong_byte(
         models["gqa"], depot.url, extra={"kvdepot.save_decode": True}, num_gpu_blocks_override=20, max_model_len=2048
     ).wait_started()
     prompts = [prompt(20 + i, 2 * 256 + 17 + i) for i in range(4)]
-    engine.tell("run", requests=[engine.request(tokens, max_tokens=400) for tokens in prompts])
-    assert engine.tell("preemptions") > 0, "the KV space was not tiny enough to test anything"
+    run_preempted(engine, prompts, max_tokens=400)
     for tokens in prompts:
         from_depot = engine.run_fresh(tokens)
         own = engine.run(tokens)

@@ -36,6 +36,29 @@ def together(engine: Engine) -> list[dict[str, Any]]:
     return [results[request["id"]] for request in requests]
 
 
+def kill_between_lookup_and_load(
+    engine: Engine,
+    depot: Depot,
+    start_depot: StartDepot,
+    prompts: list[list[int]],
+    cold: list[Any],
+    warm: list[dict[str, Any]],
+) -> Depot:
+    """Start the server again each time; what was promised fails or comes back. Returns the last server.
+
+    cold, warm: outputs as computed, results as loaded.
+    """
+    for number, tokens in enumerate(prompts):
+        engine.tell("reset")
+        engine.tell("add", request=engine.request(tokens))
+        kill(depot)
+        depot = start_depot(url=depot.url, name=depot.name, arena_mib=256)
+        (result,) = engine.tell("finish").values()
+        # Recomputed or loaded: bit for bit what one of the two gave before.
+        assert output(result) in (cold[number], output(warm[number])), number
+    return depot
+
+
 def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_again_after_a_restart(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
@@ -45,15 +68,7 @@ def test_a_server_killed_under_traffic_changes_no_token_and_its_chunks_are_hits_
     warm = [engine.run_fresh(tokens) for tokens in PROMPTS]
     assert [result["cached"] for result in warm] == [CHUNKS * 256] * len(PROMPTS)
 
-    # Killed between the lookups and the loads, and started again at once: what was promised fails or comes back.
-    for number, tokens in enumerate(PROMPTS):
-        engine.tell("reset")
-        engine.tell("add", request=engine.request(tokens))
-        kill(depot)
-        depot = start_depot(url=depot.url, name=depot.name, arena_mib=256)
-        (result,) = engine.tell("finish").values()
-        # Recomputed or loaded: bit for bit what one of the two gave before.
-        assert output(result) in (cold[number], output(warm[number])), number
+    depot = kill_between_lookup_and_load(engine, depot, start_depot, PROMPTS, cold, warm)
     # Killed and started again at moments that the engine does not choose.
     over = threading.Event()
     kills = 0
@@ -99,19 +114,13 @@ def test_a_hybrid_models_server_killed_between_lookup_and_load_gives_back_whole_
     kind: str, chunk: int, options: dict[str, Any], start_depot: StartDepot, models: dict[str, Path],
     start_engine: StartEngine,
 ) -> None:  # fmt: skip
-    depot = start_depot(arena_mib=64)
+    depot = start_depot(arena_mib=256)
     engine = start_engine(models[kind], depot.url, enable_prefix_caching=True, **options).wait_started()
     prompts = [prompt(250 + i, CHUNKS * chunk + 11 + i) for i in range(3)]
     cold = [output(engine.run_fresh(tokens)) for tokens in prompts]
     warm = [engine.run_fresh(tokens) for tokens in prompts]
     assert [result["cached"] for result in warm] == [CHUNKS * chunk] * len(prompts)
-    for number, tokens in enumerate(prompts):
-        engine.tell("reset")
-        engine.tell("add", request=engine.request(tokens))
-        kill(depot)
-        depot = start_depot(url=depot.url, name=depot.name, arena_mib=64)
-        (result,) = engine.tell("finish").values()
-        assert output(result) in (cold[number], output(warm[number])), number
+    depot = kill_between_lookup_and_load(engine, depot, start_depot, prompts, cold, warm)
     # All parts of all groups are hits again.
     eventually(lambda: engine.run_fresh(prompts[0])["cached"])
     again = [engine.run_fresh(tokens) for tokens in prompts]
