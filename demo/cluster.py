@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from demo import figures, prepare, prompt_length, report, run_engine, start_server
+from demo import LLAMA, Measured, figures, prepare, print_machine, prompt_length, report, run_engine, start_server
 
 from kvdepot import install
 from kvdepot.client import MessageQueueClient
@@ -164,7 +164,8 @@ def main() -> int:
     load = os.getloadavg()[0]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdepot-cluster-")))
-        prompts = prepare(folder, args.lengths)
+        print_machine()
+        prompts = prepare(folder, LLAMA, args.lengths)
         one, two = stack.enter_context(two_hosts())
         print(f"host A is {one.address}, host B is {two.address}: mooncake_master on A, a depot on each", flush=True)
         pool = stack.enter_context(master(one, folder))
@@ -179,9 +180,10 @@ def main() -> int:
             sys.exit("the depot on B holds chunks already")
         warm = run_engine(folder, second, "warm", two.inside)
         shown = status(second)
+    measured = [Measured("llama", prompts, cold, warm)]
     if args.json:
-        args.json.write_text(json.dumps(figures(prompts, cold, warm, load), indent=2) + "\n")
-    code = report(prompts, cold, warm)
+        args.json.write_text(json.dumps(figures(measured, load), indent=2) + "\n")
+    code = report(measured)
     (tier,) = shown["tiers"]
     tokens = tier["counters"].get("loaded_chunks", 0) * shown["chunk_size_tokens"]
     print(f"{tokens} tokens came to B through the pool ({tier['name']})")

@@ -1,9 +1,10 @@
 """The main use, end to end, on this machine's CPU: `make demo`.
 
-Writes a random-weight Llama, starts `kvdepot serve`, runs a vLLM engine on a few prompts and stops it, then runs a
-fresh engine on the same prompts. Prints what the depot saved, and whether tokens and logprobs are bit for bit those of
-the engine's own prefix-cache hit. Exit code 1 if they differ or nothing was retrieved. `--url` uses a running server,
-which can be watched; `--json` writes the figures for plots.py.
+Starts `kvdepot serve`. Then, for each of two models with random weights (a Llama, and a hybrid model like Gemma 3 with
+sliding windows beside full attention), runs a vLLM engine on a few prompts and stops it, and runs a fresh engine on the
+same prompts. Prints what the depot saved, and whether tokens and logprobs are bit for bit those of the engine's own
+prefix-cache hit. Exit code 1 if they differ or nothing was retrieved. `--url` uses a running server, which can be
+watched; `--json` writes the figures for plots.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,64 +36,129 @@ from kvdepot.config import load
 from kvdepot.errors import KVDepotError
 
 HERE = Path(__file__).parent
-# Lengths just past a chunk's end, so that the engine's own cache and the depot hold the same tokens of each.
-LENGTHS = (2048 + 17, 2048 + 33, 8192 + 17, 8192 + 49)
 FEWEST_TOKENS, MOST_TOKENS = 257, 8432
 """Limits of a prompt's length: a chunk plus a token that must be computed; the model's context without its output."""
 ENGINE_S = 900.0
 """Limit for all runs of an engine."""
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
-def write_model(folder: Path) -> None:
-    """A Llama with random bf16 weights, grouped-query attention."""
+@dataclass(frozen=True)
+class Model:
+    """A model with random weights. lengths: of its prompts, unless --lengths gives others."""
+
+    title: str
+    config: dict[str, Any]
+    lengths: tuple[int, ...]
+
+    def __str__(self) -> str:
+        config = self.config
+        kind = {"bfloat16": "bf16"}.get(config["torch_dtype"], config["torch_dtype"])
+        return (
+            f"a random-weight {self.title}, {config['num_hidden_layers']} layers, "
+            f"{config['num_key_value_heads']} KV heads of {config['head_dim']}, {kind}"
+        )
+
+
+# Lengths just past a chunk's end, so that the engine's own cache and the depot hold the same tokens of each.
+LLAMA = Model(
+    "Llama",
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    (2048 + 17, 2048 + 33, 8192 + 17, 8192 + 49),
+)
+WINDOWS = Model(
+    "hybrid like Gemma 3 (sliding windows of 1,024 tokens beside full attention)",
+    {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "sliding_window": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 32000,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    (4096 + 17, 4096 + 49),  # four windows long: resuming needs the last one only
+)
+MODELS = {"llama": LLAMA, "windows": WINDOWS}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the two engines of one of MODELS did. cold, warm: the runs of each prompt."""
+
+    name: str
+    prompts: dict[str, list[int]]
+    cold: dict[str, Any]
+    warm: dict[str, Any]
+
+
+def write_model(folder: Path, model: Model) -> None:
+    """A Llama or Gemma 3 with random weights, grouped-query attention."""
     folder.mkdir(parents=True)
-    if platform.machine() == "x86_64" and " avx512f " not in Path("/proc/cpuinfo").read_text():
-        CONFIG["num_hidden_layers"] = 2  # bf16 without AVX-512 takes 20 s a layer for 8k tokens on two cores
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    hidden, inner, vocab = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
-    heads = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
-    kv = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
-    torch.manual_seed(0)
-
-    def random_weight(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape) * 0.02).to(torch.bfloat16)
-
-    weights = {
-        "model.embed_tokens.weight": random_weight(vocab, hidden),
-        "lm_head.weight": random_weight(vocab, hidden),
-    }
-    weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    for layer in range(CONFIG["num_hidden_layers"]):
+    config = model.config
+    dtype = getattr(torch, config["torch_dtype"])
+    if (
+        dtype == torch.bfloat16
+        and platform.machine() == "x86_64"
+        and " avx512f " not in Path("/proc/cpuinfo").read_text()
+    ):
+        config["num_hidden_layers"] = 2  # bf16 without AVX-512 takes 20 s a layer for 8k tokens on two cores
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, hidden)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head"] = (vocab, hidden)
+    norms = {"model.norm": hidden}
+    for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
-        weights |= {
-            name + "input_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            name + "post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            name + "self_attn.q_proj.weight": random_weight(heads, hidden),
-            name + "self_attn.k_proj.weight": random_weight(kv, hidden),
-            name + "self_attn.v_proj.weight": random_weight(kv, hidden),
-            name + "self_attn.o_proj.weight": random_weight(hidden, heads),
-            name + "mlp.gate_proj.weight": random_weight(inner, hidden),
-            name + "mlp.up_proj.weight": random_weight(inner, hidden),
-            name + "mlp.down_proj.weight": random_weight(hidden, inner),
+        norms |= {name + "input_layernorm": hidden, name + "post_attention_layernorm": hidden}
+        if config["model_type"] == "gemma3_text":
+            norms |= {f"{name}{part}_feedforward_layernorm": hidden for part in ("pre", "post")}
+            norms |= {f"{name}self_attn.{part}_norm": config["head_dim"] for part in "qk"}
+        shapes |= {
+            name + "self_attn.q_proj": (heads, hidden),
+            name + "self_attn.k_proj": (kv, hidden),
+            name + "self_attn.v_proj": (kv, hidden),
+            name + "self_attn.o_proj": (hidden, heads),
+            name + "mlp.gate_proj": (inner, hidden),
+            name + "mlp.up_proj": (inner, hidden),
+            name + "mlp.down_proj": (hidden, inner),
         }
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": (torch.randn(*shape) * 0.02).to(dtype) for name, shape in shapes.items()}
+    weights |= {f"{name}.weight": torch.ones(size, dtype=dtype) for name, size in norms.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -182,24 +249,26 @@ def prompt_length(text: str) -> int:
     return int(text)
 
 
-def prepare(folder: Path, lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Write model and prompts into `folder`, and print what this runs on; returns the prompts by name."""
+def prepare(folder: Path, model: Model, lengths: Sequence[int] | None) -> dict[str, list[int]]:
+    """Write model and prompts into a new `folder`; returns the prompts by name. Without lengths: the model's own."""
     generator = random.Random(2026)
     prompts = {
-        f"{i + 1}: {length} tokens": [generator.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
-        for i, length in enumerate(lengths)
+        f"{i + 1}: {length} tokens": [generator.randrange(3, model.config["vocab_size"]) for _ in range(length)]
+        for i, length in enumerate(lengths or model.lengths)
     }
+    write_model(folder / "model", model)
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    print(f"machine: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
-    write_model(folder / "model")
-    print(f"model: a random-weight Llama, {CONFIG['num_hidden_layers']} layers, 8 KV heads of 128, bf16", flush=True)
+    print(f"model: {model}", flush=True)
     return prompts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--lengths", type=prompt_length, metavar="N", nargs="+", default=LENGTHS, help="prompt lengths in tokens"
+        "--model", choices=MODELS, help="only this model: llama, or windows (sliding windows beside full attention)"
+    )
+    parser.add_argument(
+        "--lengths", type=prompt_length, metavar="N", nargs="+", help="prompt lengths in tokens, for each model"
     )
     parser.add_argument(
         "--url",
@@ -210,17 +279,24 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, for plots.py")
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name:
-        folder = Path(name)
-        with serving(folder, args.url) as url:
-            prompts = prepare(folder, args.lengths)
+    measured = []
+    with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name, serving(Path(name), args.url) as url:
+        print_machine()
+        for kind in [args.model] if args.model else MODELS:
+            folder = Path(name, kind)
+            prompts = prepare(folder, MODELS[kind], args.lengths)
             print("engine A: cold prefill, stores its KV", flush=True)
             cold = run_engine(folder, url, "cold")
             print("engine A stopped; engine B: the same prompts from the depot", flush=True)
             warm = run_engine(folder, url, "warm")
+            measured.append(Measured(kind, prompts, cold, warm))
     if args.json:
-        args.json.write_text(json.dumps(figures(prompts, cold, warm, load), indent=2) + "\n")
-    return report(prompts, cold, warm)
+        args.json.write_text(json.dumps(figures(measured, load), indent=2) + "\n")
+    return report(measured)
+
+
+def print_machine() -> None:
+    print(f"machine: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
 
 
 @contextmanager
@@ -242,13 +318,23 @@ def serving(folder: Path, url: str | None) -> Iterator[str]:
         server.wait(30)
 
 
-def figures(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any], load: float) -> dict[str, Any]:
-    """The measurements as plain data. Times in seconds. load: the machine's load at the start."""
+def figures(measured: Sequence[Measured], load: float) -> dict[str, Any]:
+    """The measurements as plain data: the Llama's, which plots.py draws, beside the machine's; others by their name.
+
+    Times in seconds. load: the machine's load at the start.
+    """
+    shown: dict[str, Any] = {"processor": cpu_name(), "cores": os.cpu_count(), "load": round(load, 1)}
+    for each in measured:
+        found = figures_of(each)
+        shown |= found if each.name == "llama" else {each.name: found}
+    return shown
+
+
+def figures_of(measured: Measured) -> dict[str, Any]:
+    """Those of one model."""
+    cold, warm = measured.cold, measured.warm
     return {
-        "processor": cpu_name(),
-        "cores": os.cpu_count(),
-        "load": round(load, 1),
-        "layers": CONFIG["num_hidden_layers"],
+        "layers": MODELS[measured.name].config["num_hidden_layers"],
         "prompts": [
             {
                 "tokens": len(tokens),
@@ -258,7 +344,7 @@ def figures(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str,
                 "retrieved_tokens": warm[name]["first"]["cached"],
                 "identical": is_identical(warm[name]),
             }
-            for name, tokens in prompts.items()
+            for name, tokens in measured.prompts.items()
         ],
     }
 
@@ -269,20 +355,21 @@ def is_identical(runs: dict[str, Any]) -> bool:
     return bool(depot["tokens"] == own["tokens"] and depot["logprobs"] == own["logprobs"])
 
 
-def report(prompts: dict[str, list[int]], cold: dict[str, Any], warm: dict[str, Any]) -> int:
-    print()
+def report(measured: Sequence[Measured]) -> int:
+    """Print the times; returns the exit code."""
     titles = f"{'prompt':<16} {'TTFT cold':>10} {'depot':>10} {'own cache':>10} {'speed-up':>9} {'retrieved':>10}"
-    print(f"{titles} identical  cold differs by")
     good = True
-    for name in prompts:
-        first, depot, own = cold[name]["first"], warm[name]["first"], warm[name]["own"]
-        identical = is_identical(warm[name])
-        good &= identical and depot["cached"] > 0
-        print(
-            f"{name:<16} {first['ttft'] * 1e3:>7.0f} ms {depot['ttft'] * 1e3:>7.0f} ms {own['ttft'] * 1e3:>7.0f} ms "
-            f"{first['ttft'] / depot['ttft']:>8.1f}x {depot['cached']:>10} {'yes' if identical else 'NO':<9}  "
-            f"{difference(first, own)}"
-        )
+    for each in measured:
+        print(f"\n{MODELS[each.name]}\n{titles} identical  cold differs by")
+        for name in each.prompts:
+            first, depot, own = each.cold[name]["first"], each.warm[name]["first"], each.warm[name]["own"]
+            identical = is_identical(each.warm[name])
+            good &= identical and depot["cached"] > 0
+            print(
+                f"{name:<16} {first['ttft'] * 1e3:>7.0f} ms {depot['ttft'] * 1e3:>7.0f} ms "
+                f"{own['ttft'] * 1e3:>7.0f} ms {first['ttft'] / depot['ttft']:>8.1f}x {depot['cached']:>10} "
+                f"{'yes' if identical else 'NO':<9}  {difference(first, own)}"
+            )
     print()
     print(
         "identical: tokens and logprobs from the depot equal those of the engine's own prefix-cache hit, bit for bit."

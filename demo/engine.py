@@ -67,6 +67,7 @@ def main() -> None:
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
+        dtype=json.loads(Path(model, "config.json").read_text())["torch_dtype"],  # "auto" makes bfloat16 of float32
         enforce_eager=True,
         max_model_len=8448,
         max_num_seqs=4,

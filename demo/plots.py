@@ -1,7 +1,7 @@
 """Plots of the demo's figures: `python demo/plots.py demo.json docs/plots`, from the output of `demo.py --json`.
 
-Time to first token over prompt length: computed, from the depot, and from the engine's own cache, which is the lower
-bound. One plot for light pages, one for dark ones.
+The Llama's time to first token over prompt length: computed, from the depot, and from the engine's own cache, which is
+the lower bound. One plot for light pages, one for dark ones.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the pictures go")
     args = parser.parse_args()
     measured = json.loads(args.numbers.read_text())
+    if "prompts" not in measured:
+        sys.exit(f"{args.numbers} has no figures of the Llama: they come from demo.py without `--model windows`")
     args.folder.mkdir(parents=True, exist_ok=True)
     for look in LOOKS:
         draw(measured, look).savefig(args.folder / look.name, dpi=150, bbox_inches="tight", facecolor=look.ground)

@@ -79,7 +79,7 @@ def shown_elsewhere(status: Status) -> Status:
 def draw(path: Path, title: str, columns: int, parts: Callable[[Console], list[RenderableType]]) -> None:
     """Save one picture."""
     with Path("/dev/null").open("w") as nowhere:
-        console = Console(record=True, width=columns, height=24, highlight=False, markup=False, file=nowhere)
+        console = Console(record=True, width=columns, height=30, highlight=False, markup=False, file=nowhere)
         console.print(*parts(console), sep="\n")
     text = re.sub(r"@font-face \{[^}]*\}", "", console.export_svg(title=title))  # they would be fetched from elsewhere
     path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")

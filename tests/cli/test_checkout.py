@@ -56,3 +56,8 @@ def test_the_demo_says_before_it_begins_that_the_server_it_is_to_use_is_not_ther
 def test_a_demo_of_two_depots_takes_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--cluster", "--url"]) == 2
     assert "--url" in capsys.readouterr().err
+
+
+def test_a_demo_of_two_depots_has_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--cluster", "--model", "windows"]) == 2
+    assert "--model" in capsys.readouterr().err

@@ -93,13 +93,14 @@ def bench(
 
 @click.command()
 @click.option("--cluster", is_flag=True, help="over two depots that share a pool of memory (Mooncake Store)")
-@click.option("--lengths", metavar="N,...", help="prompt lengths in tokens")
+@click.option("--model", type=click.Choice(["llama", "windows"]), help="only this model; default: both")
+@click.option("--lengths", metavar="N,...", help="prompt lengths in tokens, for each model")
 @click.option(
     "--url", metavar="[URL]", is_flag=False, flag_value="", help="use the server at URL (without a value: the one of "
     "KVDEPOT_URL, or this user's); default: start one for the demo",
 )  # fmt: skip
 @options.as_json
-def demo(cluster: bool, lengths: str | None, url: str | None, as_json: bool) -> int:
+def demo(cluster: bool, model: str | None, lengths: str | None, url: str | None, as_json: bool) -> int:
     """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back. Takes some minutes.
 
     Exit code 1 if an output differs or nothing was retrieved. With --json the messages go to standard error and the
@@ -108,9 +109,13 @@ def demo(cluster: bool, lengths: str | None, url: str | None, as_json: bool) -> 
     script = _script("demo/cluster.py" if cluster else "demo/demo.py")
     if cluster and url is not None:
         raise click.UsageError("--cluster starts its own servers: it excludes --url")
+    if cluster and model is not None:
+        raise click.UsageError("--cluster has one model: it excludes --model")
     _need("torch", "safetensors", "vllm")
     given = lengths.split(",") if lengths else []
     arguments = ["--lengths", *given] if given else []
+    if model is not None:
+        arguments += ["--model", model]
     if url is not None:
         arguments += ["--url", url]
     if not as_json:
