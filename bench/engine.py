@@ -1,9 +1,10 @@
 """A real vLLM engine's time to first token, with the connector and without.
 
-Two engines of the same random-weight Llama run side by side, one with the connector, and are measured alternately, so
+Two engines of the same random-weight model run side by side, one with the connector, and are measured alternately, so
 that drifts of the machine affect both; while one computes, the other sleeps. The time is that from before the request
 is added until the step that returns its first token. Prompts end a few tokens behind a chunk, so that the depot and the
-engine's own cache hold the same part of each.
+engine's own cache hold the same part of each. The models are a Llama, and two hybrid ones: with sliding windows beside
+full attention, like Gemma 3, and with states beside it, like Qwen3-Next.
 
     python engine.py MODEL_DIR TOKENS DTYPE DEPOT_URL      one engine, which takes commands on its stdin
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,20 +33,15 @@ from kvdepot.protocol import wire
 
 __all__ = ["EngineProcess", "run"]
 
-_CHUNK_TOKENS = 256
 _TAIL_TOKENS = 17
-_KV_NUMBERS = 2 * 8 * 128
-"""Elements of KV per token and layer: keys and values of 8 heads of 128."""
-_READY_S = 300.0
-_CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+_VOCABULARY = 32000
+_COMMON: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 32000,
+    "vocab_size": _VOCABULARY,
     "max_position_embeddings": 16384,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -52,32 +49,99 @@ _CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_KV_NUMBERS = 2 * 8 * 128
+"""Elements of KV per token and layer: keys and values of 8 heads of 128."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """title: in figures. config: all but `_COMMON`. kinds: of layers, repeated. dtype: empty for the fastest here.
+    bar: of a first token from the depot.
+    """
+
+    title: str
+    config: dict[str, Any]
+    kinds: tuple[str, ...] = ("full_attention",)
+    dtype: str = ""
+    bar: float = 1.1
+
+    def layers(self, count: int) -> list[str]:
+        """The kind of each of about `count` layers: whole repetitions."""
+        return list(self.kinds) * max(1, count // len(self.kinds))
+
+    def content(self, tokens: int, chunk_tokens: int, layers: int, item_bytes: int) -> int:
+        """Bytes that a prompt must leave behind so that others can be resumed at its boundaries: all tokens of full
+        attention; of a window, at its end and after every 16 chunks, all tokens of it but one; the states at its end.
+        """
+        kinds = [self.kinds[layer % len(self.kinds)] for layer in range(layers)]
+        numbers = kinds.count("full_attention") * tokens * _KV_NUMBERS
+        if "sliding_attention" in kinds:
+            boundaries = {tokens, *range(16 * chunk_tokens, tokens, 16 * chunk_tokens)}
+            held = sum(min(end, self.config["sliding_window"] - 1) for end in boundaries)
+            numbers += kinds.count("sliding_attention") * held * _KV_NUMBERS
+        if "linear_attention" in kinds:
+            keys = self.config["linear_num_key_heads"] * self.config["linear_key_head_dim"]
+            values = self.config["linear_num_value_heads"] * self.config["linear_value_head_dim"]
+            convolution = (2 * keys + values) * (self.config["linear_conv_kernel_dim"] - 1)
+            numbers += kinds.count("linear_attention") * (convolution + values * self.config["linear_key_head_dim"])
+        return numbers * item_bytes
+
+
+_LLAMA = _Model("", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+_WINDOWS = _Model(
+    ", windows",
+    {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 1024,
+        "query_pre_attn_scalar": 128, "hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": 10000.0,
+        "tie_word_embeddings": True,
+    },
+    ("sliding_attention", "sliding_attention", "sliding_attention", "full_attention"),
+    "float32", 1.15,
+)  # fmt: skip
+_STATES = _Model(
+    ", states",
+    {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "decoder_sparse_step": 1, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "norm_topk_prob": True,
+    },
+    ("linear_attention", "linear_attention", "linear_attention", "full_attention"),
+    "bfloat16", 1.15,
+)  # fmt: skip
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """Figures for a cold prompt, the engine's own cache hit, and a hit in the depot."""
+    """For each model, figures for a cold prompt, the engine's own cache hit, a hit in the depot, and what is stored."""
+    return [figure for model in (_LLAMA, _WINDOWS, _STATES) for figure in _run(model, scale, notes)]
+
+
+def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
     context: zmq.Context[Any] = zmq.Context()
-    dtype, item_bytes = _dtype()
-    kv_bytes = scale.engine_tokens * scale.engine_layers * _KV_NUMBERS * item_bytes
+    dtype, item_bytes = (model.dtype, 4 if model.dtype == "float32" else 2) if model.dtype else _dtype()
+    kinds = model.layers(scale.engine_layers)
+    kv_bytes = scale.engine_tokens * len(kinds) * _KV_NUMBERS * item_bytes  # more, if not all is full attention
     prompts = scale.cold_runs + 1
-    server = Serve(arena_gib=(kv_bytes * prompts + (64 << 20)) / 2**30)
+    server = Serve(arena_gib=(kv_bytes * prompts + (256 << 20)) / 2**30)
     engines: list[_Engine] = []
     client = None
     with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as folder:
-        config = {**_CONFIG, "num_hidden_layers": scale.engine_layers}
+        config = {**_COMMON, **model.config, "num_hidden_layers": len(kinds)}
+        if len(model.kinds) > 1:
+            config["layer_types"] = kinds
         (Path(folder) / "config.json").write_text(json.dumps(config))
         try:
             server.wait_populated(context)
             client = MessageQueueClient(server.url, context)
-            say("engine: starting vLLM twice")
+            say(f"engine{model.title}: starting vLLM twice")
             engines = [_Engine(folder, scale.engine_tokens, dtype, url) for url in ("", server.url)]
             for engine in engines:
                 engine.hear()
             notes.append(
-                f"engine: Llama of {scale.engine_layers} layers, hidden size {_CONFIG['hidden_size']}, 8 KV heads of "
-                f"128, {dtype}; {scale.engine_tokens} tokens are {kv_bytes / 2**20:.0f} MiB of KV"
+                f"engine: {model.config['model_type']} of {len(kinds)} layers, hidden size {_COMMON['hidden_size']}, "
+                f"8 KV heads of 128, {dtype}"
             )
-            return _measure(scale, engines[0], engines[1], _Depot(client), kv_bytes, notes)
+            return _measure(model, item_bytes, scale, engines[0], engines[1], _Depot(client), notes)
         finally:
             for engine in engines:
                 engine.close()
@@ -99,20 +163,17 @@ class _Depot:
     def __init__(self, client: MessageQueueClient) -> None:
         self._client = client
 
-    def counter(self, name: str) -> int:
-        return int(self._status()["counters"].get(name, 0))
-
     def wait_idle(self) -> None:
-        while self._status()["operations"]:
+        while self.status()["operations"]:
             time.sleep(0.01)
 
-    def _status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._client.ask(wire.Status()).result(10.0)
         return answer
 
 
 def _measure(
-    scale: Scale, plain: _Engine, connected: _Engine, depot: _Depot, kv_bytes: int, notes: list[str]
+    model: _Model, item_bytes: int, scale: Scale, plain: _Engine, connected: _Engine, depot: _Depot, notes: list[str]
 ) -> list[Figure]:
     both = (plain, connected)
     cold: dict[_Engine, list[float]] = {plain: [], connected: []}
@@ -120,46 +181,61 @@ def _measure(
     served: list[float] = []
     floors: list[float] = []
     say("engine: nothing cached")
-    for number in range(-1, scale.cold_runs):  # the first warms up
+    tokens = scale.engine_tokens
+    for number in range(-1, scale.cold_runs):  # the first warms up, and says how long a chunk is
         for engine in both if number % 2 else both[::-1]:
             engine.reset()
-            seconds, cached = engine.first_token(number)
+            seconds, cached = engine.first_token(number, tokens)
             depot.wait_idle()
             _expect(cached, 0)
             if number >= 0:
                 cold[engine].append(seconds * 1000)
+        if number < 0:
+            connected.reset()  # what it still stores
+            (namespace,) = depot.status()["namespaces"]
+            chunk_tokens = namespace["chunk_tokens"]
+            tokens = scale.engine_tokens // chunk_tokens * chunk_tokens
+            before = depot.status()["stored_bytes"]
+    connected.reset()
+    stored = (depot.status()["stored_bytes"] - before) / scale.cold_runs
+    content = model.content(tokens, chunk_tokens, len(model.layers(scale.engine_layers)), item_bytes)
     say("engine: everything in its own cache")
     last = scale.cold_runs - 1
     for number in range(-1, scale.warm_runs):
         for engine in both if number % 2 else both[::-1]:
-            seconds, cached = engine.first_token(last)
-            _expect(cached, scale.engine_tokens)
+            seconds, cached = engine.first_token(last, tokens)
+            _expect(cached, tokens)
             if number >= 0:
                 own[engine].append(seconds * 1000)
     say("engine: everything in the depot")
-    source, target = np.ones(kv_bytes, np.uint8), np.ones(kv_bytes, np.uint8)
-    chunks = scale.engine_tokens // _CHUNK_TOKENS
     copies = []
     for number in range(-1, scale.warm_runs):
         connected.reset()
-        before = depot.counter("retrieved_chunks")
-        seconds, cached = connected.first_token(last)
-        _expect(cached, scale.engine_tokens)
-        _expect(depot.counter("retrieved_chunks") - before, chunks)
-        own_s, cached = plain.first_token(last)
-        _expect(cached, scale.engine_tokens)
+        before = depot.status()["retrieved_bytes"]
+        seconds, cached = connected.first_token(last, tokens)
+        _expect(cached, tokens)
+        retrieved = depot.status()["retrieved_bytes"] - before
+        own_s, cached = plain.first_token(last, tokens)
+        _expect(cached, tokens)
+        source, target = np.ones(retrieved, np.uint8), np.ones(retrieved, np.uint8)
         begun = time.perf_counter()
         np.copyto(target, source)
         copy_s = time.perf_counter() - begun
         if number >= 0:
             served.append(seconds * 1000)
             floors.append((own_s + copy_s) * 1000)
-            copies.append(kv_bytes / copy_s / 1e9)
-    notes.append(f"engine: one numpy copy of a prompt's KV runs at {median(copies):.1f} GB/s")
+            copies.append(retrieved / copy_s / 1e9)
+    notes.append(
+        f"engine{model.title}: {tokens} tokens are {retrieved / 2**20:.1f} MiB to resume at; "
+        f"one numpy copy of them runs at {median(copies):.1f} GB/s"
+    )
+    title = f"8k tokens{model.title}"
+    cold_bar = 1.02 if len(model.kinds) > 1 else 1.03
     return [
-        at_most("vLLM first token, 8k tokens, nothing cached", "ms", cold[connected], cold[plain], 1.03),
-        at_most("vLLM first token, 8k tokens in its own cache", "ms", own[connected], own[plain], 1.1, 0.5),
-        at_most("vLLM first token, 8k tokens from the depot", "ms", served, floors, 1.5),
+        at_most(f"vLLM first token, {title}, nothing cached", "ms", cold[connected], cold[plain], cold_bar),
+        at_most(f"vLLM first token, {title} in its own cache", "ms", own[connected], own[plain], 1.1, 0.5),
+        at_most(f"vLLM first token, {title} from the depot", "ms", served, floors, model.bar),
+        at_most(f"vLLM stored, {title}", "MiB", [stored / 2**20], [content / 2**20], 1.05),
     ]
 
 
@@ -225,9 +301,11 @@ class _Engine(EngineProcess):
         """Empty its own prefix cache."""
         self.ask(["reset"])
 
-    def first_token(self, prompt: int) -> tuple[float, int]:
-        """Run prompt number `prompt`; returns seconds to the first token, and how many of its tokens were cached."""
-        seconds, cached = self.ask(["run", prompt])
+    def first_token(self, prompt: int, tokens: int) -> tuple[float, int]:
+        """Run prompt number `prompt` with `tokens` tokens and a few more; returns seconds to the first token, and how
+        many of its tokens were cached.
+        """
+        seconds, cached = self.ask(["run", prompt, tokens])
         return seconds, cached
 
 
@@ -251,6 +329,7 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
         dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
+        enable_prefix_caching=True,  # off by default where a model has states
         max_model_len=tokens + 256,
         max_num_seqs=4,
         max_num_batched_tokens=2048,
@@ -289,7 +368,7 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
             result = reset()
         else:
             rng = np.random.default_rng(1000 + command[1])
-            result = first_token(rng.integers(3, _CONFIG["vocab_size"], tokens + _TAIL_TOKENS).tolist())
+            result = first_token(rng.integers(3, _VOCABULARY, command[2] + _TAIL_TOKENS).tolist())
         print(json.dumps(result), file=answers, flush=True)
     llm.llm_engine.engine_core.shutdown()
 
