@@ -17,6 +17,7 @@ import torch
 import zmq
 from blake3 import blake3
 from common import Echo, Peer, Scale, Serve, say
+from groups import two_groups
 from report import Figure, at_least, at_most, below
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
@@ -56,6 +57,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             worker.shutdown()
     finally:
         server.close()
+    figures += two_groups(scale, context)
     figures += _index(scale, context, notes)
     context.term()
     gc.unfreeze()

@@ -46,6 +46,7 @@ EXPECTED = (
     + [f"lookup {tokens} tokens, all hit" for tokens in ("1k", "8k", "32k", "128k")]
     + [f"lookup {tokens} tokens repeated with 256 more" for tokens in ("1k", "8k", "32k", "128k")]
     + ["lookups a second, 8k tokens, 4 clients"]
+    + [f"lookup {tokens} tokens, two groups" for tokens in ("8k", "128k")]
     + [
         f"lookup {which} with {chunks} chunks in the index"
         for which in ("p50", "p99.9")
