@@ -51,6 +51,8 @@ _COMMON: dict[str, Any] = {
 }
 _KV_NUMBERS = 2 * 8 * 128
 """Elements of KV per token and layer: keys and values of 8 heads of 128."""
+_RECURRENT_BYTES = 4
+"""Of an element of a recurrent state, which vLLM keeps in float32 on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +71,22 @@ class _Model:
         """The kind of each of about `count` layers: whole repetitions."""
         return list(self.kinds) * max(1, count // len(self.kinds))
 
-    def content(self, tokens: int, chunk_tokens: int, layers: int, item_bytes: int) -> int:
+    def content(self, kinds: list[str], tokens: int, chunk_tokens: int, item_bytes: int) -> int:
         """Bytes that a prompt must leave behind so that others can be resumed at its boundaries: all tokens of full
         attention; of a window, at its end and after every 16 chunks, all tokens of it but one; the states at its end.
         """
-        kinds = [self.kinds[layer % len(self.kinds)] for layer in range(layers)]
-        numbers = kinds.count("full_attention") * tokens * _KV_NUMBERS
+        total = kinds.count("full_attention") * tokens * _KV_NUMBERS * item_bytes
         if "sliding_attention" in kinds:
             boundaries = {tokens, *range(16 * chunk_tokens, tokens, 16 * chunk_tokens)}
             held = sum(min(end, self.config["sliding_window"] - 1) for end in boundaries)
-            numbers += kinds.count("sliding_attention") * held * _KV_NUMBERS
+            total += kinds.count("sliding_attention") * held * _KV_NUMBERS * item_bytes
         if "linear_attention" in kinds:
             keys = self.config["linear_num_key_heads"] * self.config["linear_key_head_dim"]
             values = self.config["linear_num_value_heads"] * self.config["linear_value_head_dim"]
             convolution = (2 * keys + values) * (self.config["linear_conv_kernel_dim"] - 1)
-            numbers += kinds.count("linear_attention") * (convolution + values * self.config["linear_key_head_dim"])
-        return numbers * item_bytes
+            recurrent = values * self.config["linear_key_head_dim"]
+            total += kinds.count("linear_attention") * (convolution * item_bytes + recurrent * _RECURRENT_BYTES)
+        return total
 
 
 _LLAMA = _Model("", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
@@ -120,7 +122,7 @@ def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
     context: zmq.Context[Any] = zmq.Context()
     dtype, item_bytes = (model.dtype, 4 if model.dtype == "float32" else 2) if model.dtype else _dtype()
     kinds = model.layers(scale.engine_layers)
-    kv_bytes = scale.engine_tokens * len(kinds) * _KV_NUMBERS * item_bytes  # more, if not all is full attention
+    kv_bytes = scale.engine_tokens * len(kinds) * _KV_NUMBERS * item_bytes  # at most: windows and states take less
     prompts = scale.cold_runs + 1
     server = Serve(arena_gib=(kv_bytes * prompts + (256 << 20)) / 2**30)
     engines: list[_Engine] = []
@@ -198,7 +200,7 @@ def _measure(
             before = depot.status()["stored_bytes"]
     connected.reset()
     stored = (depot.status()["stored_bytes"] - before) / scale.cold_runs
-    content = model.content(tokens, chunk_tokens, len(model.layers(scale.engine_layers)), item_bytes)
+    content = model.content(model.layers(scale.engine_layers), tokens, chunk_tokens, item_bytes)
     say("engine: everything in its own cache")
     last = scale.cold_runs - 1
     for number in range(-1, scale.warm_runs):
