@@ -1,6 +1,6 @@
 """What the spacing of boundaries costs and saves on a trace of requests (decision 0052).
 
-    python tools/boundaries.py TRACE [--reach-tokens N]
+    python tools/boundaries.py TRACE [--reach-tokens N] [--no-junctions]
 
 A model with a bounded KV cache group (a window, a state) can be resumed only at boundaries, with the group's parts of
 the last `reach` tokens before them. Of each prompt of the trace, in any format of `kvdepot simulate`, boundaries are
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvdepot.errors import KVDepotError
+from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.simulate.traces import Trace, load
 
 
@@ -24,7 +24,11 @@ def main() -> int:
     parser.add_argument("--reach-tokens", type=int, default=1, metavar="N", help="of the group; default: 1, a state")
     parser.add_argument("--no-junctions", action="store_true", help="none where a prompt parts from an earlier one")
     args = parser.parse_args()
+    if args.reach_tokens < 1:
+        parser.error("--reach-tokens must be at least 1")
     trace = load(args.trace)
+    if not len(trace) or not trace.block_tokens:
+        raise ConfigError(f"{args.trace}: {'tokens per block are not known' if len(trace) else 'no requests'}")
     reach = -(-args.reach_tokens // trace.block_tokens)
     print(f"{len(trace)} requests; chunks of {trace.block_tokens} tokens, a reach of {reach}")
     print(f"{'tokens between':>14}  {'cached':>8}  {'parts per new chunk':>20}")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[2] / "tools" / "boundaries.py"
 PROMPTS = [
     [0, 1, 2, 3, 4, 5, 6, 7, 100],
@@ -36,10 +38,21 @@ def test_the_table_counts_what_is_cached_and_what_is_stored(tmp_path: Path) -> N
     assert table(path, "--no-junctions", "--reach-tokens", "1024")[-1][2] == f"{6 / 11:.3f}", "blocks 2 and 6 to 10"
 
 
-def test_a_file_that_is_no_trace_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("{}\n", [], "boundaries: {path}:1:"),
+        ("", [], "boundaries: {path}: no requests"),
+        ('{"requests": [{"t": 0, "hash_ids": [1, 2]}]}\n', [], "boundaries: {path}: tokens per block are not known"),
+        ('{"timestamp": 0, "hash_ids": [1, 2]}\n', ["--reach-tokens", "0"], "usage:"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_with_the_reason(
+    text: str, options: list[str], said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text("{}\n")
+    path.write_text(text)
     done = subprocess.run(
-        [sys.executable, str(TOOL), str(path)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, str(TOOL), str(path), *options], capture_output=True, text=True, check=False, timeout=60
     )
-    assert done.returncode == 1 and done.stderr.startswith(f"boundaries: {path}:1:")
+    assert done.returncode > 0 and done.stderr.startswith(said.format(path=path))
