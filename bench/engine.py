@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import zmq
 from common import Scale, Serve, say
-from report import Figure, at_most
+from report import Figure, at_least, at_most
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
@@ -34,6 +34,10 @@ from kvdepot.protocol import wire
 __all__ = ["EngineProcess", "run"]
 
 _TAIL_TOKENS = 17
+_BATCH = 4
+"""Prompts at once, of a quarter of the tokens each, where the throughput is measured."""
+_DECODED_TOKENS = 32
+"""Of each prompt in a batch."""
 _VOCABULARY = 32000
 _COMMON: dict[str, Any] = {
     "hidden_size": 512,
@@ -114,7 +118,7 @@ _STATES = _Model(
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """For each model, figures for a cold prompt, the engine's own cache hit, a hit in the depot, and what is stored."""
+    """For each model, figures for cold prompts, the engine's own cache hit, a hit in the depot, and what is stored."""
     return [figure for model in (_LLAMA, _WINDOWS, _STATES) for figure in _run(model, scale, notes)]
 
 
@@ -123,7 +127,7 @@ def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
     dtype, item_bytes = (model.dtype, 4 if model.dtype == "float32" else 2) if model.dtype else _dtype()
     kinds = model.layers(scale.engine_layers)
     kv_bytes = scale.engine_tokens * len(kinds) * _KV_NUMBERS * item_bytes  # at most: windows and states take less
-    prompts = scale.cold_runs + 1
+    prompts = 2 * (scale.cold_runs + 1)  # alone, and in batches
     server = Serve(arena_gib=(kv_bytes * prompts + (256 << 20)) / 2**30)
     engines: list[_Engine] = []
     client = None
@@ -227,6 +231,7 @@ def _measure(
             served.append(seconds * 1000)
             floors.append((own_s + copy_s) * 1000)
             copies.append(retrieved / copy_s / 1e9)
+    rates = _throughput(scale, both, depot)
     notes.append(
         f"engine{model.title}: {tokens} tokens are {retrieved / 2**20:.1f} MiB to resume at; "
         f"one numpy copy of them runs at {median(copies):.1f} GB/s"
@@ -235,10 +240,27 @@ def _measure(
     cold_bar = 1.02 if len(model.kinds) > 1 else 1.03
     return [
         at_most(f"vLLM first token, {title}, nothing cached", "ms", cold[connected], cold[plain], cold_bar),
+        at_least(f"vLLM throughput, {_BATCH} x 2k tokens{model.title}, nothing cached", "tokens/s", *rates, 1 / 1.02),
         at_most(f"vLLM first token, {title} in its own cache", "ms", own[connected], own[plain], 1.1, 0.5),
         at_most(f"vLLM first token, {title} from the depot", "ms", served, floors, model.bar),
         at_most(f"vLLM stored, {title}", "MiB", [stored / 2**20], [content / 2**20], 1.05),
     ]
+
+
+def _throughput(scale: Scale, both: tuple[_Engine, _Engine], depot: _Depot) -> tuple[list[float], list[float]]:
+    """Tokens computed per second with the connector and without, for batches of new prompts."""
+    say("engine: batches with nothing cached")
+    tokens = scale.engine_tokens // _BATCH
+    rates: dict[_Engine, list[float]] = {engine: [] for engine in both}
+    for number in range(-1, scale.cold_runs):  # the first warms up
+        for engine in both if number % 2 else both[::-1]:
+            engine.reset()
+            seconds = engine.batch(1000 + (number + 1) * _BATCH, tokens)
+            depot.wait_idle()
+            if number >= 0:
+                rates[engine].append(_BATCH * (tokens + _TAIL_TOKENS + _DECODED_TOKENS) / seconds)
+    plain, connected = both
+    return rates[connected], rates[plain]
 
 
 def _expect(found: int, wanted: int) -> None:
@@ -310,6 +332,11 @@ class _Engine(EngineProcess):
         seconds, cached = self.ask(["run", prompt, tokens])
         return seconds, cached
 
+    def batch(self, first: int, tokens: int) -> float:
+        """Run prompts number `first` and the next ones at once; returns seconds until all of them have ended."""
+        seconds: float = self.ask(["batch", first, tokens])
+        return seconds
+
 
 # -- the engine's process
 
@@ -338,7 +365,12 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
         **({"kv_transfer_config": transfer} if url else {}),
     )
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
+    decoding = SamplingParams(max_tokens=_DECODED_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
     serial = 0
+
+    def prompt(number: int, tokens: int) -> list[int]:
+        ids: list[int] = np.random.default_rng(1000 + number).integers(3, _VOCABULARY, tokens + _TAIL_TOKENS).tolist()
+        return ids
 
     def first_token(ids: list[int]) -> tuple[float, int]:
         nonlocal serial
@@ -354,6 +386,17 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
                     cached = output.num_cached_tokens or 0
         return first, cached
 
+    def batch(prompts: list[list[int]]) -> float:
+        nonlocal serial
+        engine = llm.llm_engine
+        begun = time.perf_counter()
+        for ids in prompts:
+            serial += 1
+            engine.add_request(f"bench-{serial}", {"prompt_token_ids": ids}, decoding)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return time.perf_counter() - begun
+
     def reset() -> bool:
         for _ in range(200):
             if llm.reset_prefix_cache():
@@ -368,9 +411,10 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
         result: Any
         if command[0] == "reset":
             result = reset()
+        elif command[0] == "batch":
+            result = batch([prompt(command[1] + index, command[2]) for index in range(_BATCH)])
         else:
-            rng = np.random.default_rng(1000 + command[1])
-            result = first_token(rng.integers(3, _VOCABULARY, command[2] + _TAIL_TOKENS).tolist())
+            result = first_token(prompt(command[1], command[2]))
         print(json.dumps(result), file=answers, flush=True)
     llm.llm_engine.engine_core.shutdown()
 
