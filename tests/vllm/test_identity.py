@@ -97,11 +97,27 @@ def test_every_field_of_a_real_configuration_is_reached(config: VllmConfig) -> N
     assert _text(config) == before
 
 
+OF_OTHER_RELEASES = {
+    "VllmConfig": {"logging_config", "watchdog_config"},
+    "CacheConfig": {
+        "cache_hit_alignment_tokens", "effective_attention_block_size", "hash_block_size",
+        "user_specified_mamba_block_size",
+    },
+    "SchedulerConfig": {"long_prefill_token_threshold_adaptive", "max_num_active_seqs"},
+    "CompilationConfig": {
+        "cudagraph_decoder_replay", "decoder_replay_cudagraph_capture_sizes", "decoder_replay_trim_threshold",
+    },
+    "AttentionConfig": {"sparse_mla_prefill_workspace_factor"},
+}  # fmt: skip
+"""Fields that some releases have that are served, and others not."""
+
+
 def test_only_fields_that_exist_are_listed_and_each_has_a_reason() -> None:
     for name, fields in HARMLESS.items():
         if name == "PreTrainedConfig":
             continue  # transformers': plain attributes
-        assert fields.keys() <= {field.name for field in dataclasses.fields(CLASSES[name])}, name
+        known = {field.name for field in dataclasses.fields(CLASSES[name])} | OF_OTHER_RELEASES.get(name, set())
+        assert fields.keys() <= known, name
     for reasons in HARMLESS.values():
         assert all(len(reason) > 10 for reason in reasons.values())
 

@@ -30,7 +30,10 @@ from kvdepot.protocol.endpoints import holder
 from kvdepot.protocol.status import Status, read
 from kvdepot.web.child import missing_packages
 
-__all__ = ["Finding", "findings"]
+__all__ = ["VLLM_RELEASES", "Finding", "findings"]
+
+VLLM_RELEASES = ("0.30", "0.31", "0.32", "0.33")
+"""As in integrations/vllm/versions.py, which cannot be imported without vLLM; a test compares them."""
 
 _ANSWER_S = 2.0
 _FEW_FILES = 4096
@@ -251,8 +254,8 @@ def _vllm() -> Iterator[Finding]:
     if not found:
         yield Finding("ok", "vLLM", "not installed here; only engines need it")
         return
-    if not found.startswith("0.32."):
-        advice = "the connector is tested with 0.32; other versions may have a different connector API"
+    if not found.startswith(tuple(f"{release}." for release in VLLM_RELEASES)):
+        advice = f"KVDepotConnector refuses to start: it serves vLLM {VLLM_RELEASES[0]} to {VLLM_RELEASES[-1]}"
         yield Finding("warn", "vLLM", found, advice)
     else:
         yield Finding("ok", "vLLM", found)

@@ -1,4 +1,4 @@
-"""vLLM's side of kvdepot: `KVDepotConnector`, for vLLM 0.32.
+"""vLLM's side of kvdepot: `KVDepotConnector`. versions.py says for which versions of vLLM.
 
 vLLM makes one in its scheduler and one in each worker, of the same class. Like vLLM's own connectors, each has one half
 and delegates to it: the scheduler's half (scheduler.py) decides what is looked up, loaded and stored; the worker's half
@@ -31,6 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq
+
+from kvdepot.integrations.vllm.versions import HOST_HITS, hash_block_tokens, tensor_replicas  # refuses other versions
+
+# isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -40,7 +44,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import CONNECT_S, Client
@@ -82,7 +85,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     Raises ConfigError for an unsupported configuration, Unavailable when no server answers within 5 s.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = HOST_HITS
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -90,7 +93,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unserved(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        replicas = kv_cache_config.kv_tp_replicas
+        replicas = tensor_replicas(kv_cache_config)
         model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
         groups = find_groups(kv_cache_config)
         alignment = hit_alignment(kv_cache_config)
@@ -134,7 +137,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         told = self._vllm_config.kv_events_config
         if told is None or not told.enable_kv_cache_events:
             return None
-        hashed = self._kv_cache_config.hash_block_size or groups[0].block_tokens
+        hashed = hash_block_tokens(self._vllm_config, self._kv_cache_config) or groups[0].block_tokens
         return Known(ranks, spec.chunk_tokens, hashed, event_group(groups, spec))
 
     @property

@@ -1,8 +1,9 @@
 """The fields of vLLM's configuration that change no byte of KV, each with a reason. All others are identity.
 
 Used by identity.py. Engines that differ in a field not listed here do not share KV, so a field that a new version of
-vLLM adds costs hits, but never causes wrong bytes. List a field only if it is known to change no KV byte beyond the
-rounding that the composition of batches causes anyway.
+vLLM adds costs hits, but never causes wrong bytes. List a field in `HARMLESS` only if it is known to change no KV byte
+beyond the rounding that the composition of batches causes anyway; and in `NEUTRAL`, so that releases with and without
+it share, only with a value that was seen, in the releases' sources, to mean what releases without the field do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from kvdepot.errors import ConfigError
 
-__all__ = ["HARMLESS", "describe_config"]
+__all__ = ["HARMLESS", "NEUTRAL", "describe_config"]
 
 _SCHEDULING = "when tokens are computed, not what"
 _FRONTEND = "text and requests before they are tokens"
@@ -31,6 +32,7 @@ HARMLESS: dict[str, dict[str, str]] = {
     "VllmConfig": {
         "observability_config": _TELLING,
         "logging_config": _TELLING,
+        "watchdog_config": _TELLING,
         "profiler_config": _TELLING,
         "kv_events_config": _TELLING,
         "kv_transfer_config": "how KV is moved; connectors beside ours must load what this engine would compute",
@@ -85,6 +87,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "effective_attention_block_size": _STATE,
         "_block_size_resolved": _STATE,
         "user_specified_block_size": "the block size itself is described",
+        "user_specified_mamba_block_size": "the block size itself is described",
         "hash_block_size": _STATE,
         "cache_hit_alignment_tokens": _STATE,
         "enable_prefix_caching": "what the engine keeps for itself",
@@ -150,6 +153,12 @@ HARMLESS: dict[str, dict[str, str]] = {
         "async_scheduling": _SCHEDULING,
         "stream_interval": _FRONTEND,
     },
+    "KernelConfig": {
+        "enable_jit_warmup": "when kernels are compiled, not which",
+    },
+    "AttentionConfig": {
+        "sparse_mla_prefill_workspace_factor": "how much is computed at a time",
+    },
     "LoadConfig": {
         "download_dir": _FILES,
         "safetensors_load_strategy": "how files are read",
@@ -205,6 +214,66 @@ HARMLESS: dict[str, dict[str, str]] = {
 }
 """Fields by the class that declares them, with the reason why engines that differ in them may share KV."""
 
+NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
+    "VllmConfig": {
+        "aux_output_config": ({}, "since 0.31: what is returned beside tokens; empty: none of its fields is set"),
+    },
+    "AuxOutputConfig": {
+        "enable_return_routed_experts": (False, "moved here in 0.31: nothing is returned"),
+        "max_bytes": (None, "since 0.31: how much is returned"),
+    },
+    "ModelConfig": {
+        "enable_return_routed_experts": (False, "until 0.30: nothing is returned"),
+        "is_submodel_config": (False, "since 0.31: a part of a model; its own configuration is described"),
+        "sleep_preserve_parameter_names": ([], "since 0.31: sleep as before"),
+        "sleep_mode_offload_cudagraph": (False, "since 0.32: sleep as before"),
+    },
+    "CacheConfig": {
+        "swa_bounded_replay": (True, "since 0.31: a group that it changes is described as replayed (groups.py)"),
+        "enable_mamba_fine_grained_prefix_cache": (False, "until 0.30, then renamed: which states the engine keeps"),
+        "enable_mamba_shared_prefix_checkpoint": (False, "since 0.31, renamed: which states the engine keeps"),
+        "simple_cpu_offload_num_blocks": (None, "since 0.33: another connector's memory"),
+    },
+    "ParallelConfig": {
+        "sd_worker_cls": ("auto", "until 0.31, without effect: no code reads it"),
+        "enable_hc_sp": (False, "since 0.32: each rank computes all, as before"),
+        "enable_shm_tensor_arena": (False, "since 0.32: how inputs reach workers"),
+    },
+    "EPLBConfig": {
+        "enable_migration_batching": (False, "since 0.32: experts move as before"),
+    },
+    "KernelConfig": {
+        "enable_rocm_segmented_attn_autotune": (False, "since 0.32: kernels are chosen as before"),
+        "monokernel": (False, "since 0.33: kernels of before"),
+    },
+    "AttentionConfig": {
+        "indexer_sparse_logits": (False, "since 0.31: the indexer computes all logits, as before"),
+        "tokenspeed_mla_min_split_kv": (1, "since 0.32: scheduled as before"),
+        "indexer_tp_shard_min_rows": (65536, "since 0.33: which rank scores a row"),
+        "trtllm_ragged_backend": ("trtllm-gen", "since 0.33: the kernels of before"),
+        "minimax_m3_indexer_cp": (False, "since 0.33: each rank scores all, as before"),
+    },
+    "PassConfig": {
+        "enable_sp": (False, "until 0.31: no sequence parallelism"),
+        "fuse_gemm_comms": (False, "until 0.31: part of sequence parallelism"),
+        "sp_min_token_num": (None, "until 0.31: part of sequence parallelism"),
+    },
+    "LoRAConfig": {
+        "max_lora_cls_labels": (None, "since 0.31: classification heads are as large as before"),
+    },
+    "SpeculativeConfig": {
+        "disable_lookahead_block_hashes": (False, "since 0.33: the engine's own hashes; with connectors as before"),
+        "draft_lm_head_quantization": (None, "since 0.33: not quantized, as before"),
+        "xpress_topc": (None, "since 0.33: as the draft's files say"),
+        "fly_window_size": (None, "since 0.33: which drafts are accepted; tokens are part of a chunk's hash"),
+        "fly_entropy_threshold": (0.3, "since 0.33: which drafts are accepted; tokens are part of a chunk's hash"),
+        "fly_entropy_top_k": (3, "since 0.33: which drafts are accepted; tokens are part of a chunk's hash"),
+    },
+}
+"""Fields that not all releases have that are served (versions.py), by the class that declares them: each with the value
+at which it does what releases without it do, and why. With that value a field is left out, so that an upgrade of vLLM
+keeps its cache; with any other it is identity. Values are as described, in JSON."""
+
 _MAX_DEPTH = 12
 
 
@@ -247,7 +316,8 @@ def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
     fields = dict(_fields(value))
     if fields or dataclasses.is_dataclass(value):
         harmless = _harmless(type(value))
-        return {name: inner(name, item) for name, item in sorted(fields.items()) if name not in harmless}
+        told = {name: inner(name, item) for name, item in sorted(fields.items()) if name not in harmless}
+        return _without_neutral(type(value), told)
     if vouched:
         return "vouched for"
     raise ConfigError(
@@ -267,10 +337,23 @@ def _fields(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _without(names: Mapping[str, str], value: object) -> object:
-    """A configuration's dictionary without these keys, and so all dictionaries nested in it."""
+    """A configuration's dictionary without these keys, and so all dictionaries nested in it.
+
+    Nor with keys that are None: releases of transformers differ in which they tell of those that are not set. Who sets
+    one to None by `hf_overrides` is told apart by those.
+    """
     if isinstance(value, Mapping):
-        return {key: _without(names, item) for key, item in value.items() if key not in names}
+        return {key: _without(names, item) for key, item in value.items() if key not in names and item is not None}
     return value
+
+
+def _without_neutral(cls: type, told: Mapping[str, object]) -> dict[str, object]:
+    neutral = {name: each[0] for base in cls.__mro__ for name, each in NEUTRAL.get(base.__name__, {}).items()}
+    return {
+        name: value
+        for name, value in told.items()
+        if name not in neutral or json.dumps(value) != json.dumps(neutral[name])  # 1 is not True, nor 1.0
+    }
 
 
 def _harmless(cls: type) -> set[str]:

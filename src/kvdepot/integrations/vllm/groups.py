@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupRole,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -49,6 +52,7 @@ __all__ = [
     "find_groups",
     "fit_groups",
     "hit_alignment",
+    "holds_plain_numbers",
     "make_plan",
 ]
 
@@ -208,8 +212,21 @@ def describe_groups(kv_cache_config: KVCacheConfig) -> list[str]:
         size = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
         if isinstance(spec, FullAttentionSpec):
             size = None  # all tokens are kept, whatever a layer looks at
-        told.append(f"{type(spec).__name__} {group.kv_cache_spec.block_size} {size}")
+        replay = " replayed" if getattr(spec, "bounded_replay", False) else ""  # 0.31 and later
+        told.append(f"{type(spec).__name__} {group.kv_cache_spec.block_size} {size}{replay}")
     return told
+
+
+def holds_plain_numbers(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all of it is keys and values (or MLA's latent vectors) in 16 or 32 bits, which every release of vLLM
+    writes alike. It packs and scales quantized KV otherwise in almost every release, and kernels change states."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    return all(
+        isinstance(spec, AttentionSpec)
+        and spec.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and spec.kv_quant_mode == KVQuantMode.NONE
+        for spec in specs
+    )
 
 
 def make_plan(groups: Sequence[Group], spec: ShardSpec, spacing: int, has_all_states: bool = False) -> Plan:

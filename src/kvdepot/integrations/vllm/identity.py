@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
-import vllm
 from blake3 import blake3
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -22,7 +21,8 @@ from kvdepot.config import default_url
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.fields import describe_config
-from kvdepot.integrations.vllm.groups import describe_groups, find_groups
+from kvdepot.integrations.vllm.groups import describe_groups, find_groups, holds_plain_numbers
+from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release
 from kvdepot.integrations.vllm.weight_files import find_weights
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     if speculative is not None and speculative.draft_model_config is not None:
         models.append(speculative.draft_model_config)
     facts = {
-        "vllm": vllm.__version__,
+        "format": _format(kv_cache_config),
         "config": describe_config(vllm_config, vouched=bool(weights_revision)),
         "platform": _platform(),
         "groups": describe_groups(kv_cache_config),
@@ -145,6 +145,17 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     text = json.dumps(facts, sort_keys=True)
     log.debug("kvdepot: identity of this engine's KV: %s", text)
     return f"{Path(models[0].model).name}@{blake3(text.encode()).hexdigest()[:32]}"
+
+
+def _format(kv_cache_config: KVCacheConfig) -> list[str]:
+    """What only vLLM's code decides about the bytes of KV: our number for it, and, where that may change unseen, the
+    release itself."""
+    release = installed_release()
+    facts = [f"format {KV_FORMATS[release]}"]
+    is_known = current_platform.is_cuda() or current_platform.is_cpu()
+    if not is_known or not holds_plain_numbers(kv_cache_config):
+        facts.append(f"vLLM {release}")
+    return facts
 
 
 def _platform() -> list[str]:

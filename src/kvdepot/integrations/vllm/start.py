@@ -41,6 +41,8 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
     get_class = factory.get_connector_class
 
     def get_connector_class(kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase]:
+        if kv_transfer_config.has_connector("KVDepotConnector"):
+            _refuse_other_versions()
         if kv_transfer_config.kv_connector == "KVDepotConnector":
             _find_server(kv_transfer_config)
         elif kv_transfer_config.has_connector("KVDepotConnector"):
@@ -49,6 +51,13 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
         return connector
 
     factory.get_connector_class = get_connector_class
+
+
+def _refuse_other_versions() -> None:
+    """Raise ConfigError where vLLM is of a version that is not served."""
+    from kvdepot.integrations.vllm.versions import refuse_other_versions
+
+    refuse_other_versions()
 
 
 def _refuse_failing(kv_transfer_config: KVTransferConfig) -> None:

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.device_allocator import alloc_conf
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -22,7 +20,9 @@ from kvdepot.devices import share
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.groups import Group
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.probe import describe_writers
 from kvdepot.integrations.vllm.stats import Figures
+from kvdepot.integrations.vllm.versions import alloc_conf
 from kvdepot.protocol.layout import Layout, build_layout
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class WorkerHalf:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
         """Share the paged KV with the server. num_blocks: that it has."""
-        backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
-        layouts = [describe_kv(_of_group(kv_caches, group), num_blocks, backends) for group in self._groups]
+        writers = describe_writers(self._vllm_config, kv_caches)
+        layouts = [describe_kv(_of_group(kv_caches, group), num_blocks, writers) for group in self._groups]
         if self._depot.spec.groups:
             self._depot.register_groups(layouts, kv_caches)
         else:
@@ -207,8 +207,8 @@ def _of_group(kv_caches: dict[str, torch.Tensor], group: Group) -> dict[str, tor
     return found
 
 
-def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: str) -> Layout:
-    """Share vLLM's paged KV and describe it. Raises ConfigError, LayoutError.
+def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, writers: str) -> Layout:
+    """Share vLLM's paged KV and describe it. writers: who fills the blocks (probe.py). Raises ConfigError, LayoutError.
 
     vLLM's views are [blocks, heads, tokens, content], whatever the order in memory, without the padding of a page.
     Where kernels use smaller blocks, several of those make one of the scheduler's. Layers of several KV cache groups
@@ -225,5 +225,5 @@ def describe_kv(kv_caches: dict[str, torch.Tensor], num_blocks: int, backends: s
         if place in seen:
             continue  # a layer that shares the KV of another
         seen.add(place)
-        views.append(view._replace(dtype=f"{view.dtype} {backends}"))
+        views.append(view._replace(dtype=f"{view.dtype} {writers}"))
     return build_layout(views, [0] * len(views))

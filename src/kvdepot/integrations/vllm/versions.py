@@ -1,0 +1,97 @@
+"""The versions of vLLM that kvdepot serves, and all that differs between them. No other file knows version numbers.
+
+| what | since | before |
+|---|---|---|
+| `CacheHitSource`: external hits have a source | 0.32 | not told |
+| `KVCacheConfig.hash_block_size` | 0.32 | vLLM's own function gives it |
+| `KVCacheConfig.kv_tp_replicas`: ranks that hold the same KV heads | 0.31 | every rank stores its own |
+| `alloc_conf`, and a context in which KV is allocated | 0.31 | vLLM never asks for one |
+
+To serve a new release: look at what it changes in the code that writes KV and in the classes of its configuration
+(`NEUTRAL` in fields.py), add it to `KV_FORMATS`, run `make test-versions`, and remove a release at the other end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from kvdepot.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = [
+    "HOST_HITS",
+    "KV_FORMATS",
+    "METHODS_SINCE",
+    "alloc_conf",
+    "hash_block_tokens",
+    "installed_release",
+    "refuse_other_versions",
+    "tensor_replicas",
+]
+
+KV_FORMATS: Mapping[str, int] = {"0.30": 1, "0.31": 1, "0.32": 1, "0.33": 1}
+"""The releases that are served, each with our number (the compatibility id) for what its code alone decides about the
+bytes of KV: what a kernel writes where, for the same configuration, layout and backend. Releases with equal numbers
+share KV of keys and values in full precision, on CPUs and CUDA; the rest is shared within a release alone (`kv_format`
+in identity.py). A release that changes such a thing gets the next number. On a CPU, probe.py sees it by trying."""
+
+METHODS_SINCE: Mapping[str, str] = {"get_mem_pool_context": "0.31"}
+"""Methods of the connector that releases before this one never call."""
+
+
+def refuse_other_versions(installed: str | None = None) -> None:
+    """Raise ConfigError unless the installed vLLM is one that kvdepot serves. installed: for tests."""
+    installed = vllm.__version__ if installed is None else installed
+    if _release(installed) not in KV_FORMATS:
+        oldest, newest = next(iter(KV_FORMATS)), list(KV_FORMATS)[-1]
+        raise ConfigError(
+            f"kvdepot serves vLLM {oldest} to {newest}, and this is vLLM {installed}. Install one of those, for "
+            f"example: pip install 'vllm=={newest}.*'; or the version of kvdepot that serves yours (docs/vllm.md)"
+        )
+
+
+def installed_release() -> str:
+    """Major and minor number of the installed vLLM."""
+    return _release(vllm.__version__)
+
+
+def _release(version: str) -> str:
+    """Major and minor number; empty for a version without them."""
+    found = re.match(r"v?(\d+\.\d+)(?!\d)", version)
+    return found[1] if found else ""
+
+
+refuse_other_versions()  # before anything is imported that another version may not have
+
+HOST_HITS: Any = None
+"""Which source vLLM's metrics name for tokens from the depot; None where they name none."""
+alloc_conf: Any = None
+"""vLLM's module for the settings of PyTorch's allocator; None where it does not ask for a context to allocate KV in."""
+
+if installed_release() != "0.30":
+    alloc_conf = import_module("vllm.device_allocator.alloc_conf")
+if installed_release() not in ("0.30", "0.31"):
+    HOST_HITS = import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST
+
+
+def tensor_replicas(kv_cache_config: KVCacheConfig) -> int:
+    """How many tensor-parallel ranks hold the same KV; their shards are stored once."""
+    return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+
+
+def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int | None:
+    """Tokens of the blocks that vLLM's scheduler hashes; None if it does not say. For the scheduler only."""
+    if hasattr(kv_cache_config, "hash_block_size"):
+        tokens: int | None = kv_cache_config.hash_block_size
+        return tokens
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])

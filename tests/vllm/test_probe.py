@@ -1,0 +1,54 @@
+"""What a worker tries before it shares its blocks: vLLM's own function writes into spare ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while vLLM is imported
+
+
+@pytest.fixture(scope="module")
+def layer(models: dict[str, Path]) -> Any:
+    """A layer as far as it matters here, with vLLM's own attention."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    with set_current_vllm_config(config):
+        impl = CPUAttentionBackendImpl(4, 64, 1.0, 2, None, None, "auto")
+    cache = torch.zeros((4, 2, 128, 2 * 64), dtype=torch.bfloat16)
+    return SimpleNamespace(
+        kv_cache=cache, num_kv_heads=2, head_size=64, isa="vec", impl=impl, _k_scale_float=1.0, _v_scale_float=1.0
+    )
+
+
+def test_another_order_of_keys_within_a_block_is_seen_though_name_and_shape_are_the_same(layer: Any) -> None:
+    from kvdepot.integrations.vllm.probe import _try_writing
+
+    written = {}
+    for isa in ("vec", "vec16"):
+        layer.isa = isa
+        written[isa] = _try_writing("layer", layer, torch.bfloat16)
+        assert written[isa] == _try_writing("layer", layer, torch.bfloat16)
+    assert sorted(written["vec"]) == sorted(written["vec16"]), "these are not the same numbers"
+    assert written["vec"] != written["vec16"]
+    assert not layer.kv_cache.any(), "the engine's own blocks were written"
+
+
+def test_a_layer_that_cannot_be_tried_shares_within_its_release_alone(
+    layer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvdepot.integrations.vllm import probe
+    from kvdepot.integrations.vllm.versions import installed_release
+
+    with caplog.at_level("WARNING", probe.log.name):
+        probe.log.addHandler(caplog.handler)
+        assert probe._try_writing("layer", SimpleNamespace(), torch.bfloat16) == installed_release().encode()
+        probe.log.removeHandler(caplog.handler)
+    assert "what layer writes into a block could not be tried" in caplog.text

@@ -1,0 +1,53 @@
+"""An upgrade of vLLM keeps its cache: what an engine of an older release stored is loaded by this one.
+
+KVDEPOT_OLDER_VLLM names the older one's Python (`make test-versions` does).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartDepot
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import prompt, same_as_own
+
+OLDER = os.environ.get("KVDEPOT_OLDER_VLLM", "")
+
+pytestmark = pytest.mark.skipif(not OLDER, reason="needs an older vLLM: make test-versions has some, and runs this")
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla", "windows"])
+def test_what_an_older_release_stored_is_what_this_one_computes(
+    kind: str, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    older = start_engine(models[kind], depot.url, python=OLDER)
+    newer = start_engine(models[kind], depot.url)
+    older.wait_started(), newer.wait_started()
+    tokens = prompt(900, 4 * 256 + 17)
+    before = older.run(tokens)
+    assert older.run_fresh(tokens)["cached"] == 4 * 256
+    older.stop()
+    same_as_own(newer, tokens, 4 * 256)
+    assert newer.run_fresh(tokens)["tokens"] == before["tokens"]
+    assert len(depot.status()["namespaces"]) == 1
+    newer.stop()
+
+
+def test_states_are_not_shared_with_an_older_release(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=64)
+    engines = [
+        start_engine(models["states"], depot.url, enable_prefix_caching=True, num_gpu_blocks_override=64, **where)
+        for where in ({"python": OLDER}, {})
+    ]
+    tokens = prompt(901, 1500)
+    for engine in engines:
+        engine.wait_started()
+        assert engine.run(tokens)["cached"] == 0
+        engine.stop()
+    assert len(depot.status()["namespaces"]) == 2
