@@ -38,6 +38,29 @@ def hashes(of: Any, named: bool = True) -> bytes:
     return bytes(Prompt(of, SIZE, ROOT, named).hash().hashes)
 
 
+def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_hash() -> None:
+    from kvdepot.integrations.vllm.requests import Prompt
+
+    def ahead(items: list[Any]) -> bytes:
+        return bytes(Prompt(request(list(range(600)), items), SIZE, ROOT, True, lookahead=1).hash().hashes)
+
+    plain, after, later = ahead([]), ahead([item("cat", 256)]), ahead([item("cat", 257)])
+    assert len(plain) == 2 * 32
+    assert plain[:32] != after[:32] and plain[:32] == later[:32] and plain[32:] != later[32:]
+
+
+def test_with_a_lookahead_a_chunk_at_the_end_gets_its_hash_with_the_token_after_it() -> None:
+    from kvdepot.integrations.vllm.requests import Prompt
+
+    decoding = request(list(range(2 * SIZE)))
+    prompt = Prompt(decoding, SIZE, ROOT, True, lookahead=1)
+    assert len(prompt.hash()) == 1
+    decoding.append_output_token_ids(7)
+    assert len(prompt.hash()) == 2
+    longer = request([*range(2 * SIZE), 7, 8, 9])
+    assert prompt.hash().hashes == Prompt(longer, SIZE, ROOT, True, lookahead=1).hash().hashes
+
+
 def update(session: Any, tokens: list[int], items: list[Any]) -> None:
     """As vLLM's scheduler does with the next input of a streaming session."""
     from vllm.v1.core.sched.scheduler import Scheduler

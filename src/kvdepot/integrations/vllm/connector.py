@@ -92,8 +92,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         replicas = kv_cache_config.kv_tp_replicas
         model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
-        groups = find_groups(kv_cache_config)
-        alignment = hit_alignment(kv_cache_config)
+        groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
+        alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
         rank = 0
         if role is KVConnectorRole.WORKER:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
@@ -109,7 +109,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             depot = SchedulerClient(client, spec)
             is_dense = kv_cache_config.prefix_cache_retention_interval is None
-            plan = make_plan(groups, spec, settings.boundary_chunks, is_dense)
+            lookahead = vllm_config.num_prefill_lookahead_tokens
+            plan = make_plan(groups, spec, settings.boundary_chunks, is_dense, lookahead)
             known = self._make_known(groups, spec, ranks)
             self.connector_scheduler = SchedulerHalf(vllm_config, depot, plan, ranks, settings.save_decode, known)
         else:

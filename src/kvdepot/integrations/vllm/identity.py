@@ -96,9 +96,10 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """Raise ConfigError for configurations whose KV would be cached wrongly or not at all."""
     find_groups(kv_cache_config)
     parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+    if parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
-            "kvdepot does not support context parallelism yet: ranks would hold different tokens of a block"
+            "kvdepot does not support prefill context parallelism: vLLM does not say which of its ranks hold the KV of "
+            "a decoded token. Start with --prefill-context-parallel-size 1"
         )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
@@ -115,12 +116,6 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise ConfigError(
             "kvdepot does not support states that are rebuilt from the last tokens: start without --use-replayssm and "
             "--use-kda-recoverssm"
-        )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        raise ConfigError(
-            f"kvdepot does not support speculative decoding by {speculative.method} yet: the draft's KV of a "
-            "loaded prefix would miss the target's hidden states"
         )
 
 
