@@ -99,8 +99,7 @@ def test_states_that_are_not_those_at_the_end_of_a_block_are_refused_with_what_t
     for mode in ("none", "all"):
         with pytest.raises(ConfigError, match=f"'{mode}'.*--enable-prefix-caching --mamba-cache-mode align"):
             find_groups(config(spec("FullAttentionSpec"), state(mode=mode)))
-    with pytest.raises(ConfigError, match="speculative decoding"):
-        find_groups(config(spec("FullAttentionSpec"), state(num_speculative_blocks=1)))
+    assert find_groups(config(state(num_speculative_blocks=3)))[0].is_state, "drafts have blocks of their own"
 
 
 def test_groups_of_which_all_is_needed_come_first_and_keep_the_numbers_of_their_tables() -> None:

@@ -265,3 +265,11 @@ def test_what_drafters_compute_again_is_not_final() -> None:
     assert Plan([whole()], CHUNK).final_tokens(1000, 900) == 900
     assert Plan([whole()], CHUNK, lookahead=1).final_tokens(800, 900) == 800
     assert Plan([whole()], CHUNK, lookahead=3).final_tokens(800, 900) == 798
+
+
+def test_with_a_lookahead_the_last_state_that_vllm_keeps_of_a_prompt_is_stored() -> None:
+    places = [whole(block=256), Place(1, 1, 1, 1, is_state=True)]
+    plan = Plan(places, CHUNK, spacing=99, has_all_states=True, lookahead=1)
+    tables = [table(0, 5 * CHUNK, 256), table(1, 5 * CHUNK, 256)]
+    pieces = plan.to_store(tables, 2, 4, 5 * CHUNK + 17, [State(1, 77, 4 * CHUNK)])
+    assert Piece(1, 3, 4, [77]) in pieces

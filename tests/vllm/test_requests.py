@@ -131,7 +131,7 @@ def test_items_have_names_of_their_contents_unless_both_of_vllms_caches_are_off(
     assert names_are_contents(config)
 
 
-def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
+def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> None:
     from types import SimpleNamespace
 
     import torch
@@ -152,6 +152,18 @@ def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
     refuse_unserved(config, cache)
     config.weight_transfer_config = object()
     with pytest.raises(ConfigError, match="weight_transfer_config"):
+        refuse_unserved(config, cache)
+    config.weight_transfer_config = None
+    config.speculative_config = SimpleNamespace(method="eagle3")
+    refuse_unserved(config, cache)
+    config.speculative_config = SimpleNamespace(method="dspark")
+    with pytest.raises(ConfigError, match="speculative decoding by dspark"):
+        refuse_unserved(config, cache)
+    config.speculative_config = None
+    config.parallel_config.decode_context_parallel_size = 2
+    refuse_unserved(config, cache)
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="prefill context parallelism"):
         refuse_unserved(config, cache)
 
 

@@ -168,8 +168,6 @@ def _check_state(number: int, group: KVCacheGroupSpec, spec: MambaSpec) -> None:
             f"its states are kept in the mode {spec.mamba_cache_mode!r}, and only those of 'align' are known to belong "
             "to the end of a block: start with --enable-prefix-caching --mamba-cache-mode align",
         )  # fmt: skip
-    if spec.num_speculative_blocks:
-        raise _refused(number, group, "with speculative decoding, its states may be of drafts that are rejected")
 
 
 def _refused(number: int, group: KVCacheGroupSpec, reason: str) -> ConfigError:

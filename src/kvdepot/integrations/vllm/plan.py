@@ -144,7 +144,9 @@ class Plan:
         """
         last, junction = self.most_chunks(prompt_tokens), junction // self._chunk_tokens
         at = {(state.table, state.tokens // self._chunk_tokens): state.block for state in states if self._ends(state)}
-        resumed = {chunk for _, chunk in at if first < chunk <= end and self._is_due(first, chunk, last)}
+        # With a lookahead, the last state that vLLM keeps of a prompt is that one block before its last whole one.
+        kept = last - (self._lookahead > 0)
+        resumed = {chunk for _, chunk in at if first < chunk <= end and self._is_due(first, chunk, kept)}
         pieces = []
         for group, place in enumerate(self._places):
             table = tables[place.table]
