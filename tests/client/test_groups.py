@@ -179,12 +179,14 @@ PARTS = (GroupSpec(0, CHUNK // BLOCK[0]), GroupSpec(REACH, CHUNK // BLOCK[1]))
 class Hybrid:
     """A scheduler and a worker of a model with full attention and a window."""
 
-    def __init__(self, depot: Depot, model: str = "") -> None:
+    def __init__(self, depot: Depot, model: str = "", world_size: int = 1, rank: int = 0, layers: int = 1) -> None:
+        """layers: so many times the bytes, as in a pipeline stage with more layers of each group."""
         self.model = model or f"hybrid-{uuid.uuid4().hex[:8]}"
-        spec = ShardSpec(self.model, 1, 0, CHUNK, PARTS[0].blocks_in_chunk, PARTS)
+        spec = ShardSpec(self.model, world_size, rank, CHUNK, PARTS[0].blocks_in_chunk, PARTS)
         self.scheduler = SchedulerClient(Client(depot.url, depot.context), spec)
         self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False)
-        self.caches = [torch.randint(0, 256, (64, 2 * BLOCK[group], 4), dtype=torch.uint8) for group in range(2)]
+        shapes = [(64, 2 * BLOCK[group], 4 * layers) for group in range(2)]
+        self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in shapes]
         self.worker.register_groups(self.layouts(), {f"layer.{i}": cache for i, cache in enumerate(self.caches)})
 
     def layouts(self) -> list[Layout]:
@@ -302,6 +304,28 @@ def test_an_engine_with_other_groups_gets_none_of_it(hybrid: Hybrid, depot: Depo
     full = hybrid.parts(chain, [TARGET[0][:8], TARGET[1]], "b")[0]
     assert other.ask(wire.Retrieve(1, spec.shards([full]))).result(HANG_S) == [False, False]
     other.close()
+
+
+def test_ranks_of_stages_with_unequal_layers_have_shards_of_both_groups_and_a_hit_needs_those_of_all(
+    depot: Depot,
+) -> None:
+    """Two pipeline stages, each tensor parallel over two ranks: what one rank has of a block, no other has."""
+    model = f"ranks-{uuid.uuid4().hex[:8]}"
+    ranks = [Hybrid(depot, model, 4, rank, layers=3 - rank // 2) for rank in range(4)]
+    chain = prompt(3)
+    for rank in ranks:
+        assert rank.lookup(chain) == 0
+        rank.store(rank.parts(chain, SOURCE, "a"))
+    written = [rank.read(SOURCE) for rank in ranks]
+    assert ranks[0].lookup(chain) == 3 * CHUNK
+    for rank, own in zip(ranks, written, strict=True):
+        assert rank.retrieve(rank.parts(chain, TARGET, "a")) == set()
+        assert rank.read(TARGET) == own
+    assert len({part[0] for part in written}) == 4
+    fewer = Hybrid(depot, model, 2)
+    assert fewer.lookup(chain) == 0, "engines with other parallel sizes have other shards"
+    for rank in (*ranks, fewer):
+        rank.close()
 
 
 @pytest.mark.faults

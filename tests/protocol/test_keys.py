@@ -285,3 +285,60 @@ def test_after_a_bad_request_a_chain_still_hashes_right(bad: object) -> None:
         chain.extend([1, 2, 3, 4, bad, 6])  # type: ignore[list-item]
     chain.extend([1, 2, 3, 4, 5, 6])
     assert chunks_of(chain) == by_hand([1, 2, 3, 4, 5, 6], 2)
+
+
+def ahead(tokens: list[int], size: int, lookahead: int, extras: tuple[tuple[int, bytes], ...] = ()) -> list[bytes]:
+    chain = ChunkChain(size, ROOT, lookahead)
+    chain.extend(tokens, extras)
+    assert chain.covered == (len(chain) * size + lookahead if len(chain) else 0)
+    return chunks_of(chain)
+
+
+@given(st.lists(TOKEN, max_size=40), st.integers(1, 7), st.integers(1, 9))
+def test_with_a_lookahead_a_chunk_has_a_hash_once_the_tokens_after_it_are_known(
+    tokens: list[int], size: int, lookahead: int
+) -> None:
+    found, parent = [], ROOT
+    for first in range(0, len(tokens), size):
+        covered = tokens[first : first + size + lookahead]
+        if len(covered) == size + lookahead:
+            parent = blake3(parent + b"".join(token.to_bytes(4, "little") for token in covered)).digest()
+            found.append(parent)
+    assert ahead(tokens, size, lookahead) == found
+
+
+@given(st.lists(TOKEN, min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 6), st.data())
+def test_with_a_lookahead_a_changed_token_changes_the_chunks_whose_drafts_depend_on_it(
+    tokens: list[int], size: int, lookahead: int, data: st.DataObject
+) -> None:
+    position = data.draw(st.integers(0, len(tokens) - 1))
+    other = list(tokens)
+    other[position] = (other[position] + data.draw(st.integers(1, 2**32 - 1))) % 2**32
+    one, two = ahead(tokens, size, lookahead), ahead(other, size, lookahead)
+    same = [a == b for a, b in zip(one, two, strict=True)]
+    assert same == [(i + 1) * size + lookahead <= position for i in range(len(one))]
+
+
+@given(
+    st.lists(st.lists(FEW, max_size=14), max_size=8),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.lists(st.tuples(st.integers(0, 14), st.binary(max_size=2)), max_size=3),
+)
+def test_with_a_lookahead_a_chain_that_is_given_any_prompts_in_turn_never_remembers_a_wrong_one(
+    prompts: list[list[int]], size: int, lookahead: int, extras: list[tuple[int, bytes]]
+) -> None:
+    extras.sort(key=lambda extra: extra[0])
+    chain = ChunkChain(size, ROOT, lookahead)
+    for prompt in prompts:
+        chain.extend(prompt, extras)
+        fresh = ahead(prompt, size, lookahead, tuple(extras))
+        assert chunks_of(chain)[: len(fresh)] == fresh
+
+
+def test_an_extra_in_the_lookahead_changes_the_chunk_before_it() -> None:
+    tokens = list(range(33))
+    plain, image = ahead(tokens, 8, 1), ahead(tokens, 8, 1, ((16, b"image"),))
+    assert [a == b for a, b in zip(plain, image, strict=True)] == [True, False, False, False]
+    image = ahead(tokens, 8, 1, ((17, b"image"),))
+    assert [a == b for a, b in zip(plain, image, strict=True)] == [True, True, False, False]

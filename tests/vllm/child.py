@@ -8,7 +8,7 @@ Commands: run (a list of requests, together), add (one request, and wait
 until its depot lookup has ended), step (one), finish (step until all are done), meet (wait until the scheduler and the
 worker know of a server that is there), reset (the engine's own prefix cache), reset all
 (and what the depot has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
-failed chunks (retrieved in vain so far), stop.
+speculation (tokens drafted so far, and those that were accepted), failed chunks (retrieved in vain so far), stop.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ USED = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.lora.worker_manager",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.deepseek_mtp",
     "vllm.model_executor.models.deepseek_v2",
     "vllm.model_executor.models.gemma3",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.llama_eagle",
+    "vllm.model_executor.models.llama_eagle3",
     "vllm.model_executor.models.phi3",
     "vllm.model_executor.models.qwen3_next",
+    "vllm.model_executor.models.qwen3_next_mtp",
     "vllm.model_executor.warmup.kernel_warmup",
     "vllm.models.deepseek_v4",
     "vllm.v1.attention.backends.cpu_attn",
@@ -140,6 +144,9 @@ class Child:
             case "metrics":
                 found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
                 return {m.name: m.count if hasattr(m, "count") else m.value for m in found}
+            case "speculation":
+                found = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+                return [int(found[f"vllm:spec_decode_num_{what}_tokens"]) for what in ("draft", "accepted")]
             case "preemptions":
                 return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
         raise ValueError(command)

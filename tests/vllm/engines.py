@@ -118,7 +118,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
             _add_qwen3_next(config, layer, name, shapes, norms)
             continue
         attention = f"{name}.self_attn"
-        if config["model_type"] == "deepseek_v2":
+        if config["model_type"].startswith("deepseek"):
             latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
             plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
             norms[f"{attention}.kv_a_layernorm"] = latent

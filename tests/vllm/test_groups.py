@@ -99,8 +99,7 @@ def test_states_that_are_not_those_at_the_end_of_a_block_are_refused_with_what_t
     for mode in ("none", "all"):
         with pytest.raises(ConfigError, match=f"'{mode}'.*--enable-prefix-caching --mamba-cache-mode align"):
             find_groups(config(spec("FullAttentionSpec"), state(mode=mode)))
-    with pytest.raises(ConfigError, match="speculative decoding"):
-        find_groups(config(spec("FullAttentionSpec"), state(num_speculative_blocks=1)))
+    assert find_groups(config(state(num_speculative_blocks=3)))[0].is_state, "drafts have blocks of their own"
 
 
 def test_groups_of_which_all_is_needed_come_first_and_keep_the_numbers_of_their_tables() -> None:
@@ -164,13 +163,47 @@ def test_a_kind_that_is_not_known_to_come_back_exactly_is_refused_by_name(
         find_groups(cache)
 
 
-def test_groups_of_draft_models_and_those_in_host_memory_are_refused() -> None:
+def test_groups_in_host_memory_are_refused() -> None:
     from kvdepot.integrations.vllm.groups import find_groups
 
-    with pytest.raises(ConfigError, match="draft model"):
-        find_groups(config(spec("FullAttentionSpec"), is_eagle_group=True))
     with pytest.raises(ConfigError, match="host memory"):
         find_groups(config(spec("FullAttentionSpec"), host_resident=True))
+
+
+def test_a_drafters_group_is_one_like_others() -> None:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    groups = [
+        KVCacheGroupSpec(["layer"], spec("MLAAttentionSpec")),
+        KVCacheGroupSpec(["mtp"], spec("SlidingWindowSpec", sliding_window=257), is_eagle_group=True),
+    ]
+    told = fitted(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+    assert told.groups == (GroupSpec(0, 16), GroupSpec(1, 16))
+
+
+def test_blocks_whose_tokens_are_spread_over_ranks_have_that_many_times_the_tokens() -> None:
+    """Decode context parallelism, with a drafter that has all tokens on every rank."""
+    from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
+
+    cache = config(spec("MLAAttentionSpec"), spec("MLAAttentionSpec", dcp_sharded=False))
+    groups, alignment = find_groups(cache, 4), hit_alignment(cache, 4)
+    assert ([group.block_tokens for group in groups], alignment) == ([64, 16], 64)
+    told = fit_groups(groups, "model", 8, 3, 100, alignment)
+    assert (told.chunk_tokens, told.groups) == (128, (GroupSpec(0, 2), GroupSpec(0, 8)))
+    plan = make_plan(groups, told, 0)
+    tables = [[10, 11, 12, 13], list(range(20, 36))]
+    (sharded, whole) = plan.to_store(tables, 0, 2, 300)
+    assert (sharded.blocks, whole.blocks) == (tables[0], tables[1])
+    (sharded, whole) = plan.to_load(tables, 64 + 128, 2)  # the engine has a block and a half chunk itself
+    assert (sharded.first, sharded.skip, whole.first, whole.skip) == (1, 1, 1, 4)
+
+
+def test_one_group_spread_over_ranks_has_fewer_blocks_per_chunk() -> None:
+    from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment
+
+    cache = config(spec("FullAttentionSpec"))
+    told = fit_groups(find_groups(cache, 2), "model", 4, 1, 256, hit_alignment(cache, 2))
+    assert (told.chunk_tokens, told.blocks_in_chunk, told.block_tokens, told.groups) == (256, 8, 32, ())
 
 
 def test_a_group_of_layers_of_several_sizes_is_one_group_and_is_named_alike_where_vllm_shows_less_of_it() -> None:

@@ -134,6 +134,17 @@ def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: Vll
     assert _name(config, "mine 1") != _name(config, "mine 2")
 
 
+def test_functions_of_vllms_own_are_described_by_their_names(config: VllmConfig) -> None:
+    """A draft model's configuration has one."""
+    from vllm.config import SpeculativeConfig
+
+    before = _name(config)
+    config = copy.deepcopy(config)
+    config.model_config.hf_overrides = SpeculativeConfig.hf_config_override  # type: ignore[assignment]
+    assert _name(config) not in (before, _name(config, "mine"))
+    assert "hf_config_override" in _text(config)
+
+
 @pytest.mark.parametrize(
     ("where", "field", "value", "message"),
     [

@@ -243,3 +243,33 @@ def test_what_any_prompt_stores_step_by_step_is_what_the_same_and_a_longer_promp
             assert there[piece.skip :] == piece.blocks[piece.skip :]  # tables number blocks by their place
             wanted[piece.group] -= set(piece.blocks[piece.skip :])
         assert wanted == [set(), set()]
+
+
+# -- drafters that look ahead
+
+
+def test_with_a_lookahead_a_prompt_of_whole_chunks_is_loaded_without_its_last() -> None:
+    plan = Plan([whole()], CHUNK, lookahead=1)
+    assert [plan.most_chunks(tokens) for tokens in (0, 1, CHUNK, CHUNK + 1, 2 * CHUNK)] == [0, 0, 0, 1, 1]
+    far = Plan([whole(), window(300)], CHUNK, lookahead=3)
+    assert [far.most_chunks(tokens) for tokens in (CHUNK + 2, CHUNK + 3)] == [0, 1]
+
+
+def test_windows_are_stored_for_the_last_boundary_that_a_lookahead_leaves() -> None:
+    plan = Plan([whole(), window(300)], CHUNK, spacing=99, lookahead=3)
+    tables = [table(0, 8 * CHUNK, 128), table(1, 8 * CHUNK, 128)]
+    assert covered(plan.to_store(tables, 0, 7, 8 * CHUNK + 2), 1) >= {5, 6}
+
+
+def test_what_drafters_compute_again_is_not_final() -> None:
+    assert Plan([whole()], CHUNK).final_tokens(1000, 900) == 900
+    assert Plan([whole()], CHUNK, lookahead=1).final_tokens(800, 900) == 800
+    assert Plan([whole()], CHUNK, lookahead=3).final_tokens(800, 900) == 798
+
+
+def test_with_a_lookahead_the_last_state_that_vllm_keeps_of_a_prompt_is_stored() -> None:
+    places = [whole(block=256), Place(1, 1, 1, 1, is_state=True)]
+    plan = Plan(places, CHUNK, spacing=99, has_all_states=True, lookahead=1)
+    tables = [table(0, 5 * CHUNK, 256), table(1, 5 * CHUNK, 256)]
+    pieces = plan.to_store(tables, 2, 4, 5 * CHUNK + 17, [State(1, 77, 4 * CHUNK)])
+    assert Piece(1, 3, 4, [77]) in pieces

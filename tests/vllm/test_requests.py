@@ -38,6 +38,29 @@ def hashes(of: Any, named: bool = True) -> bytes:
     return bytes(Prompt(of, SIZE, ROOT, named).hash().hashes)
 
 
+def test_with_a_lookahead_an_image_that_begins_right_after_a_chunk_is_in_its_hash() -> None:
+    from kvdepot.integrations.vllm.requests import Prompt
+
+    def ahead(items: list[Any]) -> bytes:
+        return bytes(Prompt(request(list(range(600)), items), SIZE, ROOT, True, lookahead=1).hash().hashes)
+
+    plain, after, later = ahead([]), ahead([item("cat", 256)]), ahead([item("cat", 257)])
+    assert len(plain) == 2 * 32
+    assert plain[:32] != after[:32] and plain[:32] == later[:32] and plain[32:] != later[32:]
+
+
+def test_with_a_lookahead_a_chunk_at_the_end_gets_its_hash_with_the_token_after_it() -> None:
+    from kvdepot.integrations.vllm.requests import Prompt
+
+    decoding = request(list(range(2 * SIZE)))
+    prompt = Prompt(decoding, SIZE, ROOT, True, lookahead=1)
+    assert len(prompt.hash()) == 1
+    decoding.append_output_token_ids(7)
+    assert len(prompt.hash()) == 2
+    longer = request([*range(2 * SIZE), 7, 8, 9])
+    assert prompt.hash().hashes == Prompt(longer, SIZE, ROOT, True, lookahead=1).hash().hashes
+
+
 def update(session: Any, tokens: list[int], items: list[Any]) -> None:
     """As vLLM's scheduler does with the next input of a streaming session."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -108,7 +131,7 @@ def test_items_have_names_of_their_contents_unless_both_of_vllms_caches_are_off(
     assert names_are_contents(config)
 
 
-def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
+def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> None:
     from types import SimpleNamespace
 
     import torch
@@ -129,6 +152,18 @@ def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
     refuse_unserved(config, cache)
     config.weight_transfer_config = object()
     with pytest.raises(ConfigError, match="weight_transfer_config"):
+        refuse_unserved(config, cache)
+    config.weight_transfer_config = None
+    config.speculative_config = SimpleNamespace(method="eagle3")
+    refuse_unserved(config, cache)
+    config.speculative_config = SimpleNamespace(method="dspark")
+    with pytest.raises(ConfigError, match="speculative decoding by dspark"):
+        refuse_unserved(config, cache)
+    config.speculative_config = None
+    config.parallel_config.decode_context_parallel_size = 2
+    refuse_unserved(config, cache)
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="prefill context parallelism"):
         refuse_unserved(config, cache)
 
 

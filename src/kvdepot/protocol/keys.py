@@ -7,6 +7,9 @@ engine (model, weights, dtype, parallel shape) is the namespace, and the server 
 
 The chain is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), 32 bytes, over the parent's hash and the token ids as
 little-endian uint32. It uses no seed of the process, so it is equal on every host and after every restart.
+
+A drafter's KV at a position may also depend on the tokens after it (EAGLE, MTP): the **lookahead**. The hash of each
+chunk then covers that many tokens after the chunk, too, so a chunk has a hash only once those are known.
 """
 
 from __future__ import annotations
@@ -86,13 +89,15 @@ class _Reached:
 class ChunkChain:
     """The chunk hashes of one growing prompt; every token is hashed once.
 
-    `hashes` is the concatenation of the 32-byte hashes of all full chunks so far. Not thread-safe.
+    `hashes` is the concatenation of the 32-byte hashes of all full chunks so far that have `lookahead` tokens after
+    them. Not thread-safe.
     """
 
-    __slots__ = ("_sentinel", "_tokens", "chunk_size", "hashes", "root")
+    __slots__ = ("_sentinel", "_tokens", "chunk_size", "hashes", "lookahead", "root")
 
-    def __init__(self, chunk_size: int, root: bytes = ROOT) -> None:
+    def __init__(self, chunk_size: int, root: bytes = ROOT, lookahead: int = 0) -> None:
         self.chunk_size = chunk_size
+        self.lookahead = lookahead
         self.root = root
         self.hashes = bytearray()
         self._sentinel = _Reached()
@@ -101,6 +106,11 @@ class ChunkChain:
     def __len__(self) -> int:
         """Chunks hashed so far."""
         return len(self.hashes) // HASH_BYTES
+
+    @property
+    def covered(self) -> int:
+        """Tokens that the hashes cover."""
+        return len(self) * self.chunk_size + self.lookahead if self.hashes else 0
 
     def parent(self, chunk: int) -> bytes:
         """Hash of the chunk before chunk number `chunk`; the root for the first."""
@@ -136,34 +146,38 @@ class ChunkChain:
         token_ids: the prompt from its start, ids in `[0, 2**32)`. If it starts with the tokens hashed before, only the
             new ones are hashed, otherwise all.
         extras: `(token position, bytes)` in order: what else the KV at a position depends on, such as the hash of an
-            image; hashed into the chunk that contains the position.
+            image; hashed into the chunk that contains the position, and into one whose lookahead contains it.
         Raises BadRequest for anything that is not a token id.
         """
-        size = self.chunk_size
-        end = len(token_ids) - len(token_ids) % size
-        done = len(self._tokens) - 1
-        if done and (done > len(token_ids) or not self._is_prefix(token_ids)):
+        size, covered = self.chunk_size, self.covered
+        if covered and (covered > len(token_ids) or not self._is_prefix(token_ids)):
             self.hashes.clear()
             del self._tokens[:-1]
-            done = 0
-        if end <= done:
+            covered = 0
+        first, end = len(self), (len(token_ids) - self.lookahead) // size
+        if end <= first:
             return
-        fresh = token_ids[done:end]
-        data = memoryview(pack_ids(fresh, "token ids"))
-        digest: bytes = self.parent(done // size)
-        by_chunk: dict[int, list[bytes]] = {}
-        for position, extra in extras:
-            by_chunk.setdefault(position // size, []).append((position % size).to_bytes(4, "little") + extra)
-        step = 4 * size
-        for offset in range(0, len(data), step):
+        reach = end * size + self.lookahead
+        data = memoryview(pack_ids(token_ids[first * size : reach], "token ids"))
+        digest = self.parent(first)
+        by_chunk = self._by_chunk(extras) if extras else {}
+        for chunk in range(first, end):
+            offset = 4 * size * (chunk - first)
             hasher = blake3(digest)
-            hasher.update(data[offset : offset + step])
+            hasher.update(data[offset : offset + 4 * (size + self.lookahead)])
             digest = hasher.digest()
-            if by_chunk:
-                for extra in by_chunk.get(done // size + offset // step, ()):
-                    digest = _derive(digest, extra)
+            for extra in by_chunk.get(chunk, ()):
+                digest = _derive(digest, extra)
             self.hashes += digest
-        self._tokens[-1:-1] = fresh
+        self._tokens[-1:-1] = token_ids[covered:reach]
+
+    def _by_chunk(self, extras: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:
+        """What is hashed into each chunk besides tokens: its place from the chunk's start, and the extra."""
+        size, found = self.chunk_size, dict[int, list[bytes]]()
+        for position, extra in extras:
+            for chunk in range(max(0, position - self.lookahead) // size, position // size + 1):
+                found.setdefault(chunk, []).append((position - chunk * size).to_bytes(4, "little") + extra)
+        return found
 
 
 def pack_ids(ids: Sequence[int], what: str) -> bytes:

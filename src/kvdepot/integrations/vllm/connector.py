@@ -32,7 +32,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import zmq
 
-from kvdepot.integrations.vllm.versions import HOST_HITS, hash_block_tokens, tensor_replicas  # refuses other versions
+from kvdepot.integrations.vllm.versions import (  # refuses other versions
+    HOST_HITS,
+    hash_block_tokens,
+    lookahead_tokens,
+    tensor_replicas,
+)
 
 # isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -95,8 +100,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         replicas = tensor_replicas(kv_cache_config)
         model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
-        groups = find_groups(kv_cache_config)
-        alignment = hit_alignment(kv_cache_config)
+        groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
+        alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
         rank = 0
         if role is KVConnectorRole.WORKER:
             rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
@@ -112,7 +117,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             depot = SchedulerClient(client, spec)
             is_dense = kv_cache_config.prefix_cache_retention_interval is None
-            plan = make_plan(groups, spec, settings.boundary_chunks, is_dense)
+            lookahead = lookahead_tokens(vllm_config)
+            plan = make_plan(groups, spec, settings.boundary_chunks, is_dense, lookahead)
             known = self._make_known(groups, spec, ranks)
             self.connector_scheduler = SchedulerHalf(vllm_config, depot, plan, ranks, settings.save_decode, known)
         else:

@@ -13,6 +13,7 @@ import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from types import FunctionType
 
 from kvdepot.errors import ConfigError
 
@@ -302,6 +303,8 @@ def _describe(value: object, path: str, vouched: bool, depth: int) -> object:
             return str(value)
         case type():
             return f"{value.__module__}.{value.__qualname__}"
+        case FunctionType() if value.__module__.startswith("vllm.") and value.__closure__ is None:
+            return f"{value.__module__}.{value.__qualname__}"  # vLLM's own, such as a draft model's `hf_overrides`
         case Mapping():
             return {str(key): inner(key, item) for key, item in value.items()}
         case Set():

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -116,34 +117,34 @@ class EventGroup(NamedTuple):
     reach: int = 0
 
 
-def find_groups(kv_cache_config: KVCacheConfig) -> list[Group]:
+def find_groups(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> list[Group]:
     """The groups that vLLM caches by prefix, those of which all tokens are needed first.
 
-    Raises ConfigError for a group that cannot be served.
+    dcp_size: ranks over which each block's tokens are spread (decode context parallelism). Raises ConfigError for a
+    group that cannot be served.
     """
     numbered = list(enumerate(kv_cache_config.kv_cache_groups))
     cached = set(kv_cache_config.prefix_cacheable_group_ids)
-    groups = [_make(number, group) for number, group in numbered if number in cached]
+    groups = [_make(number, group, dcp_size) for number, group in numbered if number in cached]
     if not groups:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for _, group in numbered) or "none"
         raise ConfigError(f"kvdepot: this model has no KV cache that vLLM can reuse for another prompt: {kinds}")
     return sorted(groups, key=lambda group: group.is_bounded)
 
 
-def _make(number: int, group: KVCacheGroupSpec) -> Group:
+def _make(number: int, group: KVCacheGroupSpec, dcp_size: int) -> Group:
     """Raises ConfigError."""
     specs = list(iter_layer_specs(group.kv_cache_spec))
     if group.host_resident or group.role is not KVCacheGroupRole.DEFAULT:
         raise _refused(number, group, "vLLM keeps it in host memory (HiSparse), in blocks of its own")
-    if group.is_eagle_group:
-        raise _refused(number, group, "it holds the KV of a draft model")
     made = {_measure(number, group, spec) for spec in specs}
     if len(made) != 1:
         raise _refused(number, group, "its layers need different parts of a prompt")
     needs = made.pop()
     kind = get_kv_cache_spec_kind(specs[0]).value
     shown = get_kv_cache_spec_sliding_window(specs[0])
-    return Group(number, kind, group.kv_cache_spec.block_size, tuple(group.layer_names), *needs, shown)
+    block_tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_size)
+    return Group(number, kind, block_tokens, tuple(group.layer_names), *needs, shown)
 
 
 def _measure(number: int, group: KVCacheGroupSpec, spec: KVCacheSpec) -> tuple[int, int, bool]:
@@ -171,8 +172,6 @@ def _check_state(number: int, group: KVCacheGroupSpec, spec: MambaSpec) -> None:
             f"its states are kept in the mode {spec.mamba_cache_mode!r}, and only those of 'align' are known to belong "
             "to the end of a block: start with --enable-prefix-caching --mamba-cache-mode align",
         )  # fmt: skip
-    if spec.num_speculative_blocks:
-        raise _refused(number, group, "with speculative decoding, its states may be of drafts that are rejected")
 
 
 def _refused(number: int, group: KVCacheGroupSpec, reason: str) -> ConfigError:
@@ -182,9 +181,13 @@ def _refused(number: int, group: KVCacheGroupSpec, reason: str) -> ConfigError:
     return ConfigError(f"kvdepot cannot serve KV cache group {number} of this model ({kind}; {named}): {reason}")
 
 
-def hit_alignment(kv_cache_config: KVCacheConfig) -> int:
-    """Every boundary at which vLLM accepts loaded KV is a multiple of this many tokens, of all groups' blocks."""
-    return math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
+def hit_alignment(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> int:
+    """Every boundary at which vLLM accepts loaded KV is a multiple of this many tokens, of all groups' blocks.
+
+    dcp_size: as of `find_groups`.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    return math.lcm(*(resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_size) for group in groups))
 
 
 def fit_groups(
@@ -229,14 +232,16 @@ def holds_plain_numbers(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
-def make_plan(groups: Sequence[Group], spec: ShardSpec, spacing: int, has_all_states: bool = False) -> Plan:
+def make_plan(
+    groups: Sequence[Group], spec: ShardSpec, spacing: int, has_all_states: bool = False, lookahead: int = 0
+) -> Plan:
     """How these groups, which `fit_groups` has fitted, are stored and loaded. Other arguments: as in plan.py."""
     fitted = spec.groups or (GroupSpec(0, spec.blocks_in_chunk),)
     places = [
         Place(group.number, spec.chunk_tokens // group.block_tokens, each.blocks_in_chunk, each.reach, group.is_state)
         for group, each in zip(groups, fitted, strict=True)
     ]
-    return Plan(places, spec.chunk_tokens, spacing, has_all_states)
+    return Plan(places, spec.chunk_tokens, spacing, has_all_states, lookahead)
 
 
 def event_group(groups: Sequence[Group], spec: ShardSpec) -> EventGroup:

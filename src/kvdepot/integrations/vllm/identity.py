@@ -26,7 +26,7 @@ from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release
 from kvdepot.integrations.vllm.weight_files import find_weights
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = ["Settings", "namespace", "read_settings", "refuse_unserved"]
@@ -53,6 +53,9 @@ _INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "amx": lambda: torch.cpu._is_amx_tile_supported(),
     "avx512": lambda: torch.cpu._is_avx512_supported(),
 }
+_SPECULATION = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp"}
+"""Methods without KV of their own; and those whose KV at a position depends on the tokens up to it, or as many after it
+as vLLM's `num_prefill_lookahead_tokens` says."""
 _SETTLED_S = 2.0
 """Files that changed less than this before the engine began to load count as changed during the load: the clocks of
 file systems lag behind ours."""
@@ -96,9 +99,10 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """Raise ConfigError for configurations whose KV would be cached wrongly or not at all."""
     find_groups(kv_cache_config)
     parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+    if parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
-            "kvdepot does not support context parallelism yet: ranks would hold different tokens of a block"
+            "kvdepot does not support prefill context parallelism: vLLM does not say which of its ranks hold the KV of "
+            "a decoded token. Start with --prefill-context-parallel-size 1"
         )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
@@ -117,10 +121,10 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "--use-kda-recoverssm"
         )
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
+    if speculative is not None and speculative.method not in _SPECULATION:
         raise ConfigError(
-            f"kvdepot does not support speculative decoding by {speculative.method} yet: the draft's KV of a "
-            "loaded prefix would miss the target's hidden states"
+            f"kvdepot does not support speculative decoding by {speculative.method}: on which tokens the KV of its "
+            f"drafter depends is not known. Supported methods: {', '.join(sorted(_SPECULATION))}"
         )
 
 
@@ -131,20 +135,20 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     model's files: call it once the weights have been loaded. Raises ConfigError for versions that it cannot identify,
     unless weights_revision names them.
     """
-    models = [vllm_config.model_config]
+    models = [(vllm_config.model_config, vllm_config.load_config)]
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.draft_model_config is not None:
-        models.append(speculative.draft_model_config)
+        models.append((speculative.draft_model_config, speculative.draft_load_config or vllm_config.load_config))
     facts = {
         "format": _format(kv_cache_config),
         "config": describe_config(vllm_config, vouched=bool(weights_revision)),
         "platform": _platform(),
         "groups": describe_groups(kv_cache_config),
-        "weights": weights_revision or [_weights(vllm_config, model) for model in models],
+        "weights": weights_revision or [_weights(vllm_config, *model) for model in models],
     }
     text = json.dumps(facts, sort_keys=True)
     log.debug("kvdepot: identity of this engine's KV: %s", text)
-    return f"{Path(models[0].model).name}@{blake3(text.encode()).hexdigest()[:32]}"
+    return f"{Path(vllm_config.model_config.model).name}@{blake3(text.encode()).hexdigest()[:32]}"
 
 
 def _format(kv_cache_config: KVCacheConfig) -> list[str]:
@@ -168,9 +172,8 @@ def _platform() -> list[str]:
     return facts
 
 
-def _weights(vllm_config: VllmConfig, model: ModelConfig) -> list[str]:
+def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> list[str]:
     """Facts that identify the version of a model's weights, and of the code and scales with them."""
-    load = vllm_config.load_config
     origin = model.model_weights or model.model
     settings = load.model_loader_extra_config
     if str(load.load_format) not in _LOCAL_FORMATS:

@@ -68,15 +68,21 @@ class Plan:
     """The groups of one model, in the order of `ShardSpec.groups`."""
 
     def __init__(
-        self, places: Sequence[Place], chunk_tokens: int, spacing: int = 0, has_all_states: bool = False
+        self,
+        places: Sequence[Place],
+        chunk_tokens: int,
+        spacing: int = 0,
+        has_all_states: bool = False,
+        lookahead: int = 0,
     ) -> None:
         """spacing: chunks between boundaries within a prompt; 0: the default. has_all_states: whether vLLM offers the
-        states of all steps, not only of those that it expects to be needed.
+        states of all steps, not only of those that it expects to be needed. lookahead: as of `ChunkChain`.
         """
         self._places = list(places)
         self._chunk_tokens = chunk_tokens
         self._spacing = spacing
         self._has_all_states = has_all_states
+        self._lookahead = lookahead
         self.is_bounded = any(place.reach for place in places)
 
     def __repr__(self) -> str:
@@ -86,9 +92,17 @@ class Plan:
         """How many chunks of a prompt of this many tokens may be loaded.
 
         vLLM computes the last token of a prompt again even if all of it is loaded. In a bounded group, that needs one
-        more token before the boundary than is there.
+        more token before the boundary than is there. With a lookahead, a chunk at the very end has no hash.
         """
-        return (tokens - self.is_bounded) // self._chunk_tokens
+        return max(0, tokens - max(self.is_bounded, self._lookahead)) // self._chunk_tokens
+
+    def final_tokens(self, computed: int, known: int) -> int:
+        """How many tokens' KV will not change any more once this many are computed. known: tokens that are no drafts.
+
+        Where each of several drafters reads one token further than the one before it, the KV of the last positions is
+        computed again once the tokens are known that it was computed from.
+        """
+        return min(computed, known) - max(0, self._lookahead - 1)
 
     # -- loads
 
@@ -130,7 +144,9 @@ class Plan:
         """
         last, junction = self.most_chunks(prompt_tokens), junction // self._chunk_tokens
         at = {(state.table, state.tokens // self._chunk_tokens): state.block for state in states if self._ends(state)}
-        resumed = {chunk for _, chunk in at if first < chunk <= end and self._is_due(first, chunk, last)}
+        # With a lookahead, the last state that vLLM keeps of a prompt is that one block before its last whole one.
+        kept = last - (self._lookahead > 0)
+        resumed = {chunk for _, chunk in at if first < chunk <= end and self._is_due(first, chunk, kept)}
         pieces = []
         for group, place in enumerate(self._places):
             table = tables[place.table]

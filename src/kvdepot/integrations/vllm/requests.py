@@ -52,31 +52,30 @@ def root(request: Request, adapters: Adapters, epoch: str = "") -> bytes | None:
 class Prompt:
     """A request's chunks, from its current tokens and items: an update of a streaming session may change both.
 
-    named: whether items are named by their contents. If not, chunks end before the first item.
+    named: whether items are named by their contents. If not, chunks end before the first item. lookahead: as of
+    `ChunkChain`.
     """
 
-    def __init__(self, request: Request, chunk_size: int, root: bytes, named: bool) -> None:
+    def __init__(self, request: Request, chunk_size: int, root: bytes, named: bool, lookahead: int = 0) -> None:
         self._request = request
         self._named = named
         self._items: list[tuple[int, bytes]] = []  # hashed into the chain
-        self.chain = ChunkChain(chunk_size, root)
+        self.chain = ChunkChain(chunk_size, root, lookahead)
 
     def __repr__(self) -> str:
         return f"<Prompt {self._request.request_id} {len(self.chain)} chunks>"
 
     def hash(self) -> ChunkChain:
         """The chain of all tokens so far. Raises BadRequest for a bad token id, ValueError for an item's bad name."""
-        tokens, size = self._request.all_token_ids, self.chain.chunk_size
+        tokens, chain = self._request.all_token_ids, self.chain
         items = [(item.mm_position.offset, item.identifier.encode()) for item in self._request.mm_features]
         if items and not self._named:
             tokens = tokens[: min(position for position, _ in items)]
-        end = len(self.chain) * size
-        if [item for item in items if item[0] < end] != self._items:
-            self.chain = ChunkChain(size, self.chain.root)
-        self.chain.extend(tokens, items)
-        end = len(self.chain) * size
-        self._items = [item for item in items if item[0] < end]
-        return self.chain
+        if [item for item in items if item[0] < chain.covered] != self._items:
+            chain = self.chain = ChunkChain(chain.chunk_size, chain.root, chain.lookahead)
+        chain.extend(tokens, items)
+        self._items = [item for item in items if item[0] < chain.covered]
+        return chain
 
 
 @dataclass

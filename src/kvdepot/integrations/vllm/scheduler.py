@@ -25,6 +25,7 @@ from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
 from kvdepot.integrations.vllm.requests import Load, Prompt, Tracked, names_are_contents, root
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.integrations.vllm.stores import WaitingStores
+from kvdepot.integrations.vllm.versions import lookahead_tokens
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -72,6 +73,7 @@ class SchedulerHalf:
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
         self._named = names_are_contents(vllm_config)
+        self._lookahead = lookahead_tokens(vllm_config)
         self._known = known
         self._adapters = Adapters()
         self._epoch = ""  # of weights that only this engine has
@@ -117,7 +119,7 @@ class SchedulerHalf:
             if parent is None:
                 self._uncached.add(request_id)
                 return
-            tracked = Tracked(request, Prompt(request, self._chunk_tokens, parent, self._named))
+            tracked = Tracked(request, Prompt(request, self._chunk_tokens, parent, self._named, self._lookahead))
             self._tracked[request_id] = tracked
             self._look_up(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
@@ -280,7 +282,7 @@ class SchedulerHalf:
                 self._uncache(request.request_id)
         # Decoded tokens count up to the last known one: after it there may be drafts or placeholders.
         known = request.num_tokens if self._save_decode else request.num_prompt_tokens
-        end = min(request.num_computed_tokens + new_tokens, known) // size
+        end = self._plan.final_tokens(request.num_computed_tokens + new_tokens, known) // size
         if end <= tracked.saved_chunks or not tracked.is_cached:
             return
         if tracked.saved_chunks == 0:

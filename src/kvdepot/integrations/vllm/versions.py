@@ -5,6 +5,7 @@
 | `CacheHitSource`: external hits have a source | 0.32 | not told |
 | `KVCacheConfig.hash_block_size` | 0.32 | vLLM's own function gives it |
 | `KVCacheConfig.kv_tp_replicas`: ranks that hold the same KV heads | 0.31 | every rank stores its own |
+| `VllmConfig.num_prefill_lookahead_tokens`: tokens after a position that a drafter reads | 0.31 | computed here |
 | `alloc_conf`, and a context in which KV is allocated | 0.31 | vLLM never asks for one |
 
 To serve a new release: look at what it changes in the code that writes KV and in the classes of its configuration
@@ -33,6 +34,7 @@ __all__ = [
     "alloc_conf",
     "hash_block_tokens",
     "installed_release",
+    "lookahead_tokens",
     "refuse_other_versions",
     "tensor_replicas",
 ]
@@ -85,6 +87,16 @@ if installed_release() not in ("0.30", "0.31"):
 def tensor_replicas(kv_cache_config: KVCacheConfig) -> int:
     """How many tensor-parallel ranks hold the same KV; their shards are stored once."""
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+
+
+def lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """How many tokens after a position the KV of its drafter depends on: see `ChunkChain`."""
+    if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
+        return int(vllm_config.num_prefill_lookahead_tokens)
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    return int(speculative.num_speculative_tokens if speculative.use_multi_module_mtp() else 1)
 
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int | None:
