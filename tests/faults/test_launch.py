@@ -20,6 +20,8 @@ from kvdepot.client.launch import Shared
 from kvdepot.protocol.endpoints import holder
 from tests.conftest import HANG_S, SHM, Depot, eventually
 
+pytestmark = pytest.mark.faults
+
 SHARES = """
 import sys
 from kvdepot.client import admin

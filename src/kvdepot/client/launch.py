@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from kvdepot import locks
 from kvdepot.errors import KVDepotError, Unavailable
@@ -64,14 +63,16 @@ class Shared:
     def __repr__(self) -> str:
         return f"<Shared at {self.url}>"
 
-    def start(self) -> None:
-        """Start it, unless it is there or being started. Raises Unavailable."""
+    def start(self) -> bool:
+        """Start it, unless it is there or being started; whether it was started. Raises Unavailable."""
         try:
             make_folder(self.url)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                if locks.lock(fd) and not holder(self.url):
-                    self._spawn(fd)
+                if not locks.lock(fd) or holder(self.url):
+                    return False
+                self._spawn(fd)
+                return True
             finally:
                 os.close(fd)
         except (OSError, subprocess.SubprocessError) as exc:

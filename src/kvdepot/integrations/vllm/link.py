@@ -1,0 +1,179 @@
+"""The way from the settings to a connected half, however late its server comes. Owned by connector.py.
+
+A thread of its own waits for the server, learns its chunk size, and makes the half, a worker's with its KV registered:
+mapping takes as long as it takes, and an idle engine connects, too. It ends with that; a server that goes away later is
+the client's own matter (client/connection.py). The engine's thread takes the half over with `advance`. Invariants: a
+half belongs to one thread at a time; after the start, nothing here waits on the engine's thread or raises into it.
+
+Rejected: to connect on the engine's own calls. A handshake takes several of them, so that the first request after an
+idle time would not be cached, and registering would stall all requests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import zmq
+from vllm.logger import init_logger
+
+from kvdepot.client.socket import CONNECT_S, Client
+from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, UnknownInstance
+from kvdepot.integrations.vllm.place import REQUIRED_S, Place
+from kvdepot.protocol import wire
+from kvdepot.protocol.endpoints import is_taken
+
+__all__ = ["Link"]
+
+log = init_logger(__name__)
+
+_LOOK_S = 0.05
+_PAUSE_S = 5.0
+"""Between attempts after a failed one, and between looks whether the shared server must be started again."""
+_PASSING = (Unavailable, DeadlineExceeded, Busy, UnknownClient, UnknownInstance)
+"""Errors of a server that is not there, or not ready; all others say what is wrong with it or with this engine."""
+_END_S = 5.0
+
+
+class _Half(Protocol):
+    def shutdown(self) -> None: ...
+
+
+Half = TypeVar("Half", bound=_Half)
+
+
+class _Without(Protocol):
+    def hand_over(self, half: Any) -> None: ...
+
+
+Without = TypeVar("Without", bound=_Without)
+
+
+class Link(Generic[Half, Without]):
+    """The half of one role: the one without a server, and from some time on the connected one."""
+
+    def __init__(self, place: Place, without: Without, tells: bool) -> None:
+        """tells: whether this process says in the log that no server is there: one of an engine's does.
+
+        Raises ConfigError for a key file that cannot be used, Unavailable for another user's socket.
+        """
+        self.half: Half | Without = without
+        self._place = place
+        self._without = without
+        self._tells = tells
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._client = Client(place.url, self._context, key=place.key)
+        self._make: Callable[[Client], Half] | None = None
+        self._made: Half | None = None  # by the thread, which does not touch it any more
+        self._refusal: KVDepotError | None = None
+        self._told: set[str] = set()
+        self._settled = threading.Event()  # there is a half, or a refusal
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdepot-link", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"<Link to {self._place.url}, {self.half!r}>"
+
+    # -- on the engine's thread
+
+    def begin(self, make: Callable[[Client], Half]) -> None:
+        """Connect, and make the half with the client. Waits for a server that is there or being started, 5 s at most.
+
+        Raises what a server refuses this engine for, and Unavailable without one if `kvdepot.required` is set.
+        """
+        self._make = make
+        self._thread.start()
+        deadline = time.monotonic() + (REQUIRED_S if self._place.required else CONNECT_S)
+        while not self._settled.wait(_LOOK_S) and time.monotonic() < deadline and self._is_worth_waiting():
+            pass
+        self.advance()
+        if self.half is not self._without:
+            return
+        if self._refusal is not None or self._place.required:
+            refusal = self._refusal or Unavailable(self._why())
+            self.close()
+            raise refusal
+        if self._tells:
+            log.warning(
+                "kvdepot: no server yet, so nothing is cached; this engine connects when there is one: %s", self._why()
+            )
+
+    def _is_worth_waiting(self) -> bool:
+        server = self._place.server
+        if server is not None:
+            return server.is_running()
+        return self._place.required or is_taken(self._place.url)
+
+    def _why(self) -> str:
+        """Why there is no connection."""
+        if fault := self._place.fault():
+            return fault
+        try:
+            self._client.learn_chunk_size(0.0)
+        except KVDepotError as exc:
+            return str(exc)
+        return f"the server at {self._place.url} has not answered yet"
+
+    def advance(self) -> None:
+        """Use the connected half from now on, if there is one. A worker calls it between two steps."""
+        if self._made is not None:
+            made, self._made = self._made, None
+            self._without.hand_over(made)
+            self.half = made
+
+    def close(self) -> None:
+        """Close the connection, and the engine's own server. Safe twice; blocks some seconds at most."""
+        self._closing.set()
+        if self._thread.is_alive() and not self._settled.is_set():
+            self._client.close()  # which fails what the thread waits for
+        if self._thread.ident is not None:
+            self._thread.join(_END_S)
+        self.advance()
+        if self.half is not self._without:
+            self.half.shutdown()  # type: ignore[union-attr]
+        self._client.close()
+        self._context.term()
+        self._place.close()
+
+    # -- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set() and not self._connect():
+                self._closing.wait(_PAUSE_S)
+        except Exception:  # the top of a thread: the engine goes on without a server
+            log.exception("kvdepot: this engine connects to no server any more")
+
+    def _connect(self) -> bool:
+        """Whether the half could be made."""
+        assert self._make is not None
+        try:
+            welcome = self._client.ask(wire.ChunkSize(), deadline_s=None)
+            due = time.monotonic() + _PAUSE_S
+            while not welcome.query():
+                if self._closing.wait(_LOOK_S):
+                    return False
+                if time.monotonic() > due:
+                    self._place.start_again()
+                    due = time.monotonic() + _PAUSE_S
+            welcome.result(0.0)
+            self._made = self._make(self._client)
+        except KVDepotError as exc:
+            self._failed(exc)
+            return False
+        self._settled.set()
+        return True
+
+    def _failed(self, error: KVDepotError) -> None:
+        if self._closing.is_set():
+            return
+        is_passing = isinstance(error, _PASSING)
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            level = "no connection to the server, trying again: %s" if is_passing else "the server cannot be used: %s"
+            (log.info if is_passing else log.error)(f"kvdepot: {level}", error)
+        if not is_passing:
+            self._refusal = error
+            self._settled.set()
