@@ -76,7 +76,8 @@ class Child:
         self.add(request)
         connector = self.scheduler.connector
         connector = getattr(connector, "sub_connectors", [connector])[-1]  # ours is the last below MultiConnector
-        lookups = connector._scheduler._depot._lookups
+        half = connector._scheduler
+        lookups = half._depot._lookups if hasattr(half, "_depot") else {}  # it may have no server yet
         deadline = time.monotonic() + 60
         while not all(lookup.future.query() for lookup in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"

@@ -13,6 +13,8 @@ from kvdepot.keys import derive_root
 from tests.conftest import StartDepot, eventually
 from tests.vllm.test_requests import Steps, request
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
+
 
 def orders(holds: bool = False) -> Any:
     """The orders of a connected scheduler: loads of two requests, a store, and the end of a third."""

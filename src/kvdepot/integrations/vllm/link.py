@@ -172,8 +172,10 @@ class Link(Generic[Half, Without]):
         is_passing = isinstance(error, _PASSING)
         if str(error) not in self._told:
             self._told.add(str(error))
-            level = "no connection to the server, trying again: %s" if is_passing else "the server cannot be used: %s"
-            (log.info if is_passing else log.error)(f"kvdepot: {level}", error)
+            if is_passing:
+                log.info("kvdepot: no connection yet, trying again: %s", error)
+            else:
+                log.error("kvdepot: the server cannot be used, so nothing is cached: %s", error)
         if not is_passing:
             self._refusal = error
             self._settled.set()
