@@ -57,6 +57,7 @@ def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
 ) -> None:
     tokens = prompt(41, 2 * 256 + 9)
     first = start_engine(models["gqa"], "", **settings()).wait_started()
+    first.tell("link")  # on a busy machine, the server may take longer to start than the engine waits
     cold = first.run(tokens)
     assert cold["cached"] == 0
     pid = pid_at(home.url)
@@ -64,6 +65,7 @@ def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     second = start_engine(models["gqa"], "", **settings()).wait_started()
+    second.tell("link")
     from_depot = second.run(tokens)
     assert from_depot["cached"] == 512
     assert output(from_depot) == output(second.run(tokens))
@@ -117,6 +119,7 @@ def test_an_engines_own_server_is_gone_after_it(
     before = set(SHM.glob(pattern))
     tokens = prompt(44, 2 * 256 + 9)
     engine = start_engine(models["gqa"], "embedded").wait_started()
+    engine.tell("link")
     (arena,) = set(SHM.glob(pattern)) - before
     name = arena.name.rpartition("-")[2]
     url = default_url().replace("depot.sock", f"engine-{name}.sock")

@@ -30,6 +30,10 @@ __all__ = ["Link"]
 log = init_logger(__name__)
 
 _LOOK_S = 0.05
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
+"""Between looks for an answer: a server that is there answers at once; for another, the engine's time is not wasted."""
+_REGISTER_S = 30.0
+"""How long a start waits for a server that has answered, and now maps the KV."""
 _PAUSE_S = 5.0
 """Between attempts after a failed one, and between looks whether the shared server must be started again."""
 _PASSING = (Unavailable, DeadlineExceeded, Busy, UnknownClient, UnknownInstance)
@@ -67,7 +71,9 @@ class Link(Generic[Half, Without]):
         self._client = Client(place.url, self._context, key=place.key)
         self._make: Callable[[Client], Half] | None = None
         self._made: Half | None = None  # by the thread, which does not touch it any more
-        self._refusal: KVDepotError | None = None
+        self._connected: Half | None = None
+        self._error: KVDepotError | None = None  # of the last attempt
+        self._refusal: KVDepotError | None = None  # an error that is not passing
         self._told: set[str] = set()
         self._settled = threading.Event()  # there is a half, or a refusal
         self._closing = threading.Event()
@@ -85,11 +91,11 @@ class Link(Generic[Half, Without]):
         """
         self._make = make
         self._thread.start()
-        deadline = time.monotonic() + (REQUIRED_S if self._place.required else CONNECT_S)
-        while not self._settled.wait(_LOOK_S) and time.monotonic() < deadline and self._is_worth_waiting():
+        began = time.monotonic()
+        while not self._settled.wait(_LOOK_S) and self._is_worth_waiting(time.monotonic() - began):
             pass
         self.advance()
-        if self.half is not self._without:
+        if self._connected is not None:
             return
         if self._refusal is not None or self._place.required:
             refusal = self._refusal or Unavailable(self._why())
@@ -100,16 +106,20 @@ class Link(Generic[Half, Without]):
                 "kvdepot: no server yet, so nothing is cached; this engine connects when there is one: %s", self._why()
             )
 
-    def _is_worth_waiting(self) -> bool:
-        server = self._place.server
-        if server is not None:
-            return server.is_running()
-        return self._place.required or is_taken(self._place.url)
+    def _is_worth_waiting(self, waited_s: float) -> bool:
+        if self._client.is_welcomed:
+            return waited_s < _REGISTER_S
+        server, required = self._place.server, self._place.required
+        if waited_s >= (REQUIRED_S if required else CONNECT_S):
+            return False
+        return server.is_running() if server is not None else required or is_taken(self._place.url)
 
     def _why(self) -> str:
         """Why there is no connection."""
         if fault := self._place.fault():
             return fault
+        if self._error is not None:
+            return str(self._error)
         try:
             self._client.learn_chunk_size(0.0)
         except KVDepotError as exc:
@@ -121,7 +131,7 @@ class Link(Generic[Half, Without]):
         if self._made is not None:
             made, self._made = self._made, None
             self._without.hand_over(made)
-            self.half = made
+            self.half = self._connected = made
 
     def close(self) -> None:
         """Close the connection, and the engine's own server. Safe twice; blocks some seconds at most."""
@@ -131,8 +141,8 @@ class Link(Generic[Half, Without]):
         if self._thread.ident is not None:
             self._thread.join(_END_S)
         self.advance()
-        if self.half is not self._without:
-            self.half.shutdown()  # type: ignore[union-attr]
+        if self._connected is not None:
+            self._connected.shutdown()
         self._client.close()
         self._context.term()
         self._place.close()
@@ -151,10 +161,11 @@ class Link(Generic[Half, Without]):
         assert self._make is not None
         try:
             welcome = self._client.ask(wire.ChunkSize(), deadline_s=None)
-            due = time.monotonic() + _PAUSE_S
+            due, look_s = time.monotonic() + _PAUSE_S, _FIRST_LOOK_S
             while not welcome.query():
-                if self._closing.wait(_LOOK_S):
+                if self._closing.wait(look_s):
                     return False
+                look_s = min(1.5 * look_s, _LONGEST_LOOK_S)
                 if time.monotonic() > due:
                     self._place.start_again()
                     due = time.monotonic() + _PAUSE_S
@@ -169,6 +180,7 @@ class Link(Generic[Half, Without]):
     def _failed(self, error: KVDepotError) -> None:
         if self._closing.is_set():
             return
+        self._error = error
         is_passing = isinstance(error, _PASSING)
         if str(error) not in self._told:
             self._told.add(str(error))
