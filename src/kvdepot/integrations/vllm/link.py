@@ -20,8 +20,8 @@ import zmq
 from vllm.logger import init_logger
 
 from kvdepot.client.socket import CONNECT_S, Client
-from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient, UnknownInstance
-from kvdepot.integrations.vllm.place import REQUIRED_S, Place
+from kvdepot.errors import KVDepotError, Unavailable
+from kvdepot.integrations.vllm.place import PASSING, REQUIRED_S, Place
 from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import is_taken
 
@@ -36,8 +36,6 @@ _REGISTER_S = 30.0
 """How long a start waits for a server that has answered, and now maps the KV."""
 _PAUSE_S = 5.0
 """Between attempts after a failed one, and between looks whether the shared server must be started again."""
-_PASSING = (Unavailable, DeadlineExceeded, Busy, UnknownClient, UnknownInstance)
-"""Errors of a server that is not there, or not ready; all others say what is wrong with it or with this engine."""
 _END_S = 5.0
 
 
@@ -103,7 +101,7 @@ class Link(Generic[Half, Without]):
             raise refusal
         if self._tells:
             log.warning(
-                "kvdepot: no server yet, so nothing is cached; this engine connects when there is one: %s", self._why()
+                "kvdepot: not connected yet, so nothing is cached; this engine connects when it can: %s", self._why()
             )
 
     def _is_worth_waiting(self, waited_s: float) -> bool:
@@ -181,7 +179,7 @@ class Link(Generic[Half, Without]):
         if self._closing.is_set():
             return
         self._error = error
-        is_passing = isinstance(error, _PASSING)
+        is_passing = isinstance(error, PASSING)
         if str(error) not in self._told:
             self._told.add(str(error))
             if is_passing:

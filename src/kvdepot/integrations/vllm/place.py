@@ -21,17 +21,27 @@ from blake3 import blake3
 
 from kvdepot.client.launch import Embedded, Shared
 from kvdepot.config import default_url
-from kvdepot.errors import Unavailable
+from kvdepot.errors import (
+    ArenaError,
+    Busy,
+    DeadlineExceeded,
+    Unavailable,
+    UnknownClient,
+    UnknownInstance,
+    VersionMismatch,
+)
 
 if TYPE_CHECKING:
     from kvdepot.integrations.vllm.identity import Settings
 
-__all__ = ["REQUIRED_S", "Place", "find_place"]
+__all__ = ["PASSING", "REQUIRED_S", "Place", "find_place"]
 
 log = logging.getLogger(__name__)
 
 REQUIRED_S = 8.0
 """How long an engine that must have a server waits for it."""
+PASSING = (Unavailable, DeadlineExceeded, Busy, ArenaError, VersionMismatch, UnknownClient, UnknownInstance)
+"""Errors of a server that is away, or that its next start may cure; all others tell what is wrong with this engine."""
 _MOST_STARTS = 2
 """How often one process starts a shared server again."""
 

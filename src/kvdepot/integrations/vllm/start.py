@@ -68,7 +68,7 @@ def _prepare(kv_transfer_config: KVTransferConfig) -> None:
     from kvdepot.client import admin
     from kvdepot.errors import Unavailable
     from kvdepot.integrations.vllm.identity import read_settings
-    from kvdepot.integrations.vllm.place import REQUIRED_S, find_place
+    from kvdepot.integrations.vllm.place import PASSING, REQUIRED_S, find_place
     from kvdepot.protocol.endpoints import is_taken
 
     settings = read_settings(kv_transfer_config.kv_connector_extra_config)
@@ -80,6 +80,6 @@ def _prepare(kv_transfer_config: KVTransferConfig) -> None:
     try:
         with admin.connect(place.url, settings.key, REQUIRED_S if settings.required else _LOOK_S):
             _found.add(place.url)
-    except Unavailable as exc:
+    except PASSING as exc:
         if settings.required:
             raise Unavailable(place.fault() or str(exc)) from exc
