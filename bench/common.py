@@ -20,10 +20,13 @@ import zmq
 
 from kvdepot.client import MessageQueueClient
 
-__all__ = ["SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "free_port", "listening", "listening_at", "say"]
+__all__ = [
+    "READY_S", "SHM", "TINY", "Echo", "Peer", "Scale", "Serve", "free_port", "listening", "listening_at",
+    "new_url", "say",
+]  # fmt: skip
 
 SHM = Path("/dev/shm")
-_READY_S = 60.0
+READY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def listening(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[by
 
 def listening_at(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
     """Wait until a process listens on `port`. Raises RuntimeError after a timeout, or if `process` has ended."""
-    deadline = time.monotonic() + _READY_S
+    deadline = time.monotonic() + READY_S
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), 1.0).close()
@@ -190,7 +193,7 @@ class Serve:
         """Seconds from launch to the first answer to a client."""
         client = MessageQueueClient(self.url, context)
         try:
-            client.learn_chunk_size(_READY_S)
+            client.learn_chunk_size(READY_S)
             return time.perf_counter() - self.started
         finally:
             client.close()
@@ -199,7 +202,7 @@ class Serve:
         """Wait until it answers and every page of its arena is allocated."""
         self.wait_first_answer(context)
         path = SHM / self.arena
-        deadline = time.monotonic() + _READY_S
+        deadline = time.monotonic() + READY_S
         while (info := path.stat()).st_blocks * 512 < info.st_size:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{path} has {info.st_blocks * 512} of {info.st_size} bytes populated")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import lookups
 import numpy as np
 import zmq
-from common import Scale, Serve, say
+from common import READY_S, Scale, Serve, new_url, say
 from report import Figure, at_most, below
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter
+from kvdepot.client import MessageQueueClient
+from kvdepot.client.launch import Embedded
 from kvdepot.keys import HASH_BYTES
 
 __all__ = ["run"]
@@ -28,7 +31,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """All figures; the lower bound is a process that only imports."""
     say("serve: from launch to the first answer")
     context: zmq.Context[Any] = zmq.Context()
-    starts, sizes, import_times, import_sizes = [], [], [], []
+    starts, own, sizes, import_times, import_sizes = [], [], [], [], []
     for number in range(-1, scale.start_runs):  # the first reads files from the disk
         begun = time.perf_counter()
         subprocess.run([sys.executable, "-c", _IMPORTS], check=True)
@@ -39,7 +42,9 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             resident = server.resident_bytes()
         finally:
             server.close()
+        own_s = _start_embedded(context)
         if number >= 0:
+            own.append(own_s * 1000)
             starts.append(answered_s * 1000)
             import_times.append(imported_s * 1000)
             sizes.append(resident / 1e6)
@@ -48,9 +53,25 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     context.term()
     return [
         at_most("kvdepot serve, launch to first answer", "ms", starts, import_times, 4),
+        at_most("embedded server, launch to first answer", "ms", own, starts, 1.2),
         below("kill -9 to hits again, 100k chunks", "ms", back, starts, 1000),
         below("kvdepot serve, resident without the arena", "MB", sizes, import_sizes, 120),
     ]
+
+
+def _start_embedded(context: zmq.Context[Any]) -> float:
+    """Seconds until an engine's own server answers."""
+    begun = time.perf_counter()
+    server = Embedded(new_url(), f"bench-{uuid.uuid4().hex[:12]}")
+    try:
+        client = MessageQueueClient(server.url, context)
+        try:
+            client.learn_chunk_size(READY_S)
+            return time.perf_counter() - begun
+        finally:
+            client.close()
+    finally:
+        server.close()
 
 
 def _recover(scale: Scale, context: zmq.Context[Any]) -> list[float]:

@@ -57,6 +57,8 @@ WRONG: list[tuple[str, str]] = [
     ("drain_s", "-0.5"),
     ("drain_s", "nan"),
     ("drain_s", "inf"),
+    ("idle_exit", "-1"),
+    ("idle_exit", "nan"),
     ("log_level", "loud"),
     ("http", "7077"),
     ("http", "localhost:many"),

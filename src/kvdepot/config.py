@@ -104,6 +104,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: Annotated[float, Meta(ge=0, le=86_400, description="seconds to finish copies in flight when stopped")] = (
         5.0
     )
+    idle_exit: Annotated[
+        float, Meta(ge=0, le=1e9, description="seconds without an engine after which the server stops; 0 = never")
+    ] = 0.0
     on_stop: Annotated[
         str, Meta(description="what to do with the arena on stop: remove, or keep it for the next server")
     ] = "remove"
@@ -138,7 +141,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
 
     def __post_init__(self) -> None:
-        for name in ("arena_gib", "drain_s", "lookup_s"):
+        for name in ("arena_gib", "drain_s", "idle_exit", "lookup_s"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number")
         if self.arena_gib > _MOST_GIB:

@@ -190,3 +190,28 @@ def test_the_harness_notices_an_answer_to_nobody(server: Harness) -> None:
     with pytest.raises(AssertionError, match="answered more often"):
         server.act([Reply(b"one", bytes(8), "ok")])
     assert isinstance(server.connections, Connections)
+
+
+def test_a_server_that_is_told_so_stops_when_no_engine_was_there_for_so_long() -> None:
+    server = harness(idle_exit=60.0)
+    server.tick(1000.0, 0.0)
+    server.hello(b"engine")
+    ask(server, b"engine", wire.Lookup("m", 1, 1, "r", 1, bytes(32)))  # now it is an engine, not a probe
+    server.tick(1059.0, 0.0)
+    server.tick(5000.0, 0.0)
+    assert not server.stops  # however long it says nothing
+    server.die(b"engine")
+    server.tick(5001.0, 0.0)
+    server.hello(b"probe")  # `kvdepot status`, a scrape, the web page: they keep no server alive
+    for second in (5030.0, 5060.0):
+        ask(server, b"probe", wire.Status())
+        server.tick(second, 0.0)
+    assert not server.stops
+    server.tick(5061.0, 0.0)
+    assert [stop.reason for stop in server.stops] == ["no engine for 60 s"]
+
+
+def test_a_server_by_default_stays_however_long_nobody_comes(server: Harness) -> None:
+    for now in (0.0, 1e6, 1e9):
+        server.tick(now, 0.0)
+    assert not server.stops

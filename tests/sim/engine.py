@@ -127,6 +127,8 @@ class Engine:
 
     def _start(self) -> None:
         """Connect and register. Raises KVDepotError."""
+        if self.world.seed % 8 == 3:
+            self._wait_for_server()
         model = self.lead
         place: Any = ("sim://", None, model.name, model.world_size)
         self.scheduler = LMCacheMPSchedulerAdapter(*place, 0, model.block_tokens, client=self._client("s"))
@@ -135,6 +137,14 @@ class Engine:
             memory = Memory(model, rank, self._num_blocks, f"{self.name}-kv{rank}")
             self._add_rank(worker, [memory])
             worker.register_layout(memory.layout)
+
+    def _wait_for_server(self) -> None:
+        """As vLLM's connector: its client is there first, however late the server comes."""
+        client = self._client("link")
+        self.world.counters["engine_connected_late"] += self.host.server is None
+        answer = client.ask(wire.ChunkSize(), deadline_s=None)
+        client.wait(answer.query, float("inf"))
+        client.close()
 
     def _add_rank(self, worker: Any, memories: list[Memory]) -> None:
         worker.instance_id = self.world.random.getrandbits(62)

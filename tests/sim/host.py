@@ -307,6 +307,9 @@ class Host:
                 store.configure()
         self.server = Server(self, file)
 
+    def server_wants_to_stop(self) -> None:
+        """No engine has used it for `idle_exit`."""
+
     def strike(self, kind: type[TierTask]) -> None:
         """A tier's thread is in the middle of a tier task."""
         if self.at_tier_task is not None and self.at_tier_task[0] is kind:

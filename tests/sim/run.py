@@ -53,6 +53,7 @@ class Run(Host):
             lookup_s=random.choice([0.02, 0.1, 1.0]),
             ttl_s=random.choice([0, 0, 0, 0, 0, 2, 60]),
             max_rate=LOUD_RATE if seed % 16 == 5 else 20_000,
+            idle_exit=1.0 if seed % 4 == 2 else 0.0,
         )
         slots = random.choice([3, 24, 256, 256, 256])
         pages = random.choice([1, 8, 16, 24, 24, 24, 32, 48, 48, 96])
@@ -76,7 +77,10 @@ class Run(Host):
     def run(self) -> World:
         world = self.world
         try:
-            self.start_server()
+            if world.seed % 8 == 3:  # engines are there first, and connect late
+                world.after(world.seed % 7 * 2.0, self.start_server)
+            else:
+                self.start_server()
             choose = world.random.choice
             kinds = self._with_hybrids([(choose(MODELS), choose(MODES)) for _ in range(world.random.randint(1, 2))])
             for model, mode in kinds:
@@ -190,7 +194,14 @@ class Run(Host):
         """A dead engine starts again."""
         self.engines.remove(engine)
         self.steps_taken += 1
-        self._start_engine(engine.model, engine.mode)
+        if self.config.idle_exit and self._lives % 2:  # a server without engines ends before it comes
+            self.world.after(5 * self.config.idle_exit, self._come_back, engine)
+        else:
+            self._start_engine(engine.model, engine.mode)
+
+    def _come_back(self, engine: Engine) -> None:
+        if not self._over:
+            self._start_engine(engine.model, engine.mode)
 
     def _living(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.alive]
@@ -229,6 +240,12 @@ class Run(Host):
             self.world.counters["server_shut_down"] += 1
             server.stop()
             self._when_gone(server)
+
+    def server_wants_to_stop(self) -> None:
+        """The core has decided that no engine uses it."""
+        if not self._over:
+            self.world.counters["server_idle_exit"] += 1
+            self.stop_server()
 
     def _when_gone(self, server: object) -> None:
         if self.server is server:
@@ -441,6 +458,7 @@ EXPECTED = frozenset(
     bounded_parts_recovered groups_hit groups_hit_before_the_last_chunk groups_hit_from_tiers groups_hit_of_two_models
     groups_load_done groups_load_failed groups_miss_by_a_bounded_part groups_passed_while_storing
     groups_stored_without_state
+    engine_connected_late server_idle_exit
     clear_while_removing forget_while_removing lookup_while_removing pin_while_removing retrieve_while_removing
     server_died_while_removing store_while_removing
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.core.actions import Action, Reply
+from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.index.recovery import restore
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.eviction import POLICIES
@@ -376,6 +376,10 @@ class Server(Checks, Harness):
                 self.world.counters["pin_forgotten"] += 1
                 del named[name]
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
+
+    def stopped(self, stop: Stop) -> None:
+        if not self.draining:
+            self.world.after(0, self.host.server_wants_to_stop)
 
     def submitted(self, task: Copy | Call) -> None:
         self._copier.submit(task)

@@ -4,10 +4,10 @@ Run as `python -m tests.vllm.child FD PARENT`: vLLM is imported once, which take
 each message on the socket FD forks a process (`fork`), or waits for one that has ended (`wait`). An engine reads its
 commands from the socket that came with its message, and logs to the file that came with it. All die with PARENT.
 
-Commands: run (a list of requests, together), add (one request, and wait
-until its depot lookup has ended), step (one), finish (step until all are done), meet (wait until the scheduler and the
-worker know of a server that is there), reset (the engine's own prefix cache), reset all
-(and what the depot has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
+Commands: run (a list of requests, together), add (one request, and wait until its depot lookup has ended), step (one),
+finish (step until all are done), meet (wait until the scheduler and the worker know of a server that is there), link
+(wait until both have found their first server), reset (the engine's own prefix cache), reset all (and what the depot
+has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
 speculation (tokens drafted so far, and those that were accepted), failed chunks (retrieved in vain so far), stop.
 """
 
@@ -80,10 +80,19 @@ class Child:
         self.add(request)
         connector = self.scheduler.connector
         connector = getattr(connector, "sub_connectors", [connector])[-1]  # ours is the last below MultiConnector
-        lookups = connector._scheduler._depot._lookups
+        half = connector._scheduler
+        lookups = half._depot._lookups if hasattr(half, "_depot") else {}  # it may have no server yet
         deadline = time.monotonic() + 60
         while not all(lookup.future.query() for lookup in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"
+
+    def link(self) -> None:
+        """Wait until both halves have found a server that came after the engine."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        links = [self.scheduler.connector._connector_scheduler, get_kv_transfer_group()._connector_worker]
+        for link in links:
+            assert link._settled.wait(60), "no server was found"
 
     def meet(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -132,6 +141,8 @@ class Child:
                 return None
             case "finish":
                 return self.finish()
+            case "link":
+                return self.link()
             case "meet":
                 return self.meet()
             case "reset":

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
+from typing import TYPE_CHECKING
 
 import click
 
 from kvdepot import logs
 from kvdepot.cli import options
 from kvdepot.config import load, load_with_sources, masked, odd_chunk_size, stray_variables
+
+if TYPE_CHECKING:
+    from kvdepot.server.loop import Server
 
 __all__ = ["config", "serve"]
 
@@ -27,7 +33,10 @@ _WHERE = (
 
 @click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
-def serve(file: str | None, **given: object) -> int:
+@click.option(
+    "--until-eof", is_flag=True, help="also stop when standard input ends; for a program whose child the server is"
+)
+def serve(file: str | None, until_eof: bool, **given: object) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""
     from kvdepot.cli.limits import check_limits, explain_limits
 
@@ -49,6 +58,8 @@ def serve(file: str | None, **given: object) -> int:
     for number in _STOP_SIGNALS:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, server.stop)
+    if until_eof:
+        threading.Thread(target=_stop_at_eof, args=(server,), name="kvdepot-eof", daemon=True).start()
     server.run()
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # it has stopped; and a handler would keep the server alive
@@ -56,6 +67,14 @@ def serve(file: str | None, **given: object) -> int:
         logging.shutdown()
         os._exit(0)  # a regular exit would wait in the driver for the hanging call, and keep the arena's lock
     return 0
+
+
+def _stop_at_eof(server: Server) -> None:
+    """A pipe ends however the process at its other end has ended, also by `kill -9`."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+        server.stop()
 
 
 @click.command(cls=options.Settings, epilog=_WHERE)

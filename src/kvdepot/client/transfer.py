@@ -8,7 +8,7 @@ transfers to its workers. In the client, only this module makes messages from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -165,21 +165,15 @@ def pack_block_ids(block_ids: Sequence[int]) -> bytes:
 
 
 def learn_spec(
-    client: Client,
-    model: str,
-    world_size: int,
-    rank: int,
-    block_tokens: int,
-    timeout_s: float,
-    fit: Callable[[str, int, int, int, int], ShardSpec] = ShardSpec.of_blocks,
+    client: Client, model: str, world_size: int, rank: int, block_tokens: int, timeout_s: float
 ) -> ShardSpec:
     """A spec made from the chunk size of the client's server. Blocks until the first welcome, `timeout_s` at most.
 
-    fit: makes it from the other arguments, with the chunk size before the block. Raises Unavailable without a server,
-    BadRequest for a block that does not fit; the client is closed then.
+    Raises Unavailable without a server, BadRequest for a block that does not divide the chunk; the client is closed
+    then.
     """
     try:
-        return fit(model, world_size, rank, client.learn_chunk_size(timeout_s), block_tokens)
+        return ShardSpec.of_blocks(model, world_size, rank, client.learn_chunk_size(timeout_s), block_tokens)
     except KVDepotError:
         client.close()
         raise

@@ -1,6 +1,6 @@
 """Actions: the values that the core's decisions return. Plain data.
 
-`server/loop.py` sends replies, and submits the other actions to copy threads (memory/copier.py) and tier threads
+`server/loop.py` sends replies, stops, and submits the other actions to copy threads (memory/copier.py) and tier threads
 (tiers/worker.py); in tests, `testing/harness.py` does this.
 """
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 from kvdepot.memory.copier import Call, Copy
 from kvdepot.tiers.worker import TierTask
 
-__all__ = ["Action", "Reply"]
+__all__ = ["Action", "Reply", "Stop"]
 
 
 @dataclass(slots=True)
@@ -25,4 +25,11 @@ class Reply:
     """The answer, of the type that protocol/wire.py gives for the request."""
 
 
-Action: TypeAlias = Reply | Copy | Call | TierTask
+@dataclass(slots=True)
+class Stop:
+    """The server is to stop, as on SIGTERM."""
+
+    reason: str
+
+
+Action: TypeAlias = Reply | Copy | Call | TierTask | Stop

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
 
-__all__ = ["Client", "Instance", "Lease", "NoLease", "PendingLookup", "Session"]
+__all__ = ["Client", "Idleness", "Instance", "Lease", "NoLease", "PendingLookup", "Session"]
 
 
 class Lease(Protocol):
@@ -139,3 +140,25 @@ class Client:
     def called(self) -> str:
         """Its short name in the status, journal and log."""
         return self.identity.hex()[:8]
+
+
+class Idleness:
+    """How long no engine has been connected. Commands, probes and web pages do not count: a scrape every few seconds
+    would keep a server that nobody uses for ever."""
+
+    def __init__(self, exit_s: float) -> None:
+        """exit_s: after how many seconds it is over; 0: never."""
+        self._exit_s = exit_s
+        self._since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Idleness since {self._since}, over after {self._exit_s:g} s>"
+
+    def is_over(self, clients: Iterable[Client], now: float) -> bool:
+        """Whether the server should stop, with these clients. Called once a second."""
+        if not self._exit_s or any(client.is_engine for client in clients):
+            self._since = None
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= self._exit_s

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply
+from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.admission import chunks_named
-from kvdepot.core.clients import Client, Lease, PendingLookup
+from kvdepot.core.clients import Client, Idleness, Lease, PendingLookup
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
@@ -72,6 +72,7 @@ class Depot:
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
+        self._idleness = Idleness(config.idle_exit)
         self.saved_tokens, self.saved_s = 0, 0.0  # as reported by engines
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
@@ -218,7 +219,9 @@ class Depot:
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
         self.counters["expired_chunks"] += self.index.expire(self.wall)
         self.report.tick(now)
-        return [*self.tiering.tick(now)]
+        is_over = self._idleness.is_over(self._clients.values(), now)
+        stops = [Stop(f"no engine for {self._config.idle_exit:g} s")] if is_over else []
+        return [*self.tiering.tick(now), *stops]
 
     def stop_waiting(self) -> list[Action]:
         """Before shutdown: finish removals, and answer every request that waits for tiers."""

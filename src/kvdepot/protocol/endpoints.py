@@ -21,7 +21,7 @@ from kvdepot.errors import Unavailable
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.handshake import is_open_to_all
 
-__all__ = ["Binding", "Claim", "holder", "listen", "silence"]
+__all__ = ["Binding", "Claim", "holder", "is_taken", "listen", "make_folder", "silence"]
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,21 @@ def _is_stopped(pid: str) -> bool:
         return False
 
 
+def make_folder(url: str) -> None:
+    """Create the folder of a default endpoint, for this user alone. Raises Unavailable, OSError."""
+    path = socket_path(url)
+    if path is not None and re.fullmatch(r"kvdepot-\d+", path.parent.name):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        info = path.parent.lstat()
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+            raise Unavailable(f"cannot listen on {url}: {path.parent} belongs to another user")
+
+
+def is_taken(url: str) -> bool:
+    """Whether a process listens at an endpoint, or holds it. Blocks for up to a second."""
+    return bool(holder(url)) or (socket_path(url) is None and _accepts(url))
+
+
 class Claim:
     """The exclusive right to listen at an endpoint; only unix sockets need one. Close it after ZeroMQ's socket."""
 
@@ -180,7 +195,7 @@ class Claim:
         if len(os.fsencode(self._path)) > _MOST_PATH:
             raise Unavailable(f"cannot listen on {url}: a unix socket's path has at most {_MOST_PATH} bytes")
         try:
-            self._make_folder()
+            make_folder(url)
             while not self._take():
                 pass
             self._refuse_foreign()
@@ -192,14 +207,6 @@ class Claim:
 
     def __repr__(self) -> str:
         return f"<Claim of {self._url}{', given back' * (self._fd < 0)}>"
-
-    def _make_folder(self) -> None:
-        folder = self._path.parent
-        if re.fullmatch(r"kvdepot-\d+", folder.name):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            info = folder.lstat()
-            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-                raise Unavailable(f"cannot listen on {self._url}: {folder} belongs to another user")
 
     def _take(self) -> bool:
         """Lock the endpoint; False if the lock file was removed in the meantime, which makes the lock worthless."""

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply
+from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
@@ -213,6 +213,9 @@ class Server:
                         self.depot.counters["replies_dropped"] += 1  # the client is gone, or does not read
                 case Copy() | Call():
                     self._copier.submit(action)
+                case Stop():
+                    log.info("%s: the server stops", action.reason)
+                    self.stop()
                 case _:
                     self._tier_workers[action.tier].submit(action)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply
+from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.clients import Lease
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
@@ -70,7 +70,7 @@ class PlainLease:
 
 
 class Harness:
-    """One core. Override `replied`, `submitted` and `submitted_to_tier` to handle replies and tasks."""
+    """One core. Override `replied`, `submitted`, `submitted_to_tier` and `stopped` to handle replies and tasks."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Harness:
         self.answers: dict[tuple[bytes, bytes], object] = {}  # by client and number
         self.tasks: list[Copy | Call] = []
         self.tier_tasks: list[TierTask] = []
+        self.stops: list[Stop] = []
         self.unanswered: Counter[tuple[bytes, bytes]] = Counter()
         self._numbers = itertools.count(1)
 
@@ -122,6 +123,10 @@ class Harness:
         """Called with each task for a tier's thread. Its outcome goes to `finished`."""
         self.tier_tasks.append(task)
 
+    def stopped(self, stop: Stop) -> None:
+        """Called when the core wants the server to stop."""
+        self.stops.append(stop)
+
     def act(self, actions: list[Action]) -> None:
         """Handle actions as the server's loop does."""
         for action in actions:
@@ -134,6 +139,8 @@ class Harness:
                     self.replied(action, self.connections.encode(action, self.now))
                 case Copy() | Call():
                     self.submitted(action)
+                case Stop():
+                    self.stopped(action)
                 case _:
                     self.submitted_to_tier(action)
 

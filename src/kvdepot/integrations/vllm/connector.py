@@ -16,21 +16,22 @@ and delegates to it: the scheduler's half (scheduler.py) decides what is looked 
                                                       loads that failed: vLLM recomputes, nothing is loaded twice
     request ends          request_finished_all_groups blocks stay alive until its stores are done
 
-Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.key` (this client's key file, if the server requires
-one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store decoded chunks, too; default false),
-`kvdepot.weights_revision` (names weights that their path does not identify), `kvdepot.boundary_chunks` (for models with
-sliding windows or states: how far apart prompts can be resumed; plan.py).
+Until there is a server, other halves of the same methods take their place (unconnected.py, link.py).
+
+Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.start` and `kvdepot.required` (place.py),
+`kvdepot.key` (this client's key file, if the server requires one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store
+decoded chunks, too; default false), `kvdepot.weights_revision` (names weights that their path does not identify),
+`kvdepot.boundary_chunks` (for models with sliding windows or states: how far apart prompts can be resumed; plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import zmq
 
 from kvdepot.integrations.vllm.versions import (  # refuses other versions
     HOST_HITS,
@@ -51,16 +52,20 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.client.socket import CONNECT_S, Client
-from kvdepot.client.transfer import ShardSpec, learn_spec
+from kvdepot.client.socket import Client
+from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
+from kvdepot.integrations.vllm.link import Link
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.place import find_place
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
 from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
-from kvdepot.integrations.vllm.worker import WorkerHalf
+from kvdepot.integrations.vllm.unconnected import UnconnectedScheduler, UnconnectedWorker
+from kvdepot.integrations.vllm.worker import WorkerHalf, mem_pool_context, share_kv
+from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,60 +88,86 @@ __all__ = ["KVDepotConnector"]
 
 log = init_logger(__name__)
 
+SchedulerLink: TypeAlias = "Link[SchedulerHalf, UnconnectedScheduler]"
+WorkerLink: TypeAlias = "Link[WorkerHalf, UnconnectedWorker]"
+
 
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores prompts' KV in a kvdepot server and loads it instead of recomputing it.
 
-    Raises ConfigError for an unsupported configuration, Unavailable when no server answers within 5 s.
+    Raises ConfigError for an unsupported configuration, what a server refuses it for, and with `kvdepot.required`
+    Unavailable when no server answers within 8 s.
     """
 
     _cache_hit_source = HOST_HITS
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        settings = self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         refuse_unserved(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        replicas = tensor_replicas(kv_cache_config)
-        model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
-        groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
-        alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
-        rank = 0
-        if role is KVConnectorRole.WORKER:
-            rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
-        self._context: zmq.Context[Any] = zmq.Context()
-        client = Client(settings.url, self._context, key=settings.key)
-        spec = learn_spec(
-            client, model, ranks // replicas, rank // replicas, alignment, CONNECT_S, partial(fit_groups, groups)
-        )
-        self.connector_scheduler: SchedulerHalf | None = None
-        self.connector_worker: WorkerHalf | None = None
+        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._model = namespace(vllm_config, kv_cache_config, settings.weights_revision)
+        self._groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
+        self._alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
+        self._rank = 0
+        self._connector_scheduler: SchedulerLink | None = None
+        self._connector_worker: WorkerLink | None = None
+        engine_id = str(self._kv_transfer_config.engine_id)
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            depot = SchedulerClient(client, spec)
-            is_dense = kv_cache_config.prefix_cache_retention_interval is None
-            lookahead = lookahead_tokens(vllm_config)
-            plan = make_plan(groups, spec, settings.boundary_chunks, is_dense, lookahead)
-            known = self._make_known(groups, spec, ranks)
-            self.connector_scheduler = SchedulerHalf(vllm_config, depot, plan, ranks, settings.save_decode, known)
+            without = UnconnectedScheduler(vllm_config, self._model)
+            self._connector_scheduler = Link(find_place(settings, engine_id), without, tells=not settings.is_embedded)
+            self._connector_scheduler.begin(self._make_scheduler)
         else:
-            # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
-            worker = WorkerClient(client, spec, unpins=False)
-            fails_whole = bool(spec.groups) or len(kv_cache_config.kv_cache_groups) > 1
-            self.connector_worker = WorkerHalf(vllm_config, worker, groups, rank, fails_whole)
+            self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
+            place = find_place(settings, engine_id, starts_own=self._rank == 0)
+            absent = UnconnectedWorker(vllm_config, self._rank, self._fails_whole)
+            self._connector_worker = Link(place, absent, tells=settings.is_embedded)
+
+    @property
+    def _fails_whole(self) -> bool:
+        """Whether a load that fails in part fails as a whole (worker.py)."""
+        return len(self._kv_cache_config.kv_cache_groups) > 1 or any(group.is_bounded for group in self._groups)
+
+    def _fit(self, client: Client) -> ShardSpec:
+        """Whose shards this process stores and loads, with the server's chunk size. Raises BadRequest."""
+        replicas = tensor_replicas(self._kv_cache_config)
+        spec = fit_groups(
+            self._groups, self._model, self._ranks // replicas, self._rank // replicas, client.chunk_size,
+            self._alignment,
+        )  # fmt: skip
         log.info(
             "kvdepot: %s at %s as %s, chunks of %d tokens (the server's default: %d; this engine's blocks: %d)",
-            role.name.lower(),
-            settings.url,
-            model,
+            self._role.name.lower(),
+            client.server_url,
+            self._model,
             spec.chunk_tokens,
             client.chunk_size,
-            alignment,
+            self._alignment,
         )
-        for group, fitted in zip(groups, spec.groups, strict=False):
+        for group, fitted in zip(self._groups, spec.groups, strict=False):
             log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.tell(fitted))
+        return spec
+
+    def _make_scheduler(self, client: Client) -> SchedulerHalf:
+        """Called on the link's thread, once there is a server."""
+        spec = self._fit(client)
+        is_dense = self._kv_cache_config.prefix_cache_retention_interval is None
+        lookahead = lookahead_tokens(self._vllm_config)
+        plan = make_plan(self._groups, spec, self._settings.boundary_chunks, is_dense, lookahead)
+        known = self._make_known(self._groups, spec, self._ranks)
+        depot = SchedulerClient(client, spec)
+        return SchedulerHalf(self._vllm_config, depot, plan, self._ranks, self._settings.save_decode, known)
+
+    def _make_worker(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client) -> WorkerHalf:
+        """Called on the link's thread, once there is a server."""
+        # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
+        worker = WorkerClient(client, self._fit(client), unpins=False)
+        half = WorkerHalf(self._vllm_config, worker, self._rank, self._fails_whole)
+        half.register(layouts, kv_caches)
+        return half
 
     def _make_known(self, groups: list[Group], spec: ShardSpec, ranks: int) -> Known | None:
         """Chunks to publish, if vLLM publishes KV events."""
@@ -147,18 +178,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return Known(ranks, spec.chunk_tokens, hashed, event_group(groups, spec))
 
     @property
-    def _scheduler(self) -> SchedulerHalf:
-        assert self.connector_scheduler is not None, "this connector was made for a worker"
-        return self.connector_scheduler
+    def _scheduler(self) -> SchedulerHalf | UnconnectedScheduler:
+        link = self._connector_scheduler
+        assert link is not None, "this connector was made for a worker"
+        link.advance()  # at any time: each half takes requests as they come
+        return link.half
 
     @property
-    def _worker(self) -> WorkerHalf:
-        assert self.connector_worker is not None, "this connector was made for the scheduler"
-        return self.connector_worker
-
-    @property
-    def _half(self) -> SchedulerHalf | WorkerHalf:
-        return self.connector_scheduler or self._worker
+    def _worker(self) -> WorkerHalf | UnconnectedWorker:
+        assert self._connector_worker is not None, "this connector was made for the scheduler"
+        return self._connector_worker.half
 
     # -- both halves
 
@@ -169,7 +198,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Operations that ended since the last step; None if none did."""
-        return self._half.figures.take()
+        half = self._scheduler if self._connector_scheduler is not None else self._worker
+        return half.figures.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -188,9 +218,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the connection. Safe twice and without a server; blocks 5 s at most."""
-        self._half.shutdown()
-        self._context.term()
+        """Close the connection, and end the engine's own server. Safe twice and without a server; blocks some seconds
+        at most."""
+        for link in (self._connector_scheduler, self._connector_worker):
+            if link is not None:
+                link.close()
 
     # -- the scheduler's half
 
@@ -250,16 +282,21 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         """A context in which vLLM allocates KV that can be shared; None if it does so anyway."""
-        return self._worker.get_mem_pool_context()
+        return mem_pool_context(self._vllm_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register_kv_caches(kv_caches, self._kv_cache_config.num_blocks)
+        """Share the paged KV, and connect to the server, if it is there; waits 5 s for it at most."""
+        assert self._connector_worker is not None
+        layouts = share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
+        self._connector_worker.begin(partial(self._make_worker, layouts, kv_caches))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Orders)
         self._worker.give_up_preempted(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self._connector_worker is not None
+        self._connector_worker.advance()  # here alone: what begins in a step ends on the same half
         self._worker.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

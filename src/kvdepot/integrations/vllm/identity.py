@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -17,13 +17,13 @@ from blake3 import blake3
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from kvdepot.config import default_url
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.fields import describe_config
 from kvdepot.integrations.vllm.groups import describe_groups, find_groups, holds_plain_numbers
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release
 from kvdepot.integrations.vllm.weight_files import find_weights
+from kvdepot.protocol.addresses import fault_of_endpoint
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -34,6 +34,9 @@ __all__ = ["Settings", "namespace", "read_settings", "refuse_unserved"]
 log = init_logger(__name__)
 
 _PREFIX = "kvdepot."
+_EMBEDDED = "embedded"
+"""In place of a URL: the engine has a server of its own."""
+_STARTS = ("auto", "never")
 _LOCAL_FORMATS = {
     "auto",
     "hf",
@@ -63,16 +66,24 @@ file systems lag behind ours."""
 
 @dataclass(frozen=True)
 class Settings:
-    """Our keys of `kv_connector_extra_config`, without their prefix. key: a file; empty: the client's default.
+    """Our keys of `kv_connector_extra_config`, without their prefix.
 
-    boundary_chunks: see plan.py; 0: the default.
+    url, start, required: see place.py; an empty url stands for the default endpoint. key: a file; empty: the client's
+    default. boundary_chunks: see plan.py; 0: the default.
     """
 
-    url: str = field(default_factory=default_url)
+    url: str = ""
+    start: str = "auto"
+    required: bool = False
     key: str = ""
     save_decode: bool = False
     weights_revision: str = ""
     boundary_chunks: int = 0
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the engine has a server of its own."""
+        return self.url == _EMBEDDED
 
 
 def read_settings(extra: dict[str, Any]) -> Settings:
@@ -92,7 +103,12 @@ def read_settings(extra: dict[str, Any]) -> Settings:
         given[name] = value
     if given.get("boundary_chunks", 0) < 0:
         raise ConfigError(f"{_PREFIX}boundary_chunks is {given['boundary_chunks']}: a number of chunks, or 0")
-    return Settings(**given)
+    settings = Settings(**given)
+    if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
+        raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
+    if settings.start not in _STARTS:
+        raise ConfigError(f"{_PREFIX}start is {settings.start!r}, not one of {', '.join(_STARTS)}")
+    return settings
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

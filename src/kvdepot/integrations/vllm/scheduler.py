@@ -384,8 +384,7 @@ class SchedulerHalf:
 
     def reset_cache(self) -> bool:
         is_forgotten = admin.reset(self._depot.client, self._depot.spec.model)
-        self._epoch = secrets.token_hex(16)
-        log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
+        self.share_with_none()
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after
         self._waiting.clear()
@@ -395,6 +394,11 @@ class SchedulerHalf:
         if self._known is not None:
             self._known.clear()
         return is_forgotten
+
+    def share_with_none(self) -> None:
+        """The weights may differ from those on disk: from here on this engine's KV is its own."""
+        self._epoch = secrets.token_hex(16)
+        log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
 
     def shutdown(self) -> None:
         self._depot.close()

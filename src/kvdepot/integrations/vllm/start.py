@@ -1,4 +1,4 @@
-"""What kvdepot sets up in each vLLM process before there is a connector: logging, and an early check for the server.
+"""What kvdepot sets up in each vLLM process before there is a connector: logging, and the server.
 
 Called by the plugin entry point (`register_vllm`).
 """
@@ -6,7 +6,6 @@ Called by the plugin entry point (`register_vllm`).
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_early", "log_with_vllm"]
 
-_ABSENT_S = 1.0
-"""How long to wait for a server that is being started beside the engine."""
+_LOOK_S = 1.0
 _found: set[str] = set()
 """URLs of servers that have answered this process."""
 
@@ -32,7 +30,7 @@ def log_with_vllm() -> None:
 
 
 def check_early(factory: type[KVConnectorFactory]) -> None:
-    """Make vLLM's KVConnectorFactory look for the server when the engine is configured, before a model is loaded.
+    """Make vLLM's KVConnectorFactory start or find the server when the engine is configured, before a model is loaded.
 
     vLLM makes connectors only after it has loaded the model, perhaps a minute later. When it checks its configuration,
     it asks the factory for the connector's class, which is the first time that we see the settings. It asks for each
@@ -44,7 +42,7 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
         if kv_transfer_config.has_connector("KVDepotConnector"):
             _refuse_other_versions()
         if kv_transfer_config.kv_connector == "KVDepotConnector":
-            _find_server(kv_transfer_config)
+            _prepare(kv_transfer_config)
         elif kv_transfer_config.has_connector("KVDepotConnector"):
             _refuse_failing(kv_transfer_config)
         connector: type[KVConnectorBase] = get_class(kv_transfer_config)
@@ -71,16 +69,26 @@ def _refuse_failing(kv_transfer_config: KVTransferConfig) -> None:
         )
 
 
-def _find_server(kv_transfer_config: KVTransferConfig) -> None:
-    """Connect to the server once. Blocks 5 s at most, 1 s without a socket file. Raises ConfigError, Unavailable."""
+def _prepare(kv_transfer_config: KVTransferConfig) -> None:
+    """Start the shared server, if this engine may, and find out early what a server that is there refuses it for.
+
+    Blocks a second at most; with `kvdepot.required`, 8 s, for a server that answers. Raises KVDepotError.
+    """
     from kvdepot.client import admin
-    from kvdepot.client.socket import CONNECT_S
+    from kvdepot.errors import Unavailable
     from kvdepot.integrations.vllm.identity import read_settings
+    from kvdepot.integrations.vllm.place import PASSING, REQUIRED_S, find_place
+    from kvdepot.protocol.endpoints import is_taken
 
     settings = read_settings(kv_transfer_config.kv_connector_extra_config)
-    url = settings.url
-    if url not in _found:
-        socket = Path(url.removeprefix("ipc://"))
-        is_absent = url.startswith("ipc:///") and not socket.exists()
-        with admin.connect(url, settings.key, _ABSENT_S if is_absent else CONNECT_S):
-            _found.add(url)
+    if settings.is_embedded:
+        return  # its first worker starts it
+    place = find_place(settings, "")
+    if place.url in _found or not (settings.required or is_taken(place.url)):
+        return
+    try:
+        with admin.connect(place.url, settings.key, REQUIRED_S if settings.required else _LOOK_S):
+            _found.add(place.url)
+    except PASSING as exc:
+        if settings.required:
+            raise Unavailable(place.fault() or str(exc)) from exc

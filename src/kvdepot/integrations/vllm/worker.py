@@ -28,7 +28,7 @@ from kvdepot.protocol.layout import Layout, build_layout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["WorkerHalf"]
+__all__ = ["WorkerHalf", "mem_pool_context", "share_kv"]
 
 log = init_logger(__name__)
 
@@ -41,19 +41,12 @@ _IDLE_S = 0.002
 class WorkerHalf:
     """The worker's half, of one rank."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, client: WorkerClient, groups: Sequence[Group], rank: int, fails_whole: bool
-    ) -> None:
-        """groups: the model's KV cache groups. rank: among all workers, including replicas of a shard.
-
-        fails_whole: see `take_failed_requests`.
-        """
+    def __init__(self, vllm_config: VllmConfig, client: WorkerClient, rank: int, fails_whole: bool) -> None:
+        """rank: among all workers, including replicas of a shard. fails_whole: see `take_failed_requests`."""
         told = vllm_config.kv_events_config
         self.figures = Figures(vllm_config, self._trace_headers)
-        self._vllm_config = vllm_config
         self._depot = client
         self._depot.watch = self._operation_ended
-        self._groups = groups
         self._fails_whole = fails_whole
         self._rank = rank
         self._tells_keys = told is not None and told.enable_kv_cache_events
@@ -81,18 +74,8 @@ class WorkerHalf:
 
     # -- its tensors
 
-    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
-        """Turns expandable segments off: they are thousands of allocations to share, not one. None if they are off."""
-        conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
-        pooled = self._vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
-        if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
-            return None
-        return without_expandable_segments(conf)
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
-        """Share the paged KV with the server. num_blocks: that it has."""
-        writers = describe_writers(self._vllm_config, kv_caches)
-        layouts = [describe_kv(_of_group(kv_caches, group), num_blocks, writers) for group in self._groups]
+    def register(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
+        """Have the server map the paged KV that `share_kv` has shared. Blocks 30 s at most; raises KVDepotError."""
         if self._depot.spec.groups:
             self._depot.register_groups(layouts, kv_caches)
         else:
@@ -186,6 +169,15 @@ class WorkerHalf:
         self._depot.close()
 
 
+def mem_pool_context(vllm_config: VllmConfig) -> AbstractContextManager[None] | None:
+    """Turns expandable segments off: they are thousands of allocations to share, not one. None if they are off."""
+    conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
+    pooled = vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
+    if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
+        return None
+    return without_expandable_segments(conf)
+
+
 @contextmanager
 def without_expandable_segments(conf: str) -> Iterator[None]:
     """Make PyTorch allocate with cudaMalloc, not from its expandable segments. conf: its settings before."""
@@ -194,6 +186,17 @@ def without_expandable_segments(conf: str) -> Iterator[None]:
         yield
     finally:
         alloc_conf.set_alloc_conf(conf)
+
+
+def share_kv(
+    vllm_config: VllmConfig, groups: Sequence[Group], kv_caches: dict[str, torch.Tensor], num_blocks: int
+) -> list[Layout]:
+    """Make the paged KV visible to other processes, and describe it by KV cache group. num_blocks: that it has.
+
+    It may move bytes, so no step may run. Raises ConfigError, LayoutError.
+    """
+    writers = describe_writers(vllm_config, kv_caches)
+    return [describe_kv(_of_group(kv_caches, group), num_blocks, writers) for group in groups]
 
 
 def _of_group(kv_caches: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:

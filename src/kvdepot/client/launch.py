@@ -1,0 +1,182 @@
+"""Starts `kvdepot serve` for an engine: one that all engines of this user share, or one of its own.
+
+Called by integrations/vllm/ on the engine's thread; nothing here waits until a server serves. Invariants: of many
+engines that start at once, one starts the shared server, which then outlives it; an engine's own server ends with the
+engine's process, however that ends.
+
+A shared server inherits a locked file from the engine that starts it, and holds the lock until its own end. So the lock
+tells other engines that a server is there or being started, whatever happens to the engine, and it is free again if the
+start fails. Rejected: a lock held by the engine until the server answers, which a killed engine gives up too early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+from kvdepot import locks
+from kvdepot.errors import KVDepotError, Unavailable
+from kvdepot.memory import shm
+from kvdepot.protocol.addresses import socket_path
+from kvdepot.protocol.endpoints import holder, make_folder
+
+__all__ = ["IDLE_EXIT_S", "Embedded", "Shared"]
+
+IDLE_EXIT_S = 3600
+"""`--idle-exit` of a shared server, unless KVDEPOT_IDLE_EXIT says otherwise: longer than restarting an engine with a
+large model, or a pause between two experiments, takes; short enough that its memory is free again the same day."""
+_STOP_S = 10.0
+_YOUNG_S = 10.0
+"""An arena that is younger than this may be about to be locked by its server."""
+_DETACH = "import os, sys\nif not os.fork():\n    os.execv(sys.argv[1], sys.argv[1:])"
+"""A second fork: an orphan is no child of the engine, which may kill its children when it ends."""
+_OWN = "kvdepot-{user}-engine-"
+"""How names of the arenas of engines' own servers begin, for `str.format`."""
+
+
+def _command(url: str, *flags: str) -> list[str]:
+    # As for the web process: the working directory is not on the import path.
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    return [sys.executable, *safe, "-m", "kvdepot.cli", "serve", "--url", url, *flags]
+
+
+def _environment(**defaults: str) -> dict[str, str]:
+    """The engine's environment without what concerns the engine alone: its key, and its choice of GPUs."""
+    dropped = ("KVDEPOT_KEY", "CUDA_VISIBLE_DEVICES")
+    return defaults | {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+class Shared:
+    """The server at a unix socket that all engines of this user share."""
+
+    def __init__(self, url: str) -> None:
+        path = socket_path(url)
+        assert path is not None, f"{url} is not a unix socket with a path"
+        self.url = url
+        self.log = path.with_suffix(".log")
+        """Its log; that of the server before it has the suffix `.log.1`."""
+        self._lock = path.with_name(f"{path.name}.start")
+
+    def __repr__(self) -> str:
+        return f"<Shared at {self.url}>"
+
+    def start(self) -> bool:
+        """Start it, unless it is there or being started; whether it was started. Raises Unavailable."""
+        try:
+            make_folder(self.url)
+            fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                if not locks.lock(fd) or holder(self.url):
+                    return False
+                self._spawn(fd)
+                return True
+            finally:
+                os.close(fd)
+        except (OSError, subprocess.SubprocessError) as exc:
+            raise Unavailable(f"`kvdepot serve` cannot be started at {self.url}: {exc}") from exc
+
+    def _spawn(self, lock: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.log.replace(self.log.with_suffix(".log.1"))
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _DETACH, *_command(self.url)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock],
+                env=_environment(KVDEPOT_IDLE_EXIT=str(IDLE_EXIT_S)),
+                start_new_session=True,
+                check=True,
+                timeout=_STOP_S,
+            )
+        finally:
+            os.close(log)
+
+    def is_running(self) -> bool:
+        """Whether a server is there or being started, by any engine or by hand."""
+        if holder(self.url):
+            return True
+        try:
+            fd = os.open(self._lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return locks.is_locked(fd)
+        finally:
+            os.close(fd)
+
+    def failure(self) -> str:
+        """Why it is not running: the last line of its log, and where that is."""
+        try:
+            lines = self.log.read_text(errors="replace").split("\n")
+        except OSError as exc:
+            return f"its log {self.log} cannot be read: {exc.strerror}"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it has logged nothing")
+        return f"the server that was started has ended: {last} (its log: {self.log})"
+
+
+class Embedded:
+    """An engine's own server, a child of this process. It logs where the engine does."""
+
+    def __init__(self, url: str, name: str) -> None:
+        """Start it. name: of the engine, unique on this host. Raises Unavailable."""
+        _remove_left_arenas()
+        self.url = url
+        self._arena = f"{_OWN.format(user=os.geteuid())}{name}"
+        flags = ["--until-eof", "--http", "off", "--arena-name", self._arena, "--on-stop", "remove", "--idle-exit", "0"]
+        try:
+            make_folder(url)
+            self._process = subprocess.Popen(
+                _command(url, *flags),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except OSError as exc:
+            raise Unavailable(f"`kvdepot serve` cannot be started: {exc}") from exc
+        assert self._process.stdin is not None
+        # A child that this process forks would hold the pipe open after our end.
+        os.register_at_fork(after_in_child=self._process.stdin.close)
+
+    def __repr__(self) -> str:
+        return f"<Embedded at {self.url}, pid {self._process.pid}>"
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def failure(self) -> str:
+        """Why it is not running."""
+        return f"the engine's own server has ended with status {self._process.poll()}; the lines above say why"
+
+    def close(self) -> None:
+        """End it, and wait for that. Safe twice; blocks 10 s at most."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with contextlib.suppress(OSError):
+            shm.shm_path(self._arena).unlink()  # left if it was killed
+
+
+def _remove_left_arenas() -> None:
+    """Remove the arenas of engines' own servers that were killed together with their engines: nobody else would."""
+    for path in shm.SHM.glob(f"{_OWN.format(user=os.geteuid())}*"):
+        with contextlib.suppress(OSError, KVDepotError):
+            if time.time() - path.lstat().st_mtime < _YOUNG_S:
+                continue
+            fd = shm.open_shared(path.name)
+            try:
+                if not locks.is_locked(fd):
+                    path.unlink()
+            finally:
+                os.close(fd)

@@ -1,0 +1,191 @@
+"""The way from the settings to a connected half, however late its server comes. Owned by connector.py.
+
+A thread of its own waits for the server, learns its chunk size, and makes the half, a worker's with its KV registered:
+mapping takes as long as it takes, and an idle engine connects, too. It ends with that; a server that goes away later is
+the client's own matter (client/connection.py). The engine's thread takes the half over with `advance`. Invariants: a
+half belongs to one thread at a time; after the start, nothing here waits on the engine's thread or raises into it.
+
+Rejected: to connect on the engine's own calls. A handshake takes several of them, so that the first request after an
+idle time would not be cached, and registering would stall all requests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import zmq
+from vllm.logger import init_logger
+
+from kvdepot.client.socket import CONNECT_S, Client
+from kvdepot.errors import KVDepotError, Unavailable
+from kvdepot.integrations.vllm.place import PASSING, REQUIRED_S, Place
+from kvdepot.protocol import wire
+from kvdepot.protocol.endpoints import is_taken
+
+__all__ = ["Link"]
+
+log = init_logger(__name__)
+
+_LOOK_S = 0.05
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
+"""Between looks for an answer: a server that is there answers at once; for another, the engine's time is not wasted."""
+_REGISTER_S = 30.0
+"""How long a start waits for a server that has answered, and now maps the KV."""
+_PAUSE_S = 5.0
+"""Between attempts after a failed one, and between looks whether the shared server must be started again."""
+_END_S = 5.0
+
+
+class _Half(Protocol):
+    def shutdown(self) -> None: ...
+
+
+Half = TypeVar("Half", bound=_Half)
+
+
+class _Without(Protocol):
+    def hand_over(self, half: Any) -> None: ...
+
+
+Without = TypeVar("Without", bound=_Without)
+
+
+class Link(Generic[Half, Without]):
+    """The half of one role: the one without a server, and from some time on the connected one."""
+
+    def __init__(self, place: Place, without: Without, tells: bool) -> None:
+        """tells: whether this process says in the log that no server is there: one of an engine's does.
+
+        Raises ConfigError for a key file that cannot be used, Unavailable for another user's socket.
+        """
+        self.half: Half | Without = without
+        self._place = place
+        self._without = without
+        self._tells = tells
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._client = Client(place.url, self._context, key=place.key)
+        self._make: Callable[[Client], Half] | None = None
+        self._made: Half | None = None  # by the thread, which does not touch it any more
+        self._connected: Half | None = None
+        self._error: KVDepotError | None = None  # of the last attempt
+        self._refusal: KVDepotError | None = None  # an error that is not passing
+        self._told: set[str] = set()
+        self._settled = threading.Event()  # there is a half, or a refusal
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdepot-link", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"<Link to {self._place.url}, {self.half!r}>"
+
+    # -- on the engine's thread
+
+    def begin(self, make: Callable[[Client], Half]) -> None:
+        """Connect, and make the half with the client. Waits for a server that is there or being started, 5 s at most.
+
+        Raises what a server refuses this engine for, and Unavailable without one if `kvdepot.required` is set.
+        """
+        self._make = make
+        self._thread.start()
+        began = time.monotonic()
+        while not self._settled.wait(_LOOK_S) and self._is_worth_waiting(time.monotonic() - began):
+            pass
+        self.advance()
+        if self._connected is not None:
+            return
+        if self._refusal is not None or self._place.required:
+            refusal = self._refusal or Unavailable(self._why())
+            self.close()
+            raise refusal
+        if self._tells:
+            log.warning(
+                "kvdepot: not connected yet, so nothing is cached; this engine connects when it can: %s", self._why()
+            )
+
+    def _is_worth_waiting(self, waited_s: float) -> bool:
+        if self._client.is_welcomed:
+            return waited_s < _REGISTER_S
+        server, required = self._place.server, self._place.required
+        if waited_s >= (REQUIRED_S if required else CONNECT_S):
+            return False
+        return server.is_running() if server is not None else required or is_taken(self._place.url)
+
+    def _why(self) -> str:
+        """Why there is no connection."""
+        if fault := self._place.fault():
+            return fault
+        if self._error is not None:
+            return str(self._error)
+        try:
+            self._client.learn_chunk_size(0.0)
+        except KVDepotError as exc:
+            return str(exc)
+        return f"the server at {self._place.url} has not answered yet"
+
+    def advance(self) -> None:
+        """Use the connected half from now on, if there is one. A worker calls it between two steps."""
+        if self._made is not None:
+            made, self._made = self._made, None
+            self._without.hand_over(made)
+            self.half = self._connected = made
+
+    def close(self) -> None:
+        """Close the connection, and the engine's own server. Safe twice; blocks some seconds at most."""
+        self._closing.set()
+        if self._thread.is_alive() and not self._settled.is_set():
+            self._client.close()  # which fails what the thread waits for
+        if self._thread.ident is not None:
+            self._thread.join(_END_S)
+        self.advance()
+        if self._connected is not None:
+            self._connected.shutdown()
+        self._client.close()
+        self._context.term()
+        self._place.close()
+
+    # -- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set() and not self._connect():
+                self._closing.wait(_PAUSE_S)
+        except Exception:  # the top of a thread: the engine goes on without a server
+            log.exception("kvdepot: this engine connects to no server any more")
+
+    def _connect(self) -> bool:
+        """Whether the half could be made."""
+        assert self._make is not None
+        try:
+            welcome = self._client.ask(wire.ChunkSize(), deadline_s=None)
+            due, look_s = time.monotonic() + _PAUSE_S, _FIRST_LOOK_S
+            while not welcome.query():
+                if self._closing.wait(look_s):
+                    return False
+                look_s = min(1.5 * look_s, _LONGEST_LOOK_S)
+                if time.monotonic() > due:
+                    self._place.start_again()
+                    due = time.monotonic() + _PAUSE_S
+            welcome.result(0.0)
+            self._made = self._make(self._client)
+        except KVDepotError as exc:
+            self._failed(exc)
+            return False
+        self._settled.set()
+        return True
+
+    def _failed(self, error: KVDepotError) -> None:
+        if self._closing.is_set():
+            return
+        self._error = error
+        is_passing = isinstance(error, PASSING)
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            if is_passing:
+                log.info("kvdepot: no connection yet, trying again: %s", error)
+            else:
+                log.error("kvdepot: the server cannot be used, so nothing is cached: %s", error)
+        if not is_passing:
+            self._refusal = error
+            self._settled.set()

@@ -1,0 +1,136 @@
+"""An engine finds its server: one that is there, one that it starts, one that comes later, or one of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot.client.launch import Shared
+from kvdepot.config import default_url
+from kvdepot.protocol.endpoints import holder
+from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import nothing_is_held, output, prompt
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
+    """The default endpoint of this test's engines; a server that they start there ends with the test."""
+    arena = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    Depot.names.add(arena)
+    with tempfile.TemporaryDirectory() as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.setenv("KVDEPOT_ARENA_NAME", arena)
+        monkeypatch.setenv("KVDEPOT_ARENA_GIB", "0.0625")
+        shared = Shared(default_url())
+        yield shared
+        if pid := pid_at(shared.url):
+            os.kill(pid, signal.SIGTERM)
+        eventually(lambda: not shared.is_running() and not (SHM / arena).exists())
+
+
+def pid_at(url: str) -> int:
+    """The process that holds an endpoint; 0: none."""
+    return int(holder(url).removeprefix("pid ") or 0)
+
+
+def settings(**extra: Any) -> dict[str, Any]:
+    """An engine's connector without a URL."""
+    names = {f"kvdepot.{name}": value for name, value in extra.items()}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KVDepotConnector", "kv_role": "kv_both", "kv_connector_extra_config": names,
+        }
+    }  # fmt: skip
+
+
+def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
+    home: Shared, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    tokens = prompt(41, 2 * 256 + 9)
+    first = start_engine(models["gqa"], "", **settings()).wait_started()
+    first.tell("link")  # on a busy machine, the server may take longer to start than the engine waits
+    cold = first.run(tokens)
+    assert cold["cached"] == 0
+    pid = pid_at(home.url)
+    assert pid and f"its log: {home.log}" in first.logged() and "serving at" in home.log.read_text()
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    second = start_engine(models["gqa"], "", **settings()).wait_started()
+    second.tell("link")
+    from_depot = second.run(tokens)
+    assert from_depot["cached"] == 512
+    assert output(from_depot) == output(second.run(tokens))
+    assert from_depot["tokens"] == cold["tokens"]
+    assert pid_at(home.url) == pid and "started `kvdepot serve`" not in second.logged()
+    second.stop()
+
+
+def test_an_engine_runs_without_its_server_and_connects_when_it_comes(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+) -> None:
+    url = f"ipc://{tmp_path}/late.sock"
+    tokens = prompt(42, 2 * 256 + 9)
+    engine = start_engine(models["gqa"], url).wait_started()
+    cold = engine.run(tokens)
+    assert engine.run_fresh(tokens)["cached"] == 0
+    said = engine.logged()
+    assert len(re.findall("nothing is cached", said)) == 1 and f"no kvdepot server answers at {url}" in said
+    assert "connects to no server any more" not in said
+    engine.tell("add", request=engine.request(prompt(43, 900), max_tokens=20))  # one is running when the server comes
+    engine.tell("step")
+    depot = start_depot(url=url)
+    engine.tell("link")
+    assert len(engine.tell("finish")) == 1
+    again = engine.run_fresh(tokens)
+    assert again["cached"] == 0
+    from_depot = engine.run_fresh(tokens)
+    assert from_depot["cached"] == 512
+    assert output(from_depot) == output(engine.run(tokens))
+    assert from_depot["tokens"] == again["tokens"] == cold["tokens"]
+    engine.stop()
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+def test_an_engine_that_must_have_a_server_or_must_not_start_one_says_so_in_its_last_line(
+    home: Shared, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    engine = start_engine(models["gqa"], "", **settings(start="never", required=True))
+    assert "no kvdepot server answers" in engine.start_error()
+    assert engine.wait() != 0
+    last = engine.logged().strip().splitlines()[-1]
+    assert "no kvdepot server answers" in last and "kvdepot serve" in last
+    assert "Starting to load model" not in engine.logged()
+    assert not home.log.exists()
+
+
+def test_an_engines_own_server_is_gone_after_it(
+    home: Shared, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    pattern = f"kvdepot-{os.geteuid()}-engine-*"
+    before = set(SHM.glob(pattern))
+    tokens = prompt(44, 2 * 256 + 9)
+    engine = start_engine(models["gqa"], "embedded").wait_started()
+    engine.tell("link")
+    (arena,) = set(SHM.glob(pattern)) - before
+    name = arena.name.rpartition("-")[2]
+    url = default_url().replace("depot.sock", f"engine-{name}.sock")
+    pid = pid_at(url)
+    assert pid
+    cold = engine.run(tokens)
+    from_depot = engine.run_fresh(tokens)
+    assert from_depot["cached"] == 512
+    assert from_depot["tokens"] == cold["tokens"]
+    assert output(from_depot) == output(engine.run(tokens))
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.wait()
+    eventually(lambda: not Path(f"/proc/{pid}").exists() and not arena.exists() and not holder(url))
+    assert not home.log.exists()

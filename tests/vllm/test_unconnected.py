@@ -1,0 +1,127 @@
+"""What scheduler and workers do before they have a server, each by itself, and how a half takes over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvdepot.client.transfer import Transfer, pack_block_ids
+from kvdepot.keys import derive_root
+from tests.conftest import StartDepot, eventually
+from tests.vllm.test_requests import Steps, request
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
+
+
+def orders(holds: bool = False) -> Any:
+    """The orders of a connected scheduler: loads of two requests, a store, and the end of a third."""
+    from kvdepot.integrations.vllm.messages import Orders
+
+    def transfer(name: str, blocks: list[int], skip: int = 0) -> Transfer:
+        return Transfer(name, derive_root(), 0, bytes(64), pack_block_ids(blocks), skip)
+
+    loads = {"a": [transfer("a", [1, 2, 3, 4], skip=1)], "b": [transfer("b", [5, 6, 7, 8])]}
+    stores = [transfer("c", [9, 10, 11, 12])]
+    return Orders("m", loads, stores, ended={"c"}, holds=holds, step=7, measured=3)
+
+
+@pytest.mark.parametrize("fails_whole", [False, True])
+def test_a_worker_without_a_server_fails_each_load_and_ends_each_store_in_the_step_that_orders_it(
+    fails_whole: bool,
+) -> None:
+    from kvdepot.integrations.vllm.messages import Orders
+    from kvdepot.integrations.vllm.unconnected import UnconnectedWorker
+
+    quiet: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
+    worker = UnconnectedWorker(quiet, 1, fails_whole)
+
+    def step(told: Any) -> tuple[Any, ...]:
+        worker.give_up_preempted(told)
+        worker.start_loads(told)
+        worker.store(told)
+        stored, loaded = worker.get_finished(told)
+        return stored, loaded, worker.take_failed_requests(), worker.get_block_ids_with_load_errors()
+
+    blocks = set() if fails_whole else {2, 3, 4, 5, 6, 7, 8}  # not what the load was to leave as it is
+    requests = {"a", "b"} if fails_whole else set()
+    assert step(orders()) == ({"c"}, {"a", "b"}, requests, blocks)
+    assert worker.take_report(orders()).ended == {}
+    assert worker.take_report(orders(holds=True)).ended == {7: {1}}
+    assert (worker.take_report(orders()).step, worker.take_report(orders()).measured) == (7, 3)
+    assert step(Orders()) == (None, None, set(), set())
+    assert worker.figures.take() is None
+
+
+def test_a_scheduler_takes_requests_up_when_its_server_comes_and_ends_none_twice(
+    start_depot: StartDepot, models: dict[str, Path], tmp_path: Path
+) -> None:
+    url = f"ipc://{tmp_path}/late.sock"
+    steps = Steps(url, models["gqa"])
+    connector = steps.connector
+    try:
+        one = request(list(range(512)))
+        connector.on_new_request(one)
+        assert connector.get_num_new_matched_tokens(one, 0) == (0, False)
+        before = steps.build(512)
+        assert (before.loads, before.stores, before.step) == ({}, [], 0)
+        assert before.model == connector._model  # or a connected worker would say that the two differ
+        start_depot(url=url)
+        link = connector._connector_scheduler
+        assert link is not None and link._settled.wait(60)
+        after = steps.build()  # now the connected half
+        assert after.step == 1
+        steps.back(before), steps.back(after)
+        assert connector.request_finished(one, [1, 2, 3, 4]) == (False, None)  # it began before: nothing is awaited
+        two = request(list(range(512)))
+        connector.on_new_request(two)
+        eventually(lambda: connector.get_num_new_matched_tokens(two, 0) == (0, False))
+        stored = steps.build(512)
+        steps.back(stored)
+        assert [store.request_id for store in steps.build().stores] == ["r"]
+        assert connector.request_finished(two, [1, 2, 3, 4]) == (True, None)
+    finally:
+        connector.shutdown()
+
+
+def test_a_reset_without_a_server_counts_when_one_comes(
+    start_depot: StartDepot, models: dict[str, Path], tmp_path: Path
+) -> None:
+    url = f"ipc://{tmp_path}/late.sock"
+    steps = Steps(url, models["gqa"])
+    connector = steps.connector
+    try:
+        assert connector.reset_cache() is False
+        start_depot(url=url)
+        link = connector._connector_scheduler
+        assert link is not None and link._settled.wait(60)
+        one = request(list(range(512)))
+        connector.on_new_request(one)
+        assert connector._scheduler._tracked["r"].prompt.chain.root != derive_root()
+    finally:
+        connector.shutdown()
+
+
+def test_a_connector_without_a_server_shuts_down_twice(models: dict[str, Path], tmp_path: Path) -> None:
+    steps = Steps(f"ipc://{tmp_path}/none.sock", models["gqa"])
+    steps.connector.shutdown()
+    steps.connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("extra", "fault"),
+    [
+        ({"kvdepot.url": "nowhere"}, "kvdepot.url: 'nowhere' is not an endpoint"),
+        ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
+        ({"kvdepot.required": "yes"}, "kvdepot.required is 'yes', not a bool"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(extra: dict[str, Any], fault: str) -> None:
+    from kvdepot.errors import ConfigError
+    from kvdepot.integrations.vllm.identity import read_settings
+
+    with pytest.raises(ConfigError) as caught:
+        read_settings(extra)
+    assert fault in str(caught.value)
