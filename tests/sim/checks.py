@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.core.index.index import Index
+from kvdepot.core.waiting import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
@@ -64,7 +65,7 @@ class Checks:
         assert index.held >= 0 and index.reserved >= 0 and 0 <= allocator.free_bytes <= allocator.capacity
         self.host.check_pins(self)
         for since, _, _ in self._lookups.values():  # the first has waited longest
-            late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
+            late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s - STORE_S
             assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
             break
         self._behind.look()

@@ -386,7 +386,7 @@ class Server(Checks, Harness):
     def act(self, actions: list[Action]) -> None:
         super().act(actions)
         self._start_threads()
-        due = self.depot.tiering.next_deadline()
+        due = min(self.depot.tiering.next_deadline(), self.depot.sessions.next_deadline())
         if due < self._armed:
             self._armed = due
             self.world.after(max(0.0, due - self.world.now) + LATE_S / 4, self._event, self._expire)
