@@ -340,12 +340,15 @@ class Sessions:
             self.end(self._keepers[tenant], name)
         return there
 
-    def forget(self) -> None:
-        """End named pins of forgotten chunks: these are no longer served, and a hold would block storing them anew."""
+    def forget(self, now: float) -> list[Action]:
+        """End named pins of forgotten chunks: these are no longer served, and a hold would block storing them anew. For
+        the same reason, go on with lookups that wait for the store of a forgotten one."""
         for tenant, keeper in self._keepers.items():
             for name, session in list(keeper.sessions.items()):
                 if any(self._index.is_hidden(chunk) for chunk in session.chunks):
                     self._unpin(tenant, name)
+        vain = [pending for pending, part in self._waiting.all() if self._index.is_hidden(part)]
+        return [action for pending in vain for action in self._go_on(pending, now)]
 
     def tick(self, now: float) -> None:
         """End expired named pins."""

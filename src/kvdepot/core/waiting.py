@@ -33,6 +33,10 @@ class WaitingLookups:
     def __len__(self) -> int:
         return len(self._parts)
 
+    def all(self) -> list[tuple[PendingLookup, Chunk]]:
+        """Each lookup and the part that it waits for."""
+        return list(self._parts.items())
+
     def may_wait(self, pending: PendingLookup, part: Chunk, now: float) -> bool:
         """Whether a lookup may wait for this part: as its first one, or after another."""
         if id(part) in self._late:
