@@ -20,6 +20,9 @@ def coming_part(index: Index, namespace: Namespace, hashes: bytes, matched: int)
     end = len(hashes) // HASH_BYTES
     if not index.reserved or matched >= end:
         return None
+    if namespace.is_simple:
+        chunk = namespace.chunks.get(hashes[matched * HASH_BYTES : (matched + 1) * HASH_BYTES])
+        return chunk if chunk is not None and _is_coming(index, chunk) else None
     groups = namespace.groups
 
     def part(group: Namespace, i: int) -> Chunk | None:
@@ -29,9 +32,6 @@ def coming_part(index: Index, namespace: Namespace, hashes: bytes, matched: int)
         chunk = part(group, i)
         return chunk is not None and (index.is_there(chunk) or _is_coming(index, chunk))
 
-    if namespace.is_simple:
-        chunk = part(namespace, matched)
-        return chunk if chunk is not None and _is_coming(index, chunk) else None
     boundary = matched
     unbounded = [group for group in groups if not group.reach]
     while boundary < end and all(can_be_had(group, boundary) for group in unbounded):
