@@ -935,6 +935,7 @@ class DepotMachine(RuleBasedStateMachine):
     def grow_older(self, seconds: int) -> None:
         self.second += seconds
         self.desk.tick(float(self.second), 1000.0 + self.second)
+        self.desk.expire()  # of lookups that wait for stores
 
     @precondition(lambda self: self.desk.tasks)
     @rule(data=st.data(), good=st.sampled_from([None, None, False]))
