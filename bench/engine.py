@@ -1,12 +1,13 @@
 """A real vLLM engine's time to first token, with the connector and without.
 
 Two engines of the same random-weight model run side by side, one with the connector, and are measured alternately, so
-that drifts of the machine affect both; while one computes, the other sleeps. The time is that from before the request
+that drifts of the machine affect both; while one computes, the other sleeps. A third one decodes what the connected one
+has computed. The time is that from before the request
 is added until the step that returns its first token. Prompts end a few tokens behind a chunk, so that the depot and the
 engine's own cache hold the same part of each. The models are a Llama, and two hybrid ones: with sliding windows beside
 full attention, like Gemma 3, and with states beside it, like Qwen3-Next.
 
-    python engine.py MODEL_DIR TOKENS DTYPE DEPOT_URL      one engine, which takes commands on its stdin
+    python engine.py MODEL_DIR TOKENS DTYPE DEPOT_URL ROLE     one engine, which takes commands on its stdin
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
     dtype, item_bytes = (model.dtype, 4 if model.dtype == "float32" else 2) if model.dtype else _dtype()
     kinds = model.layers(scale.engine_layers)
     kv_bytes = scale.engine_tokens * len(kinds) * _KV_NUMBERS * item_bytes  # at most: windows and states take less
-    prompts = 2 * (scale.cold_runs + 1)  # alone, and in batches
+    prompts = 3 * (scale.cold_runs + 1)  # alone, in batches, and on two engines
     server = Serve(arena_gib=(kv_bytes * prompts + (256 << 20)) / 2**30)
     engines: list[_Engine] = []
     client = None
@@ -139,15 +140,18 @@ def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
         try:
             server.wait_populated(context)
             client = MessageQueueClient(server.url, context)
-            say(f"engine{model.title}: starting vLLM twice")
-            engines = [_Engine(folder, scale.engine_tokens, dtype, url) for url in ("", server.url)]
+            roles = [("", ""), (server.url, "kv_both"), (server.url, "kv_consumer")][: 3 if model is _LLAMA else 2]
+            say(f"engine{model.title}: starting vLLM {len(roles)} times")
+            engines = [_Engine(folder, scale.engine_tokens, dtype, url, role) for url, role in roles]
             for engine in engines:
                 engine.hear()
             notes.append(
                 f"engine: {model.config['model_type']} of {len(kinds)} layers, hidden size {_COMMON['hidden_size']}, "
                 f"8 KV heads of 128, {dtype}"
             )
-            return _measure(model, item_bytes, scale, engines[0], engines[1], _Depot(client), notes)
+            depot = _Depot(client)
+            figures = _measure(model, item_bytes, scale, engines[0], engines[1], depot, notes)
+            return [*figures, *(_measure_apart(scale, *engines, depot) for _ in engines[2:])]
         finally:
             for engine in engines:
                 engine.close()
@@ -255,12 +259,40 @@ def _throughput(scale: Scale, both: tuple[_Engine, _Engine], depot: _Depot) -> t
     for number in range(-1, scale.cold_runs):  # the first warms up
         for engine in both if number % 2 else both[::-1]:
             engine.reset()
-            seconds = engine.batch(1000 + (number + 1) * _BATCH, tokens)
+            seconds = engine.batch(2000 + (number + 1) * _BATCH, tokens)
             depot.wait_idle()
             if number >= 0:
                 rates[engine].append(_BATCH * (tokens + _TAIL_TOKENS + _DECODED_TOKENS) / seconds)
     plain, connected = both
     return rates[connected], rates[plain]
+
+
+def _measure_apart(scale: Scale, plain: _Engine, prefill: _Engine, decoder: _Engine, depot: _Depot) -> Figure:
+    """The decoder is asked as soon as the prefill engine has answered, and its first token counts."""
+    say("engine: prefill and decode apart")
+    apart: list[float] = []
+    floors: list[float] = []
+    tokens = scale.engine_tokens // 256 * 256
+    for number in range(-1, scale.cold_runs):
+        for engine in (plain, prefill, decoder):
+            engine.reset()
+        alone_s, cached = plain.first_token(1000 + number, tokens)
+        _expect(cached, 0)
+        before = depot.status()["retrieved_bytes"]
+        prefill_s, cached = prefill.first_token(1000 + number, tokens)
+        _expect(cached, 0)
+        decode_s, cached = decoder.first_token(1000 + number, tokens)
+        _expect(cached, tokens)
+        copied = depot.status()["retrieved_bytes"] - before
+        source, target = np.ones(copied, np.uint8), np.ones(copied, np.uint8)
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        np.copyto(source, target)
+        if number >= 0:
+            apart.append((prefill_s + decode_s) * 1000)
+            floors.append((alone_s + time.perf_counter() - begun) * 1000)
+        depot.wait_idle()
+    return at_most("vLLM first token, 8k tokens, prefill and decode apart", "ms", apart, floors, 1.15)
 
 
 def _expect(found: int, wanted: int) -> None:
@@ -318,8 +350,8 @@ class EngineProcess:
 class _Engine(EngineProcess):
     """One of the two engines."""
 
-    def __init__(self, folder: str, tokens: int, dtype: str, url: str) -> None:
-        super().__init__(__file__, folder, str(tokens), dtype, url)
+    def __init__(self, folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
+        super().__init__(__file__, folder, str(tokens), dtype, url, role)
 
     def reset(self) -> None:
         """Empty its own prefix cache."""
@@ -341,7 +373,7 @@ class _Engine(EngineProcess):
 # -- the engine's process
 
 
-def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
+def _serve(folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints
 
@@ -349,7 +381,7 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
 
     transfer: dict[str, Any] = {
         "kv_connector": "KVDepotConnector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": {"kvdepot.url": url},
     }
     llm = LLM(
@@ -366,6 +398,7 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
     )
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
     decoding = SamplingParams(max_tokens=_DECODED_TOKENS, temperature=0, detokenize=False, ignore_eos=True)
+    core = llm.llm_engine.engine_core.engine_core
     serial = 0
 
     def prompt(number: int, tokens: int) -> list[int]:
@@ -416,6 +449,8 @@ def _serve(folder: str, tokens: int, dtype: str, url: str) -> None:
         else:
             result = first_token(prompt(command[1], command[2]))
         print(json.dumps(result), file=answers, flush=True)
+        while core.scheduler.has_requests():  # a server's engine goes on at once: it stores what it has just computed
+            llm.llm_engine.step()
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -3,7 +3,8 @@
 Starts `kvdepot serve`. Then, for each of two models with random weights (a Llama, and a hybrid model like Gemma 3 with
 sliding windows beside full attention), runs a vLLM engine on a few prompts and stops it, and runs a fresh engine on the
 same prompts. Prints what the depot saved, and whether tokens and logprobs are bit for bit those of the engine's own
-prefix-cache hit. Exit code 1 if they differ or nothing was retrieved. `--url` uses a running server, which can be
+prefix-cache hit. Last, a Llama's prompts are computed by one engine and decoded by another (apart.py). Exit code 1 if
+outputs differ or nothing was retrieved. `--url` uses a running server, which can be
 watched; `--json` writes the figures for plots.py.
 """
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import apart
 import torch
 import zmq
 from safetensors.torch import save_file
@@ -183,7 +185,6 @@ def start_server(url: str, *flags: str, inside: Sequence[str] = ()) -> subproces
 def run_engine(folder: Path, url: str, mode: str, inside: Sequence[str] = ()) -> dict[str, Any]:
     """Run the prompts on an engine in a process of its own; returns its measurements."""
     out, log, steps = folder / f"{mode}.json", folder / f"{mode}.log", folder / f"{mode}.steps"
-    environ = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", all_cpus())}
     with (
         progress() as told,
         log.open("wb") as written,
@@ -192,7 +193,7 @@ def run_engine(folder: Path, url: str, mode: str, inside: Sequence[str] = ()) ->
                 *inside, sys.executable, str(HERE / "engine.py"), str(folder / "model"), url,
                 str(folder / "prompts.json"), str(out), mode, str(steps),
             ],
-            env=environ, stdout=written, stderr=subprocess.STDOUT,
+            env=os.environ | engine_environ(), stdout=written, stderr=subprocess.STDOUT,
         ) as engine,
     ):  # fmt: skip
         try:
@@ -220,6 +221,11 @@ def wait_for(engine: subprocess.Popen[bytes], steps: Path, told: Progress) -> No
                 told("prompts", int(done), int(total))
         if time.monotonic() > deadline:
             sys.exit(f"the engine has not ended in {ENGINE_S:.0f} s")
+
+
+def engine_environ() -> dict[str, str]:
+    """What an engine's environment has besides ours: all processors, unless they were chosen."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", all_cpus())}
 
 
 def all_cpus() -> str:
@@ -279,7 +285,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, for plots.py")
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    measured = []
+    measured, between = [], []
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name, serving(Path(name), args.url) as url:
         print_machine()
         for kind in [args.model] if args.model else MODELS:
@@ -290,9 +296,17 @@ def main() -> int:
             print("engine A stopped; engine B: the same prompts from the depot", flush=True)
             warm = run_engine(folder, url, "warm")
             measured.append(Measured(kind, prompts, cold, warm))
+            if kind == "llama":
+                print("engine B stopped; engine C computes prompts, engine D decodes them", flush=True)
+                between = apart.measure(folder, url, engine_environ())
     if args.json:
-        args.json.write_text(json.dumps(figures(measured, load), indent=2) + "\n")
-    return report(measured)
+        shown = figures(measured, load) | ({"apart": [vars(each) for each in between]} if between else {})
+        args.json.write_text(json.dumps(shown, indent=2) + "\n")
+    code = report(measured)
+    if between and not apart.report(between):
+        print("FAILED: an output differs, or the decoder computed what the prefill engine had")
+        return 1
+    return code
 
 
 def print_machine() -> None:

@@ -26,9 +26,27 @@ from vllm import LLM, SamplingParams
 NEW_TOKENS = 16
 
 
-def run(llm: LLM, name: str, tokens: list[int]) -> dict[str, Any]:
+def new_engine(model: str, url: str, role: str = "kv_both") -> LLM:
+    """An engine with the depot at `url`."""
+    return LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype=json.loads(Path(model, "config.json").read_text())["torch_dtype"],  # "auto" makes bfloat16 of float32
+        enforce_eager=True,
+        max_model_len=8448,
+        max_num_seqs=4,
+        max_num_batched_tokens=2048,
+        kv_transfer_config={
+            "kv_connector": "KVDepotConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": {"kvdepot.url": url},
+        },
+    )
+
+
+def run(llm: LLM, name: str, tokens: list[int], new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
     """Run one request to its end; returns TTFT in seconds, tokens, logprobs, and cached prompt tokens."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, logprobs=5, detokenize=False, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, temperature=0, logprobs=5, detokenize=False, ignore_eos=True)
     engine = llm.llm_engine
     engine.add_request(name, {"prompt_token_ids": tokens}, params)
     start, first, last = time.perf_counter(), 0.0, None
@@ -64,20 +82,7 @@ class Steps:
 def main() -> None:
     model, url, prompts_file, out, mode, steps = sys.argv[1:]
     prompts: dict[str, list[int]] = json.loads(Path(prompts_file).read_text())
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype=json.loads(Path(model, "config.json").read_text())["torch_dtype"],  # "auto" makes bfloat16 of float32
-        enforce_eager=True,
-        max_model_len=8448,
-        max_num_seqs=4,
-        max_num_batched_tokens=2048,
-        kv_transfer_config={
-            "kv_connector": "KVDepotConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvdepot.url": url},
-        },
-    )
+    llm = new_engine(model, url)
     kinds = ["first", "own"] if mode == "warm" else ["first"]
     # The first calls are slower, which must not count for or against the depot. So warm up: compute two prompts, so
     # that the engine knows its own speed (it ignores its first step), and retrieve another if the depot has one.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.core.index.index import Index
+from kvdepot.core.waiting import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
@@ -18,6 +19,7 @@ from tests.sim.content import Memory, chunk_image
 from tests.sim.groups import deepest, needed
 from tests.sim.shared import ArenaFile, SimMapped
 from tests.sim.tiers import WALL, Forgot, TierWorker
+from tests.sim.waits import Waits
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -44,6 +46,7 @@ class Checks:
     unanswered: Counter[tuple[bytes, bytes]]
     _links: dict[bytes, Link]
     _behind: Behind
+    _waits: Waits
     _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
     _removing: list[Forgot]
     doing: Any
@@ -64,7 +67,8 @@ class Checks:
         assert index.held >= 0 and index.reserved >= 0 and 0 <= allocator.free_bytes <= allocator.capacity
         self.host.check_pins(self)
         for since, _, _ in self._lookups.values():  # the first has waited longest
-            late_s = self.world.now - max(since, self._well_since) - self.host.config.lookup_s
+            patience_s = STORE_S + (self.host.config.lookup_s if self.host.stores else 0.0)
+            late_s = self.world.now - max(since, self._well_since) - patience_s
             assert late_s < LATE_S, f"a lookup is not answered {late_s:.3f} s after its deadline"
             break
         self._behind.look()
@@ -75,6 +79,7 @@ class Checks:
     def validate(self) -> None:
         self._since_validated = 0
         self.index.validate()
+        self._waits.check()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
         arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._lookups._arrivals.values())
@@ -168,6 +173,8 @@ class Checks:
         self._behind.answered(asked, value, is_awaited and waited_s < self.host.config.lookup_s / 2)
         if not isinstance(value, int):
             return
+        if is_awaited:
+            self._waits.answered(request, waited_s, value)
         groups = self._asked_groups(request)
         self._check_found(groups, _keys(request)[:value])
         if value:
@@ -319,6 +326,7 @@ class Checks:
         left = self.met.intersection(self.host.leases)
         assert not left, f"cards of the dead stay: {sorted(left)}"
         assert not self.depot.sessions._by_request and not self.depot.removals and not self.index.hiding
+        assert not len(self.depot.sessions._waiting), "lookups that wait for stores, and nobody stores"
         waiting = self.depot.sessions._awaiting, self.depot.forgetting._removing, self.depot.forgetting._forgetting
         assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering

@@ -32,6 +32,7 @@ from tests.sim.behind import Behind
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.shared import ArenaFile, LeaseView, SealedIndex, ShardName, SimMapped
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
+from tests.sim.waits import Waits
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -95,6 +96,7 @@ class Server(Checks, Harness):
         )  # fmt: skip
         self.now = self.world.now
         self._behind = Behind(self)
+        self._waits = Waits(self)
         self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
         self._idle = config.copy_threads
         self._running: list[_Running] = []
@@ -292,7 +294,8 @@ class Server(Checks, Harness):
         """Add what the depot counted to the run's counters."""
         counters = self.world.counters
         counters["tier_hit_chunks"] += self.depot.counters["tier_hit_chunks"]
-        counters["expired_chunks"] += self.depot.counters["expired_chunks"]
+        for name in ("expired_chunks", "awaited_chunks", "late_lookups"):
+            counters[name] += self.depot.counters[name]
         for tier in self.depot.tiering.status(self.world.now):
             counters.update({f"tier_{name}": count for name, count in tier.counters.items()})
 
@@ -390,7 +393,7 @@ class Server(Checks, Harness):
     def act(self, actions: list[Action]) -> None:
         super().act(actions)
         self._start_threads()
-        due = self.depot.tiering.next_deadline()
+        due = min(self.depot.tiering.next_deadline(), self.depot.sessions.next_deadline())
         if due < self._armed:
             self._armed = due
             self.world.after(max(0.0, due - self.world.now) + LATE_S / 4, self._event, self._expire)
@@ -455,6 +458,7 @@ class Server(Checks, Harness):
             world.note(f"{self!r} finds {self._links[identity].name} dead")
             world.counters["clients_found_dead"] += 1
             self._behind.forget(identity)
+            self._waits.died(identity)
             for waiting in (self._lookups, self._retrieves):
                 for asked in [asked for asked in waiting if asked[0] == identity]:
                     del waiting[asked]  # type: ignore[attr-defined]

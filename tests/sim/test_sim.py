@@ -28,6 +28,7 @@ from kvdepot.core.tiering.lookup import Lookups
 from kvdepot.core.tiering.saving import Saves
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.core.transfers import Transfers
+from kvdepot.core.waiting import WaitingLookups
 from kvdepot.memory import records
 from kvdepot.memory.copier import Copy
 from kvdepot.memory.records import Records
@@ -199,8 +200,8 @@ def unmaps_while_a_copy_runs(patch: Patch) -> None:
 def seals_what_did_not_arrive(patch: Patch) -> None:
     copied = Transfers.copied
 
-    def credulous(self: Any, token: Any, sums: Any, wall: int) -> Any:
-        return copied(self, token, [0] * (token.end - token.first) if sums is None else sums, wall)
+    def credulous(self: Any, token: Any, sums: Any, *times: Any) -> Any:
+        return copied(self, token, [0] * (token.end - token.first) if sums is None else sums, *times)
 
     patch.setattr(Transfers, "copied", credulous)
 
@@ -480,6 +481,58 @@ def says_that_it_has_forgotten_before_it_has(patch: Patch) -> None:
         return removal
 
     patch.setattr(Removals, "begin", hasty)
+
+
+# -- planted bugs of lookups that wait for stores
+
+
+@breaks(0)
+def waits_for_stores_without_a_deadline(patch: Patch) -> None:
+    patch.setattr(WaitingLookups, "overdue", lambda self, now: [])
+
+
+@breaks(0)
+def answers_while_more_is_being_stored(patch: Patch) -> None:
+    patch.setattr(WaitingLookups, "may_wait", lambda self, *args: False)
+
+
+@breaks(0)
+def keeps_waiting_for_stores_that_have_failed(patch: Patch) -> None:
+    stored = WaitingLookups.stored
+
+    def only_good(self: Any, parts: Any) -> Any:
+        return stored(self, [part for part in parts if part.sealed])
+
+    patch.setattr(WaitingLookups, "stored", only_good)
+
+
+@breaks(0)
+def keeps_what_a_lookup_held_while_it_waited(patch: Patch) -> None:
+    def hold(self: Any, pending: Any, chunks: Any) -> None:
+        self._index.hold(chunks, use=False)
+        pending.held = list(chunks)
+
+    patch.setattr(Sessions, "_hold_prefix", hold)
+
+
+@breaks(0)
+def answers_twice_after_a_store(patch: Patch) -> None:
+    go_on = Sessions._go_on
+    patch.setattr(Sessions, "_go_on", lambda self, *args: 2 * go_on(self, *args))
+
+
+@breaks(0)
+def answers_the_dead_when_their_store_has_ended(patch: Patch) -> None:
+    patch.setattr(Sessions, "leave", _leave_waiting(Sessions.leave))
+    patch.setattr(Sessions, "_forgo", lambda self, pending: self._reply_or_wait(pending, [], [], 0.0))
+
+
+def _leave_waiting(leave: Any) -> Any:
+    def left(self: Any, client: Any) -> Any:
+        client.pending = {request: each for request, each in client.pending.items() if each.tier_lookup}
+        return leave(self, client)
+
+    return left
 
 
 # -- planted bugs of KV cache groups

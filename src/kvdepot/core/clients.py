@@ -85,6 +85,8 @@ class PendingLookup:
     lookup: wire.Lookup
     first: int  # chunks found in memory
     ends: float = float("inf")  # of a named pin: when it expires
+    store_deadline: float = 0.0  # once it has waited for a store: until when it may
+    held: list[Chunk] = field(default_factory=list)  # while it waits for a store: its prefix so far
     tier_lookup: TierLookup | None = None
     given_up: bool = False  # the reply is 0 and nothing is pinned
 
@@ -128,7 +130,7 @@ class Client:
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
-    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for tiers, by request
+    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait for stores or tiers, by request
     instances: dict[int, Instance] = field(default_factory=dict)
     closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: closed, but still mapped
     waiting: dict[int, list[bytes]] = field(default_factory=dict)  # by number: requests to answer once unmapped

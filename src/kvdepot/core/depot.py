@@ -179,19 +179,19 @@ class Depot:
             case Token():
                 return [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.make_room()]
             case CopyToken():
-                return self.transfers.copied(token, outcome, self.wall)
+                return self.transfers.copied(token, outcome, self.wall, now)
             case Remapping():
                 return self.registrations.mapped(token, outcome)
         raise AssertionError(f"unknown token {token!r}")
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        return 0.0 if self.removals else self.tiering.next_deadline()
+        return 0.0 if self.removals else min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
-        """Continue removals, and answer requests whose wait for tiers has reached its deadline."""
+        """Continue removals, and requests whose wait for stores or tiers has reached its deadline."""
         self.now = now
-        actions = self.forgetting.step()
+        actions = [*self.forgetting.step(), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return actions
@@ -224,7 +224,7 @@ class Depot:
         return [*self.tiering.tick(now), *stops]
 
     def stop_waiting(self) -> list[Action]:
-        """Before shutdown: finish removals, and answer every request that waits for tiers."""
+        """Before shutdown: finish removals, and answer every request that waits for stores or tiers."""
         actions: list[Action] = []
         while self.removals:
             actions += self.forgetting.step()

@@ -164,8 +164,8 @@ class RemovalRequests:
         removal = self._removals.begin(namespaces, salt, hides=True)
         asked = _Asked(client, number, request, forgetting)
         self._removing[removal] = self._forgetting[forgetting] = asked
-        self._sessions.forget()
-        return [*self._tiering.forget(forgetting, now), *self.step()]
+        actions = self._sessions.forget(now)
+        return [*actions, *self._tiering.forget(forgetting, now), *self.step()]
 
     def count(self, client: Client, number: bytes, request: wire.Count) -> list[Action]:
         """Count what a Forget would remove from memory. Raises BadRequest or Busy."""

@@ -1,4 +1,6 @@
-"""Lookups and the pins that they create, including named pins and lookups that wait for tiers. Decisions only.
+"""Lookups and the pins that they create, including named pins and lookups that wait. Decisions only.
+
+A lookup whose prefix is being stored waits for that; then it waits for tiers, if they may have more.
 
 Called by core/depot.py on the deciding thread. Invariant: a pin belongs to one request of one client, and is released
 exactly once: after its retrieves, at the end of its session, or with its client. Named pins belong to an internal
@@ -14,11 +16,13 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt, tenant_salt
 from kvdepot.core.clients import Client, NoLease, PendingLookup, Session
-from kvdepot.core.index.chunk import Namespace, Pin
+from kvdepot.core.index.chunk import Chunk, Namespace, Pin
+from kvdepot.core.index.coming import coming_part
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
+from kvdepot.core.waiting import WaitingLookups
 from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
@@ -48,6 +52,7 @@ class Sessions:
         self._counters = counters
         self._ceiling = ceiling
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
+        self._waiting = WaitingLookups()  # for stores
         self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
         self._keepers: dict[str, Client] = {}  # by tenant: the internal client that owns its named pins
         self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, name) -> bytes, when it expires
@@ -58,7 +63,7 @@ class Sessions:
         return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
 
     def lookup(self, pending: PendingLookup, now: float) -> list[Action]:
-        """Reply from memory at once, or start a tier lookup for what memory lacks and reply when it ends.
+        """Reply from memory at once, or wait: while its prefix is being stored, then for what tiers have of it.
 
         Raises BadRequest or Busy.
         """
@@ -79,18 +84,35 @@ class Sessions:
             self.asked_tokens += len(request.hashes) // HASH_BYTES * self._tokens(request)
             for namespace in namespaces:
                 namespace.lookup_chunks += len(request.hashes) // HASH_BYTES
-        if self._tiering and len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
-            salt = tenant_salt(client.tenant, request.salt)
-            found = self._tiering.look_up(namespaces[0], request, salt, pending.first, pins[0].chunks, now)
-            if found is not None:
-                tier_lookup, tier_tasks = found
-                self._awaiting[tier_lookup] = pending
-                if tier_lookup.ended:
-                    return [*actions, *tier_tasks, *self.answer(tier_lookup)]
-                pending.tier_lookup = tier_lookup
+        return [*actions, *self._reply_or_wait(pending, namespaces, pins, now)]
+
+    def _reply_or_wait(
+        self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], now: float
+    ) -> list[Action]:
+        """pins: of what memory has."""
+        client, request = pending.owner, pending.lookup
+        if len(namespaces) == 1 and pending.first < len(request.hashes) // HASH_BYTES:
+            part = coming_part(self._index, namespaces[0], request.hashes, pending.first)
+            if part is not None and self._waiting.may_wait(pending, part, now):
+                self._waiting.wait(pending, part, now)
+                self._hold_prefix(pending, pins[0].chunks)
                 client.pending[request.request] = pending
-                return [*actions, *tier_tasks]
-        return [*actions, self._reply(pending, namespaces, pins, pending.first)]
+                return []
+            if self._tiering:
+                salt = tenant_salt(client.tenant, request.salt)
+                found = self._tiering.look_up(namespaces[0], request, salt, pending.first, pins[0].chunks, now)
+                if found is not None:
+                    tier_lookup, tier_tasks = found
+                    self._stop_waiting(pending)  # after the tier lookup holds the prefix
+                    self._awaiting[tier_lookup] = pending
+                    if tier_lookup.ended:
+                        return [*tier_tasks, *self.answer(tier_lookup)]
+                    pending.tier_lookup = tier_lookup
+                    client.pending[request.request] = pending
+                    return [*tier_tasks]
+        reply = self._reply(pending, namespaces, pins, pending.first)
+        self._stop_waiting(pending)  # after the pin, or the match could be evicted in between
+        return [reply]
 
     def _tokens(self, request: wire.Lookup) -> int:
         """Tokens per chunk of a lookup."""
@@ -110,17 +132,64 @@ class Sessions:
             matched = min(pin.matched for pin in pins)
         return namespaces, pins, matched
 
-    def answer(self, tier_lookup: TierLookup) -> list[Action]:
-        """Reply from memory after a tier lookup has ended, then release what the tier lookup held."""
-        pending = self._awaiting.pop(tier_lookup)
+    # -- lookups that wait for stores
+
+    def stored(self, parts: list[Chunk], now: float) -> list[Action]:
+        """Go on with the lookups that waited for these parts, whose stores have ended, whether well or not."""
+        return [action for pending in self._waiting.stored(parts) for action in self._go_on(pending, now)]
+
+    def next_deadline(self) -> float:
+        """When `expire` must be called next."""
+        return self._waiting.next_deadline()
+
+    def expire(self, now: float) -> list[Action]:
+        """Go on without the stores that lookups have waited for long enough."""
+        overdue = self._waiting.overdue(now)
+        self._counters["late_lookups"] += len(overdue)
+        return [action for pending in overdue for action in self._go_on(pending, now)]
+
+    def _go_on(self, pending: PendingLookup, now: float) -> list[Action]:
+        """Reply, or wait for the next store, or for tiers."""
+        if pending.given_up or pending.asker.dead:
+            return self._forgo(pending)
+        namespaces, pins, matched = self._match(pending.owner, pending.lookup)
+        if not pending.by_hand:
+            self._counters["awaited_chunks"] += max(0, matched - pending.first)
+        pending.first = matched
+        return self._reply_or_wait(pending, namespaces, pins, now)
+
+    def _hold_prefix(self, pending: PendingLookup, chunks: list[Chunk]) -> None:
+        self._index.hold(chunks, use=False)  # first, so that chunks of both stay held
+        self._index.release(pending.held)
+        pending.held = list(chunks)
+
+    def _stop_waiting(self, pending: PendingLookup) -> None:
+        """It waits for no store any more, if it did."""
+        if self._waiting.remove(pending):
+            self._hold_prefix(pending, [])
+            self._forget_pending(pending)
+
+    def _forget_pending(self, pending: PendingLookup) -> None:
         owner, request = pending.owner, pending.lookup.request
         if owner.pending.get(request) is pending:
             del owner.pending[request]
+
+    def _forgo(self, pending: PendingLookup) -> list[Action]:
+        """Reply 0 without a match: nobody wants the answer any more."""
+        self._stop_waiting(pending)
+        return [] if pending.asker.dead else [Reply(pending.asker.identity, pending.number, 0)]
+
+    # -- lookups that wait for tiers
+
+    def answer(self, tier_lookup: TierLookup) -> list[Action]:
+        """Reply from memory after a tier lookup has ended, then release what the tier lookup held."""
+        pending = self._awaiting.pop(tier_lookup)
+        self._forget_pending(pending)
         actions: list[Action] = []
-        if pending.given_up and not pending.asker.dead:
-            actions.append(Reply(pending.asker.identity, pending.number, 0))
-        elif not pending.asker.dead:
-            namespaces, pins, matched = self._match(owner, pending.lookup)
+        if pending.given_up or pending.asker.dead:
+            actions += self._forgo(pending)
+        else:
+            namespaces, pins, matched = self._match(pending.owner, pending.lookup)
             if not pending.by_hand:
                 self._counters["tier_hit_chunks"] += max(0, matched - pending.first)
             actions.append(self._reply(pending, namespaces, pins, matched))
@@ -151,10 +220,20 @@ class Sessions:
     def give_up(self, client: Client, request: str) -> list[Action]:
         """End a pending lookup without pinning anything."""
         pending = client.pending.get(request)
-        if pending is None or pending.tier_lookup is None:
+        if pending is None:
             return []
         pending.given_up = True
-        return self._end_tier_lookup(pending.tier_lookup)
+        return self._end_wait(pending)
+
+    def _end_wait(self, pending: PendingLookup) -> list[Action]:
+        """Reply with what memory has, or 0 if the lookup was given up."""
+        if pending.tier_lookup is not None:
+            return self._end_tier_lookup(pending.tier_lookup)
+        if pending.given_up or pending.asker.dead:
+            return self._forgo(pending)
+        reply = self._reply(pending, *self._match(pending.owner, pending.lookup))
+        self._stop_waiting(pending)
+        return [reply]
 
     def _end_tier_lookup(self, tier_lookup: TierLookup) -> list[Action]:
         self._tiering.end(tier_lookup)
@@ -216,7 +295,7 @@ class Sessions:
     def stop(self, clients: list[Client]) -> list[Action]:
         """Reply to every pending lookup with what memory has."""
         waiting = [pending for client in (*clients, *self._keepers.values()) for pending in client.pending.values()]
-        return [action for each in waiting if each.tier_lookup for action in self._end_tier_lookup(each.tier_lookup)]
+        return [action for each in waiting for action in self._end_wait(each)]
 
     # -- named pins
 
@@ -261,12 +340,15 @@ class Sessions:
             self.end(self._keepers[tenant], name)
         return there
 
-    def forget(self) -> None:
-        """End named pins of forgotten chunks: these are no longer served, and a hold would block storing them anew."""
+    def forget(self, now: float) -> list[Action]:
+        """End named pins of forgotten chunks: these are no longer served, and a hold would block storing them anew. For
+        the same reason, go on with lookups that wait for the store of a forgotten one."""
         for tenant, keeper in self._keepers.items():
             for name, session in list(keeper.sessions.items()):
                 if any(self._index.is_hidden(chunk) for chunk in session.chunks):
                     self._unpin(tenant, name)
+        vain = [pending for pending, part in self._waiting.all() if self._index.is_hidden(part)]
+        return [action for pending in vain for action in self._go_on(pending, now)]
 
     def tick(self, now: float) -> None:
         """End expired named pins."""

@@ -209,7 +209,7 @@ class Transfers:
         """Whether this chunk is checksummed; depends only on its key, so that store and retrieve agree."""
         return self._config.verify == "always" or (self._config.verify == "sampled" and key[0] < 256 // _SAMPLED)
 
-    def copied(self, token: CopyToken, sums: list[int] | None, wall: int) -> list[Action]:
+    def copied(self, token: CopyToken, sums: list[int] | None, wall: int, now: float) -> list[Action]:
         """Handle the end of a copy. sums: one per piece, or None if it failed. wall: seconds since 1970."""
         operation = token.operation
         operation.tasks -= 1
@@ -222,7 +222,7 @@ class Transfers:
                     operation.results[operation.places[i]] = self._is_as_stored(*operation.chunks[i], got)
         if operation.tasks:
             return []
-        return self._end(operation, wall)
+        return self._end(operation, wall, now)
 
     def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
         shard = chunk.shards[rank]
@@ -234,7 +234,7 @@ class Transfers:
             return False
         return True
 
-    def _end(self, operation: _Operation, wall: int) -> list[Action]:
+    def _end(self, operation: _Operation, wall: int, now: float) -> list[Action]:
         client, instance = operation.client, operation.instance
         client.queued -= 1
         client.queued_chunks -= len(operation.chunks)
@@ -252,6 +252,8 @@ class Transfers:
             actions.append(Reply(client.identity, operation.number, value))
         if instance.closing and not instance.copies:
             actions.append(self._registrations.unmap(client, instance))
+        if operation.is_store:
+            actions += self._sessions.stored([chunk for chunk, _ in operation.chunks], now)
         return actions
 
     def _end_store(self, operation: _Operation, wall: int) -> list[Action]:

@@ -45,6 +45,12 @@ SERVER = (
         advice="`hit_chunks / lookup_chunks` is the share found.",
     ),
     Counted("tier_hit_chunks", "chunks", "Chunks that lookups found in a tier."),
+    Counted("awaited_chunks", "chunks", "Chunks that lookups found because they waited for their stores."),
+    Counted(
+        "late_lookups", "lookups", "Lookups that waited half a second for a store, and were answered without it.",
+        "lookups answered without a slow store", _REQUESTS,
+        "Copies are slow or hang: see `operations`, and raise `--copy-threads`.",
+    ),
     Counted("stored_chunks", "shards", "Shards stored (a chunk has one per rank)."),
     Counted("known_chunks", "shards", "Shards that an engine stored again; no bytes were copied."),
     Counted("retrieved_chunks", "shards", "Shards that engines loaded."),

@@ -145,8 +145,8 @@ class Lookup(_Message, frozen=True):
     readers: retrieves expected per chunk (one per rank); after that many the pin ends by itself. 0: no engine asks, so
         none will retrieve, and it is not counted as a lookup.
     blocks_in_chunk: of the first group; 0 if the caller does not know it. chunk_tokens: 0 stands for the server's.
-    chained: the hashes are a chain from the prompt's start. salt: as in Shards. With tiers, the answer may take up to
-    `Welcome.lookup_s`.
+    chained: the hashes are a chain from the prompt's start. salt: as in Shards. The answer may take half a second while
+    chunks of the prompt are being stored, and with tiers up to `Welcome.lookup_s` in addition.
     """
 
     model: str

@@ -9,9 +9,9 @@ and delegates to it: the scheduler's half (scheduler.py) decides what is looked 
     request is scheduled  get_num_new_matched_tokens  its answer (awaited 0.5 ms at most, else asked again next step)
     blocks are allocated  update_state_after_alloc    note which chunks go into which blocks
     step is built         build_connector_meta        loads; stores of chunks that earlier steps completed; preemptions
-    worker, before        handle_preemptions          stores of preempted requests end or are voided
-    worker, after         start_load_kv, wait_for_save, get_finished
-                          (on a GPU the step may still run: both go behind an event on vLLM's own stream)
+    worker, before        handle_preemptions          stores of preempted requests end or are voided; others are sent
+    worker, after         start_load_kv, get_finished (on a GPU the step may still run: loads wait for an event on
+                                                      vLLM's own stream, as stores do)
     step has ended        update_connector_output     how long it took; its chunks may be stored (stores.py);
                                                       loads that failed: vLLM recomputes, nothing is loaded twice
     request ends          request_finished_all_groups blocks stay alive until its stores are done
@@ -291,12 +291,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._connector_worker.begin(partial(self._make_worker, layouts, kv_caches))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls it before each step, with or without preemptions."""
         assert isinstance(kv_connector_metadata, Orders)
-        self._worker.give_up_preempted(kv_connector_metadata)
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self._connector_worker is not None
         self._connector_worker.advance()  # here alone: what begins in a step ends on the same half
+        self._worker.give_up_preempted(kv_connector_metadata)
+        self._worker.store(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -306,7 +308,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: chunks are stored with all their layers after the step."""
 
     def wait_for_save(self) -> None:
-        self._worker.store(self._orders)
+        """Nothing to do: what earlier steps computed was sent before this one, and waits for nothing."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self._worker.get_finished(self._orders)

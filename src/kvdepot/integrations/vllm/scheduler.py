@@ -43,7 +43,8 @@ __all__ = ["SchedulerHalf"]
 log = init_logger(__name__)
 
 _ANSWER_S = 0.0005
-"""How long to wait for a pending lookup, once per scheduling attempt."""
+"""How long a step waits for pending lookups, all requests together: the server may take its time, see
+docs/decisions/0061-lookups-wait-for-stores.md, and the requests that run must not."""
 
 
 class SchedulerHalf:
@@ -82,6 +83,7 @@ class SchedulerHalf:
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
+        self._waited_s = 0.0  # for lookups, since the last step was built
         self._holds = Holds(ranks)
         self._waiting = WaitingStores(self._holds)
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
@@ -172,7 +174,9 @@ class SchedulerHalf:
         most = min(len(tracked.prompt.chain), self._plan.most_chunks(request.num_tokens))
         if not tracked.may_load or most * self._chunk_tokens <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
-        outcome = self._depot.wait_lookup(request.request_id, _ANSWER_S)
+        begun = time.monotonic()
+        outcome = self._depot.wait_lookup(request.request_id, max(0.0, _ANSWER_S - self._waited_s))
+        self._waited_s += time.monotonic() - begun
         if isinstance(outcome, Pending):
             return None, False
         cached = outcome.tokens if isinstance(outcome, Cached) else 0
@@ -225,6 +229,7 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         self._compare_incarnations()
         self._step += 1
+        self._waited_s = 0.0
         preempted = set(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             self._waiting.drop(request_id)

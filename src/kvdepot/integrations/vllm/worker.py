@@ -111,7 +111,10 @@ class WorkerHalf:
             )
 
     def store(self, orders: Orders) -> None:
-        """Submit stores of chunks that earlier steps completed. They begin once the work queued so far is done."""
+        """Submit stores of chunks that earlier steps completed. They begin once the work queued so far is done.
+
+        Before this step computes: another engine may be waiting for these chunks, and a step takes long.
+        """
         if orders.stores:
             for store in orders.stores:
                 self._note_headers(store)

@@ -1,0 +1,346 @@
+"""Lookups that wait for stores in progress: when they wait, when they stop, and that each is answered once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdepot.client.scheduler import LOOKUP_S
+from kvdepot.core import waiting
+from kvdepot.core.waiting import STORE_S
+from kvdepot.protocol import wire
+from kvdepot.testing.faulty import MemoryTier
+from tests.core.desk import PER_CHUNK, Desk, group_stores, instance_of, lookup, prompt, retrieve, store
+from tests.core.host import look, new_host
+
+HYBRID = (0, 2)
+Asked = tuple[bytes, bytes]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk()
+    desk.register(desk.hello(b"one"))
+    desk.hello(b"two")
+    return desk
+
+
+def begin(desk: Desk, request: wire.Store, client: bytes = b"one") -> Asked:
+    """A store whose copies wait until the test lets them end."""
+    asked = desk.send(client, request)
+    assert asked not in desk.answers and desk.copies()
+    return asked
+
+
+def later(desk: Desk, seconds: float) -> None:
+    desk.now += seconds
+    desk.expire()
+
+
+def unheard(desk: Desk, asked: Asked) -> bool:
+    return asked not in desk.answers and desk.unanswered[asked] == 1
+
+
+def assert_quiet(desk: Desk) -> None:
+    for client in (b"one", b"two"):
+        if desk.depot.client(client) is not None:
+            desk.send(client, wire.EndSession("r"))
+    assert (desk.index.held, desk.index.reserved, len(desk.depot.sessions._waiting)) == (0, 0, 0)
+    desk.index.validate()
+
+
+# -- what is waited for
+
+
+def test_a_lookup_waits_for_the_store_of_its_prompt_and_pins_what_that_brings(desk: Desk) -> None:
+    chain = prompt("a", 3)
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    assert unheard(desk, asked)
+    desk.settle()
+    assert desk.answers[asked] == 3
+    assert desk.depot.counters["awaited_chunks"] == 3
+    assert desk.index.held == 1  # the pin
+    assert desk.ask(b"one", retrieve(chain)) == [True] * 3
+    assert_quiet(desk)
+
+
+def test_what_nobody_is_storing_is_answered_at_once(desk: Desk) -> None:
+    begin(desk, store(prompt("a", 3)))
+    assert desk.answers[desk.send(b"two", lookup(prompt("b", 3)))] == 0
+    chain = prompt("c", 5)
+    assert desk.ask(b"one", store(chain, end=2)) is True
+    begin(desk, store(chain, first=3))  # behind a gap, which it does not fill
+    assert desk.answers[desk.send(b"two", lookup(chain))] == 2
+
+
+def test_what_memory_has_whole_is_answered_during_other_stores(desk: Desk) -> None:
+    chain = prompt("a", 3)
+    assert desk.ask(b"one", store(chain)) is True
+    begin(desk, store(prompt("b", 2)))
+    assert desk.answers[desk.send(b"two", lookup(chain))] == 3
+
+
+def test_a_lookup_waits_for_one_store_after_the_other_of_one_prompt(desk: Desk) -> None:
+    chain = prompt("a", 6)
+    for first in (0, 2, 4):
+        begin(desk, store(chain, first=first, end=first + 2))
+    asked = desk.send(b"two", lookup(chain))
+    for _ in range(3):
+        assert unheard(desk, asked)
+        desk.finish(desk.copies()[0])
+    assert desk.answers[asked] == 6
+    assert desk.depot.counters["awaited_chunks"] == 6
+    assert_quiet(desk)
+
+
+def test_a_later_step_of_the_prompt_that_is_not_being_stored_yet_is_not_waited_for(desk: Desk) -> None:
+    chain = prompt("a", 6)
+    begin(desk, store(chain, end=2))
+    asked = desk.send(b"two", lookup(chain))
+    desk.settle()
+    assert desk.answers[asked] == 2
+
+
+def test_stores_of_all_ranks_are_waited_for() -> None:
+    host = new_host(world_size=2)
+    chain = prompt("a", 3)
+    for rank in range(2):
+        begin(host, store(chain, instance=rank + 1, world_size=2, rank=rank))
+    asked = host.send(b"one", lookup(chain, world_size=2))
+    host.finish(host.copies()[0])
+    assert unheard(host, asked)
+    host.finish(host.copies()[0])
+    assert host.answers[asked] == 3
+
+
+def test_a_rank_that_lacks_a_chunk_which_nobody_is_storing_is_not_waited_for() -> None:
+    host = new_host(world_size=2)
+    chain = prompt("a", 3)
+    assert host.ask(b"one", store(chain, world_size=2, rank=0)) is True
+    assert host.answers[host.send(b"one", lookup(chain, world_size=2))] == 0
+
+
+@pytest.mark.parametrize("reaches", [(0, 2), (0, 1), (2, 0), (2, 3), (0, 0, 2)])
+def test_the_missing_part_may_be_in_any_group(reaches: tuple[int, ...]) -> None:
+    desk = Desk()
+    desk.register_groups(reaches, client=desk.hello(b"one"))
+    chain = prompt("a", 4)
+    requests = group_stores(reaches, chain)
+    for late in range(len(reaches)):
+        desk.ask(b"one", wire.Forget())
+        for request in requests:
+            if request.instance != instance_of(reaches, late):
+                assert desk.ask(b"one", request) is True
+        for request in requests:
+            if request.instance == instance_of(reaches, late):
+                begin(desk, request)
+        asked = desk.send(b"one", lookup(chain))
+        while desk.copies():
+            assert unheard(desk, asked), f"group {late} is not waited for"
+            desk.finish(desk.copies()[0])
+        assert desk.answers[asked] == 4
+        desk.send(b"one", wire.EndSession("r"))
+
+
+def test_parts_that_no_boundary_needs_are_not_waited_for() -> None:
+    desk = Desk()
+    desk.register_groups(HYBRID, client=desk.hello(b"one"))
+    chain = prompt("a", 6)
+    for request in group_stores(HYBRID, chain, [range(6), [0, 1, 2, 3]]):
+        assert desk.ask(b"one", request) is True
+    begin(desk, group_stores(HYBRID, chain, [[], [5]])[0])  # without 4, nothing resumes there
+    asked = desk.send(b"one", lookup(chain))
+    assert desk.answers[asked] == 4
+
+
+# -- how long
+
+
+def test_a_store_that_hangs_delays_a_lookup_until_its_deadline_and_later_ones_not_at_all(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    assert desk.ask(b"one", store(chain, end=1)) is True
+    begin(desk, store(chain))
+    first = desk.send(b"two", lookup(chain, "first"))
+    later(desk, STORE_S / 2)
+    second = desk.send(b"two", lookup(chain, "second"))
+    assert desk.depot.next_deadline() == STORE_S
+    later(desk, STORE_S / 2)
+    assert desk.answers[first] == 1 and unheard(desk, second)
+    assert desk.answers[desk.send(b"two", lookup(chain, "third"))] == 1
+    later(desk, STORE_S / 2)
+    assert desk.answers[second] == 1
+    assert desk.depot.counters["late_lookups"] == 2
+    assert desk.depot.next_deadline() == float("inf")
+    desk.settle()  # it ends after all
+    assert desk.answers[desk.send(b"two", lookup(chain, "fourth"))] == 4
+    for request in ("first", "second", "third", "fourth"):
+        desk.send(b"two", wire.EndSession(request))
+    assert_quiet(desk)
+
+
+def test_the_deadline_counts_from_the_first_store_that_was_waited_for(desk: Desk) -> None:
+    chain = prompt("a", 6)
+    for first in (0, 2, 4):
+        begin(desk, store(chain, first=first, end=first + 2))
+    asked = desk.send(b"two", lookup(chain))
+    later(desk, STORE_S / 2)
+    other = desk.send(b"two", lookup(chain, "other"))
+    desk.finish(desk.copies()[0])
+    assert unheard(desk, asked) and desk.depot.next_deadline() == STORE_S
+    later(desk, STORE_S / 2)
+    assert desk.answers[asked] == 2 and unheard(desk, other)
+
+
+def test_the_deadline_is_within_the_patience_of_clients() -> None:
+    assert STORE_S < LOOKUP_S
+
+
+def test_not_more_than_so_many_lookups_wait_at_a_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_MOST", 2)
+    chain = prompt("a", 6)
+    for first in (0, 3):
+        begin(desk, store(chain, first=first, end=first + 3))
+    asked = [desk.send(b"two", lookup(chain, f"r{i}")) for i in range(3)]
+    assert [unheard(desk, each) for each in asked] == [True, True, False] and desk.answers[asked[2]] == 0
+    desk.finish(desk.copies()[0])  # those that wait already may go on waiting
+    assert [unheard(desk, each) for each in asked[:2]] == [True, True]
+    desk.settle()
+    assert [desk.answers[each] for each in asked[:2]] == [6, 6]
+
+
+# -- how it ends otherwise
+
+
+def test_a_store_that_fails_ends_the_wait(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    assert desk.ask(b"one", store(chain, end=1)) is True
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    desk.finish(desk.copies()[0], False)
+    assert desk.answers[asked] == 1
+    assert_quiet(desk)
+
+
+def test_the_death_of_the_storing_engine_ends_the_wait_when_its_copy_has_ended(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    desk.die(b"one")
+    assert unheard(desk, asked)
+    desk.settle()
+    assert desk.answers[asked] == 0
+    assert_quiet(desk)
+
+
+def test_who_dies_while_it_waits_gets_no_answer_and_holds_nothing(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    assert desk.ask(b"one", store(chain, end=1)) is True
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    held = desk.index.held
+    desk.die(b"two")
+    assert desk.index.held == held - 1
+    desk.settle()
+    assert asked not in desk.answers
+    assert_quiet(desk)
+
+
+@pytest.mark.parametrize("ends", [wire.EndSession("r"), lookup(prompt("b", 1))])
+def test_the_end_of_its_session_or_another_lookup_of_the_request_is_answered_with_nothing(
+    desk: Desk, ends: wire.Request
+) -> None:
+    chain = prompt("a", 4)
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    desk.send(b"two", ends)
+    assert desk.answers[asked] == 0
+    desk.settle()
+    assert_quiet(desk)
+
+
+def test_a_forgotten_prompt_is_not_waited_for_any_more(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    assert desk.ask(b"one", store(chain, end=1)) is True
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    desk.send(b"one", wire.Forget())
+    assert desk.answers[asked] == 0
+    assert desk.answers[desk.send(b"two", lookup(chain, "later"))] == 0
+    desk.settle()
+    assert_quiet(desk)
+
+
+def test_a_server_that_ends_answers_with_what_it_has(desk: Desk) -> None:
+    chain = prompt("a", 4)
+    assert desk.ask(b"one", store(chain, end=1)) is True
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    desk.act(desk.depot.stop_waiting())
+    assert desk.answers[asked] == 1
+    desk.settle()
+    assert_quiet(desk)
+
+
+def test_what_it_has_found_so_far_is_not_evicted_while_it_waits() -> None:
+    desk = Desk(pages=8)
+    desk.register_groups(HYBRID, client=desk.hello(b"one"))
+    chain = prompt("a", 4)
+    for request in group_stores(HYBRID, chain, [[0, 1], [0, 1]]):
+        assert desk.ask(b"one", request) is True
+    for request in group_stores(HYBRID, chain, [[2, 3], [2, 3]]):
+        begin(desk, request)
+    asked = desk.send(b"one", lookup(chain))
+    full = desk.send(b"one", store(prompt("b", 1)))
+    assert desk.answers[full] is False
+    while desk.copies():
+        desk.finish(desk.copies()[0], False)
+    assert desk.answers[asked] == 2
+
+
+def test_a_named_pin_waits_too_and_ends_with_its_name(desk: Desk) -> None:
+    chain = prompt("a", 3)
+    begin(desk, store(chain))
+    asked, gone = (
+        desk.send(b"two", wire.Pin(name, "m", 1, PER_CHUNK, bytes(chain.hashes))) for name in ("name", "gone")
+    )
+    assert unheard(desk, asked) and unheard(desk, gone)
+    desk.send(b"two", wire.Unpin("gone"))
+    assert desk.answers[gone] == 0
+    desk.die(b"two")
+    desk.settle()
+    assert asked not in desk.answers and desk.depot.status().pinned == []
+    assert_quiet(desk)
+
+
+# -- beside tiers
+
+
+def test_after_a_store_what_is_still_missing_comes_from_the_tiers() -> None:
+    tier = MemoryTier()
+    here, there = new_host(tier), new_host(tier)
+    chain = prompt("a", 5)
+    here.find(b"one", store(chain))
+    assert here.find(b"one", look(chain)) == 5
+    begin(there, store(chain, end=2))
+    asked = there.send(b"one", look(chain))
+    assert unheard(there, asked) and not there.tier_tasks
+    there.settle()
+    assert unheard(there, asked) and "Find" in there.kinds()
+    there.rest()
+    assert there.answers[asked] == 5
+    counters = there.depot.counters
+    assert (counters["awaited_chunks"], counters["tier_hit_chunks"], counters["lookups"]) == (2, 3, 1)
+    there.ask(b"one", wire.EndSession("r"))
+    there.assert_quiet()
+
+
+def test_after_a_store_that_hangs_the_tiers_are_asked_for_the_rest() -> None:
+    tier = MemoryTier()
+    there = new_host(tier)
+    chain = prompt("a", 3)
+    begin(there, store(chain))
+    asked = there.send(b"one", look(chain))
+    there.pass_time(STORE_S)
+    assert unheard(there, asked) and there.kinds() == ["Find"]
+    there.work()
+    assert there.answers[asked] == 0
