@@ -55,7 +55,7 @@ from kvdepot.integrations.vllm.stats import KVDepotMetrics, KVDepotStats
 from kvdepot.integrations.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -245,6 +245,19 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config.num_blocks)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Yes; vLLM 0.33 asks. Versions that do not ask do not say when the KV's memory goes: see identity.py."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33, before it frees the KV's memory."""
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM 0.33, once there is memory again behind the KV's addresses."""
+        self._worker.restore_kv_caches()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Orders)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 import vllm
 from blake3 import blake3
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["Settings", "namespace", "read_settings", "refuse_unserved"]
+__all__ = ["Settings", "namespace", "read_settings", "refuse_unserved", "tells_of_sleep"]
 
 log = init_logger(__name__)
 
@@ -100,10 +101,11 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise ConfigError(
             "kvdepot does not support context parallelism yet: ranks would hold different tokens of a block"
         )
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
         raise ConfigError(
-            "kvdepot does not support sleep mode: a sleeping engine frees its KV's memory and wakes with other memory, "
-            "while the server still maps the old. Start without --enable-sleep-mode"
+            f"kvdepot does not support sleep mode with vLLM {vllm.__version__}: a sleeping engine frees its KV's "
+            "memory and wakes with other memory, and only vLLM 0.33 or newer tells connectors. Start without "
+            "--enable-sleep-mode"
         )
     if vllm_config.weight_transfer_config is not None:
         raise ConfigError(
@@ -122,6 +124,11 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"kvdepot does not support speculative decoding by {speculative.method} yet: the draft's KV of a "
             "loaded prefix would miss the target's hidden states"
         )
+
+
+def tells_of_sleep() -> bool:
+    """Whether this version of vLLM tells connectors before it frees the KV's memory, and when it has other memory."""
+    return hasattr(KVConnectorBase_V1, "supports_sleep_mode")
 
 
 def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> str:

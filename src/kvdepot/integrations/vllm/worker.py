@@ -19,7 +19,7 @@ from kvdepot.client.operation import Operation
 from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.devices import share
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.groups import Group
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import Figures
@@ -34,6 +34,8 @@ log = init_logger(__name__)
 
 _PREEMPTION_S = 0.05
 """How long to wait for stores of preempted requests before they are voided."""
+_SLEEP_S = 5.0
+"""How long an engine that goes to sleep waits for the server to release its KV's memory."""
 _IDLE_S = 0.002
 """How long a worker with nothing to compute waits for a load, rather than spin on a core that copies need."""
 
@@ -62,6 +64,9 @@ class WorkerHalf:
         self._headers: dict[str, Mapping[str, str]] = {}
         self._storing: dict[int, Submitted[bool]] = {}  # stores of blocks that the scheduler holds, by step
         self._gpu: torch.device | None = None  # that holds the KV, if one does
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._num_blocks = 0
+        self._is_asleep = False  # the KV has no memory
         self._has_warned = False  # that the scheduler's namespace is not ours
 
     def __repr__(self) -> str:
@@ -91,6 +96,42 @@ class WorkerHalf:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
         """Share the paged KV with the server. num_blocks: that it has."""
+        self._kv_caches, self._num_blocks = kv_caches, num_blocks
+        self._share()
+
+    def unregister_kv_caches(self) -> None:
+        """Have the server release the KV, whose memory vLLM is about to free. Blocks 10 s at most.
+
+        If the server does not confirm it, the memory behind the KV stays allocated until the server releases it or
+        ends: vLLM frees addresses, and memory only once nobody maps it.
+        """
+        if self._is_asleep or not self._kv_caches:
+            return
+        self._is_asleep = True
+        try:
+            self._depot.unregister(_SLEEP_S)
+        except KVDepotError as exc:
+            log.warning(
+                "the server may still map the KV of this sleeping engine, whose memory then stays in use: %s", exc
+            )
+
+    def restore_kv_caches(self) -> None:
+        """Share the KV again, which has other memory now. Blocks 30 s at most.
+
+        The engine wakes in any case: until its KV is shared, it stores nothing, and loads are recomputed.
+        """
+        if not self._is_asleep:
+            return
+        self._is_asleep = False
+        try:
+            self._share()
+        except (Unavailable, DeadlineExceeded) as exc:
+            log.warning("awake without a server, which gets this engine's KV once it is there: %s", exc)
+        except KVDepotError as exc:
+            log.error("awake, but the KV cannot be shared again, so nothing is reused: %s", exc)
+
+    def _share(self) -> None:
+        kv_caches, num_blocks = self._kv_caches, self._num_blocks
         backends = ",".join(sorted(b.get_name() for b in get_current_attn_backends(self._vllm_config)))
         layouts = [describe_kv(_of_group(kv_caches, group), num_blocks, backends) for group in self._groups]
         if self._depot.spec.groups:
