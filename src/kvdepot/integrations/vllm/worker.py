@@ -22,6 +22,7 @@ from kvdepot.devices import share
 from kvdepot.errors import ConfigError, DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.groups import Group
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.minute import moved_by
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.protocol.layout import Layout, build_layout
 
@@ -74,6 +75,7 @@ class WorkerHalf:
 
     def _operation_ended(self, operation: Operation) -> None:
         self.figures(operation)
+        self._report.moved += moved_by(operation)
         if self._tells_keys:
             self._report.add(operation.stored, self._rank)
 
