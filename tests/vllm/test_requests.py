@@ -121,7 +121,7 @@ def test_an_engine_whose_weights_are_to_be_replaced_is_refused() -> None:
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, runner_type="generate"),
         weight_transfer_config=None,
         speculative_config=None,
         cache_config=SimpleNamespace(use_replayssm=False, use_kda_recoverssm=False),

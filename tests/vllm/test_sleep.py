@@ -180,24 +180,3 @@ def test_an_engine_falls_asleep_although_its_server_hangs_and_says_so(
     eventually(lambda: not mapped(server))
     worker.connector.restore_kv_caches()
     assert mapped(server) == 2
-
-
-def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from kvdepot.errors import ConfigError
-    from kvdepot.integrations.vllm.identity import refuse_unserved
-
-    config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
-    config.model_config.enable_sleep_mode = True  # which vLLM refuses on processors
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    groups = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
-    monkeypatch.delattr(KVConnectorBase_V1, "supports_sleep_mode", raising=False)
-    with pytest.raises(ConfigError, match=r"does not support sleep mode with vLLM .*0\.33"):
-        refuse_unserved(config, groups)
-    monkeypatch.setattr(KVConnectorBase_V1, "supports_sleep_mode", lambda told: True, raising=False)
-    refuse_unserved(config, groups)

@@ -107,6 +107,12 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "memory and wakes with other memory, and only vLLM 0.33 or newer tells connectors. Start without "
             "--enable-sleep-mode"
         )
+    model = vllm_config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            "kvdepot does not support pooling models that need every token of a prompt in one step (bidirectional "
+            "attention, pooling by MEAN, CLS or STEP), as vLLM's own prefix cache does not: start without kvdepot"
+        )
     if vllm_config.weight_transfer_config is not None:
         raise ConfigError(
             "kvdepot does not support engines whose weights are replaced while they run (weight_transfer_config): it "
