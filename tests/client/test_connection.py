@@ -476,3 +476,53 @@ def test_copies_of_a_stopped_server_do_not_end_because_another_has_taken_its_add
     talk.wait(0.1)
     talk.answer_copies(b"boot-two")
     assert told["store"] is True
+
+
+@pytest.mark.parametrize("boot", [b"boot-one", b"boot-two"], ids=["the same server", "another"])
+def test_tensors_that_are_being_withdrawn_are_mapped_by_no_server_again(
+    boot: bytes, talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """Their memory is about to be freed; and a copy that was sent ends before they are withdrawn."""
+    first = talk.server = start_server(boot=b"boot-one")
+    told = begin_copies(talk, "")
+    talk.is_deaf = True
+    talk.ask(wire.Unregister(1), lambda value: told.update(withdrawn=value))
+    talk.is_deaf = False
+    talk.server = None
+    talk.break_off()
+    assert told == {}
+    if boot == first.boot:
+        talk.server = first
+    else:
+        first.kill()
+        talk.server = start_server(boot=boot)
+    asked = len(talk.sent)
+    talk.connect()
+    talk.wait(0.5)
+    assert told == {"withdrawn": None}
+    again = [request for _, request in talk.sent[asked:] if isinstance(request, wire.Register | wire.Unregister)]
+    assert wire.Unregister(1) in again
+    assert not any(isinstance(request, wire.Register) for request in again)
+
+
+def test_tensors_that_were_to_be_registered_without_a_server_are_once_there_is_one_unless_they_were_refused(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """An engine that wakes while its server is away shares its KV as soon as it is back."""
+    first = talk.server = start_server(boot=b"boot-one")
+    told: list[Any] = []
+    talk.ask(wire.Noop(), lambda value: None)
+    talk.refuses[wire.Register] = Busy("too many")
+    talk.ask(wire.Register(1, layout("")), told.append)
+    talk.refuses.clear()
+    first.kill()
+    talk.server = None
+    talk.break_off()
+    talk.ask(wire.Register(2, layout("")), told.append)
+    talk.wait(2 * GRACE_S)
+    assert [type(each) for each in told] == [Busy, Unavailable]
+    talk.server = start_server(boot=b"boot-two")
+    talk.connect()
+    made = [request.instance for _, request in talk.sent if isinstance(request, wire.Register)]
+    assert made == [1, 2]
+    assert talk.connection.welcomed

@@ -5,10 +5,11 @@ each message on the socket FD forks a process (`fork`), or waits for one that ha
 commands from the socket that came with its message, and logs to the file that came with it. All die with PARENT.
 
 Commands: run (a list of requests, together), add (one request, and wait until its depot lookup has ended), step (one),
-finish (step until all are done), meet (wait until the scheduler and the worker know of a server that is there), link
-(wait until both have found their first server), reset (the engine's own prefix cache), reset all (and what the depot
-has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
-speculation (tokens drafted so far, and those that were accepted), failed chunks (retrieved in vain so far), stop.
+abort (a request), finish (step until all are done), meet (wait until the scheduler and the worker know of a server that
+is there), link (wait until both have found their first server), reset (the engine's own prefix cache), reset all (and
+what the depot has for it), reload (weights from a folder), preemptions, metrics (the connector's, by name: values, and
+of histograms counts), speculation (tokens drafted so far, and those that were accepted), failed chunks (retrieved in
+vain so far), stop.
 """
 
 from __future__ import annotations
@@ -59,22 +60,16 @@ class Child:
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.results: dict[str, Any] = {}
+        self.ids: dict[str, str] = {}  # vLLM's, by ours
 
     def add(self, request: dict[str, Any]) -> None:
-        from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
-        if request.get("salt"):
-            prompt["cache_salt"] = request["salt"]
         lora = LoRARequest(*request["lora"]) if request.get("lora") else None
-        params = SamplingParams(
-            max_tokens=request.get("max_tokens", 8), temperature=0, logprobs=3, detokenize=False, ignore_eos=True,
-            extra_args={"kv_transfer_params": request["transfer"]} if "transfer" in request else None,
+        self.ids[request["id"]] = self.engine.add_request(
+            request["id"], prompt_of(request), params_of(request), lora_request=lora,
+            trace_headers=request.get("trace_headers"), priority=request.get("priority", 0),
         )  # fmt: skip
-        self.engine.add_request(
-            request["id"], prompt, params, lora_request=lora, trace_headers=request.get("trace_headers")
-        )
 
     def add_and_look_up(self, request: dict[str, Any]) -> None:
         self.add(request)
@@ -112,12 +107,7 @@ class Child:
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
-                    only = output.outputs[0]
-                    self.results[output.request_id.rsplit("-", 1)[0]] = {
-                        "tokens": list(only.token_ids),
-                        "logprobs": [sorted((t, p.logprob) for t, p in step.items()) for step in only.logprobs],
-                        "cached": output.num_cached_tokens,
-                    }
+                    self.results[output.request_id.rsplit("-", 1)[0]] = result_of(output)
         # Blocks that wait for a store are freed by steps with nothing scheduled, whose metrics count, too.
         deadline = time.monotonic() + 60
         while self.scheduler.requests and time.monotonic() < deadline:
@@ -125,6 +115,9 @@ class Child:
         assert not self.scheduler.requests, f"never freed: {list(self.scheduler.requests)}"
         results, self.results = self.results, {}
         return results
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
 
     def handle(self, command: dict[str, Any]) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -139,6 +132,8 @@ class Child:
             case "step":
                 self.engine.step()
                 return None
+            case "abort":
+                return self.engine.abort_request([self.ids[command["id"]]], internal=True)
             case "finish":
                 return self.finish()
             case "link":
@@ -150,6 +145,8 @@ class Child:
                 return None
             case "reset all":
                 return self.llm.reset_prefix_cache(reset_connector=True)
+            case "reload":
+                return self.llm.collective_rpc("reload_weights", kwargs={"weights_path": command["folder"]})
             case "failed chunks":
                 return get_kv_transfer_group()._worker._depot.counters["chunks_failed"]
             case "metrics":
@@ -163,6 +160,75 @@ class Child:
         raise ValueError(command)
 
 
+def make(arguments: dict[str, Any]) -> Any:
+    """An engine, or vLLM's asynchronous frontend with engines of its own (`is_async`)."""
+    if arguments.pop("is_async", False):
+        from tests.vllm.async_child import AsyncChild
+
+        return AsyncChild(arguments)
+    return Child(arguments)
+
+
+def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's prompt: token ids; `embeds` rows of random embeddings (its seed and number); `images` (seed, width and
+    height each) where the tokens have placeholders."""
+    import torch
+
+    if "embeds" in request:
+        seed, rows, width = request["embeds"]
+        return {"prompt_embeds": torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 0.1}
+    prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
+    if request.get("salt"):
+        prompt["cache_salt"] = request["salt"]
+    if "images" in request:
+        prompt["multi_modal_data"] = {"image": [image_of(*each) for each in request["images"]]}
+    return prompt
+
+
+def image_of(seed: int, width: int, height: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def params_of(request: dict[str, Any]) -> Any:
+    """vLLM's parameters. Of a request with `pool`, the task of a pooling model; `sampling` has any others of ours."""
+    from vllm import PoolingParams, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    if "pool" in request:
+        return PoolingParams(task=request["pool"])
+    options = {
+        "max_tokens": request.get("max_tokens", 8), "temperature": 0, "logprobs": 3, "detokenize": False,
+        "ignore_eos": True,
+        "extra_args": {"kv_transfer_params": request["transfer"]} if "transfer" in request else None,
+    } | request.get("sampling", {})  # fmt: skip
+    if "regex" in request:
+        options["structured_outputs"] = StructuredOutputsParams(regex=request["regex"])
+    if options.get("n", 1) > 1:
+        options["output_kind"] = RequestOutputKind.FINAL_ONLY  # all answers together
+    return SamplingParams(**options)
+
+
+def result_of(output: Any) -> dict[str, Any]:
+    if not hasattr(output.outputs, "__len__"):  # of a pooling model
+        return {"pooled": output.outputs.data.tolist(), "cached": output.num_cached_tokens}
+    only = output.outputs[0]
+    result = {
+        "tokens": list(only.token_ids),
+        "logprobs": [sorted((t, p.logprob) for t, p in step.items()) for step in only.logprobs],
+        "cached": output.num_cached_tokens,
+    }
+    if len(output.outputs) > 1:
+        result["all"] = sorted(list(each.token_ids) for each in output.outputs)
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [
+            sorted((t, p.logprob) for t, p in step.items()) for step in output.prompt_logprobs[1:]
+        ]
+    return result
+
+
 def serve(channel: socket.socket, arguments: dict[str, Any]) -> None:
     """One engine, until it is told to stop or its channel ends. Raises what it failed with, which it has told."""
 
@@ -170,7 +236,7 @@ def serve(channel: socket.socket, arguments: dict[str, Any]) -> None:
         channel.sendall(json.dumps(answer).encode() + b"\n")
 
     try:
-        child = Child(arguments)
+        child = make(arguments)
     except Exception as exc:
         say({"error": f"{type(exc).__name__}: {exc}"})
         raise
@@ -185,7 +251,7 @@ def serve(channel: socket.socket, arguments: dict[str, Any]) -> None:
             say({"error": f"{type(exc).__name__}: {exc}"})
             raise
     with contextlib.suppress(Exception):
-        child.engine.engine_core.shutdown()
+        child.close()
     say({"ok": "stopped"})
 
 

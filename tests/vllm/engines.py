@@ -94,14 +94,13 @@ def _note_written() -> None:
     _written = time.time()
 
 
-def write_model(folder: Path, config: dict[str, Any]) -> Path:
+def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """A model with random weights, large enough that every token depends on the whole prompt."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads = config["num_attention_heads"]
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
     norms = {"model.norm": hidden}
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
@@ -138,16 +137,26 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
             shapes |= {f"{attention}.q_proj": (heads * width, hidden), f"{attention}.o_proj": (hidden, heads * width)}
     if config["tie_word_embeddings"]:
         del shapes["lm_head"]
-    dtype = torch.float32 if config["torch_dtype"] == "float32" else torch.bfloat16
-    weights = {f"{name}.weight": torch.ones(size, dtype=dtype) for name, size in norms.items()}
-    for name, shape in shapes.items():
-        weights[f"{name}.weight"] = (torch.randn(*shape, generator=generator) * 0.1).to(dtype)
+    weights = draw(shapes, norms, config, seed)
+    dtype = weights["model.norm.weight"].dtype
     for name in [name for name in norms if name.endswith("linear_attn.norm")]:  # a state that forgets slowly
         decay = torch.full((config["linear_num_value_heads"],), -4.0)
         weights |= {name.replace("norm", "A_log"): decay, name.replace("norm", "dt_bias"): decay.to(dtype)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _note_written()
     return folder
+
+
+def draw(
+    shapes: dict[str, tuple[int, ...]], norms: dict[str, int], config: dict[str, Any], seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Random weights of these shapes, and norms that change nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if config["torch_dtype"] == "float32" else torch.bfloat16
+    weights = {f"{name}.weight": torch.ones(size, dtype=dtype) for name, size in norms.items()}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = (torch.randn(*shape, generator=generator) * 0.1).to(dtype)
+    return weights
 
 
 def _add_qwen3_next(
@@ -376,9 +385,14 @@ def same_as_own(engine: Engine, tokens: list[int], cached: int, exact: bool = Tr
     if exact:
         assert output(from_depot) == output(own)
     else:
-        assert [dict(step).keys() for step in from_depot["logprobs"]] == [dict(step).keys() for step in own["logprobs"]]
-        for step, same in zip(from_depot["logprobs"], own["logprobs"], strict=True):
-            assert all(abs(one[1] - other[1]) < 1e-3 for one, other in zip(step, same, strict=True))
+        assert_close(from_depot, own)
+
+
+def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two answers have the same likeliest tokens, which are as likely but for rounding."""
+    assert [dict(step).keys() for step in one["logprobs"]] == [dict(step).keys() for step in other["logprobs"]]
+    for step, same in zip(one["logprobs"], other["logprobs"], strict=True):
+        assert all(abs(mine[1] - theirs[1]) < 1e-3 for mine, theirs in zip(step, same, strict=True))
 
 
 def run_preempted(engine: Engine, prompts: list[list[int]], max_tokens: int) -> None:

@@ -7,9 +7,10 @@ arena is free, see memory/shm.py; with tensors on a GPU, LINGER_S later).
 
 A server that restarted answers `UnknownClient`, or its connection breaks, which the socket reports (`disconnected`).
 The connection then **recovers**: it says hello (client/handshake.py), withdraws its registrations and makes them anew,
-and sends again what was refused, what was not sent, and what may be repeated: lookups, ends of sessions and, once,
-copies. The server answers `Unregister` only when no copy touches the tensors; copies that were sent to a server which
-has died wait until its death is proved (client/servers.py). So a restart costs callers at most GRACE_S.
+except those that its user is withdrawing, and sends again what was refused, what was not sent, and what may be
+repeated: lookups, ends of sessions, withdrawals and, once, copies. The server answers `Unregister` only when no copy
+touches the tensors; copies that were sent to a server which has died wait until its death is proved
+(client/servers.py). So a restart costs callers at most GRACE_S.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class Connection:
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._parked: deque[int] = deque()  # pending numbers that wait for the welcome
+        # By instance: what every server is to map, until it refuses it or it is withdrawn.
         self._registered: dict[int, wire.Register] = {}
+        self._withdrawn: set[int] = set()  # of these: no server is to map them again
         self._recovering: set[int] = set()  # numbers of our own hello and registrations
         self._answered = b""  # the incarnation that the last answer in recovery came from
         self._lost: list[int] = []  # sent before the last reconnection, unanswered
@@ -128,9 +131,8 @@ class Connection:
 
     def device(self, instance: int) -> str:
         """The device of the tensors registered under this number: a GPU's UUID, empty for the processor's memory."""
-        asked = (item.request for item in self._pending.values() if isinstance(item.request, wire.Register))
-        known = [*self._registered.values(), *asked]
-        return next((register.layout.device for register in known if register.instance == instance), "")
+        register = self._registered.get(instance)
+        return register.layout.device if register is not None else ""
 
     # -- asking
 
@@ -145,8 +147,13 @@ class Connection:
                 deadline_s = None
             elif isinstance(request, wire.Lookup) and deadline_s is not None:
                 deadline_s += self.lookup_s
-            if isinstance(request, wire.Register) and request.layout.device:
-                self._servers.linger_s = LINGER_S
+            if isinstance(request, wire.Register):
+                self._registered[request.instance] = request
+                self._withdrawn.discard(request.instance)
+                if request.layout.device:
+                    self._servers.linger_s = LINGER_S
+            if isinstance(request, wire.Unregister) and request.instance in self._registered:
+                self._withdrawn.add(request.instance)
             if isinstance(request, wire.EndSession):
                 for item in self._pending.values():
                     if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
@@ -280,13 +287,23 @@ class Connection:
         # These are sent before the parked requests: what is unanswered when they are answered never will be.
         waiting = {*self._parked, *self._recovering}
         self._lost = [number for number in self._pending if number not in waiting]
-        for instance, register in self._registered.items():
-            for request in (wire.Unregister(instance), register):
-                then = self._on_taken_back if isinstance(request, wire.Unregister) else self._on_recovered
-                if not self._ask_own(request, then, self._patience_s):
-                    self.lose(self._cut_off())
-                    return
+        for request in self._to_recover():
+            then = self._on_taken_back if isinstance(request, wire.Unregister) else self._on_recovered
+            if not self._ask_own(request, then, self._patience_s):
+                self.lose(self._cut_off())
+                return
         self._on_recovered(None)
+
+    def _to_recover(self) -> list[wire.Unregister | wire.Register]:
+        """What takes the registrations back, so that no copy touches their tensors, and makes them anew."""
+        parked = [self._pending[number].request for number in self._parked if number in self._pending]
+        unsent = {request.instance for request in parked if isinstance(request, wire.Register)}
+        requests: list[wire.Unregister | wire.Register] = []
+        for instance, register in self._registered.items():
+            requests.append(wire.Unregister(instance))
+            if instance not in self._withdrawn and instance not in unsent:
+                requests.append(register)
+        return requests
 
     def _unanswered_copies(self) -> list[int]:
         """Stores and retrieves that were sent to the current server: neither parked nor held by a former one."""
@@ -331,7 +348,9 @@ class Connection:
     def _send_again(self, number: int, pending: _Pending) -> None:
         """Its answer is lost, and the server does nothing for it any more: park it to be sent again, or fail it."""
         is_copy = isinstance(pending.request, wire.Store | wire.Retrieve)
-        if pending.may_repeat and (is_copy or isinstance(pending.request, wire.Lookup | wire.EndSession)):
+        if pending.may_repeat and (
+            is_copy or isinstance(pending.request, wire.Lookup | wire.EndSession | wire.Unregister)
+        ):
             pending.may_repeat = not is_copy
             pending.born = self._clock()
             self._parked.append(number)
@@ -357,7 +376,8 @@ class Connection:
             if number not in self._pending:
                 continue
             if isinstance(request, wire.EndSession) or (
-                may_come_back and (number in unsent or (isinstance(request, wire.Lookup) and pending.may_repeat))
+                may_come_back
+                and (number in unsent or (isinstance(request, wire.Lookup | wire.Unregister) and pending.may_repeat))
             ):
                 self._parked.append(number)
             elif number in unsent or not isinstance(request, wire.Store | wire.Retrieve):
@@ -397,10 +417,11 @@ class Connection:
         if number in self._recovering:
             self._recovering.discard(number)
             self._answered = incarnation
-        elif isinstance(pending.request, wire.Register) and not isinstance(value, KVDepotError):
-            self._registered[pending.request.instance] = pending.request
-        elif isinstance(pending.request, wire.Unregister):
-            self._registered.pop(pending.request.instance, None)
+        elif isinstance(pending.request, wire.Register | wire.Unregister):
+            is_refused, instance = isinstance(value, KVDepotError), pending.request.instance
+            if is_refused == isinstance(pending.request, wire.Register):  # no server has it, or is to have it, any more
+                self._registered.pop(instance, None)
+                self._withdrawn.discard(instance)
         pending.done(value)
 
     def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
@@ -417,7 +438,8 @@ class Connection:
     def _repeat(self, number: int, pending: _Pending, value: KVDepotError) -> bool:
         """The server does not know us: say hello, then send this again. Whether it will be sent again."""
         known = not isinstance(value, UnknownInstance) or (
-            isinstance(pending.request, wire.Store | wire.Retrieve) and pending.request.instance in self._registered
+            isinstance(pending.request, wire.Store | wire.Retrieve)
+            and pending.request.instance in self._registered.keys() - self._withdrawn
         )
         if not known or number in self._recovering or pending.repeats >= _MAX_REPEATS:
             return False

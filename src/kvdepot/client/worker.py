@@ -47,6 +47,7 @@ class Submitted(Generic[T]):
     ticket: int
     futures: list[MessagingFuture[T]] | None = None  # one per KV cache group; None: it waits for its event
     error: KVDepotError | None = None  # why it was not sent
+    is_void: bool = False  # whatever its answers are, what it moved is lost: its tensors have no memory any more
     began: Began = field(default_factory=Began.now)
 
     @property
@@ -75,6 +76,8 @@ class Submitted(Generic[T]):
         """The answers, one per KV cache group, or the first error; call it once `done`."""
         if self.error is not None:
             return self.error
+        if self.is_void:
+            return KVDepotError("the memory of its blocks was given up")
         assert self.futures is not None
         try:
             return [future.result() for future in self.futures]
@@ -142,6 +145,28 @@ class WorkerClient:
         self._block_bytes = [message.layout.block_bytes for message in messages]
         if kv_caches is not None:
             self.kv_caches = kv_caches
+
+    def unregister(self, timeout_s: float) -> None:
+        """Have the server unmap the tensors before their memory is freed. Blocks 2 * `timeout_s` at most.
+
+        Stores under way end or are voided, retrieves end as failed; until the tensors are registered again, so does
+        all that is submitted. No server maps the tensors again by itself. Raises Unavailable or DeadlineExceeded if it
+        is not known whether the server has unmapped them.
+        """
+        self.give_up_stores(set(self.stores), timeout_s)
+        for retrieve in {id(each): each for under_way in self.retrieves.values() for each in under_way}.values():
+            retrieve.is_void = True
+            if retrieve.futures is None:
+                retrieve.fail(KVDepotError("its tensors were unregistered before its event happened"))
+        instance, self.instance_id = self.instance_id, secrets.randbits(62)  # so that nothing meant for one meets both
+        self._withdraw(instance, timeout_s)
+
+    def _withdraw(self, instance: int, timeout_s: float) -> None:
+        groups = range(max(1, len(self._block_bytes)))
+        answers = [self.client.ask(wire.Unregister(instance + group), deadline_s=timeout_s) for group in groups]
+        self.client.wait(lambda: all(answer.query() for answer in answers), timeout_s)
+        for answer in answers:
+            answer.result(0)
 
     def _choose_device(self) -> None:
         """For the thread that queries events: else CUDA's runtime would make a context on the host's first GPU."""
@@ -319,9 +344,7 @@ class WorkerClient:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self._device_events.stop()
         try:
-            count = max(1, len(self._block_bytes))
-            for answer in [self.client.ask(wire.Unregister(self.instance_id + group)) for group in range(count)]:
-                answer.result(_SHUTDOWN_S)
+            self._withdraw(self.instance_id, _SHUTDOWN_S)
         except KVDepotError as exc:
             log.debug("not unregistered: %s", exc)
         self.client.close()

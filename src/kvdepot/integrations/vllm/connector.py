@@ -55,6 +55,7 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
+from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
@@ -68,7 +69,7 @@ from kvdepot.integrations.vllm.worker import WorkerHalf, mem_pool_context, share
 from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -113,18 +114,28 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank = 0
         self._connector_scheduler: SchedulerLink | None = None
         self._connector_worker: WorkerLink | None = None
-        engine_id = str(self._kv_transfer_config.engine_id)
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._is_asleep = False  # the KV has no memory
         if role is KVConnectorRole.SCHEDULER:
             # A failed load must cost a recomputation, never a request; vLLM's default is to fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             without = UnconnectedScheduler(vllm_config, self._model)
-            self._connector_scheduler = Link(find_place(settings, engine_id), without, tells=not settings.is_embedded)
+            place = find_place(settings, self._engine_id)
+            self._connector_scheduler = Link(place, without, tells=not settings.is_embedded)
             self._connector_scheduler.begin(self._make_scheduler)
         else:
             self._rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tp_group().rank_in_group
-            place = find_place(settings, engine_id, starts_own=self._rank == 0)
-            absent = UnconnectedWorker(vllm_config, self._rank, self._fails_whole)
-            self._connector_worker = Link(place, absent, tells=settings.is_embedded)
+            self._connector_worker = self._link_worker()
+
+    def _link_worker(self) -> WorkerLink:
+        place = find_place(self._settings, self._engine_id, starts_own=self._rank == 0)
+        absent = UnconnectedWorker(self._vllm_config, self._rank, self._fails_whole)
+        return Link(place, absent, tells=self._settings.is_embedded)
+
+    @property
+    def _engine_id(self) -> str:
+        """Equal in all processes of this engine."""
+        return str(self._kv_transfer_config.engine_id)
 
     @property
     def _fails_whole(self) -> bool:
@@ -287,8 +298,49 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Share the paged KV, and connect to the server, if it is there; waits 5 s for it at most."""
         assert self._connector_worker is not None
-        layouts = share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
-        self._connector_worker.begin(partial(self._make_worker, layouts, kv_caches))
+        self._kv_caches = kv_caches
+        self._connector_worker.begin(partial(self._make_worker, self._share_kv(), kv_caches))
+
+    def _share_kv(self) -> list[Layout]:
+        return share_kv(self._vllm_config, self._groups, self._kv_caches, self._kv_cache_config.num_blocks)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Yes; vLLM 0.33 asks. Versions that do not ask do not say when the KV's memory goes: see identity.py."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33, before it frees the KV's memory: have the server release it. Safe twice; blocks 10 s at most."""
+        if self._is_asleep or not self._kv_caches:
+            return
+        self._is_asleep = True
+        assert self._connector_worker is not None
+        self._connector_worker.advance()
+        half = self._worker
+        if isinstance(half, WorkerHalf):
+            half.unregister()
+        else:
+            self._connector_worker.close()  # or it would register what has no memory
+
+    def restore_kv_caches(self) -> None:
+        """vLLM 0.33, once there is memory again behind the KV's addresses. Safe twice; blocks 30 s at most.
+
+        The engine wakes in any case: until its KV is shared, it stores nothing, and loads are recomputed.
+        """
+        if not self._is_asleep:
+            return
+        self._is_asleep = False
+        half = self._worker
+        try:
+            if isinstance(half, WorkerHalf):
+                half.register(self._share_kv(), self._kv_caches)
+            else:
+                self._connector_worker = self._link_worker()
+                self.register_kv_caches(self._kv_caches)
+        except (Unavailable, DeadlineExceeded) as exc:
+            log.warning("awake without a server, which gets this engine's KV once it is there: %s", exc)
+        except KVDepotError as exc:
+            log.error("awake, but the KV cannot be shared again, so nothing is reused: %s", exc)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it before each step, with or without preemptions."""

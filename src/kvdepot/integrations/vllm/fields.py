@@ -111,6 +111,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "data_parallel_external_lb": _PLACE,
         "data_parallel_hybrid_lb": _PLACE,
         "dp_sync_interval": _SCHEDULING,
+        "disable_nccl_for_dp_synchronization": "how replicas agree on a step; set by async_scheduling",
         "max_parallel_loading_workers": _PLACE,
         "ray_workers_use_nsight": _TELLING,
         "ray_runtime_env": _PLACE,

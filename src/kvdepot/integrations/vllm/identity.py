@@ -21,7 +21,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.fields import describe_config
 from kvdepot.integrations.vllm.groups import describe_groups, find_groups, holds_plain_numbers
-from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release
+from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import find_weights
 from kvdepot.protocol.addresses import fault_of_endpoint
 
@@ -120,10 +120,17 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "kvdepot does not support prefill context parallelism: vLLM does not say which of its ranks hold the KV of "
             "a decoded token. Start with --prefill-context-parallel-size 1"
         )
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
         raise ConfigError(
-            "kvdepot does not support sleep mode: a sleeping engine frees its KV's memory and wakes with other memory, "
-            "while the server still maps the old. Start without --enable-sleep-mode"
+            f"kvdepot does not support sleep mode with vLLM {installed_release()}: a sleeping engine frees its KV's "
+            "memory and wakes with other memory, and only vLLM 0.33 or newer tells connectors. Start without "
+            "--enable-sleep-mode"
+        )
+    model = vllm_config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            "kvdepot does not support pooling models that need every token of a prompt in one step (bidirectional "
+            "attention, pooling by MEAN, CLS or STEP), as vLLM's own prefix cache does not: start without kvdepot"
         )
     if vllm_config.weight_transfer_config is not None:
         raise ConfigError(

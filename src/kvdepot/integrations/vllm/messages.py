@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvdepot.client.transfer import Transfer
+from kvdepot.integrations.vllm.minute import Moved
 from kvdepot.protocol.keys import HASH_BYTES
 
 __all__ = ["Orders", "WorkerReport"]
@@ -48,6 +49,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Chunks stored since the last step, each with the ranks that stored it."""
     ended: dict[int, set[int]] = field(default_factory=dict)
     """Steps whose orders hold blocks and whose stores have ended, each with the ranks on which they have."""
+    moved: Moved = field(default_factory=Moved)
+    """What was stored and loaded since the last step."""
     step: int = 0
     measured: int = 0
 
@@ -63,6 +66,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.keys.setdefault(key, set()).update(ranks)
         for step, ranks in other.ended.items():
             self.ended.setdefault(step, set()).update(ranks)
+        self.moved += other.moved
         self.step = max(self.step, other.step)
         self.measured = max(self.measured, other.measured)
         return self

@@ -20,6 +20,7 @@ from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.holds import Holds
 from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.minute import Minute
 from kvdepot.integrations.vllm.plan import Plan, State
 from kvdepot.integrations.vllm.prefill_speed import PrefillSpeed
 from kvdepot.integrations.vllm.requests import Load, Prompt, Tracked, names_are_contents, root
@@ -89,6 +90,7 @@ class SchedulerHalf:
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
+        self._minute = Minute(self._chunk_tokens, ranks)
         self._ending: set[str] = set()  # finished requests with a store that waits for its step's output
         self._closing: set[str] = set()  # finished requests that workers have yet to report
 
@@ -123,6 +125,7 @@ class SchedulerHalf:
                 return
             tracked = Tracked(request, Prompt(request, self._chunk_tokens, parent, self._named, self._lookahead))
             self._tracked[request_id] = tracked
+            self._minute.requested()
             self._look_up(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
             self._stop_caching(request_id, exc)
@@ -136,6 +139,7 @@ class SchedulerHalf:
         if request_id not in self._tracked:
             self._uncached.add(request_id)
         self.figures.count_uncached()
+        self._minute.refused()
         reason = type(exc).__name__
         if reason not in self._logged:
             self._logged.add(reason)
@@ -214,9 +218,12 @@ class SchedulerHalf:
         """
         tracked.load = None
         if not load.has_failed:
+            saved_s = load.tokens / self._prefill.speed if self._prefill.speed else 0.0
+            self._minute.loaded(load.tokens, saved_s)
             tracked.saved_tokens += load.tokens
-            tracked.saved_s += load.tokens / self._prefill.speed if self._prefill.speed else 0.0
+            tracked.saved_s += saved_s
             return
+        self._minute.failed()
         request_id = tracked.request.request_id
         self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
         if self._known is not None:
@@ -228,6 +235,8 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         self._compare_incarnations()
+        now = time.monotonic()
+        self._log_minute(now)
         self._step += 1
         self._waited_s = 0.0
         preempted = set(scheduler_output.preempted_req_ids or ())
@@ -243,7 +252,7 @@ class SchedulerHalf:
         orders.preempted = preempted
         orders.idle = scheduler_output.total_num_scheduled_tokens == 0
         orders.step = self._step
-        orders.measured = self._prefill.built(scheduler_output.num_scheduled_tokens.values(), time.monotonic())
+        orders.measured = self._prefill.built(scheduler_output.num_scheduled_tokens.values(), now)
         state, going = scheduler_output.kv_connector_block_state, {store.request_id for store in orders.stores}
         for request_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
@@ -258,6 +267,10 @@ class SchedulerHalf:
             if tracked.has_pins and request_id not in going:
                 self._end_pins(tracked)
         return orders
+
+    def _log_minute(self, now: float, ends: bool = False) -> None:
+        if told := self._minute.tell(now, ends):
+            log.info("kvdepot: %s", told)
 
     def _end_pins(self, tracked: Tracked) -> None:
         """Release the pins of a request once its prompt is stored: a chunk with another behind it is not evicted, and
@@ -329,6 +342,7 @@ class SchedulerHalf:
         told = connector_output.kv_connector_worker_meta
         report = told if isinstance(told, WorkerReport) else WorkerReport()
         self._prefill.output(report.measured, time.monotonic())
+        self._minute.moved(report.moved)
         if self._known is not None:
             self._known.stored(report)
         self._closing.difference_update(connector_output.finished_sending or ())
@@ -406,4 +420,5 @@ class SchedulerHalf:
         log.info("the cache was reset: until this engine is started again, it shares KV with no other engine")
 
     def shutdown(self) -> None:
+        self._log_minute(time.monotonic(), ends=True)
         self._depot.close()

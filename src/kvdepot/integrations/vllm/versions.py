@@ -2,6 +2,7 @@
 
 | what | since | before |
 |---|---|---|
+| `unregister_kv_caches`, `restore_kv_caches`: sleep is told | 0.33 | not told, so sleep mode is refused |
 | `CacheHitSource`: external hits have a source | 0.32 | not told |
 | `KVCacheConfig.hash_block_size` | 0.32 | vLLM's own function gives it |
 | `KVCacheConfig.kv_tp_replicas`: ranks that hold the same KV heads | 0.31 | every rank stores its own |
@@ -36,6 +37,7 @@ __all__ = [
     "installed_release",
     "lookahead_tokens",
     "refuse_other_versions",
+    "tells_of_sleep",
     "tensor_replicas",
 ]
 
@@ -82,6 +84,11 @@ if installed_release() != "0.30":
     alloc_conf = import_module("vllm.device_allocator.alloc_conf")
 if installed_release() not in ("0.30", "0.31"):
     HOST_HITS = import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST
+
+
+def tells_of_sleep() -> bool:
+    """Whether vLLM tells connectors before it frees the KV's memory, and when it has other memory."""
+    return installed_release() not in ("0.30", "0.31", "0.32")
 
 
 def tensor_replicas(kv_cache_config: KVCacheConfig) -> int:

@@ -17,9 +17,10 @@ from kvdepot.client.operation import Operation
 from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.devices import share
-from kvdepot.errors import ConfigError
+from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.integrations.vllm.groups import Group
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.minute import moved_by
 from kvdepot.integrations.vllm.probe import describe_writers
 from kvdepot.integrations.vllm.stats import Figures
 from kvdepot.integrations.vllm.versions import alloc_conf
@@ -34,6 +35,8 @@ log = init_logger(__name__)
 
 _PREEMPTION_S = 0.05
 """How long to wait for stores of preempted requests before they are voided."""
+_SLEEP_S = 5.0
+"""How long an engine that goes to sleep waits for the server to release its KV's memory."""
 _IDLE_S = 0.002
 """How long a worker with nothing to compute waits for a load, rather than spin on a core that copies need."""
 
@@ -62,6 +65,7 @@ class WorkerHalf:
 
     def _operation_ended(self, operation: Operation) -> None:
         self.figures(operation)
+        self._report.moved += moved_by(operation)
         if self._tells_keys:
             self._report.add(operation.stored, self._rank)
 
@@ -81,6 +85,19 @@ class WorkerHalf:
         else:
             self._depot.register_layout(layouts[0], kv_caches)
         self._gpu = next(cache.device for cache in kv_caches.values()) if layouts[0].device else None
+
+    def unregister(self) -> None:
+        """Have the server release the KV, whose memory vLLM is about to free. Blocks 10 s at most.
+
+        If the server does not confirm it, the memory behind the KV stays allocated until the server releases it or
+        ends: vLLM frees addresses, and memory only once nobody maps it.
+        """
+        try:
+            self._depot.unregister(_SLEEP_S)
+        except KVDepotError as exc:
+            log.warning(
+                "the server may still map the KV of this sleeping engine, whose memory then stays in use: %s", exc
+            )
 
     # -- a step
 
