@@ -8,7 +8,7 @@ Commands: run (a list of requests, together), add (one request, and wait
 until its depot lookup has ended), step (one), finish (step until all are done), meet (wait until the scheduler and the
 worker know of a server that is there), reset (the engine's own prefix cache), reset all
 (and what the depot has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
-failed chunks (retrieved in vain so far), stop.
+failed chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
 """
 
 from __future__ import annotations
@@ -140,6 +140,8 @@ class Child:
             case "metrics":
                 found = [m for m in self.llm.get_metrics() if m.name.startswith("vllm:kvdepot_")]
                 return {m.name: m.count if hasattr(m, "count") else m.value for m in found}
+            case "adapter":  # of vLLM 0.15 to 0.17's own connector: the file that it runs
+                return sys.modules[type(self.scheduler.connector.scheduler_adapter).__module__].__file__
             case "preemptions":
                 return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
         raise ValueError(command)
