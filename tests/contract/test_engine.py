@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,32 @@ def test_a_load_that_fails_is_recomputed(engine: Engine, depot: Depot) -> None:
     assert output(again) == output(expected)
     assert again["cached"] == 0
     same_as_own(engine, tokens, 8 * CHUNK)  # it has been stored again
+
+
+def test_a_request_that_is_aborted_during_its_load_is_freed_when_the_load_has_ended(model: Path) -> None:
+    depot = Depot().wait_ready()
+    engine = start(model, depot, num_gpu_blocks_override=26)
+    try:
+        tokens, other = prompt(70, 8 * CHUNK + 9), prompt(71, 8 * CHUNK + 9)
+        engine.run(tokens)
+        expected = engine.run_fresh(other, salt="for vLLM alone")
+        engine.tell("reset")
+        request = engine.request(tokens)
+        engine.tell("ask", request=request)
+        depot.process.send_signal(signal.SIGSTOP)
+        engine.tell("step")  # the load is ordered
+        engine.tell("abort", id=request["id"])
+        engine.tell("add only", request=engine.request(other, salt="for vLLM alone"))
+        engine.tell("step")  # which has no blocks while the load may write to them
+        engine.tell("step")
+        depot.process.send_signal(signal.SIGCONT)
+        (after,) = engine.tell("finish").values()
+        assert output(after) == output(expected)
+        assert engine.run_fresh(tokens)["cached"] == 8 * CHUNK
+        engine.stop()
+    finally:
+        engine.close()
+        depot.close()
 
 
 def test_the_engine_goes_on_when_the_server_is_gone(model: Path) -> None:

@@ -5,7 +5,8 @@ each message on the socket FD forks a process (`fork`), or waits for one that ha
 commands from the socket that came with its message, and logs to the file that came with it. All die with PARENT.
 
 Commands: run (a list of requests, together), add (one request, and wait
-until its depot lookup has ended), step (one), finish (step until all are done), meet (wait until the scheduler and the
+until its depot lookup has ended), ask (the same with vLLM's own LMCacheMPConnector), add only, abort, step (one),
+finish (step until all are done), meet (wait until the scheduler and the
 worker know of a server that is there), reset (the engine's own prefix cache), reset all
 (and what the depot has for it), preemptions, metrics (the connector's, by name: values, and of histograms counts),
 failed chunks (retrieved in vain so far), adapter (the file of the connector's adapter), stop.
@@ -81,6 +82,14 @@ class Child:
         while not all(lookup.future.query() for lookup in lookups.values()):
             assert time.monotonic() < deadline, "the lookup was not answered"
 
+    def add_and_ask(self, request: dict[str, Any]) -> None:
+        self.add(request)
+        self.engine.step()
+        lookups = self.scheduler.connector.scheduler_adapter.lookup_futures
+        deadline = time.monotonic() + 60
+        while not all(lookup.query() for lookup in lookups.values()):
+            assert time.monotonic() < deadline, "the lookup was not answered"
+
     def meet(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -123,6 +132,12 @@ class Child:
                 return self.finish()
             case "add":
                 return self.add_and_look_up(command["request"])
+            case "ask":  # as "add", with vLLM 0.15 to 0.17's own connector
+                return self.add_and_ask(command["request"])
+            case "add only":
+                return self.add(command["request"])
+            case "abort":
+                return self.engine.abort_request([command["id"]])
             case "step":
                 self.engine.step()
                 return None

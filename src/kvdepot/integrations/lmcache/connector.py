@@ -53,7 +53,7 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
     ) -> None:
         """Connect to the server that the settings name, or else to the default one. Blocks 5 s at most.
 
-        Raises Unavailable without a server; ConfigError for a chunk size that is not a multiple of the block size.
+        Raises Unavailable without a server.
         """
         settings = vllm_config.kv_transfer_config
         settings.kv_load_failure_policy = "recompute"
