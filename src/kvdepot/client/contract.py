@@ -389,6 +389,10 @@ class MessageQueueClient(Client):
         call = translate(request_type, payloads, self.chunk_size, self.chains)
         if call is None:
             return MessagingFuture.resolved(nothing_to_do(request_type, payloads))
+        return self.submit_call(call, expected)
+
+    def submit_call(self, call: Call, expected: type[object]) -> MessagingFuture[Any]:
+        """Send a request that has been translated; its answer must be `expected`. Never blocks."""
         future: MessagingFuture[object] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
         request = call.request
         device = ""

@@ -1,0 +1,145 @@
+"""The names of the `lmcache` package: who gets them, and that all that vLLM imports are there."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdepot import adapters
+from kvdepot.errors import ConfigError
+from kvdepot.integrations.lmcache import has_contract, provide
+from kvdepot.integrations.lmcache.client import GuardedClient
+
+IMPORTED = """
+    lmcache.integration.vllm.utils mla_enabled
+    lmcache.utils init_logger _lmcache_nvtx_annotate
+    lmcache.v1.multiprocess.custom_types CudaIPCWrapper IPCCacheEngineKey KVCache
+    lmcache.v1.multiprocess.mq MessageQueueClient MessagingFuture
+    lmcache.v1.multiprocess.protocol RequestType get_response_class
+    lmcache utils
+    lmcache.config LMCacheEngineMetadata
+    lmcache.logging init_logger
+    lmcache.observability LMCStatsMonitor
+    lmcache.v1.cache_engine LMCacheEngine LMCacheEngineBuilder
+    lmcache.v1.compute.blend LMCBlenderBuilder
+    lmcache.v1.config LMCacheEngineConfig _validate_and_set_config_value
+    lmcache.v1.gpu_connector VLLMBufferLayerwiseGPUConnector VLLMPagedMemGPUConnectorV2
+    lmcache.v1.gpu_connector VLLMPagedMemLayerwiseGPUConnector
+    lmcache.v1.internal_api_server.api_server InternalAPIServer
+    lmcache.v1.lookup_client LookupClientFactory
+    lmcache.v1.lookup_client.lmcache_async_lookup_client LMCacheAsyncLookupServer
+    lmcache.v1.offload_server.zmq_server ZMQOffloadServer
+    lmcache.v1.plugin.runtime_plugin_launcher RuntimePluginLauncher
+"""
+"""What the connector, its adapter and its package import in vLLM 0.15.0, 0.15.1, 0.16.0, 0.17.0 and 0.17.1."""
+
+
+class Factory:
+    """The part of vLLM's KVConnectorFactory that is used."""
+
+    def __init__(self) -> None:
+        self._registry: dict[str, Any] = {"LMCacheMPConnector": "vLLM's loader", "OtherConnector": "another"}
+
+
+def absent(name: str) -> bool:
+    return importlib.util.find_spec(name) is None
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    finders = list(sys.meta_path)
+    if not absent("lmcache"):
+        pytest.skip("lmcache is installed")
+    yield
+    sys.meta_path[:] = finders
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lmcache"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("version", ["0.15.0", "0.15.1", "0.16.0", "0.17.0", "0.17.1", "0.17.1+cpu", "0.17.2rc1.dev3"])
+def test_versions_with_a_connector_of_the_contract_get_the_names(version: str) -> None:
+    factory = Factory()
+    assert has_contract(version)
+    assert provide(version, factory)  # type: ignore[arg-type]
+    assert not absent("lmcache.utils")
+    assert callable(factory._registry["LMCacheMPConnector"])
+    assert factory._registry["OtherConnector"] == "another"
+
+
+@pytest.mark.parametrize("version", ["0.14.1", "0.18.0", "0.30.0", "0.32.0", "0.33.0", "1.15.0", "1.16.0", "dev", ""])
+def test_other_versions_get_nothing(version: str) -> None:
+    factory, finders = Factory(), list(sys.meta_path)
+    assert not provide(version, factory)  # type: ignore[arg-type]
+    assert sys.meta_path == finders
+    assert factory._registry["LMCacheMPConnector"] == "vLLM's loader"
+    assert absent("lmcache")
+
+
+def test_every_name_that_vllm_imports_is_there() -> None:
+    provide("0.17.1", Factory())  # type: ignore[arg-type]
+    for line in IMPORTED.split("\n"):
+        for name in line.split()[1:]:
+            module = line.split()[0]
+            assert getattr(importlib.import_module(module), name, None) is not None or not absent(f"{module}.{name}")
+
+
+def test_without_an_adapter_in_lmcache_vllm_takes_its_own() -> None:
+    provide("0.17.1", Factory())  # type: ignore[arg-type]
+    with pytest.raises(ImportError):
+        importlib.import_module("lmcache.integration.vllm.vllm_multi_process_adapter")
+
+
+def test_the_names_are_those_of_the_contract() -> None:
+    provide("0.17.1", Factory())  # type: ignore[arg-type]
+    types = importlib.import_module("lmcache.v1.multiprocess.custom_types")
+    assert types.CudaIPCWrapper is adapters.KVCacheHandle
+    assert types.IPCCacheEngineKey is adapters.IPCCacheEngineKey
+    assert importlib.import_module("lmcache.v1.multiprocess.mq").MessageQueueClient is GuardedClient
+    assert issubclass(GuardedClient, adapters.MessageQueueClient)
+    assert importlib.import_module("lmcache.v1.multiprocess.protocol").RequestType is adapters.RequestType
+
+
+def test_an_unused_name_can_stand_in_an_annotation_but_says_what_is_missing_when_it_is_used() -> None:
+    provide("0.17.1", Factory())  # type: ignore[arg-type]
+    engines = importlib.import_module("lmcache.v1.cache_engine")
+    assert engines.LMCacheEngine | None
+    for use in (lambda: engines.LMCacheEngine(), lambda: engines.LMCacheEngineBuilder.get_or_create("x")):
+        with pytest.raises(ConfigError, match="needs the lmcache package"):
+            use()
+
+
+def test_it_is_provided_once() -> None:
+    factory = Factory()
+    assert provide("0.17.1", factory)  # type: ignore[arg-type]
+    finders, loader = list(sys.meta_path), factory._registry["LMCacheMPConnector"]
+    assert provide("0.17.1", factory)  # type: ignore[arg-type]
+    assert sys.meta_path == finders
+    assert factory._registry["LMCacheMPConnector"] is loader
+
+
+def write_lmcache(folder: Path) -> None:
+    (folder / "lmcache").mkdir()
+    (folder / "lmcache" / "__init__.py").write_text("installed = True\n")
+
+
+def test_an_installed_lmcache_is_never_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lmcache(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    factory, finders = Factory(), list(sys.meta_path)
+    assert not provide("0.17.1", factory)  # type: ignore[arg-type]
+    assert sys.meta_path == finders
+    assert factory._registry["LMCacheMPConnector"] == "vLLM's loader"
+    assert importlib.import_module("lmcache").installed
+    assert absent("lmcache.utils")
+
+
+def test_one_that_appears_later_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    provide("0.17.1", Factory())  # type: ignore[arg-type]
+    write_lmcache(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("lmcache").installed
