@@ -126,7 +126,7 @@ class WorkerClient:
         """Have the server map tensors that are already shared. Returns once it has; blocks 30 s at most.
 
         kv_caches: the tensors by layer, if this process has them. Raises the server's error (LayoutError for a layout
-        that it refuses), or Unavailable without a server; then nothing is registered, or will not be soon.
+        that it refuses), or Unavailable without a server, which gets the registration once it is there.
         """
         self._register([self.spec.register(self.instance_id, layout)], kv_caches)
 
@@ -135,16 +135,16 @@ class WorkerClient:
         self._register(self.spec.register_groups(self.instance_id, layouts), kv_caches)
 
     def _register(self, messages: list[wire.Register], kv_caches: dict[str, torch.Tensor] | None) -> None:
-        try:
-            for answer in [self.client.ask(message) for message in messages]:
-                answer.result()
-        except KVDepotError:
-            for message in messages:
-                self.client.ask(wire.Unregister(message.instance))
-            raise
         self._block_bytes = [message.layout.block_bytes for message in messages]
         if kv_caches is not None:
             self.kv_caches = kv_caches
+        for answer in [self.client.ask(message) for message in messages]:
+            answer.result()
+
+    def cancel_registration(self) -> None:
+        """Have no server map the tensors, after a registration that has failed. Never blocks."""
+        for group in range(len(self._block_bytes)):
+            self.client.ask(wire.Unregister(self.instance_id + group))
 
     def unregister(self, timeout_s: float) -> None:
         """Have the server unmap the tensors before their memory is freed. Blocks 2 * `timeout_s` at most.

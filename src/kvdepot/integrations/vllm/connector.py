@@ -177,7 +177,11 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
         worker = WorkerClient(client, self._fit(client), unpins=False)
         half = WorkerHalf(self._vllm_config, worker, self._rank, self._fails_whole)
-        half.register(layouts, kv_caches)
+        try:
+            half.register(layouts, kv_caches)
+        except KVDepotError:
+            worker.cancel_registration()  # the next attempt is another half's
+            raise
         return half
 
     def _make_known(self, groups: list[Group], spec: ShardSpec, ranks: int) -> Known | None:
