@@ -13,9 +13,12 @@ import pytest
 from kvdepot.memory.arena_header import Header
 from kvdepot.memory.records import Records, ShardRecord
 from tests.conftest import SHM, Depot
+from tests.contract.conftest import vllm_version
 from tests.vllm.engines import LLAMA, Engine, output, prompt, same_as_own, write_model
 
 LONG = 8192
+TOKEN_KEYS = vllm_version() >= "0.17"
+"""With vLLM's block hashes as keys, nothing is loaded where vLLM's own hit ends within a chunk."""
 CHUNK = 256
 
 
@@ -111,13 +114,13 @@ def test_a_prompt_shorter_than_a_chunk_is_computed(engine: Engine) -> None:
     assert engine.run_fresh(short) == first
 
 
-def test_a_chunk_that_vllm_has_in_part_is_loaded_behind_that_part(engine: Engine) -> None:
+def test_of_a_chunk_that_vllm_has_in_part_only_the_rest_is_loaded(engine: Engine) -> None:
     tokens = prompt(30, 5 * CHUNK + 9)
     expected = engine.run(tokens)
     engine.tell("reset")
     engine.run(tokens[: CHUNK + 128 + 9])  # vLLM has three blocks of 128 now
     again = engine.run(tokens)
-    assert again["cached"] == 5 * CHUNK
+    assert again["cached"] == (5 * CHUNK if TOKEN_KEYS else CHUNK + 128)
     assert again["tokens"] == expected["tokens"]
 
 
@@ -142,7 +145,7 @@ def test_a_load_that_fails_is_recomputed(engine: Engine, depot: Depot) -> None:
 
 def test_a_request_that_is_aborted_during_its_load_is_freed_when_the_load_has_ended(model: Path) -> None:
     depot = Depot().wait_ready()
-    engine = start(model, depot, num_gpu_blocks_override=26)
+    engine = start(model, depot, num_gpu_blocks_override=26, max_num_batched_tokens=4096)  # blocks for one prompt
     try:
         tokens, other = prompt(70, 8 * CHUNK + 9), prompt(71, 8 * CHUNK + 9)
         engine.run(tokens)

@@ -40,10 +40,11 @@ _PORT_OF_SOCKET = re.compile(r"(ipc://.*):\d*")
 class GuardedFuture(MessagingFuture[Any]):
     """An answer that is never an error. `settle` makes it, once, from the server's answer or error."""
 
-    __slots__ = ("_asked", "_settle")
+    __slots__ = ("_asked", "_kind", "_settle")
 
-    def __init__(self, asked: MessagingFuture[Any], settle: Callable[[object], object]) -> None:
+    def __init__(self, kind: RequestType, asked: MessagingFuture[Any], settle: Callable[[object], object]) -> None:
         super().__init__(None)
+        self._kind = kind
         self._asked = asked
         self._settle = settle
 
@@ -57,6 +58,8 @@ class GuardedFuture(MessagingFuture[Any]):
             try:
                 answer: object = self._asked.result(_SHUTDOWN_S if timeout is None else timeout)
             except KVDepotError as exc:
+                level = logging.WARNING if self._kind is RequestType.RETRIEVE else logging.INFO
+                log.log(level, "%s failed: %s", self._kind.value, exc)
                 answer = exc
             self._value, self._done = self._settle(answer), True
         return self._value
@@ -86,17 +89,16 @@ class GuardedClient(MessageQueueClient):
         try:
             future = super().submit_request(request_type, payloads, response_cls)
         except KVDepotError as exc:
-            log.warning("%s: %s", request_type.value, exc)
             future = MessagingFuture.resolved(exc)
         match request_type:
             case RequestType.LOOKUP:
-                return GuardedFuture(future, partial(_hit, payloads))
+                return GuardedFuture(request_type, future, partial(_hit, payloads))
             case RequestType.RETRIEVE:
                 self.skip_blocks = []
-                return GuardedFuture(future, partial(self._filled, payloads[0], payloads[2], skip))
+                return GuardedFuture(request_type, future, partial(self._filled, payloads[0], payloads[2], skip))
             case RequestType.STORE:
-                return GuardedFuture(future, lambda answer: answer is True)
-        return GuardedFuture(future, lambda answer: None)
+                return GuardedFuture(request_type, future, lambda answer: answer is True)
+        return GuardedFuture(request_type, future, lambda answer: None)
 
     def submit_call(self, call: Call, expected: type[object]) -> MessagingFuture[Any]:
         """Number stores, so that they can be voided, and leave out the blocks that a retrieve must not write."""
@@ -132,8 +134,6 @@ class GuardedClient(MessageQueueClient):
         self, keys: Sequence[IPCCacheEngineKey], block_ids: Sequence[int], skip: Sequence[int], answer: object
     ) -> list[bool]:
         """One bool per key; notes the blocks of those that were not filled."""
-        if isinstance(answer, KVDepotError):
-            log.warning("retrieve failed: %s", answer)
         filled = answer if isinstance(answer, list) else [False] * len(keys)
         sizes = [_size(key) for key in keys]
         ends = [len(block_ids) * done // sum(sizes) for done in itertools.accumulate(sizes)]
