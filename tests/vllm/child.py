@@ -82,12 +82,14 @@ class Child:
             assert time.monotonic() < deadline, "the lookup was not answered"
 
     def link(self) -> None:
-        """Wait until both halves have found a server that came after the engine."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        """Wait until the halves in this process have found a server that came after the engine."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        links = [self.scheduler.connector._connector_scheduler, get_kv_transfer_group()._connector_worker]
+        links = [self.scheduler.connector._connector_scheduler]
+        if has_kv_transfer_group():
+            links.append(get_kv_transfer_group()._connector_worker)
         for link in links:
-            assert link._settled.wait(60), "no server was found"
+            assert link._settled.wait(120), "no server was found"
 
     def add_and_ask(self, request: dict[str, Any]) -> None:
         self.add(request)

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from kvdepot.client import admin
 from kvdepot.client.launch import Shared
 from kvdepot.config import default_url
+from kvdepot.protocol import wire
 from kvdepot.protocol.endpoints import holder
-from tests.conftest import SHM, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import nothing_is_held, output, prompt
 
@@ -112,17 +114,18 @@ def test_an_engine_that_must_have_a_server_or_must_not_start_one_says_so_in_its_
     assert not home.log.exists()
 
 
-def test_an_engines_own_server_is_gone_after_it(
+def test_an_engines_own_server_serves_all_its_processes_and_is_gone_after_them(
     home: Shared, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     pattern = f"kvdepot-{os.geteuid()}-engine-*"
     before = set(SHM.glob(pattern))
     tokens = prompt(44, 2 * 256 + 9)
-    engine = start_engine(models["gqa"], "embedded").wait_started()
+    engine = start_engine(models["gqa"], "embedded", tensor_parallel_size=2).wait_started()
     engine.tell("link")
     (arena,) = set(SHM.glob(pattern)) - before
-    name = arena.name.rpartition("-")[2]
-    url = default_url().replace("depot.sock", f"engine-{name}.sock")
+    url = default_url().replace("depot.sock", f"engine-{arena.name.rpartition('-')[2]}.sock")
+    with admin.connect(url, timeout_s=HANG_S) as client:
+        eventually(lambda: client.ask(wire.Status()).result(HANG_S)["instances"] == 2)
     pid = pid_at(url)
     assert pid
     cold = engine.run(tokens)

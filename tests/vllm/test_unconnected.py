@@ -10,7 +10,7 @@ import pytest
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.keys import derive_root
-from tests.conftest import StartDepot, eventually
+from tests.conftest import HANG_S, StartDepot, eventually
 from tests.vllm.test_requests import Steps, request
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
@@ -70,7 +70,7 @@ def test_a_scheduler_takes_requests_up_when_its_server_comes_and_ends_none_twice
         assert before.model == connector._model  # or a connected worker would say that the two differ
         start_depot(url=url)
         link = connector._connector_scheduler
-        assert link is not None and link._settled.wait(60)
+        assert link is not None and link._settled.wait(HANG_S)
         after = steps.build()  # now the connected half
         assert after.step == 1
         steps.back(before), steps.back(after)
@@ -96,7 +96,7 @@ def test_a_reset_without_a_server_counts_when_one_comes(
         assert connector.reset_cache() is False
         start_depot(url=url)
         link = connector._connector_scheduler
-        assert link is not None and link._settled.wait(60)
+        assert link is not None and link._settled.wait(HANG_S)
         one = request(list(range(512)))
         connector.on_new_request(one)
         assert connector._scheduler._tracked["r"].prompt.chain.root != derive_root()
