@@ -19,7 +19,7 @@ from tests.vllm.engines import LLAMA, MLA, STATES
 VOCABULARY = 16
 TARGET: dict[str, Any] = LLAMA | {"vocab_size": VOCABULARY, "torch_dtype": "float32"}
 DEEPSEEK: dict[str, Any] = MLA | {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 24,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 24, "torch_dtype": "float32",
     "num_nextn_predict_layers": 1, "first_k_dense_replace": 3, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 QWEN3_NEXT: dict[str, Any] = STATES | {"vocab_size": VOCABULARY, "mlp_only_layers": [1, 2]}
