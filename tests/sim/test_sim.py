@@ -253,7 +253,7 @@ def leaves_records_of_what_was_evicted(patch: Patch) -> None:
     patch.setattr(Records, "erase", lambda self, slot: None)
 
 
-@breaks(307)
+@breaks(424)
 def believes_damaged_records(patch: Patch) -> None:
     patch.setattr(records, "crc32", lambda data: 0)
 
@@ -491,12 +491,12 @@ def waits_for_stores_without_a_deadline(patch: Patch) -> None:
     patch.setattr(WaitingLookups, "overdue", lambda self, now: [])
 
 
-@breaks(0)
+@breaks(21)
 def answers_while_more_is_being_stored(patch: Patch) -> None:
     patch.setattr(WaitingLookups, "may_wait", lambda self, *args: False)
 
 
-@breaks(0)
+@breaks(28)
 def keeps_waiting_for_stores_that_have_failed(patch: Patch) -> None:
     stored = WaitingLookups.stored
 
@@ -506,7 +506,7 @@ def keeps_waiting_for_stores_that_have_failed(patch: Patch) -> None:
     patch.setattr(WaitingLookups, "stored", only_good)
 
 
-@breaks(0)
+@breaks(18)
 def keeps_what_a_lookup_held_while_it_waited(patch: Patch) -> None:
     def hold(self: Any, pending: Any, chunks: Any) -> None:
         self._index.hold(chunks, use=False)
@@ -521,7 +521,7 @@ def answers_twice_after_a_store(patch: Patch) -> None:
     patch.setattr(Sessions, "_go_on", lambda self, *args: 2 * go_on(self, *args))
 
 
-@breaks(0)
+@breaks(6)
 def answers_the_dead_when_their_store_has_ended(patch: Patch) -> None:
     patch.setattr(Sessions, "leave", _leave_waiting(Sessions.leave))
     patch.setattr(Sessions, "_forgo", lambda self, pending: self._reply_or_wait(pending, [], [], 0.0))

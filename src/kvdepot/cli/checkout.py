@@ -101,7 +101,8 @@ def bench(
 )  # fmt: skip
 @options.as_json
 def demo(cluster: bool, model: str | None, lengths: str | None, url: str | None, as_json: bool) -> int:
-    """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back. Takes some minutes.
+    """Run a vLLM engine that stores its KV in a depot, and a fresh one that gets it back; then one engine that computes
+    prompts beside one that decodes them. Takes some minutes.
 
     Exit code 1 if an output differs or nothing was retrieved. With --json the messages go to standard error and the
     figures to standard output.
