@@ -32,7 +32,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import zmq
 
-from kvdepot.integrations.vllm.versions import HOST_HITS, hash_block_tokens, tensor_replicas  # refuses other versions
+from kvdepot.integrations.vllm.versions import (  # refuses other versions
+    HOST_HITS,
+    SAVES_EVERY_STEP,
+    hash_block_tokens,
+    tensor_replicas,
+)
 
 # isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -266,7 +271,10 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.store(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._worker.get_finished(self._orders)
+        orders = self._orders
+        if orders.idle and not SAVES_EVERY_STEP:
+            self._worker.store(orders)
+        return self._worker.get_finished(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What has ended, and the loads that failed as a whole."""

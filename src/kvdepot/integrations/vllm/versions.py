@@ -5,6 +5,7 @@
 | `CacheHitSource`: external hits have a source | 0.32 | not told |
 | `KVCacheConfig.hash_block_size` | 0.32 | vLLM's own function gives it |
 | `KVCacheConfig.kv_tp_replicas`: ranks that hold the same KV heads | 0.31 | every rank stores its own |
+| `wait_for_save` also ends steps that compute nothing | 0.31 | such a step's stores begin with `get_finished` |
 | `alloc_conf`, and a context in which KV is allocated | 0.31 | vLLM never asks for one |
 
 To serve a new release: look at what it changes in the code that writes KV and in the classes of its configuration
@@ -30,6 +31,7 @@ __all__ = [
     "HOST_HITS",
     "KV_FORMATS",
     "METHODS_SINCE",
+    "SAVES_EVERY_STEP",
     "alloc_conf",
     "hash_block_tokens",
     "installed_release",
@@ -71,6 +73,8 @@ def _release(version: str) -> str:
 
 refuse_other_versions()  # before anything is imported that another version may not have
 
+SAVES_EVERY_STEP = installed_release() != "0.30"
+"""Whether vLLM calls `wait_for_save` in steps that compute nothing, too."""
 HOST_HITS: Any = None
 """Which source vLLM's metrics name for tokens from the depot; None where they name none."""
 alloc_conf: Any = None
