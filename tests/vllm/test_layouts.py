@@ -148,7 +148,7 @@ def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_paddi
 
 
 def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards_with_all_other_settings() -> None:
-    from vllm.device_allocator import alloc_conf
+    alloc_conf = pytest.importorskip("vllm.device_allocator.alloc_conf")  # since 0.31
 
     from kvdepot.integrations.vllm.worker import without_expandable_segments
 

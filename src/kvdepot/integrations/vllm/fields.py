@@ -212,6 +212,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "_name_or_path": _FILES,
         "_commit_hash": _FILES,
         "transformers_version": "which version wrote or read the file",
+        "output_router_logits": "what is returned; releases of transformers differ in which models have it",
     },
 }
 """Fields by the class that declares them, with the reason why engines that differ in them may share KV."""

@@ -44,8 +44,8 @@ __all__ = [
 KV_FORMATS: Mapping[str, int] = {"0.30": 1, "0.31": 1, "0.32": 1, "0.33": 1}
 """The releases that are served, each with our number (the compatibility id) for what its code alone decides about the
 bytes of KV: what a kernel writes where, for the same configuration, layout and backend. Releases with equal numbers
-share KV of keys and values in full precision, on CPUs and CUDA; the rest is shared within a release alone (`kv_format`
-in identity.py). A release that changes such a thing gets the next number. On a CPU, probe.py sees it by trying."""
+share KV of keys and values in full precision, on CPUs and CUDA; the rest is shared within a release (identity.py). A
+release that changes such a thing gets the next number. On a CPU, probe.py sees it by trying."""
 
 METHODS_SINCE: Mapping[str, str] = {"get_mem_pool_context": "0.31"}
 """Methods of the connector that releases before this one never call."""
