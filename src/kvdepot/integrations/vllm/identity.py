@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 import vllm
 from blake3 import blake3
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -134,6 +133,8 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 def tells_of_sleep() -> bool:
     """Whether this version of vLLM tells connectors before it frees the KV's memory, and when it has other memory."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # not before vLLM is configured
+
     return hasattr(KVConnectorBase_V1, "supports_sleep_mode")
 
 
