@@ -16,7 +16,7 @@ def test_a_minute_in_which_something_moved_is_told_once_it_is_over() -> None:
     minute.requested()
     assert minute.tell(1059.9) == ""
     assert minute.tell(1060.0) == (
-        "last 60 s: 2 requests; stored 3,840 tokens (45.0 MiB), loaded 8,192 tokens (96.0 MiB), "
+        "last 60 s: 2 requests; stored (or found stored) 3,840 tokens (45.0 MiB), loaded 8,192 tokens (96.0 MiB), "
         "saved about 3.2 s of prefill"
     )
     assert minute.tell(1200.0) == "", "told twice"
@@ -30,7 +30,9 @@ def test_nothing_is_told_of_a_minute_whose_requests_moved_nothing() -> None:
     minute.requested()
     minute.moved(Moved(stored_chunks=1, stored_bytes=MIB))
     assert minute.tell(110.0) == ""
-    assert minute.tell(500.0) == "last 390 s: 1 request; stored 256 tokens (1.0 MiB)", "an idle engine has no steps"
+    assert minute.tell(500.0) == "last 390 s: 1 request; stored (or found stored) 256 tokens (1.0 MiB)", (
+        "an idle engine has no steps"
+    )
 
 
 def test_what_went_wrong_is_told_and_alone_is_enough() -> None:

@@ -96,9 +96,8 @@ class Minute:
         told = []
         moved = self._moved
         if moved.stored_chunks:
-            told.append(
-                f"stored {self._tokens_of(moved.stored_chunks):,} tokens ({moved.stored_bytes / _MIB:,.1f} MiB)"
-            )
+            tokens = moved.stored_chunks // self._ranks * self._chunk_tokens
+            told.append(f"stored (or found stored) {tokens:,} tokens ({moved.stored_bytes / _MIB:,.1f} MiB)")
         if self._loaded_tokens:
             told.append(f"loaded {self._loaded_tokens:,} tokens ({moved.loaded_bytes / _MIB:,.1f} MiB)")
         if self._saved_s:
@@ -114,9 +113,6 @@ class Minute:
         if self._refused:
             told.append(f"{_count(self._refused, 'request')} not cached")
         return told
-
-    def _tokens_of(self, chunks: int) -> int:
-        return chunks // self._ranks * self._chunk_tokens
 
 
 def _count(number: int, noun: str) -> str:
