@@ -3,7 +3,7 @@
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
 Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, and with vLLM
-engine, chats and pressure. The exit code is 0 if it ran to the end; a missed bar is a result, not a failure.
+engine, starts, chats and pressure. The exit code is 0 if it ran to the end; a missed bar is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from report import Figure, describe_machine, table, write
 
 FAMILIES = (
     "copies", "gpu", "lookups", "watched", "floods", "serve", "coding", "disk", "remote", "pool", "tiers", "policies",
-    "engine", "chats", "pressure",
+    "engine", "starts", "chats", "pressure",
 )  # fmt: skip
-_NEED_VLLM = {"engine", "chats", "pressure"}
+_NEED_VLLM = {"engine", "starts", "chats", "pressure"}
 
 
 def main(argv: list[str] | None = None) -> int:

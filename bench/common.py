@@ -62,6 +62,7 @@ class Scale:
     registrations: int = 100
     engine_layers: int = 4
     engine_tokens: int = 8192
+    engine_starts: int = 3
     cold_runs: int = 5
     warm_runs: int = 15
     codec_layers: int = 8
@@ -107,6 +108,7 @@ TINY = Scale(
     registrations=3,
     engine_layers=2,
     engine_tokens=1024,
+    engine_starts=1,
     cold_runs=1,
     warm_runs=2,
     codec_layers=1,
@@ -173,10 +175,15 @@ class Serve:
     """A `kvdepot serve` process with an arena of its own."""
 
     def __init__(
-        self, *flags: str, arena_gib: float | None = None, chunk_size: int = 256, before: Serve | None = None
+        self,
+        *flags: str,
+        arena_gib: float | None = None,
+        chunk_size: int = 256,
+        before: Serve | None = None,
+        url: str = "",
     ) -> None:
-        """before: a killed server, whose endpoint and arena this one takes over."""
-        self.url = before.url if before else new_url()
+        """before: a killed server, whose endpoint and arena this one takes over. url: empty for a new one."""
+        self.url = before.url if before else url or new_url()
         self.arena = before.arena if before else f"kvdepot-bench-{uuid.uuid4().hex[:12]}"
         size = [] if arena_gib is None else ["--arena-gib", str(arena_gib)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process

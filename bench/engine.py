@@ -32,7 +32,7 @@ from report import Figure, at_least, at_most
 from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 
-__all__ = ["EngineProcess", "run"]
+__all__ = ["LLAMA", "Depot", "EngineProcess", "PromptEngine", "fastest_dtype", "run", "write_config"]
 
 _TAIL_TOKENS = 17
 _BATCH = 4
@@ -94,7 +94,7 @@ class _Model:
         return total
 
 
-_LLAMA = _Model("", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+LLAMA = _Model("", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
 _WINDOWS = _Model(
     ", windows",
     {
@@ -120,36 +120,33 @@ _STATES = _Model(
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """For each model, figures for cold prompts, the engine's own cache hit, a hit in the depot, and what is stored."""
-    return [figure for model in (_LLAMA, _WINDOWS, _STATES) for figure in _run(model, scale, notes)]
+    return [figure for model in (LLAMA, _WINDOWS, _STATES) for figure in _run(model, scale, notes)]
 
 
 def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
     context: zmq.Context[Any] = zmq.Context()
-    dtype, item_bytes = (model.dtype, 4 if model.dtype == "float32" else 2) if model.dtype else _dtype()
+    dtype, item_bytes = (model.dtype, 4 if model.dtype == "float32" else 2) if model.dtype else fastest_dtype()
     kinds = model.layers(scale.engine_layers)
     kv_bytes = scale.engine_tokens * len(kinds) * _KV_NUMBERS * item_bytes  # at most: windows and states take less
     prompts = 3 * (scale.cold_runs + 1)  # alone, in batches, and on two engines
     server = Serve(arena_gib=(kv_bytes * prompts + (256 << 20)) / 2**30)
-    engines: list[_Engine] = []
+    engines: list[PromptEngine] = []
     client = None
     with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as folder:
-        config = {**_COMMON, **model.config, "num_hidden_layers": len(kinds)}
-        if len(model.kinds) > 1:
-            config["layer_types"] = kinds
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        write_config(Path(folder), model, kinds)
         try:
             server.wait_populated(context)
             client = MessageQueueClient(server.url, context)
-            roles = [("", ""), (server.url, "kv_both"), (server.url, "kv_consumer")][: 3 if model is _LLAMA else 2]
+            roles = [("", ""), (server.url, "kv_both"), (server.url, "kv_consumer")][: 3 if model is LLAMA else 2]
             say(f"engine{model.title}: starting vLLM {len(roles)} times")
-            engines = [_Engine(folder, scale.engine_tokens, dtype, url, role) for url, role in roles]
+            engines = [PromptEngine(folder, scale.engine_tokens, dtype, url, role) for url, role in roles]
             for engine in engines:
                 engine.hear()
             notes.append(
                 f"engine: {model.config['model_type']} of {len(kinds)} layers, hidden size {_COMMON['hidden_size']}, "
                 f"8 KV heads of 128, {dtype}"
             )
-            depot = _Depot(client)
+            depot = Depot(client)
             figures = _measure(model, item_bytes, scale, engines[0], engines[1], depot, notes)
             return [*figures, *(_measure_apart(scale, *engines, depot) for _ in engines[2:])]
         finally:
@@ -161,13 +158,21 @@ def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
             context.term()
 
 
-def _dtype() -> tuple[str, int]:
+def write_config(folder: Path, model: _Model, kinds: list[str]) -> None:
+    """The model's config.json; weights are random."""
+    config = {**_COMMON, **model.config, "num_hidden_layers": len(kinds)}
+    if len(model.kinds) > 1:
+        config["layer_types"] = kinds
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def fastest_dtype() -> tuple[str, int]:
     """The model's dtype and its size: on x86 without AVX-512, bf16 products are 6 times as slow."""
     slow = platform.machine() == "x86_64" and " avx512f " not in Path("/proc/cpuinfo").read_text()
     return ("float32", 4) if slow else ("bfloat16", 2)
 
 
-class _Depot:
+class Depot:
     """The server's status."""
 
     def __init__(self, client: MessageQueueClient) -> None:
@@ -183,11 +188,17 @@ class _Depot:
 
 
 def _measure(
-    model: _Model, item_bytes: int, scale: Scale, plain: _Engine, connected: _Engine, depot: _Depot, notes: list[str]
+    model: _Model,
+    item_bytes: int,
+    scale: Scale,
+    plain: PromptEngine,
+    connected: PromptEngine,
+    depot: Depot,
+    notes: list[str],
 ) -> list[Figure]:
     both = (plain, connected)
-    cold: dict[_Engine, list[float]] = {plain: [], connected: []}
-    own: dict[_Engine, list[float]] = {plain: [], connected: []}
+    cold: dict[PromptEngine, list[float]] = {plain: [], connected: []}
+    own: dict[PromptEngine, list[float]] = {plain: [], connected: []}
     served: list[float] = []
     floors: list[float] = []
     say("engine: nothing cached")
@@ -251,11 +262,11 @@ def _measure(
     ]
 
 
-def _throughput(scale: Scale, both: tuple[_Engine, _Engine], depot: _Depot) -> tuple[list[float], list[float]]:
+def _throughput(scale: Scale, both: tuple[PromptEngine, PromptEngine], depot: Depot) -> tuple[list[float], list[float]]:
     """Tokens computed per second with the connector and without, for batches of new prompts."""
     say("engine: batches with nothing cached")
     tokens = scale.engine_tokens // _BATCH
-    rates: dict[_Engine, list[float]] = {engine: [] for engine in both}
+    rates: dict[PromptEngine, list[float]] = {engine: [] for engine in both}
     for number in range(-1, scale.cold_runs):  # the first warms up
         for engine in both if number % 2 else both[::-1]:
             engine.reset()
@@ -267,7 +278,9 @@ def _throughput(scale: Scale, both: tuple[_Engine, _Engine], depot: _Depot) -> t
     return rates[connected], rates[plain]
 
 
-def _measure_apart(scale: Scale, plain: _Engine, prefill: _Engine, decoder: _Engine, depot: _Depot) -> Figure:
+def _measure_apart(
+    scale: Scale, plain: PromptEngine, prefill: PromptEngine, decoder: PromptEngine, depot: Depot
+) -> Figure:
     """The decoder is asked as soon as the prefill engine has answered, and its first token counts."""
     say("engine: prefill and decode apart")
     apart: list[float] = []
@@ -347,10 +360,10 @@ class EngineProcess:
         self._log.close()
 
 
-class _Engine(EngineProcess):
-    """One of the two engines."""
+class PromptEngine(EngineProcess):
+    """An engine that runs numbered prompts of random tokens. url: the depot's; empty: no connector."""
 
-    def __init__(self, folder: str, tokens: int, dtype: str, url: str, role: str) -> None:
+    def __init__(self, folder: str, tokens: int, dtype: str, url: str = "", role: str = "kv_both") -> None:
         super().__init__(__file__, folder, str(tokens), dtype, url, role)
 
     def reset(self) -> None:
