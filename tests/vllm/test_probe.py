@@ -60,4 +60,4 @@ def test_a_layer_that_cannot_be_tried_shares_within_its_release_alone(
         probe.log.addHandler(caplog.handler)
         assert probe._try_writing("layer", SimpleNamespace(), torch.bfloat16) == installed_release().encode()
         probe.log.removeHandler(caplog.handler)
-    assert "what layer writes into a block could not be tried" in caplog.text
+    assert "cannot probe the block format of layer" in caplog.text

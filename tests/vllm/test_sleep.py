@@ -155,7 +155,7 @@ def test_a_server_that_restarts_while_an_engine_sleeps_maps_its_memory_only_once
         worker.connector.restore_kv_caches()
     else:
         worker.connector.restore_kv_caches()
-        assert "awake without a server" in caplog.text
+        assert "woke up without a server" in caplog.text
         server = start_depot(url=server.url, arena_mib=64)
     eventually(lambda: worker.depot.client.pump() or mapped(server) == 2)
     worker.transfer("new", [1, 2])
@@ -172,7 +172,7 @@ def test_an_engine_falls_asleep_although_its_server_hangs_and_says_so(
     monkeypatch.setattr(module, "_SLEEP_S", 0.2)
     suspend(server.process.pid)
     worker.sleep()
-    assert "the server may still map the KV of this sleeping engine" in caplog.text
+    assert "the server may still map this sleeping engine's KV" in caplog.text
     server.process.send_signal(18)  # SIGCONT
     eventually(lambda: not mapped(server))
     worker.connector.restore_kv_caches()

@@ -171,7 +171,7 @@ def test_what_transformers_tells_of_attributes_that_are_not_set_makes_no_differe
 def test_another_version_is_refused_with_the_range_and_what_to_install(version: str) -> None:
     from kvdepot.integrations.vllm.versions import refuse_other_versions
 
-    with pytest.raises(ConfigError, match=r"serves vLLM 0\.30 to 0\.33, and this is vLLM .*pip install 'vllm==0\.33"):
+    with pytest.raises(ConfigError, match=r"supports vLLM 0\.30 to 0\.33, but vLLM .*pip install 'vllm==0\.33"):
         refuse_other_versions(version)
 
 
@@ -193,7 +193,7 @@ def test_an_engine_of_another_version_is_refused_before_a_model_is_loaded(
         model=str(models["gqa"]), skip_tokenizer_init=True,
         kv_transfer_config={"kv_connector": "KVDepotConnector", "kv_role": "kv_both"},
     )  # fmt: skip
-    with pytest.raises(Exception, match=r"kvdepot serves vLLM 0\.30 to 0\.33, and this is vLLM 0\.29\.0"):
+    with pytest.raises(Exception, match=r"kvdepot supports vLLM 0\.30 to 0\.33, but vLLM 0\.29\.0"):
         arguments.create_engine_config()
 
 

@@ -255,7 +255,7 @@ def _vllm() -> Iterator[Finding]:
         yield Finding("ok", "vLLM", "not installed here; only engines need it")
         return
     if not found.startswith(tuple(f"{release}." for release in VLLM_RELEASES)):
-        advice = f"KVDepotConnector refuses to start: it serves vLLM {VLLM_RELEASES[0]} to {VLLM_RELEASES[-1]}"
+        advice = f"KVDepotConnector refuses to start: it supports vLLM {VLLM_RELEASES[0]} to {VLLM_RELEASES[-1]}"
         yield Finding("warn", "vLLM", found, advice)
     else:
         yield Finding("ok", "vLLM", found)

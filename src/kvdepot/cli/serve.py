@@ -34,7 +34,7 @@ _WHERE = (
 @click.command(cls=options.Settings, epilog=_WHERE)
 @options.settings
 @click.option(
-    "--until-eof", is_flag=True, help="also stop when standard input ends; for a program whose child the server is"
+    "--until-eof", is_flag=True, help="also stop when standard input ends; for programs that run the server as a child"
 )
 def serve(file: str | None, until_eof: bool, **given: object) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP (when its terminal closes; nohup prevents that)."""

@@ -115,9 +115,9 @@ class Shared:
         try:
             lines = self.log.read_text(errors="replace").split("\n")
         except OSError as exc:
-            return f"its log {self.log} cannot be read: {exc.strerror}"
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it has logged nothing")
-        return f"the server that was started has ended: {last} (its log: {self.log})"
+            return f"cannot read the log of the server, {self.log}: {exc.strerror}"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        return f"the shared server has exited: {last} (its log: {self.log})"
 
 
 class Embedded:
@@ -152,7 +152,7 @@ class Embedded:
 
     def failure(self) -> str:
         """Why it is not running."""
-        return f"the engine's own server has ended with status {self._process.poll()}; the lines above say why"
+        return f"the embedded server exited with status {self._process.poll()}; see its log lines above"
 
     def close(self) -> None:
         """End it, and wait for that. Safe twice; blocks 10 s at most."""

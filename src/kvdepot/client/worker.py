@@ -157,7 +157,7 @@ class WorkerClient:
         for retrieve in {id(each): each for under_way in self.retrieves.values() for each in under_way}.values():
             retrieve.is_void = True
             if retrieve.futures is None:
-                retrieve.fail(KVDepotError("its tensors were unregistered before its event happened"))
+                retrieve.fail(KVDepotError("its tensors were unregistered before its event completed"))
         instance, self.instance_id = self.instance_id, secrets.randbits(62)  # so that nothing meant for one meets both
         self._withdraw(instance, timeout_s)
 

@@ -214,7 +214,7 @@ class Server:
                 case Copy() | Call():
                     self._copier.submit(action)
                 case Stop():
-                    log.info("%s: the server stops", action.reason)
+                    log.info("%s: stopping the server", action.reason)
                     self.stop()
                 case _:
                     self._tier_workers[action.tier].submit(action)

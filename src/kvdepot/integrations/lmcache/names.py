@@ -96,8 +96,8 @@ class Names(MetaPathFinder, Loader):
 
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
-        f"{name} is not provided by kvdepot, which serves vLLM's LMCacheMPConnector alone; another connector of "
-        "LMCache needs the lmcache package"
+        f"kvdepot does not provide {name}: it supports only vLLM's LMCacheMPConnector; other LMCache connectors need "
+        "the lmcache package"
     )
 
 

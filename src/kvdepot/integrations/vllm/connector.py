@@ -342,9 +342,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 self._connector_worker = self._link_worker()
                 self.register_kv_caches(self._kv_caches)
         except (Unavailable, DeadlineExceeded) as exc:
-            log.warning("awake without a server, which gets this engine's KV once it is there: %s", exc)
+            log.warning("woke up without a server; the KV is registered once one is available: %s", exc)
         except KVDepotError as exc:
-            log.error("awake, but the KV cannot be shared again, so nothing is reused: %s", exc)
+            log.error("woke up, but the KV cannot be shared again, so nothing is cached: %s", exc)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it before each step, with or without preemptions."""

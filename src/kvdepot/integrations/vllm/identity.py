@@ -123,7 +123,7 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
         raise ConfigError(
             f"kvdepot does not support sleep mode with vLLM {installed_release()}: a sleeping engine frees its KV's "
-            "memory and wakes with other memory, and only vLLM 0.33 or newer tells connectors. Start without "
+            "memory and wakes with other memory, and only vLLM 0.33 or newer notifies connectors. Start without "
             "--enable-sleep-mode"
         )
     model = vllm_config.model_config

@@ -152,7 +152,9 @@ class Link(Generic[Half, Without]):
             while not self._closing.is_set() and not self._connect():
                 self._closing.wait(_PAUSE_S)
         except Exception:  # the top of a thread: the engine goes on without a server
-            log.exception("kvdepot: this engine connects to no server any more")
+            log.exception(
+                "kvdepot: internal error while connecting; this engine runs without a server until it is restarted"
+            )
 
     def _connect(self) -> bool:
         """Whether the half could be made."""
@@ -183,7 +185,7 @@ class Link(Generic[Half, Without]):
         if str(error) not in self._told:
             self._told.add(str(error))
             if is_passing:
-                log.info("kvdepot: no connection yet, trying again: %s", error)
+                log.info("kvdepot: cannot connect yet, retrying: %s", error)
             else:
                 log.error("kvdepot: the server cannot be used, so nothing is cached: %s", error)
         if not is_passing:

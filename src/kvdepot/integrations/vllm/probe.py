@@ -58,8 +58,8 @@ def _try_writing(name: str, layer: Any, dtype: torch.dtype) -> bytes:
         _write(layer, spare, dtype)
     except Exception as exc:  # noqa: BLE001 - an engine must not fail by this
         log.warning(
-            "kvdepot: what %s writes into a block could not be tried, so this engine shares KV with those of its own "
-            "vLLM release only: %s: %s",
+            "kvdepot: cannot probe the block format of %s, so this engine shares KV only with engines of the same vLLM "
+            "release: %s: %s",
             name,
             type(exc).__name__,
             exc,

@@ -82,7 +82,7 @@ class UnconnectedScheduler:
 
     def reset_cache(self) -> bool:
         self._was_reset = True
-        log.warning("chunks of %s may remain stored: there is no server to forget them", self._model)
+        log.warning("chunks of %s may remain stored: %s", self._model, "no server is available to forget them")
         return False
 
 

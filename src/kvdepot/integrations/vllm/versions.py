@@ -57,8 +57,8 @@ def refuse_other_versions(installed: str | None = None) -> None:
     if _release(installed) not in KV_FORMATS:
         oldest, newest = next(iter(KV_FORMATS)), list(KV_FORMATS)[-1]
         raise ConfigError(
-            f"kvdepot serves vLLM {oldest} to {newest}, and this is vLLM {installed}. Install one of those, for "
-            f"example: pip install 'vllm=={newest}.*'; or the version of kvdepot that serves yours (docs/vllm.md)"
+            f"kvdepot supports vLLM {oldest} to {newest}, but vLLM {installed} is installed. Install a supported "
+            f"version (pip install 'vllm=={newest}.*'), or a version of kvdepot that supports yours (docs/vllm.md)"
         )
 
 

@@ -96,7 +96,7 @@ class WorkerHalf:
             self._depot.unregister(_SLEEP_S)
         except KVDepotError as exc:
             log.warning(
-                "the server may still map the KV of this sleeping engine, whose memory then stays in use: %s", exc
+                "the server may still map this sleeping engine's KV, so its memory may stay allocated: %s", exc
             )
 
     # -- a step
