@@ -63,6 +63,7 @@ EXPECTED = (
     ]
     + [
         "kvdepot serve, launch to first answer",
+        "embedded server, launch to first answer",
         "kill -9 to hits again, 100k chunks",
         "kvdepot serve, resident without the arena",
     ]

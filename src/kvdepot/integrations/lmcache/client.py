@@ -58,8 +58,10 @@ class GuardedFuture(MessagingFuture[Any]):
             try:
                 answer: object = self._asked.result(_SHUTDOWN_S if timeout is None else timeout)
             except KVDepotError as exc:
-                level = logging.WARNING if self._kind is RequestType.RETRIEVE else logging.INFO
-                log.log(level, "%s failed: %s", self._kind.value, exc)
+                if self._kind is RequestType.RETRIEVE:
+                    log.warning("retrieve failed: %s", exc)
+                else:
+                    log.info("%s failed: %s", self._kind.value, exc)
                 answer = exc
             self._value, self._done = self._settle(answer), True
         return self._value

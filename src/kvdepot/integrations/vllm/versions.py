@@ -47,7 +47,12 @@ bytes of KV: what a kernel writes where, for the same configuration, layout and 
 share KV of keys and values in full precision, on CPUs and CUDA; the rest is shared within a release (identity.py). A
 release that changes such a thing gets the next number. On a CPU, probe.py sees it by trying."""
 
-METHODS_SINCE: Mapping[str, str] = {"get_mem_pool_context": "0.31"}
+METHODS_SINCE: Mapping[str, str] = {
+    "get_mem_pool_context": "0.31",
+    "supports_sleep_mode": "0.33",
+    "unregister_kv_caches": "0.33",
+    "restore_kv_caches": "0.33",
+}
 """Methods of the connector that releases before this one never call."""
 
 

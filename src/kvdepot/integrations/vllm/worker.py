@@ -95,9 +95,7 @@ class WorkerHalf:
         try:
             self._depot.unregister(_SLEEP_S)
         except KVDepotError as exc:
-            log.warning(
-                "the server may still map this sleeping engine's KV, so its memory may stay allocated: %s", exc
-            )
+            log.warning("the server may still map this sleeping engine's KV, so its memory may stay allocated: %s", exc)
 
     # -- a step
 
