@@ -24,14 +24,17 @@ ENGINES = [
     "tests/vllm/test_layouts.py",
     "tests/vllm/test_engine.py::test_a_fresh_engine_gets_what_an_earlier_one_stored",
     "tests/vllm/test_engine.py::test_a_retrieve_that_fails_is_recomputed_with_the_same_tokens",
-    "tests/vllm/test_engine.py::test_an_unknown_setting_and_a_missing_server_are_named_at_start",
+    "tests/vllm/test_engine.py::test_an_unknown_setting_is_named_at_start",
     "tests/vllm/test_windows.py::test_prompts_shorter_than_the_window_and_longer_come_back_bit_for_bit_in_another_engine",
     "tests/vllm/test_windows.py::test_below_multiconnector_a_failed_load_is_recomputed_too",
     "tests/vllm/test_beside.py::test_a_failure_policy_that_would_end_requests_is_refused_before_a_model_is_loaded",
     "tests/vllm/test_states.py::test_prompts_come_back_bit_for_bit_in_another_engine",
+    "tests/vllm/test_speculation.py::test_tokens_and_accepted_drafts_after_a_hit_are_those_of_a_computed_prompt[eagle]",
+    "tests/vllm/test_start.py::test_an_engine_runs_without_its_server_and_connects_when_it_comes",
     "tests/vllm/test_telemetry.py::test_metrics_events_and_traces_of_an_engine_say_what_it_did",
 ]
-"""What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, metrics, refusals."""
+"""What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a drafter, late servers, metrics,
+refusals."""
 INTERFACE = ["tests/vllm/test_versions.py", "-k", "method or name or classes or fields"]
 UPGRADE = ["tests/vllm/test_upgrade.py"]
 
