@@ -33,8 +33,8 @@ ENGINES = [
     "tests/vllm/test_start.py::test_an_engine_runs_without_its_server_and_connects_when_it_comes",
     "tests/vllm/test_telemetry.py::test_metrics_events_and_traces_of_an_engine_say_what_it_did",
 ]
-"""What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a drafter, late servers, metrics,
-refusals."""
+"""What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a drafter, a server that
+starts after its engine, metrics, refusals."""
 INTERFACE = ["tests/vllm/test_versions.py", "-k", "method or name or classes or fields"]
 UPGRADE = ["tests/vllm/test_upgrade.py"]
 
