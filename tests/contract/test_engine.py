@@ -75,6 +75,16 @@ def test_8192_tokens_come_back_as_they_were_computed(engine: Engine, stored: lis
     same_as_own(engine, stored, LONG)
 
 
+def test_an_engine_whose_configuration_changes_the_kv_shares_nothing(
+    model: Path, depot: Depot, stored: list[int]
+) -> None:
+    other = start(model, depot, hf_overrides={"rope_theta": 20000.0})
+    try:
+        assert other.run(stored)["cached"] == 0
+    finally:
+        other.close()
+
+
 def test_vllms_own_files_are_what_runs(engine: Engine, stored: list[int]) -> None:
     assert "lmcache_integration/multi_process_adapter.py" in engine.tell("adapter")
 

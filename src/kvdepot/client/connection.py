@@ -138,6 +138,8 @@ class Connection:
 
     def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
         """Send a message. deadline_s None: wait until it is answered or the server is gone."""
+        if isinstance(request, wire.Unregister) and request.instance in self._registered:
+            self._withdrawn.add(request.instance)
         if self._closed:
             done(Unavailable("this client is closed"))
         elif len(self._pending) >= MAX_IN_FLIGHT:
@@ -152,8 +154,6 @@ class Connection:
                 self._withdrawn.discard(request.instance)
                 if request.layout.device:
                     self._servers.linger_s = LINGER_S
-            if isinstance(request, wire.Unregister) and request.instance in self._registered:
-                self._withdrawn.add(request.instance)
             if isinstance(request, wire.EndSession):
                 for item in self._pending.values():
                     if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
@@ -417,12 +417,20 @@ class Connection:
         if number in self._recovering:
             self._recovering.discard(number)
             self._answered = incarnation
+            if isinstance(pending.request, wire.Unregister) and not isinstance(value, KVDepotError):
+                self._forget_withdrawn(pending.request.instance)
         elif isinstance(pending.request, wire.Register | wire.Unregister):
             is_refused, instance = isinstance(value, KVDepotError), pending.request.instance
             if is_refused == isinstance(pending.request, wire.Register):  # no server has it, or is to have it, any more
                 self._registered.pop(instance, None)
                 self._withdrawn.discard(instance)
         pending.done(value)
+
+    def _forget_withdrawn(self, instance: int) -> None:
+        """A recovery has withdrawn it, and is not to register it again."""
+        if instance in self._withdrawn:
+            self._registered.pop(instance, None)
+            self._withdrawn.discard(instance)
 
     def _believes_unsealed(self, request: wire.Request, value: object) -> bool:
         """Whether an unsealed answer to a sealed request is accepted: only where its sender cannot have a key.

@@ -45,6 +45,7 @@ class Submitted(Generic[T]):
     request_ids: list[str]
     transfers: list[Transfer]  # by KV cache group
     ticket: int
+    instance: int  # of the tensors that were registered when it was submitted
     futures: list[MessagingFuture[T]] | None = None  # one per KV cache group; None: it waits for its event
     error: KVDepotError | None = None  # why it was not sent
     is_void: bool = False  # whatever its answers are, what it moved is lost: its tensors have no memory any more
@@ -205,7 +206,7 @@ class WorkerClient:
         may_go = happened(event)
         self._last_ticket += 1
         in_order = sorted(transfers, key=attrgetter("group"))
-        submitted: Submitted[T] = Submitted(list(request_ids), in_order, self._last_ticket)
+        submitted: Submitted[T] = Submitted(list(request_ids), in_order, self._last_ticket, self.instance_id)
         self.repeated.difference_update(request_ids)
         for request_id in request_ids:
             under_way.setdefault(request_id, []).append(submitted)
@@ -217,14 +218,16 @@ class WorkerClient:
 
     def _send_store(self, submitted: Submitted[bool]) -> list[MessagingFuture[bool]]:
         return [
-            self.client.ask(wire.Store(self.instance_id + group, submitted.ticket, self.spec.shards(transfers)), _whole)
+            self.client.ask(
+                wire.Store(submitted.instance + group, submitted.ticket, self.spec.shards(transfers)), _whole
+            )
             for group, transfers in submitted.by_group()
         ]
 
     def _send_retrieve(self, submitted: Submitted[list[bool]]) -> list[MessagingFuture[list[bool]]]:
         return [
             self.client.ask(
-                wire.Retrieve(self.instance_id + group, self.spec.shards(transfers), self._unpins),
+                wire.Retrieve(submitted.instance + group, self.spec.shards(transfers), self._unpins),
                 partial(_per_chunk, sum(transfer.chunks for transfer in transfers)),
             )
             for group, transfers in submitted.by_group()

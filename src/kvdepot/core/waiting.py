@@ -57,8 +57,9 @@ class WaitingLookups:
         """Stores of these parts have ended: the lookups that waited for them, in the order in which they came."""
         if not self._parts and not self._late:
             return []
+        parts = list(parts)
         found = {id(part) for part in parts}
-        self._late -= found
+        self._late -= {id(part) for part in parts if not part.is_being_stored}
         return [pending for pending, part in self._parts.items() if id(part) in found]
 
     def next_deadline(self) -> float:

@@ -212,6 +212,11 @@ class Chunk(Victim, gc=False, kw_only=True):
         """Chunks from the prompt's start to the end of this one, if all are sealed; otherwise 0."""
         return self.position if self.state is _CHAINED else 0
 
+    @property
+    def is_being_stored(self) -> bool:
+        """Whether a store is writing a shard of it."""
+        return any(shard.state is _RESERVED for shard in self.shards.values())
+
 
 def is_evictable(chunk: Victim) -> bool:
     """Whether a chunk exists, nothing holds it and nothing is behind it."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
-from kvdepot.core.index.chunk import Chunk, Namespace, State
+from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.protocol.keys import HASH_BYTES
 
 __all__ = ["coming_part"]
-
-_RESERVED = State.RESERVED  # attributes of an enum are slow to get
 
 
 def coming_part(index: Index, namespace: Namespace, hashes: bytes, matched: int) -> Chunk | None:
@@ -50,4 +48,4 @@ def coming_part(index: Index, namespace: Namespace, hashes: bytes, matched: int)
 
 def _is_coming(index: Index, chunk: Chunk) -> bool:
     """Whether a store is writing a shard of it, and a lookup may find it after that."""
-    return any(shard.state is _RESERVED for shard in chunk.shards.values()) and not index.is_hidden(chunk)
+    return chunk.is_being_stored and not index.is_hidden(chunk)

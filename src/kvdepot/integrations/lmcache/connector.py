@@ -12,6 +12,7 @@ Their files run as they are. What vLLM 0.15 to 0.17 leave open there:
     a prompt shorter than a chunk is an assertion (0.17)          -> the engine ends
     the beginning of a chunk that vLLM has itself is loaded, too  -> blocks are written that others read
     kv_role is ignored
+    keys name a model by its path alone                           -> KV of another configuration or other weights
 
 Used by vLLM's scheduler and workers, each on one thread. Nothing here decides what is cached: each method calls vLLM's.
 """
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 from kvdepot.config import default_url
+from kvdepot.integrations.lmcache.identity import identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +62,8 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         if not {"lmcache.mp.host", "lmcache.mp.port"} & settings.kv_connector_extra_config.keys():
             settings.kv_connector_extra_config["lmcache.mp.host"] = default_url()
         super().__init__(vllm_config, role, kv_cache_config)
+        adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
+        adapter.model_name = f"{adapter.model_name}@{identity(vllm_config)}"  # in all keys that it makes
         self._private: set[str] = set()  # requests with KV that token ids do not determine
         self._loading: set[str] = set()  # requests whose load was ordered and has not ended on all ranks
         self._aborted: set[str] = set()  # those that ended during their load

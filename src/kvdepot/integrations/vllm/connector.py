@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -167,7 +168,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         spec = self._fit(client)
         is_dense = self._kv_cache_config.prefix_cache_retention_interval is None
         lookahead = lookahead_tokens(self._vllm_config)
-        plan = make_plan(self._groups, spec, self._settings.boundary_chunks, is_dense, lookahead)
+        # Its runner zeroes and copies blocks of a step before it calls `handle_preemptions`.
+        holds_all = self._vllm_config.use_v2_model_runner
+        plan = make_plan(self._groups, spec, self._settings.boundary_chunks, is_dense, lookahead, holds_all)
         known = self._make_known(self._groups, spec, self._ranks)
         depot = SchedulerClient(client, spec)
         return SchedulerHalf(self._vllm_config, depot, plan, self._ranks, self._settings.save_decode, known)
@@ -339,6 +342,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             if isinstance(half, WorkerHalf):
                 half.register(self._share_kv(), self._kv_caches)
             else:
+                self._settings = replace(self._settings, required=False)  # or its link would not go on trying
                 self._connector_worker = self._link_worker()
                 self.register_kv_caches(self._kv_caches)
         except (Unavailable, DeadlineExceeded) as exc:
@@ -347,7 +351,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             log.error("woke up, but the KV cannot be shared again, so nothing is cached: %s", exc)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls it before each step, with or without preemptions."""
+        """vLLM calls it before each step computes, with or without preemptions."""
         assert isinstance(kv_connector_metadata, Orders)
         assert self._connector_worker is not None
         self._connector_worker.advance()  # here alone: what begins in a step ends on the same half
@@ -361,7 +365,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: a request runs only once all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: chunks are stored with all their layers after the step."""
+        """Nothing to do: chunks are stored with all their layers, before the next step."""
 
     def wait_for_save(self) -> None:
         """Nothing to do: what earlier steps computed was sent before this one, and waits for nothing."""

@@ -233,7 +233,12 @@ def holds_plain_numbers(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def make_plan(
-    groups: Sequence[Group], spec: ShardSpec, spacing: int, has_all_states: bool = False, lookahead: int = 0
+    groups: Sequence[Group],
+    spec: ShardSpec,
+    spacing: int,
+    has_all_states: bool = False,
+    lookahead: int = 0,
+    holds_all: bool = False,
 ) -> Plan:
     """How these groups, which `fit_groups` has fitted, are stored and loaded. Other arguments: as in plan.py."""
     fitted = spec.groups or (GroupSpec(0, spec.blocks_in_chunk),)
@@ -241,7 +246,7 @@ def make_plan(
         Place(group.number, spec.chunk_tokens // group.block_tokens, each.blocks_in_chunk, each.reach, group.is_state)
         for group, each in zip(groups, fitted, strict=True)
     ]
-    return Plan(places, spec.chunk_tokens, spacing, has_all_states, lookahead)
+    return Plan(places, spec.chunk_tokens, spacing, has_all_states, lookahead, holds_all)
 
 
 def event_group(groups: Sequence[Group], spec: ShardSpec) -> EventGroup:

@@ -7,21 +7,21 @@ requests.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import torch
 from blake3 import blake3
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
+from kvdepot.integrations.processor import platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
-from kvdepot.integrations.vllm.groups import describe_groups, find_groups, holds_plain_numbers
-from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, tells_of_sleep
+from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups, holds_plain_numbers
+from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import find_weights
 from kvdepot.protocol.addresses import fault_of_endpoint
 
@@ -52,10 +52,6 @@ _LOCAL_FORMATS = {
     "sharded_state",
 }
 """Load formats that read only the model's own folder."""
-_INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
-    "amx": lambda: torch.cpu._is_amx_tile_supported(),
-    "avx512": lambda: torch.cpu._is_avx512_supported(),
-}
 _SPECULATION = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp"}
 """Methods without KV of their own; and those whose KV at a position depends on the tokens up to it, or as many after it
 as vLLM's `num_prefill_lookahead_tokens` says."""
@@ -113,7 +109,7 @@ def read_settings(extra: dict[str, Any]) -> Settings:
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError for configurations whose KV would be cached wrongly or not at all."""
-    find_groups(kv_cache_config)
+    groups = find_groups(kv_cache_config)
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
@@ -143,11 +139,22 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "kvdepot does not support states that are rebuilt from the last tokens: start without --use-replayssm and "
             "--use-kda-recoverssm"
         )
+    _refuse_speculation(vllm_config, groups)
+
+
+def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[Group]) -> None:
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _SPECULATION:
+    if speculative is None:
+        return
+    if speculative.method not in _SPECULATION:
         raise ConfigError(
             f"kvdepot does not support speculative decoding by {speculative.method}: on which tokens the KV of its "
             f"drafter depends is not known. Supported methods: {', '.join(sorted(_SPECULATION))}"
+        )
+    if lookahead_tokens(vllm_config) > 1 and any(group.is_state for group in groups):
+        raise ConfigError(
+            "kvdepot does not support chained MTP modules with states (Mamba, gated delta net): vLLM offers a state "
+            "before the KV of all modules is final. Start with fewer speculative tokens, or without kvdepot"
         )
 
 
@@ -165,7 +172,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_r
     facts = {
         "format": _format(kv_cache_config),
         "config": describe_config(vllm_config, vouched=bool(weights_revision)),
-        "platform": _platform(),
+        "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
         "weights": weights_revision or [_weights(vllm_config, *model) for model in models],
     }
@@ -182,16 +189,6 @@ def _format(kv_cache_config: KVCacheConfig) -> list[str]:
     is_known = current_platform.is_cuda() or current_platform.is_cpu()
     if not is_known or not holds_plain_numbers(kv_cache_config):
         facts.append(f"vLLM {release}")
-    return facts
-
-
-def _platform() -> list[str]:
-    """Facts of the machine that determine the layout within a block: vLLM's CPU attention packs keys for the CPU's
-    instruction set, with the same backend name and shapes for all of them."""
-    facts = [current_platform.device_type, str(current_platform.fp8_dtype())]
-    if current_platform.is_cpu():
-        facts.append(current_platform.get_cpu_architecture().name)
-        facts += [f"{name} {supported()}" for name, supported in _INSTRUCTION_SETS.items()]
     return facts
 
 

@@ -74,15 +74,18 @@ class Plan:
         spacing: int = 0,
         has_all_states: bool = False,
         lookahead: int = 0,
+        holds_all: bool = False,
     ) -> None:
         """spacing: chunks between boundaries within a prompt; 0: the default. has_all_states: whether vLLM offers the
         states of all steps, not only of those that it expects to be needed. lookahead: as of `ChunkChain`.
+        holds_all: whether vLLM may write to any group's blocks before it says that their request was preempted.
         """
         self._places = list(places)
         self._chunk_tokens = chunk_tokens
         self._spacing = spacing
         self._has_all_states = has_all_states
         self._lookahead = lookahead
+        self._holds_all = holds_all
         self.is_bounded = any(place.reach for place in places)
 
     def __repr__(self) -> str:
@@ -180,11 +183,16 @@ class Plan:
         return chunk >= last or not self._has_all_states or first // spacing < chunk // spacing
 
     def is_held(self, group: int) -> bool:
-        """Whether vLLM may take blocks of this group from a request before it ends."""
-        return self._places[group].reach > 0
+        """Whether vLLM may take blocks of this group from a request before their store is ended or voided."""
+        return self._holds_all or self._places[group].reach > 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether blocks of any group are held."""
+        return self._holds_all or self.is_bounded
 
     def held(self, pieces: Iterable[Piece]) -> list[int]:
-        """The blocks of pieces that vLLM may take from their request before it ends."""
+        """The blocks of pieces that must be held until they are stored."""
         return [block for piece in pieces if self.is_held(piece.group) for block in piece.blocks]
 
     def split(self, tables: Sequence[Sequence[int]], read_tokens: int, end: int | None = None) -> tuple[list[int], int]:

@@ -248,7 +248,7 @@ class SchedulerHalf:
         orders, self._next = self._next, Orders()
         orders.model = self._depot.spec.model
         orders.stores = self._waiting.take(self._step)
-        orders.holds = self._plan.is_bounded and bool(orders.stores)
+        orders.holds = self._plan.holds and bool(orders.stores)
         orders.preempted = preempted
         orders.idle = scheduler_output.total_num_scheduled_tokens == 0
         orders.step = self._step

