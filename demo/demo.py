@@ -3,9 +3,9 @@
 Starts `kvdepot serve`. Then, for each of two models with random weights (a Llama, and a hybrid model like Gemma 3 with
 sliding windows beside full attention), runs a vLLM engine on a few prompts and stops it, and runs a fresh engine on the
 same prompts. Prints what the depot saved, and whether tokens and logprobs are bit for bit those of the engine's own
-prefix-cache hit. Last, a Llama's prompts are computed by one engine and decoded by another (apart.py). Exit code 1 if
-outputs differ or nothing was retrieved. `--url` uses a running server, which can be
-watched; `--json` writes the figures for plots.py.
+prefix-cache hit. Unless `--lengths` chooses other prompts, a Llama's prompts are also computed by one engine and
+decoded by another (apart.py). Exit code 1 if outputs differ or nothing was retrieved. `--url` uses a running server,
+which can be watched; `--json` writes the figures for plots.py.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def main() -> int:
             print("engine A stopped; engine B: the same prompts from the depot", flush=True)
             warm = run_engine(folder, url, "warm")
             measured.append(Measured(kind, prompts, cold, warm))
-            if kind == "llama":
+            if kind == "llama" and not args.lengths:
                 print("engine B stopped; engine C computes prompts, engine D decodes them", flush=True)
                 between = apart.measure(folder, url, engine_environ())
     if args.json:

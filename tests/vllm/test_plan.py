@@ -157,6 +157,13 @@ def test_only_blocks_that_leave_their_request_are_held() -> None:
     plan = Plan([whole(), window(512)], CHUNK)
     tables = [table(0, 4 * CHUNK, 128), table(1, 4 * CHUNK, 128)]
     assert plan.held(plan.to_store(tables, 0, 4, 4 * CHUNK + 1)) == tables[1][4:]
+    assert plan.holds and not Plan([whole()], CHUNK).holds
+
+
+def test_all_blocks_are_held_where_vllm_may_write_to_them_before_it_says_so() -> None:
+    plan = Plan([whole()], CHUNK, holds_all=True)
+    blocks = table(0, 4 * CHUNK, 128)
+    assert plan.holds and plan.held(plan.to_store([blocks], 1, 4, 4 * CHUNK + 1)) == blocks[2:]
 
 
 # -- states

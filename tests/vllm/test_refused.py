@@ -30,13 +30,12 @@ def refuse(model: Path, sleeps: bool = False, **options: Any) -> None:
 def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from kvdepot.integrations.vllm import versions
 
-    monkeypatch.delattr(KVConnectorBase_V1, "supports_sleep_mode", raising=False)
     refuse(models["gqa"])
     with pytest.raises(ConfigError, match=r"does not support sleep mode with vLLM .*0\.33"):
         refuse(models["gqa"], sleeps=True)
-    monkeypatch.setattr(KVConnectorBase_V1, "supports_sleep_mode", lambda told: True, raising=False)
+    monkeypatch.setattr(versions, "installed_release", lambda: "0.33")
     refuse(models["gqa"], sleeps=True)
 
 

@@ -135,7 +135,7 @@ def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> Non
     from types import SimpleNamespace
 
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
     from kvdepot.errors import ConfigError
     from kvdepot.integrations.vllm.identity import refuse_unserved
@@ -147,6 +147,7 @@ def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> Non
         model_config=SimpleNamespace(enable_sleep_mode=False, runner_type="generate"),
         weight_transfer_config=None,
         speculative_config=None,
+        num_prefill_lookahead_tokens=2,
         cache_config=SimpleNamespace(use_replayssm=False, use_kda_recoverssm=False),
     )
     refuse_unserved(config, cache)
@@ -156,6 +157,9 @@ def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> Non
     config.weight_transfer_config = None
     config.speculative_config = SimpleNamespace(method="eagle3")
     refuse_unserved(config, cache)
+    state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    with pytest.raises(ConfigError, match="chained MTP modules with states"):
+        refuse_unserved(config, KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], state)]))
     config.speculative_config = SimpleNamespace(method="dspark")
     with pytest.raises(ConfigError, match="speculative decoding by dspark"):
         refuse_unserved(config, cache)

@@ -93,7 +93,7 @@ def test_a_reset_without_a_server_counts_when_one_comes(
     steps = Steps(url, models["gqa"])
     connector = steps.connector
     try:
-        assert connector.reset_cache() is False
+        assert connector.reset_cache() is True  # vLLM stays paused where it is not, and nothing was stored yet
         start_depot(url=url)
         link = connector._connector_scheduler
         assert link is not None and link._settled.wait(HANG_S)

@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -143,8 +142,15 @@ def _make(number: int, group: KVCacheGroupSpec, dcp_size: int) -> Group:
     needs = made.pop()
     kind = get_kv_cache_spec_kind(specs[0]).value
     shown = get_kv_cache_spec_sliding_window(specs[0])
-    block_tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_size)
+    block_tokens = _block_tokens(group.kv_cache_spec, dcp_size)
     return Group(number, kind, block_tokens, tuple(group.layer_names), *needs, shown)
+
+
+def _block_tokens(spec: KVCacheSpec, dcp_size: int) -> int:
+    """Tokens of a block over all ranks that hold a part of it."""
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size  # imports much of vLLM: not before it is set up
+
+    return int(resolve_dcp_kv_block_size(spec, dcp_size))
 
 
 def _measure(number: int, group: KVCacheGroupSpec, spec: KVCacheSpec) -> tuple[int, int, bool]:
@@ -187,7 +193,7 @@ def hit_alignment(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> int:
     dcp_size: as of `find_groups`.
     """
     groups = kv_cache_config.kv_cache_groups
-    return math.lcm(*(resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_size) for group in groups))
+    return math.lcm(*(_block_tokens(group.kv_cache_spec, dcp_size) for group in groups))
 
 
 def fit_groups(
