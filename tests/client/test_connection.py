@@ -526,3 +526,25 @@ def test_tensors_that_were_to_be_registered_without_a_server_are_once_there_is_o
     made = [request.instance for _, request in talk.sent if isinstance(request, wire.Register)]
     assert made == [1, 2]
     assert talk.connection.welcomed
+
+
+def test_tensors_whose_withdrawal_was_given_up_are_withdrawn_from_the_next_server_once(
+    talk: Talk, start_server: Callable[..., Server]
+) -> None:
+    """Else each engine that sleeps while its server is away would leave a registration behind."""
+    first = talk.server = start_server(boot=b"boot-one")
+    told: list[Any] = []
+    talk.ask(wire.Register(1, layout("")), told.append)
+    first.kill()
+    talk.server = None
+    talk.break_off()
+    talk.ask(wire.Unregister(1), told.append, 0.1)
+    talk.wait(2 * GRACE_S)
+    assert [type(each) for each in told] == [type(None), DeadlineExceeded]
+    second = talk.server = start_server(boot=b"boot-two")
+    talk.connect()
+    assert talk.reached(second.boot, wire.Unregister) == 1 and talk.reached(second.boot, wire.Register) == 0
+    talk.break_off()
+    talk.connect()
+    assert talk.connection.welcomed
+    assert talk.reached(second.boot, wire.Unregister) == 1

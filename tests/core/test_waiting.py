@@ -156,6 +156,23 @@ def test_parts_that_no_boundary_needs_are_not_waited_for() -> None:
 # -- how long
 
 
+def test_a_rank_whose_store_hangs_stays_late_when_the_other_rank_has_stored_the_chunk() -> None:
+    host = new_host(world_size=2)
+    chain = prompt("a", 2)
+    for rank in range(2):
+        begin(host, store(chain, instance=rank + 1, world_size=2, rank=rank))
+    hanging = host.copies()[1]
+    first = host.send(b"one", lookup(chain, "first", world_size=2))
+    assert unheard(host, first)
+    later(host, STORE_S)
+    assert host.answers[first] == 0
+    host.finish(host.copies()[0])
+    assert host.copies() == [hanging]
+    assert host.answers[host.send(b"one", lookup(chain, "second", world_size=2))] == 0
+    host.settle()
+    assert host.answers[host.send(b"one", lookup(chain, "third", world_size=2))] == 2
+
+
 def test_a_store_that_hangs_delays_a_lookup_until_its_deadline_and_later_ones_not_at_all(desk: Desk) -> None:
     chain = prompt("a", 4)
     assert desk.ask(b"one", store(chain, end=1)) is True

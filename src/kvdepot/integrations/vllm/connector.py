@@ -3,7 +3,7 @@
 vLLM makes one in its scheduler and one in each worker, of the same class. Like vLLM's own connectors, each has one half
 and delegates to it: the scheduler's half (scheduler.py) decides what is looked up, loaded and stored; the worker's half
 (worker.py) does it. Invariants: vLLM never reads a block that was not loaded completely; a step waits for the depot for
-50 ms at most, after a preemption (the times at the top of both files).
+50 ms at most, after a preemption or a reset (the times at the top of both files).
 
     request arrives       on_new_request              hash, send the lookup
     request is scheduled  get_num_new_matched_tokens  its answer (awaited 0.5 ms at most, else asked again next step)

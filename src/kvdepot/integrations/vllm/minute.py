@@ -49,7 +49,7 @@ class Minute:
         self._begin()
 
     def _begin(self) -> None:
-        self._since: float | None = None  # when it was first known that something happened
+        self._since: float | None = None  # when counting began: the first step after the last line
         self._requests = self._loaded_tokens = self._failed = self._refused = 0
         self._saved_s = 0.0
         self._moved = Moved()
