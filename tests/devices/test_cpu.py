@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from kvdepot.devices import share
+from kvdepot.devices.cpu import zeros_in_shared_memory
 from kvdepot.errors import LayoutError
 from kvdepot.protocol.layout import TensorView
 from tests.devices.conformance import DeviceConformance
@@ -63,6 +66,7 @@ import os, signal, threading
 from pathlib import Path
 import torch
 from kvdepot.devices import share
+from kvdepot.devices.cpu import zeros_in_shared_memory
 from kvdepot.errors import LayoutError
 share(torch.zeros(4096, dtype=torch.uint8), "one")  # which starts torch's helper
 (helper,) = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
@@ -79,6 +83,33 @@ assert Path("/dev/shm", view.mapping).read_bytes()[view.offset :] == bytes([8, *
 def test_tensors_are_shared_also_where_torchs_helper_is_held_up_for_longer_than_torch_waits() -> None:
     done = subprocess.run([sys.executable, "-c", _HELD_UP], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class TestZerosInSharedMemory:
+    @pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": torch.device("cpu", 0)}])
+    def test_zeros_are_shared_where_they_are(self, options: dict[str, Any]) -> None:
+        with zeros_in_shared_memory():
+            tensor = torch.zeros(3, 5, dtype=torch.int16, **options)
+        assert tensor.dtype == torch.int16 and tensor.shape == (3, 5) and not tensor.any()
+        address = tensor.data_ptr()
+        view = share(tensor[1:], "a layer")
+        assert tensor.data_ptr() == address
+        tensor[1:] = 258
+        assert Path("/dev/shm", view.mapping).read_bytes()[view.offset :] == b"\2\1" * 10
+
+    def test_other_tensors_are_what_they_would_be(self) -> None:
+        with zeros_in_shared_memory():
+            others = torch.ones(8), torch.empty(8), torch.zeros(8).clone(), torch.zeros(8, device="meta")
+        after = torch.zeros(8)
+        assert not any(tensor.untyped_storage().is_shared() for tensor in (*others[:3], after))
+        assert others[3].device.type == "meta"
+
+    def test_zeros_that_do_not_fit_are_an_error_and_take_no_memory(self) -> None:
+        with zeros_in_shared_memory(), pytest.raises(LayoutError, match="No space left"):
+            torch.zeros(2 * shutil.disk_usage("/dev/shm").total, dtype=torch.uint8)
+        # torch keeps the empty file's name until the process ends
+        sizes = [path.stat() for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+        assert all(size.st_blocks * 512 <= 1 << 24 for size in sizes)
 
 
 class TestMemoryThatOthersHold:

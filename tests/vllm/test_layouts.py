@@ -162,3 +162,18 @@ def test_expandable_segments_are_off_while_the_kv_is_allocated_and_on_afterwards
         assert torch._C._accelerator_getAllocatorSettings() == mine
     finally:
         alloc_conf.set_alloc_conf(before)
+
+
+def test_on_a_cpu_vllm_allocates_the_kv_where_it_is_shared() -> None:
+    from vllm.config import VllmConfig
+
+    from kvdepot.devices import share
+    from kvdepot.integrations.vllm.worker import mem_pool_context
+
+    context = mem_pool_context(VllmConfig())
+    assert context is not None
+    with context:
+        raw = torch.zeros(BLOCKS * 4096, dtype=torch.int8, device=torch.device("cpu"))  # as vLLM allocates it
+    address = raw.data_ptr()
+    view = share(raw.view(BLOCKS, 4096), "layer")
+    assert raw.data_ptr() == address and view.shape == (BLOCKS, 4096)

@@ -1,6 +1,7 @@
 """CPU tensors: the client moves their storage into POSIX shared memory; the server maps it and copies with numpy.
 
-The client calls `share`, with torch tensors; the server uses `HostTensors`.
+The client calls `share`, with torch tensors, which it may have made under `zeros_in_shared_memory`; the server uses
+`HostTensors`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import itertools
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from kvdepot.protocol.layout import Layout, Segment, TensorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostTensors", "share"]
+__all__ = ["HostTensors", "share", "zeros_in_shared_memory"]
 
 _MIN_UNIT = 512
 """Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
@@ -35,6 +37,50 @@ _TORCH_ALIGNS = 64
 """torch aligns CPU memory to multiples of this; NumPy and Python rarely do."""
 _TRIES = 5
 """Attempts to reach torch's helper process. torch waits one second for each, which a busy machine may exceed."""
+
+
+def zeros_in_shared_memory() -> AbstractContextManager[Any]:
+    """A context in which `torch.zeros` creates CPU tensors in shared memory, so that `share` has nothing to move.
+
+    `torch.zeros` blocks about as long as otherwise, and raises LayoutError if the memory is full.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    class SharedZeros(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            import torch
+
+            options = kwargs or {}
+            device = torch.device(options.get("device") or torch.get_default_device())
+            if func is not torch.zeros or device.type != "cpu":
+                return func(*args, **options)
+            return _shared_zeros(func(*args, **{**options, "device": "meta"}))
+
+    return SharedZeros()
+
+
+def _shared_zeros(meta: torch.Tensor) -> torch.Tensor:
+    """Zeros with the shape and type of a tensor without memory."""
+    import torch
+
+    make = torch.UntypedStorage._new_using_filename_cpu  # allocates all pages, or fails
+    storage = _ask_torch(lambda: make(meta.nbytes), f"a tensor of {meta.nbytes} bytes")
+    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    shm.enter_pages(start, storage.data_ptr() + meta.nbytes - start)
+    return torch.empty(0, dtype=meta.dtype).set_(storage, 0, meta.shape)
+
+
+def _ask_torch(call: Callable[[], Any], called: str) -> Any:
+    """Call torch for shared memory, again if its helper process did not answer. Raises LayoutError."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return call()
+        except RuntimeError as exc:
+            if not tries_left or "timed out" not in str(exc):
+                raise LayoutError(f"{called} cannot be in shared memory: {exc}") from exc
+    raise AssertionError
 
 
 def share(tensor: torch.Tensor, name: str) -> TensorView:
@@ -46,13 +92,7 @@ def share(tensor: torch.Tensor, name: str) -> TensorView:
     """
     storage = tensor.untyped_storage()
     _check_own(tensor, name or "tensor")
-    for tries_left in reversed(range(_TRIES)):
-        try:
-            _, file, size = storage._share_filename_cpu_()
-            break
-        except RuntimeError as exc:
-            if not tries_left or "timed out" not in str(exc):
-                raise LayoutError(f"{name or 'tensor'} cannot move into shared memory: {exc}") from exc
+    _, file, size = _ask_torch(storage._share_filename_cpu_, name or "tensor")
     mapping = file.decode().lstrip("/")
     # torch keeps a reference count before the bytes; its length follows from the file's.
     header = (SHM / mapping).stat().st_size - size
@@ -162,8 +202,8 @@ class HostTensors(Mapped):
             views.clear()
             mapped.close()
             raise
-        for view in views:  # enter the pages into this process's page table now, not during copies
-            shm.populate(view.ctypes.data, len(view))
+        for view in views:  # now, not during copies
+            shm.enter_pages(view.ctypes.data, len(view))
         mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
         return mapped
 

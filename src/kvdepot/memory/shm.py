@@ -55,6 +55,7 @@ _MAKING_S = 60.0
 SECRET_BYTES = 16
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL calls release the GIL; mmap.madvise does not
@@ -124,6 +125,14 @@ def populate(address: int, size: int) -> bool:
     kill the process with SIGBUS.
     """
     return bool(_libc.madvise(address, size, _MADV_POPULATE_WRITE) == 0)
+
+
+def enter_pages(address: int, size: int) -> None:
+    """Enter a mapped range, whose pages another mapping has allocated, into this process's page table now.
+
+    Blocks without the GIL, about 0.1 s per GiB: reading enters many neighbours with one fault, writing one page.
+    """
+    _libc.madvise(address, size, _MADV_POPULATE_READ)
 
 
 def advise_huge(address: int, size: int) -> None:

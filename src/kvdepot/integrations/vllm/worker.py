@@ -17,6 +17,7 @@ from kvdepot.client.operation import Operation
 from kvdepot.client.transfer import Transfer
 from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.devices import share
+from kvdepot.devices.cpu import zeros_in_shared_memory
 from kvdepot.errors import ConfigError, KVDepotError
 from kvdepot.integrations.vllm.groups import Group
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
@@ -191,7 +192,13 @@ class WorkerHalf:
 
 
 def mem_pool_context(vllm_config: VllmConfig) -> AbstractContextManager[None] | None:
-    """Turns expandable segments off: they are thousands of allocations to share, not one. None if they are off."""
+    """A context in which vLLM allocates KV that need not be moved; None if it does so anyway.
+
+    On CPUs it is in shared memory from the start. On GPUs expandable segments are off: they are thousands of
+    allocations to share, not one.
+    """
+    if current_platform.is_cpu():
+        return zeros_in_shared_memory()
     conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
     pooled = vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
     if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
