@@ -64,6 +64,8 @@ class Scale:
     engine_tokens: int = 8192
     engine_starts: int = 3
     cold_runs: int = 5
+    batch_runs: int = 15
+    """Batches differ by several percent from one to the next, and the bar is 2 %."""
     warm_runs: int = 15
     codec_layers: int = 8
     codec_runs: int = 9
@@ -110,6 +112,7 @@ TINY = Scale(
     engine_tokens=1024,
     engine_starts=1,
     cold_runs=1,
+    batch_runs=1,
     warm_runs=2,
     codec_layers=1,
     codec_runs=2,

@@ -128,7 +128,7 @@ def _run(model: _Model, scale: Scale, notes: list[str]) -> list[Figure]:
     dtype, item_bytes = (model.dtype, 4 if model.dtype == "float32" else 2) if model.dtype else fastest_dtype()
     kinds = model.layers(scale.engine_layers)
     kv_bytes = scale.engine_tokens * len(kinds) * _KV_NUMBERS * item_bytes  # at most: windows and states take less
-    prompts = 3 * (scale.cold_runs + 1)  # alone, in batches, and on two engines
+    prompts = 2 * (scale.cold_runs + 1) + scale.batch_runs + 1  # alone, on two engines, and in batches
     server = Serve(arena_gib=(kv_bytes * prompts + (256 << 20)) / 2**30)
     engines: list[PromptEngine] = []
     client = None
@@ -267,7 +267,7 @@ def _throughput(scale: Scale, both: tuple[PromptEngine, PromptEngine], depot: De
     say("engine: batches with nothing cached")
     tokens = scale.engine_tokens // _BATCH
     rates: dict[PromptEngine, list[float]] = {engine: [] for engine in both}
-    for number in range(-1, scale.cold_runs):  # the first warms up
+    for number in range(-1, scale.batch_runs):  # the first warms up
         for engine in both if number % 2 else both[::-1]:
             engine.reset()
             seconds = engine.batch(2000 + (number + 1) * _BATCH, tokens)

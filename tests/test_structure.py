@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -45,25 +46,29 @@ def imports(package: Path) -> Iterator[tuple[str, str, bool]]:
     modules = {".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
                for path in package.rglob("*.py")}  # fmt: skip
     for module, path in modules.items():
-        tree = ast.parse(path.read_text())
-        guards = [
-            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        ]
-        for_types = {id(node) for guard in guards for node in ast.walk(guard)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                named = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{module}: a relative import"
-                named = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            for name in named:
-                if name.startswith("kvdepot."):
-                    target = name.removeprefix("kvdepot.")
-                    found = target if target in modules else target.rpartition(".")[0]
-                    if found:  # else of the package itself: its version
-                        yield module, found, id(node) in for_types
+        for name, for_types in names_imported(module, path.read_text()):
+            target = name.removeprefix("kvdepot.")
+            found = target if target in modules else target.rpartition(".")[0]
+            if found:  # else of the package itself: its version
+                yield module, found, for_types
+
+
+@functools.cache  # each planted fault is looked for in the whole package
+def names_imported(module: str, source: str) -> list[tuple[str, bool]]:
+    """The names of this package that a module's source imports, and whether for types alone."""
+    tree, found = ast.parse(source), []
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    for_types = {id(node) for guard in guards for node in ast.walk(guard)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import"
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [(name, id(node) in for_types) for name in named if name.startswith("kvdepot.")]
+    return found
 
 
 def faults(package: Path) -> list[str]:
