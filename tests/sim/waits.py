@@ -40,13 +40,15 @@ class Waits:
     def answered(self, request: wire.Lookup, waited_s: float, value: int) -> None:
         """A lookup is answered that nobody gave up."""
         server = self._server
-        if server.host.stores or server.depot.removals:
+        if server.host.stores:
             return
         coming = self._coming(request)
+        if waited_s >= STORE_S - _SLACK_S:
+            self._late |= coming  # also while a removal goes on, for the lookups after it
+        if server.depot.removals:
+            return
         server.world.counters["lookup_awaited_store"] += waited_s > 0 and value > 0
         server.world.counters["awaited_store_failed"] += waited_s > 0 and not coming and not value
-        if waited_s >= STORE_S - _SLACK_S:
-            self._late |= coming
         assert not coming or coming & self._late, (
             f"a lookup was answered with {value} chunks after {waited_s:.3f} s, while more was being stored"
         )
