@@ -103,8 +103,7 @@ class Prefix:
             if holders is None:
                 continue
             if len(holders) > _CANDIDATES:
-                start = draw % len(holders)
-                holders = (holders[start:] + holders[:start])[:_CANDIDATES]
+                holders = [holders[(draw + step) % len(holders)] for step in range(_CANDIDATES)]
             fit = [host for host in holders if loads[host] <= most]
             if fit:
                 return max(fit, key=lambda host: (self._memories[host].held[run], -loads[host]))
