@@ -228,8 +228,9 @@ def test_prefix_routing_finds_the_host_that_has_most_of_a_prompt() -> None:
     assert counts.requests.min() > 0
 
 
-def test_prefix_routing_overloads_no_host() -> None:
-    trace = trace_of(*["ab"] * 2000, every_s=0.01)
+@pytest.mark.parametrize("begin_s", [0.0, -1e6, 1.8e9])
+def test_prefix_routing_overloads_no_host(begin_s: float) -> None:
+    trace = Trace((begin_s + number * 0.01, "ab") for number in range(2000))
     requests = counts_of(trace, Fleet(10, "prefix", 5)).requests
     assert requests.max() <= 1.25 * 200 + 9
 

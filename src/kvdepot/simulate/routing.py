@@ -85,7 +85,7 @@ class Prefix:
         self._holders: Holders = {}
         for host, memory in enumerate(memories):
             memory.watch(host, self._holders)
-        self._loads = _Loads(len(memories))
+        self._loads = _Loads(len(memories), float(trace.times.min(initial=np.inf)))
 
     def hosts(self, batch: Batch) -> Iterator[int]:
         """Hosts, each chosen when it is asked for."""
@@ -140,11 +140,12 @@ class _Loads:
     Instead of letting all loads fade, new requests weigh more and more, and all are scaled down now and then.
     """
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, begin_s: float) -> None:
+        """begin_s: when the first request arrives."""
         self.of = [0.0] * hosts
         self._total = 0.0
         self._weight = 1.0
-        self._begin_s = 0.0
+        self._begin_s = begin_s
         self._least = [(0.0, host) for host in range(hosts)]  # a heap; a load may have grown since its entry was made
 
     def advance(self, time_s: float) -> None:
