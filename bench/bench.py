@@ -2,8 +2,8 @@
 
     python bench/bench.py [--tiny] [--only NAME[,NAME]] [--no-vllm] [--trace FILE] [--out bench.json]
 
-Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, and with vLLM
-engine, starts, chats and pressure. The exit code is 0 if it ran to the end; a missed bar is a result, not a failure.
+Families: copies, gpu, lookups, watched, floods, serve, coding, disk, remote, pool, tiers, policies, fleets, and with
+vLLM engine, starts, chats and pressure. The exit code is 0 if it ran to the end: a missed bar is a result, no failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from report import Figure, describe_machine, table, write
 
 FAMILIES = (
     "copies", "gpu", "lookups", "watched", "floods", "serve", "coding", "disk", "remote", "pool", "tiers", "policies",
-    "engine", "starts", "chats", "pressure",
+    "fleets", "engine", "starts", "chats", "pressure",
 )  # fmt: skip
 _NEED_VLLM = {"engine", "starts", "chats", "pressure"}
 

@@ -113,6 +113,7 @@ EXPECTED = (
         if "adaptive" in POLICIES
         else []
     )
+    + ["1,000 hosts, 1M requests, a tier, the slowest routing"]
 )
 
 EXPECTED_OF_GPUS = [

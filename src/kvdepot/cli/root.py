@@ -33,7 +33,7 @@ _FAMILIES = {
         "check": "verify an arena: its records and checksums",
     },
     "Size and measure": {
-        "simulate": "replay request traces: hit rate by cache size and eviction policy",
+        "simulate": "replay request traces: hit rates by cache size, policy and fleet",
         "bench": "run the benchmark (in a checkout)",
         "demo": "show a vLLM engine reusing stored KV (in a checkout)",
         "calibrate": "measure GPU copy paths",

@@ -12,13 +12,9 @@ A block is one page of an `Allocator` without memory behind it, so the capacity 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,14 +27,12 @@ from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.keys import HASH_BYTES, ROOT
+from kvdepot.simulate.arguments import Asked, names, spread
 from kvdepot.simulate.bounds import BOUNDS
+from kvdepot.simulate.pool import Progress, processes, results
 from kvdepot.simulate.traces import Request, Trace, load
-from kvdepot.values import parse_size
 
-__all__ = ["Asked", "Result", "Sweep", "replay", "run"]
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with what happens, how much is done, and of how much."""
+__all__ = ["Result", "Sweep", "replay", "run"]
 
 _SMALL = 300_000
 """Up to this many block references, starting processes costs more than it saves."""
@@ -103,21 +97,6 @@ def _hits(trace: Trace, index: Index) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The arguments of `kvdepot simulate`, as typed; None = not given."""
-
-    traces: tuple[str, ...]
-    policy: str | None = None
-    capacity_blocks: str | None = None
-    capacity: str | None = None
-    kv_bytes_per_token: str | None = None
-    block_tokens: str | None = None
-    as_json: bool = False
-    plot: str | None = None
-    jobs: str | None = None
-
-
-@dataclass(frozen=True)
 class Sweep:
     """A trace, the capacities to replay it at, and the results."""
 
@@ -137,14 +116,9 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
     """
     from kvdepot.simulate import plot as chart
 
-    policies = _names(args.policy) if args.policy is not None else [*POLICIES, *BOUNDS]
-    if args.capacity is not None and args.kv_bytes_per_token is None:
-        raise ConfigError("--capacity needs --kv-bytes-per-token: the KV size of a token")
-    blocks = [_count(text, "--capacity-blocks") for text in _split(args.capacity_blocks)]
-    sizes = [_size(text, "--capacity") for text in _split(args.capacity)]
-    token_bytes = 0 if args.kv_bytes_per_token is None else _size(args.kv_bytes_per_token, "--kv-bytes-per-token")
-    tokens = 0 if args.block_tokens is None else _count(args.block_tokens, "--block-tokens")
-    jobs = 0 if args.jobs is None else _count(args.jobs, "--jobs")
+    known = (*POLICIES, *BOUNDS)
+    policies = names(args.policy, known, "policy") if args.policy is not None else [*known]
+    capacities, token_bytes, tokens, jobs = args.capacities(), args.token_bytes, args.tokens, args.processes
     if args.plot is not None:
         chart.check_plot(args.plot)
 
@@ -155,8 +129,7 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
             trace = load(path)
             trace.block_tokens = tokens or trace.block_tokens
             block_bytes = token_bytes * trace.block_tokens
-            fitting = (_fitting(size, block_bytes, path) for size in sizes)
-            sweeps.append(Sweep(trace, sorted({*blocks, *fitting}) or _spread(trace.unique), block_bytes))
+            sweeps.append(Sweep(trace, capacities.of(block_bytes, path) or spread(trace.unique), block_bytes))
         _replay_all(sweeps, policies, jobs, update)
 
     for sweep in sweeps:
@@ -179,10 +152,10 @@ def _replay_all(sweeps: list[Sweep], policies: list[str], jobs: int, progress: P
     ]
     references = [len(sweeps[number].trace.blocks) for number, _, _ in work]
     total, done = sum(references), 0
-    jobs = min(jobs or (1 if total < _SMALL else os.cpu_count() or 1), len(work))
+    jobs = processes(jobs, total < _SMALL, len(work))
     progress("replaying", done, total)
-    with _replays([sweep.trace for sweep in sweeps], work, jobs) as results:
-        for (number, policy, capacity), size, result in zip(work, references, results, strict=True):
+    with results(_replay_one, [sweep.trace for sweep in sweeps], work, jobs) as found:
+        for (number, policy, capacity), size, result in zip(work, references, found, strict=True):
             sweeps[number].results[policy, capacity] = result
             done += size
             progress(f"replayed {policy} with {capacity:,} blocks", done, total)
@@ -191,80 +164,7 @@ def _replay_all(sweeps: list[Sweep], policies: list[str], jobs: int, progress: P
 Work: TypeAlias = tuple[int, str, int]
 """Number of a trace, policy, capacity in blocks."""
 
-_traces: list[Trace] = []
-"""The traces in a process of `_replays`; set when it starts."""
 
-
-@contextmanager
-def _replays(traces: list[Trace], work: list[Work], jobs: int) -> Iterator[Iterator[Result]]:
-    """Results in the order of `work`."""
-    if jobs == 1:
-        yield (replay(traces[number], policy, capacity) for number, policy, capacity in work)
-        return
-    # Spawned, not forked, because this process may have threads (the progress bar's).
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (traces,))
-    try:
-        yield pool.map(_replay_one, work)
-    except BaseException:  # interrupted: do not wait for the replays
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin(traces: list[Trace]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    _traces[:] = traces
-
-
-def _replay_one(work: Work) -> Result:
+def _replay_one(traces: list[Trace], work: Work) -> Result:
     number, policy, capacity = work
-    return replay(_traces[number], policy, capacity)
-
-
-def _split(text: str | None) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in text.split(","))) if text is not None else []
-
-
-def _names(text: str) -> list[str]:
-    names = _split(text)
-    for name in names:
-        if name not in POLICIES and name not in BOUNDS:
-            raise ConfigError(f"no policy is named {name!r}; available: {', '.join((*POLICIES, *BOUNDS))}")
-    return names
-
-
-def _count(text: str, option: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ConfigError(f"{option} takes positive whole numbers, not {text!r}")
-    return int(text)
-
-
-def _size(text: str, option: str) -> int:
-    try:
-        size = round(parse_size(text))
-    except (ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise ConfigError(f"{option} takes sizes like 64GiB, 500GB or 131072, not {text!r}")
-    return size
-
-
-def _fitting(size: int, block_bytes: int, path: str) -> int:
-    """Blocks that fit into `size` bytes."""
-    if not block_bytes:
-        raise ConfigError(f"{path}: does not give the tokens per block; use --block-tokens")
-    if size < block_bytes:
-        raise ConfigError(f"--capacity: a block of {path} takes {block_bytes} bytes, more than {size}")
-    return size // block_bytes
-
-
-def _spread(unique: int) -> list[int]:
-    """Capacities from a 64th of all blocks to all of them, each about twice the one before, rounded."""
-    sizes = {unique or 1}
-    for part in (2, 4, 8, 16, 32, 64):
-        size = unique // part
-        step = 10 ** max(len(str(size)) - 2, 0)
-        sizes.add(max(size // step * step, 1))
-    return sorted(sizes)
+    return replay(traces[number], policy, capacity)
