@@ -554,6 +554,7 @@ def depot_seeds() -> list[bytes]:
         wire.EndSession("r0"),
         wire.Clear("m"),
         wire.Count("m"),
+        wire.Describe(bytes(32), bytes(32), bytes(4 * 16), 16),
         wire.Status(),
         wire.Noop(),
         wire.ChunkSize(),

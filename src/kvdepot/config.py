@@ -61,6 +61,7 @@ def default_key() -> str:
 _WORDS = {
     "log_format": ("human", "json"),
     "log_level": ("debug", "info", "warning", "error"),
+    "kv_events_topics": ("depot", "engines"),
     "on_stop": ("remove", "keep"),
     "verify": ("off", "sampled", "always"),
 }
@@ -139,6 +140,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "tcp://HOST:PORT; replays on PATH.replay or the next port; empty = off"
         ),
     ] = ""
+    kv_events_topics: Annotated[
+        str,
+        Meta(
+            description="depot: one topic with kvdepot's keys; engines: the topics that engines name, with token ids, "
+            "for routers that follow vLLM engines, such as llm-d's"
+        ),
+    ] = "depot"
 
     def __post_init__(self) -> None:
         for name in ("arena_gib", "drain_s", "idle_exit", "lookup_s"):
@@ -174,6 +182,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def tier_configs(self) -> list[TierConfig]:
         """The parsed `tiers`."""
         return [parse(text) for text in self.tiers]
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether engines should describe their chunks to the server, which publishes their token ids."""
+        return bool(self.kv_events) and self.kv_events_topics == "engines"
 
     @property
     def arena(self) -> str:

@@ -26,6 +26,7 @@ class Answering:
         self.incarnation = b"one"
         self.heard = 0
         self.is_welcomed = True
+        self.wants_tokens = False
         self.lease = Lease()
         self.asked: list[wire.Request] = []
         self._futures: list[MessagingFuture[Any]] = []

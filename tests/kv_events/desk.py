@@ -7,6 +7,7 @@ from typing import Any
 import zmq
 
 from kvdepot.core.index.chunk import Chunk
+from kvdepot.kv_events.depot_view import DepotView
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import Publisher
 from tests.core.shelf import Shelf, keys
@@ -27,7 +28,7 @@ class Desk:
         self.index = self.shelf.index
         self.context: zmq.Context[Any] = zmq.Context()
         self.endpoint = endpoint
-        self.publisher = Publisher(self.feed, endpoint, self.context, **limits)
+        self.publisher = Publisher(self.feed, DepotView(), endpoint, self.context, **limits)
 
     def hear(self, chunk: Chunk, there: bool) -> None:
         if self.watched:

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from kvdepot.core.index.chunk import Chunk
-from kvdepot.kv_events.feed import AllBlocksCleared, Belief, BlockRemoved, BlockStored, Event, Feed
+from kvdepot.kv_events.depot_view import AllBlocksCleared, BlockRemoved, BlockStored, DepotView, Event
+from kvdepot.kv_events.feed import Feed
 from tests.conftest import clear
 from tests.core.groups import CHUNK_TOKENS, SHAPES, Rack, Reaches
 from tests.core.shelf import keys
@@ -17,13 +18,18 @@ Believed = set[tuple[str | None, int | None, bytes]]
 """Owner, KV cache group and key."""
 
 
+def applied(view: DepotView, feed: Feed) -> list[Event]:
+    """The events of all changes in a feed."""
+    return [event for _, events in view.apply(feed.take(1 << 20)) for event in events]
+
+
 class Reader:
     """A rack whose changes are read as a publisher does, and what a subscriber makes of the events."""
 
     def __init__(self, reaches: Reaches, **options: int) -> None:
         self.feed = Feed()
         self.rack = Rack(reaches, watch=self.hear, **options)
-        self.belief = Belief()
+        self.view = DepotView()
         self.believed: Believed = set()
         self.read()
 
@@ -32,7 +38,7 @@ class Reader:
 
     def read(self) -> list[Event]:
         """The events since the last call."""
-        events = self.belief.apply(self.feed.take(1 << 20))
+        events = applied(self.view, self.feed)
         for event in events:
             match event:
                 case BlockStored():
@@ -130,15 +136,15 @@ def test_a_subscriber_believes_in_the_parts_that_exist_however_they_came_and_wen
             assert reader.believed == reader.there()
     # A subscriber that comes now is told the same.
     reader.read()
-    late = Belief()
+    late = DepotView()
     listed = Feed()
     listed.tick(rack.index)
-    told = late.apply(listed.take(1 << 20))
+    told = applied(late, listed)
     assert {
         (event.ownership, event.group_idx, key)
         for event in told if isinstance(event, BlockStored) for key in event.block_hashes
     } == reader.there()  # fmt: skip
-    again = [event for batch in reader.belief.listing() for event in batch]
+    again = [event for _, batch in reader.view.listing() for event in batch]
     assert {
         (event.ownership, event.group_idx, key)
         for event in again if isinstance(event, BlockStored) for key in event.block_hashes

@@ -15,10 +15,11 @@ import pytest
 import zmq
 
 from kvdepot.errors import Unavailable
-from kvdepot.kv_events import feed as kv_feed
+from kvdepot.kv_events import depot_view
 from kvdepot.kv_events import publisher as kv_events
+from kvdepot.kv_events.depot_view import TOPIC, DepotView
 from kvdepot.kv_events.feed import Feed
-from kvdepot.kv_events.publisher import END, TOPIC, Publisher, replay_endpoint
+from kvdepot.kv_events.publisher import END, Publisher, replay_endpoint
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import read_client_key
 from tests.cli.command import keygen
@@ -90,8 +91,8 @@ class Subscriber:
                 self._take(seq, payload)
 
     def _take(self, seq: int, payload: bytes) -> None:
-        at, events = msgspec.msgpack.decode(payload)
-        assert abs(at - time.time()) < 3600
+        at, events, rank = msgspec.msgpack.decode(payload)
+        assert abs(at - time.time()) < 3600 and rank is None
         self.batches.append((seq, events))
         believed = set(self.believed)
         for event in events:
@@ -252,7 +253,7 @@ def test_who_comes_late_learns_from_a_replay_what_is_there(start_desk: StartDesk
 def test_a_subscriber_that_loses_messages_believes_in_the_end_what_is_so(
     start_desk: StartDesk, subscribe: StartSubscriber, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_feed, "BATCH", 3)  # so that a listing takes many messages
+    monkeypatch.setattr(depot_view, "BATCH", 3)  # so that a listing takes many messages
     monkeypatch.setattr(kv_events, "_MARGIN", 2)
     dice = random.Random(kept)
     desk = start_desk(pages=40, kept_messages=kept).start()
@@ -358,7 +359,7 @@ def test_what_goes_while_all_is_told_anew_is_not_believed(start_desk: StartDesk,
 def test_a_replay_that_nobody_reads_stops_neither_events_nor_the_next_replay(
     start_desk: StartDesk, subscribe: StartSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_feed, "BATCH", 4)
+    monkeypatch.setattr(depot_view, "BATCH", 4)
     monkeypatch.setattr(kv_events, "_REPLAY_S", 0.5)
     desk = start_desk(pages=8192).start()
     for number in range(80):
@@ -465,7 +466,7 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, zmq.Context() as context:
         url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Unavailable, match=url):
-            Publisher(feed, url, context).close()
+            Publisher(feed, DepotView(), url, context).close()
     feed.close()
 
 

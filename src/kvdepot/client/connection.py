@@ -99,6 +99,7 @@ class Connection:
         """
         self.incarnation = b""
         self.chunk_size = 0  # tokens; known once welcomed
+        self.wants_tokens = False  # whether the server wants chunks to be described; known once welcomed
         self.lookup_s = 0.0  # how long the server may search its tiers; known once welcomed
         self.heard = 0  # replies received and connections made: while it stays the same, asking again is useless
         self.welcomed = False
@@ -281,6 +282,7 @@ class Connection:
         self._servers.succeed(server, self._unanswered_copies())
         self.chunk_size = welcome.chunk_size
         self.lookup_s = welcome.lookup_s
+        self.wants_tokens = welcome.wants_tokens
         if self._met and self._registered:
             log.info("reconnected to %s; registering again", self._url)
         self._met = True

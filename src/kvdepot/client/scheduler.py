@@ -171,6 +171,14 @@ class SchedulerClient:
         self.client.ask(wire.EndSession(request_id, saved_tokens, saved_s), deadline_s=None)
         self.client.pump()
 
+    def describe(self, parent: bytes, hashes: bytes, tokens: bytes) -> None:
+        """Give the server the token ids of chunks, if it publishes them for routers. Never blocks.
+
+        Arguments: see wire.Describe. A description that is lost only costs routers the knowledge of these chunks.
+        """
+        if self.client.wants_tokens:
+            self.client.ask(wire.Describe(parent, hashes, tokens, self.spec.chunk_tokens))
+
     def close(self) -> None:
         """Close the connection, which releases all pins of this engine. Safe twice."""
         self.client.close()

@@ -236,6 +236,11 @@ class Client:
         """The server's tokens per chunk; 0 before the first welcome."""
         return self._connection.chunk_size
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the server that last welcomed this client publishes token ids, so chunks should be described."""
+        return self._connection.wants_tokens
+
     def learn_chunk_size(self, timeout_s: float) -> int:
         """The server's tokens per chunk. Blocks until the first welcome; raises Unavailable after `timeout_s`."""
         if not self.chunk_size:

@@ -102,16 +102,17 @@ class ShardSpec:
         """Tokens per block."""
         return self.chunk_tokens // self.blocks_in_chunk
 
-    def register(self, instance: int, layout: Layout) -> wire.Register:
-        """The message that shares tensors."""
+    def register(self, instance: int, layout: Layout, topic: str = "") -> wire.Register:
+        """The message that shares tensors. topic: see wire.Register."""
         return wire.Register(
-            instance, layout, self.model, self.world_size, self.rank, self.blocks_in_chunk, self.chunk_tokens
-        )
+            instance, layout, self.model, self.world_size, self.rank, self.blocks_in_chunk, self.chunk_tokens,
+            topic=topic,
+        )  # fmt: skip
 
-    def register_groups(self, instance: int, layouts: Sequence[Layout]) -> list[wire.Register]:
+    def register_groups(self, instance: int, layouts: Sequence[Layout], topic: str = "") -> list[wire.Register]:
         """The messages that share the tensors of each KV cache group, as instances numbered from `instance` on.
 
-        layouts: one per group, in order. Raises BadRequest for another number of them.
+        layouts: one per group, in order. topic: see wire.Register. Raises BadRequest for another number of layouts.
         """
         if len(layouts) != len(self.groups):
             raise BadRequest(f"{len(layouts)} layouts for {len(self.groups)} KV cache groups")
@@ -122,7 +123,7 @@ class ShardSpec:
         return [
             wire.Register(
                 instance + number, layout, self.model, self.world_size, self.rank, group.blocks_in_chunk,
-                self.chunk_tokens, number, groups,
+                self.chunk_tokens, number, groups, topic,
             )
             for number, (layout, group) in enumerate(zip(layouts, groups, strict=True))
         ]  # fmt: skip

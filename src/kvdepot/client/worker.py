@@ -98,10 +98,11 @@ class Ended(NamedTuple):
 class WorkerClient:
     """Stores blocks of one rank's tensors, and retrieves chunks into them. Used by one thread."""
 
-    def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True) -> None:
+    def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True, topic: str = "") -> None:
         """client: closed with this one.
 
         unpins: whether a retrieve releases the pins of its chunks; False where the scheduler's side ends sessions.
+        topic: see wire.Register.
         """
         self.client = client
         self.spec = spec
@@ -115,6 +116,7 @@ class WorkerClient:
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
+        self._topic = topic
         self._block_bytes: list[int] = []  # by KV cache group
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -129,11 +131,11 @@ class WorkerClient:
         kv_caches: the tensors by layer, if this process has them. Raises the server's error (LayoutError for a layout
         that it refuses), or Unavailable without a server, which gets the registration once it is there.
         """
-        self._register([self.spec.register(self.instance_id, layout)], kv_caches)
+        self._register([self.spec.register(self.instance_id, layout, self._topic)], kv_caches)
 
     def register_groups(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor] | None = None) -> None:
         """Have the server map the tensors of each KV cache group of the spec, as `register_layout` does."""
-        self._register(self.spec.register_groups(self.instance_id, layouts), kv_caches)
+        self._register(self.spec.register_groups(self.instance_id, layouts, self._topic), kv_caches)
 
     def _register(self, messages: list[wire.Register], kv_caches: dict[str, torch.Tensor] | None) -> None:
         self._block_bytes = [message.layout.block_bytes for message in messages]

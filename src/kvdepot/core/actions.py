@@ -1,7 +1,7 @@
 """Actions: the values that the core's decisions return. Plain data.
 
-`server/loop.py` sends replies, stops, and submits the other actions to copy threads (memory/copier.py) and tier threads
-(tiers/worker.py); in tests, `testing/harness.py` does this.
+`server/loop.py` sends replies, stops, passes descriptions to the publisher of KV events, and submits the other actions
+to copy threads (memory/copier.py) and tier threads (tiers/worker.py); in tests, `testing/harness.py` does this.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvdepot.memory.copier import Call, Copy
+from kvdepot.protocol.wire import Describe
 from kvdepot.tiers.worker import TierTask
 
-__all__ = ["Action", "Reply", "Stop"]
+__all__ = ["Action", "Described", "Reply", "Stop"]
 
 
 @dataclass(slots=True)
@@ -32,4 +33,11 @@ class Stop:
     reason: str
 
 
-Action: TypeAlias = Reply | Copy | Call | TierTask | Stop
+@dataclass(slots=True)
+class Described:
+    """An engine has described chunks for KV events."""
+
+    chunks: Describe
+
+
+Action: TypeAlias = Reply | Copy | Call | TierTask | Stop | Described

@@ -14,6 +14,7 @@ from kvdepot.tiers.format import SALT_BYTES
 
 __all__ = [
     "check_chunk_tokens",
+    "check_description",
     "check_groups",
     "check_hashes",
     "check_names",
@@ -22,6 +23,7 @@ __all__ = [
     "check_shards",
     "check_source",
     "check_targets",
+    "check_topic",
     "chunks_named",
     "tenant_salt",
 ]
@@ -30,7 +32,7 @@ __all__ = [
 def chunks_named(request: wire.Request) -> int:
     """How many chunks a request names; 0 for requests whose work does not depend on a list of chunks."""
     match request:
-        case wire.Lookup() | wire.Pin():
+        case wire.Lookup() | wire.Pin() | wire.Describe():
             return len(request.hashes) // HASH_BYTES
         case wire.Store() | wire.Retrieve():
             return sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)
@@ -70,6 +72,23 @@ def check_shape(world_size: int, rank: int) -> None:
 def check_chunk_tokens(chunk_tokens: int) -> None:
     if not 0 <= chunk_tokens <= wire.MAX_CHUNK_TOKENS:
         raise BadRequest(f"a chunk of {chunk_tokens} tokens; the limit is {wire.MAX_CHUNK_TOKENS}")
+
+
+def check_topic(topic: str) -> None:
+    size = len(topic.encode())
+    if size > wire.MAX_TOPIC:
+        raise BadRequest(f"a topic of {size} bytes is longer than {wire.MAX_TOPIC}")
+
+
+def check_description(request: wire.Describe) -> None:
+    """Raise BadRequest unless there are tokens for every chunk, and for at most one more that the last hash covers."""
+    check_hashes(request.hashes)
+    check_chunk_tokens(request.chunk_tokens)
+    chunks, tokens = len(request.hashes) // HASH_BYTES, len(request.tokens) / 4
+    if not request.chunk_tokens or not 0 <= tokens / request.chunk_tokens - chunks <= 1 or len(request.tokens) % 4:
+        raise BadRequest(f"{tokens:g} token ids for {chunks} chunks of {request.chunk_tokens} tokens")
+    if len(request.parent) != HASH_BYTES:
+        raise BadRequest(f"parent is not a hash of {HASH_BYTES} bytes")
 
 
 def check_groups(request: wire.Register) -> None:

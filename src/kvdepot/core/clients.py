@@ -100,7 +100,7 @@ class PendingLookup:
 class Instance:
     """One worker's registered tensors, of one KV cache group.
 
-    group, groups, chunk_tokens: as registered; see wire.Register.
+    group, groups, chunk_tokens, topic: as registered; see wire.Register.
     """
 
     number: int
@@ -109,6 +109,7 @@ class Instance:
     group: int = 0
     groups: list[wire.Group] = field(default_factory=list)
     chunk_tokens: int = 0
+    topic: str = ""
     mapped: Mapped | None = None
     namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
     copies: int = 0  # operations that use the tensors

@@ -167,7 +167,7 @@ class Connections:
         else:
             known.seal = challenge.check(prove, known.lease.secret)
         lookup_s = self._config.lookup_s if self._depot.tiering else 0.0
-        return wire.Welcome(wire.VERSION, self._config.chunk_size, lookup_s)
+        return wire.Welcome(wire.VERSION, self._config.chunk_size, lookup_s, self._config.wants_tokens)
 
     def _meet(self, identity: bytes, user: str, challenge: Challenge, prove: wire.Prove) -> None:
         """Add a new client if it proves that it owns its lease. Raises KVDepotError, and then keeps nothing."""

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply, Stop
-from kvdepot.core.admission import chunks_named
+from kvdepot.core.actions import Action, Described, Reply, Stop
+from kvdepot.core.admission import check_description, chunks_named
 from kvdepot.core.clients import Client, Idleness, Lease, PendingLookup
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
+from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.registrations import Registrations, Remapping
@@ -42,6 +43,8 @@ __all__ = ["Depot"]
 
 log = logging.getLogger(__name__)
 
+_MOST_TOPICS = 256
+"""Topics of KV events; each takes a copy of every message about its models."""
 _MOST_SAVED = 1 << 32
 """The most tokens, or seconds, that one request may report as saved."""
 
@@ -166,6 +169,8 @@ class Depot:
                 return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
                 return self.forgetting.count(client, number, request)
+            case wire.Describe():
+                return [self._described(request), Reply(client.identity, number, None)]
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
@@ -251,6 +256,12 @@ class Depot:
             actions += self.registrations.unregister(client, number, [])
         return actions
 
+    def _described(self, request: wire.Describe) -> Described:
+        if not self._config.wants_tokens:
+            raise BadRequest("this server publishes no token ids")
+        check_description(request)
+        return Described(request)
+
     def _count_saved(self, request: wire.EndSession) -> BadRequest | None:
         if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
             self.counters["errors"] += 1
@@ -258,6 +269,24 @@ class Depot:
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
         return None
+
+    def topics(self) -> frozenset[tuple[str, Namespace]]:
+        """The topics of KV events of the engines that are registered now, each with the chunks that they can load.
+
+        Of a model with several KV cache groups, those are the first unbounded group's: every hit needs them.
+        """
+        found: dict[tuple[str, Namespace], None] = {}
+        topics: set[str] = set()
+        for instance in (each for client in self._clients.values() for each in client.instances.values()):
+            is_new = instance.topic not in topics
+            if not instance.topic or instance.mapped is None or (is_new and len(topics) == _MOST_TOPICS):
+                continue
+            topics.add(instance.topic)
+            for namespace in instance.namespaces.values():
+                whole = next((group for group in namespace.groups if not group.reach), None)
+                if whole is not None:
+                    found[instance.topic, whole] = None
+        return frozenset(found)
 
     # -- status
 

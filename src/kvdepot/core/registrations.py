@@ -14,7 +14,7 @@ from typing import Any
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_groups, check_names, check_shape
+from kvdepot.core.admission import check_groups, check_names, check_shape, check_topic
 from kvdepot.core.clients import Client, Instance
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
@@ -97,10 +97,12 @@ class Registrations:
             if request.blocks_in_chunk < 1:
                 raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
         check_groups(request)
+        check_topic(request.topic)
         self._check_registrations(client, request)
         instance = Instance(
-            request.instance, request.layout, client.tenant, request.group, request.groups, request.chunk_tokens
-        )
+            request.instance, request.layout, client.tenant, request.group, request.groups, request.chunk_tokens,
+            request.topic,
+        )  # fmt: skip
         self._check_ranks(instance, request)
         if request.model:
             self.namespace(instance, request.model, request.world_size, request.rank, request.blocks_in_chunk)

@@ -1,9 +1,9 @@
-"""Changes of the index as vLLM's KV events: queued by the deciding thread, read by the publisher's.
+"""The queue of what routers are to hear: filled by the deciding thread, read by the publisher's.
 
-core/index/index.py reports each chunk that becomes visible or invisible to a `Feed`. The publisher's thread takes these
-changes and turns them into events, given what its subscribers know so far (`Belief`). Invariant: the deciding thread
-only appends to a bounded queue. When the queue is full, it reports that everything is gone, and then lists the existing
-chunks again, some each second.
+core/index/index.py reports each chunk that becomes visible or invisible to a `Feed`; server/loop.py adds what engines
+describe, and whose engines they are. The publisher's thread takes these changes and turns them into events
+(depot_view.py, engine_view.py). Invariant: the deciding thread only appends to a bounded queue. When the queue is full,
+it reports that everything is gone, and then lists the existing chunks again, some each second.
 """
 
 from __future__ import annotations
@@ -13,65 +13,38 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
-import msgspec
-
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
+from kvdepot.protocol.wire import Describe
 
-__all__ = ["AllBlocksCleared", "Belief", "BlockRemoved", "BlockStored", "Event", "Feed"]
+__all__ = ["Change", "Feed", "Topics"]
 
-MEDIUM = "CPU"
-BATCH = 512
-"""Maximum number of chunks in one message."""
 _MOST_QUEUED = 1 << 17
+_MOST_DESCRIBED_BYTES = 64 << 20
+"""Token ids in the queue; further ones are dropped."""
 _LISTED_A_TICK = 1 << 13
 """Chunks that the deciding thread lists per tick during a full resync; takes some milliseconds."""
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Chunks were stored, each behind the one before it. The fields are vLLM's."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    locality: str | None = None
-    ownership: str | None = None
-    group_idx: int | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Chunks were removed."""
-
-    block_hashes: list[bytes]
-    medium: str | None
-    locality: str | None = None
-    ownership: str | None = None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """All chunks were removed."""
-
-
-Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_Change: TypeAlias = "tuple[bool, Namespace, bytes, bytes | None] | None"
-"""Whether a chunk exists, its namespace, key and parent; None: all chunks are gone."""
+Topics: TypeAlias = "frozenset[tuple[str, Namespace]]"
+"""The topics of the engines that are there, each with the chunks that they can load."""
+Change: TypeAlias = "tuple[bool, Namespace, bytes, bytes | None] | Topics | Describe | None"
+"""Whether a chunk exists, its namespace, its key, and its parent's (None: it is a prompt's first, empty: unknown); the
+topics that have replaced the former ones; chunks described by an engine; or None: all chunks are gone."""
 
 
 class Feed:
-    """A queue of an index's changes; `changed` is the index's `watch`.
+    """A queue of changes; `changed` is the index's `watch`.
 
-    The deciding thread calls `changed` and `tick`, the reader's thread the rest.
+    The deciding thread calls `changed`, `described` and `tick`, the reader's thread the rest.
     """
 
     def __init__(self, most: int = _MOST_QUEUED) -> None:
         self.overflows = 0  # how often the queue was full
         self._most = most
-        self._queue: deque[_Change] = deque([None])
+        self._queue: deque[Change] = deque([None])
+        self._topics: Topics = frozenset()  # as last queued
+        self._described = self._taken = 0  # bytes of token ids, queued by one thread and taken by the other
         self._full = False  # or closed: nothing more is queued
         self._unlisted = True  # whether the existing chunks must be listed (again)
         self._listing: Iterator[Chunk] | None = None
@@ -94,20 +67,38 @@ class Feed:
             self.overflows += 1
             queue.append(None)
         else:
-            before = chunk.parent if chunk.position else None
-            queue.append((there, chunk.namespace, chunk.key, None if before is None else before.key))
+            before = chunk.parent
+            parent = b"" if not chunk.position else before.key if before is not None else None
+            queue.append((there, chunk.namespace, chunk.key, parent))
         if self._asleep:
             self.rouse()
+
+    def described(self, chunks: Describe) -> None:
+        """An engine has described chunks; dropped while there is no room for it."""
+        waiting = self._described - self._taken
+        if not self._full and len(self._queue) < self._most and waiting < _MOST_DESCRIBED_BYTES:
+            self._described += len(chunks.tokens)
+            self._queue.append(chunks)
+            if self._asleep:
+                self.rouse()
 
     def rouse(self) -> None:
         """Wake the reader."""
         self._asleep = False
         os.eventfd_write(self.wake, 1)
 
-    def tick(self, index: Index) -> None:
-        """Called once a second: continue listing the chunks that existed before the feed, or before the overflow."""
+    def tick(self, index: Index, topics: Topics = frozenset()) -> None:
+        """Called once a second: continue listing the chunks that existed before the feed, or before the overflow.
+
+        topics: those of the engines that are there now.
+        """
         if len(self._queue) > self._most // 2:
             return
+        if topics != self._topics:
+            self._topics = topics
+            self._queue.append(topics)
+            if self._asleep:
+                self.rouse()
         if self._unlisted:
             self._full, self._unlisted, self._listing = False, False, _all(index)
         room = min(_LISTED_A_TICK, self._most // 2)
@@ -122,12 +113,15 @@ class Feed:
 
     # -- the reader's
 
-    def take(self, most: int) -> list[_Change]:
+    def take(self, most: int) -> list[Change]:
         """Remove and return the oldest changes, at most this many."""
-        taken: list[_Change] = []
+        taken: list[Change] = []
         queue = self._queue
         while queue and len(taken) < most:
-            taken.append(queue.popleft())
+            change = queue.popleft()
+            if isinstance(change, Describe):
+                self._taken += len(change.tokens)
+            taken.append(change)
         return taken
 
     def may_sleep(self) -> bool:
@@ -146,87 +140,3 @@ class Feed:
 def _all(index: Index) -> Iterator[Chunk]:
     for namespace in index.namespaces.all():
         yield from list(namespace.chunks.values())
-
-
-class Belief:
-    """What a subscriber that has read every message believes to exist: parents by key, by namespace."""
-
-    def __init__(self) -> None:
-        self.chunks: dict[Namespace, dict[bytes, bytes | None]] = {}
-        self.count = 0
-
-    def apply(self, changes: list[_Change]) -> list[Event]:
-        """Apply changes; returns the events that report them."""
-        events: list[Event] = []
-        removed = False
-        for change in changes:
-            if change is None:
-                self.chunks.clear()
-                self.count = 0
-                events = [AllBlocksCleared()]
-                continue
-            is_there, namespace, key, parent = change
-            keys = self.chunks.get(namespace)
-            if is_there == (keys is not None and key in keys):
-                continue
-            if is_there:
-                self.chunks.setdefault(namespace, {})[key] = parent
-                self.count += 1
-                _add_stored(events, namespace, key, parent)
-            else:
-                assert keys is not None
-                del keys[key]
-                self.count -= 1
-                removed = True
-                if not keys:
-                    del self.chunks[namespace]
-                _add_removed(events, namespace, key)
-        # If this removed the last chunk, one event is enough.
-        return [AllBlocksCleared()] if removed and not self.count else events
-
-    def listing(self) -> Iterator[list[Event]]:
-        """Events that list everything as of now, in batches of one message; `messages` of them."""
-        known = [(namespace, key, parent) for namespace, keys in self.chunks.items() for key, parent in keys.items()]
-
-        def batches() -> Iterator[list[Event]]:
-            for first in range(0, max(1, len(known)), BATCH):
-                events: list[Event] = [] if first else [AllBlocksCleared()]
-                for namespace, key, parent in known[first : first + BATCH]:
-                    _add_stored(events, namespace, key, parent)
-                yield events
-
-        return batches()
-
-    @property
-    def messages(self) -> int:
-        """The number of messages in a listing."""
-        return max(1, -(-self.count // BATCH))
-
-
-def _add_stored(events: list[Event], namespace: Namespace, key: bytes, parent: bytes | None) -> None:
-    last = events[-1] if events else None
-    owner, group = _owner(namespace), _group(namespace)
-    is_same = isinstance(last, BlockStored) and (last.ownership, last.group_idx) == (owner, group)
-    if isinstance(last, BlockStored) and is_same and parent == last.block_hashes[-1]:
-        last.block_hashes.append(key)
-    else:
-        tokens = namespace.chunk_tokens
-        events.append(BlockStored([key], parent, [], tokens, None, MEDIUM, None, "LOCAL", owner, group))
-
-
-def _add_removed(events: list[Event], namespace: Namespace, key: bytes) -> None:
-    last = events[-1] if events else None
-    owner, group = _owner(namespace), _group(namespace)
-    if isinstance(last, BlockRemoved) and (last.ownership, last.group_idx) == (owner, group):
-        last.block_hashes.append(key)
-    else:
-        events.append(BlockRemoved([key], MEDIUM, "LOCAL", owner, group))
-
-
-def _owner(namespace: Namespace) -> str:
-    return f"{namespace.tenant}/{namespace.model}" if namespace.tenant else namespace.model
-
-
-def _group(namespace: Namespace) -> int | None:
-    """The KV cache group, for models that have several."""
-    return namespace.group if len(namespace.groups) > 1 else None

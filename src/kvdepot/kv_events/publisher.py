@@ -1,20 +1,13 @@
 """Publishes the contents of memory to routers: vLLM's KV events over ZeroMQ, for prefix-aware routing.
 
-A `Publisher` encodes and sends the changes of a feed (kv_events/feed.py) on a thread of its own. Invariant: a
-subscriber that reads every message, or asks for what it missed, believes in a removed chunk only for as long as the
-messages take.
-
-Keys are kvdepot's own, not hashes of vLLM's blocks. A router computes them from a prompt's tokens, with
-`ChunkChain(chunk_size, derive_root())` (protocol/keys.py; for what else enters a root or a key, see `root` and `extras`
-in integrations/vllm/identity.py). A router that knows only vLLM's hashes subscribes to the engines instead, whose
-connector publishes them (integrations/vllm/events.py).
+A `Publisher` encodes and sends the changes of a feed (kv_events/feed.py) on a thread of its own. What it says under
+which topics is a view's decision: depot_view.py or engine_view.py. Invariant: a subscriber that reads every message, or
+asks for what it missed, believes in a removed chunk only for as long as the messages take.
 
 A message is `[topic, seq, payload]` as in vLLM's own publisher (vllm/distributed/kv_events.py, 0.32): seq is 8 bytes,
-big-endian; payload is msgpack, `[seconds since 1970, [event ...]]`, each event a map with its `type`. A `BlockStored`
-names consecutive chunks by their keys; its `token_ids` are empty, because the depot does not know them. A parent of
-None is a prompt's start, or unknown. `ownership` is the namespace: the model as `kvdepot status` lists it, prefixed
-with `TENANT/` if it belongs to a tenant; chunks with the same key in two namespaces are different. Only the contents of
-memory are published, because tiers do not report what they remove.
+big-endian; payload is msgpack, `[seconds since 1970, [event ...], None]`; the last is a data-parallel rank in vLLM.
+All topics of one publisher share one sequence: a subscriber counts what comes over one socket, from whatever topics.
+Only the contents of memory are published, because tiers do not report what they remove.
 
 Sequence numbers begin at the nanosecond of the server's start, so those of a restarted server are higher, and a
 subscriber sees a gap. After each second without an event an empty batch reveals a gap at the end. The replay socket
@@ -31,21 +24,20 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
 import zmq
 
-from kvdepot.kv_events import feed as kv_feed
-from kvdepot.kv_events.feed import AllBlocksCleared, Belief, Event, Feed
+from kvdepot.kv_events.feed import Change, Feed
 from kvdepot.protocol.endpoints import listen
 from kvdepot.protocol.monitor import Monitor, shut
 
-__all__ = ["END", "TOPIC", "Publisher", "replay_endpoint"]
+__all__ = ["END", "Publisher", "View", "replay_endpoint"]
 
 log = logging.getLogger(__name__)
 
-TOPIC = b"kvdepot"
 END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
 _LAST = (b"", END, b"")
@@ -55,8 +47,8 @@ _KEPT_BYTES = 64 << 20
 _BEAT_S = 1.0
 _GATHER_S = 0.01
 _MARGIN = 64
-"""Messages that a full listing repeats at its end, for subscribers that stop reading a replay at the number before the
-message that revealed the gap."""
+"""Messages without events at the end of a full listing, for subscribers that stop reading a replay at the number before
+the message that revealed the gap."""
 _MOST_CONNECTIONS = 64
 """Subscribers and replays together; each takes a descriptor."""
 _MOST_UNREAD = 1024
@@ -82,12 +74,45 @@ def replay_endpoint(endpoint: str) -> str:
     return endpoint + ".replay"
 
 
+_Message: TypeAlias = "tuple[bytes, bytes]"
+"""A topic and a payload."""
+
+
+class View(Protocol):
+    """What subscribers are told, and what they believe after all messages so far."""
+
+    @property
+    def batch(self) -> int:
+        """The most changes that `apply` may be given."""
+
+    @property
+    def beat_topic(self) -> bytes:
+        """The topic of a message without events."""
+
+    @property
+    def count(self) -> int:
+        """Chunks that subscribers believe in."""
+
+    @property
+    def messages(self) -> int:
+        """The number of messages in a listing; never more than were sent."""
+
+    def apply(self, changes: list[Change]) -> Iterable[tuple[list[bytes], Sequence[object]]]:
+        """Apply changes; returns the messages that report them: topics and events."""
+
+    def listing(self) -> Iterator[tuple[bytes, Sequence[object]]]:
+        """Messages that list everything as of now: topic and events."""
+
+    def end(self) -> Iterable[tuple[list[bytes], Sequence[object]]]:
+        """Messages that take everything back."""
+
+
 class _Sent:
     """The sequence numbers, and the latest messages, kept for replays."""
 
     def __init__(self, kept_messages: int, kept_bytes: int) -> None:
         self._limits = kept_messages, kept_bytes
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[_Message] = deque()
         self._bytes = 0
         self.last = time.time_ns()
 
@@ -96,18 +121,18 @@ class _Sent:
         """The number of the oldest message that is kept."""
         return self.last - len(self._messages) + 1
 
-    def add(self, payload: bytes, listing: int) -> int:
+    def add(self, topic: bytes, payload: bytes, listing: int) -> int:
         """Keep a message; returns its number. listing: messages in a full listing; more than that many are kept."""
         messages = self._messages
-        messages.append(payload)
+        messages.append((topic, payload))
         self.last += 1
         self._bytes += len(payload)
         most, most_bytes = self._limits
         while len(messages) > listing + _MARGIN and (len(messages) > most or self._bytes > most_bytes):
-            self._bytes -= len(messages.popleft())
+            self._bytes -= len(messages.popleft()[1])
         return self.last
 
-    def since(self, start: int) -> list[bytes]:
+    def since(self, start: int) -> list[_Message]:
         """Messages from this number on; it must be that of a kept message, or the next."""
         return list(itertools.islice(self._messages, start - self.first, None))
 
@@ -118,6 +143,7 @@ class Publisher:
     def __init__(
         self,
         feed: Feed,
+        view: View,
         endpoint: str,
         context: zmq.Context[zmq.Socket[bytes]],
         guard: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
@@ -130,7 +156,7 @@ class Publisher:
         """
         self._feed = feed
         self._endpoint = endpoint
-        self._belief = Belief()
+        self._view = view
         self._sent = _Sent(kept_messages, kept_bytes)
         self._encode = msgspec.msgpack.Encoder().encode
         self._next_beat = 0.0
@@ -162,7 +188,7 @@ class Publisher:
             raise
 
     def __repr__(self) -> str:
-        return f"<Publisher at {self._endpoint}: {self._belief.count} chunks, message {self._sent.last}>"
+        return f"<Publisher at {self._endpoint}: {self._view.count} chunks, message {self._sent.last}>"
 
     def start(self) -> None:
         """Start to publish."""
@@ -170,7 +196,7 @@ class Publisher:
         log.info("KV events at %s, replays at %s", self._endpoint, replay_endpoint(self._endpoint))
 
     def close(self) -> None:
-        """Publish `AllBlocksCleared`, end the thread and close the feed. Blocks for a second at most. Call it once."""
+        """Take everything back, end the thread and close the feed. Blocks for a second at most. Call it once."""
         self._stopping = True
         self._feed.rouse()
         if self._thread.ident is None:
@@ -191,7 +217,7 @@ class Publisher:
             while not self._stopping:
                 self._drain()
                 if time.monotonic() >= self._next_beat:
-                    self._publish([])
+                    self._publish([self._view.beat_topic], [])
                 self._answer()
                 wait_s = self._next_beat - time.monotonic() if self._feed.may_sleep() else 0.0
                 wait_ms = max(0, int(wait_s * 1000) + 1) if wait_s > 0 else 0
@@ -200,7 +226,7 @@ class Publisher:
                     wait_ms = min(wait_ms, max(_RETRY_MS if self._unsent else 0, int(rest_s * 1000) + 1))
                 for ready, _ in poller.poll(wait_ms):
                     self._hear(ready)
-            self._publish([AllBlocksCleared()])
+            self._publish_all(self._view.end())
         except Exception:  # the top of a thread: subscribers see no more heartbeats, and the depot keeps working
             log.exception("KV events are no longer published")
         finally:
@@ -220,17 +246,24 @@ class Publisher:
 
     def _drain(self) -> None:
         """Publish the queued changes, in order."""
-        while not self._stopping and (changes := self._feed.take(kv_feed.BATCH)):
-            events = self._belief.apply(changes)
-            if events:
-                self._publish(events)
+        while not self._stopping and (changes := self._feed.take(self._view.batch)):
+            self._publish_all(self._view.apply(changes))
             time.sleep(0)  # release the GIL, so that the deciding thread does not wait for us
 
-    def _publish(self, events: list[Event]) -> None:
-        payload = self._encode((time.time(), events))
-        seq = self._sent.add(payload, self._belief.messages)
-        self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload))  # dropped for slow readers, who see a gap
+    def _publish_all(self, messages: Iterable[tuple[list[bytes], Sequence[object]]]) -> None:
+        for topics, events in messages:
+            self._publish(topics, events)
+            time.sleep(0)
+
+    def _publish(self, topics: list[bytes], events: Sequence[object]) -> None:
+        payload = self._pack(events)
+        for topic in topics:
+            seq = self._sent.add(topic, payload, self._view.messages)
+            self._pub.send_multipart((topic, seq.to_bytes(8, "big"), payload))  # slow readers miss it, and see a gap
         self._next_beat = time.monotonic() + _BEAT_S
+
+    def _pack(self, events: Sequence[object]) -> bytes:
+        return self._encode((time.time(), events, None))
 
     # -- replays, one after the other
 
@@ -282,19 +315,16 @@ class Publisher:
 
     def _messages(self, start: int) -> Iterator[tuple[bytes, ...]]:
         """A replay's messages, as of now: everything sent from number `start` on, or a full listing."""
-        sent, belief = self._sent, self._belief
+        sent, listed = self._sent, self._view.messages
         if sent.first <= start <= sent.last + 1:
             return itertools.chain(_numbered(start, sent.since(start)), iter([_LAST]))
-        # The listing reuses recent numbers, which a client that asks for one has not seen. The messages after those
-        # numbers are repeated behind it; they lead to the same state.
-        last = max(sent.first + belief.messages - 1, sent.last - _MARGIN)
+        # The listing reuses recent numbers, which a client that asks for one has not seen. It has what the messages
+        # after those numbers told, which must not be told twice: some routers count.
+        last = max(sent.first + listed - 1, sent.last - _MARGIN)
         assert last <= sent.last, "fewer messages are kept than a full listing takes"
-        now = time.time()
-        listing = (self._encode((now, events)) for events in belief.listing())
-        again = sent.since(last + 1)
-        return itertools.chain(
-            _numbered(last - belief.messages + 1, listing), _numbered(last + 1, again), iter([_LAST])
-        )
+        listing = ((topic, self._pack(events)) for topic, events in self._view.listing())
+        rest = itertools.repeat((self._view.beat_topic, self._pack([])), sent.last - last)
+        return itertools.chain(_numbered(last - listed + 1, listing), _numbered(last + 1, rest), iter([_LAST]))
 
     # -- connections
 
@@ -312,6 +342,6 @@ class Publisher:
             socket.close()
 
 
-def _numbered(first: int, payloads: Iterable[bytes]) -> Iterator[tuple[bytes, ...]]:
-    for seq, payload in enumerate(payloads, first):
-        yield TOPIC, seq.to_bytes(8, "big"), payload
+def _numbered(first: int, messages: Iterable[_Message]) -> Iterator[tuple[bytes, ...]]:
+    for seq, (topic, payload) in enumerate(messages, first):
+        yield topic, seq.to_bytes(8, "big"), payload

@@ -1,6 +1,7 @@
 """Names of chunks: a chained hash of the tokens and of everything else that changes the KV bytes.
 
-Called by the client (adapters, connector), never by the server: tokens do not leave the engine's process.
+Called by the client (adapters, connector). Tokens do not leave the engine's process, unless the engine describes its
+chunks to a server that publishes KV events; only for those does the server compare tokens with hashes.
 Invariant: equal keys mean equal bytes. So the hash covers everything that changes the KV of a chunk: the tokens of the
 chunk and of all chunks before it, and the salt, LoRA adapter and multimodal items of the request. What is fixed for an
 engine (model, weights, dtype, parallel shape) is the namespace, and the server keeps namespaces apart.
@@ -22,7 +23,7 @@ from blake3 import blake3
 
 from kvdepot.errors import BadRequest
 
-__all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash", "salt_tag"]
+__all__ = ["HASH_BYTES", "ROOT", "ChunkChain", "derive_root", "engine_hash", "salt_tag", "split_tokens"]
 
 HASH_BYTES = 32
 ROOT = blake3(b"kvdepot chunk chain 1").digest()
@@ -178,6 +179,24 @@ class ChunkChain:
             for chunk in range(max(0, position - self.lookahead) // size, position // size + 1):
                 found.setdefault(chunk, []).append((position - chunk * size).to_bytes(4, "little") + extra)
         return found
+
+
+def split_tokens(parent: bytes, hashes: bytes, tokens: bytes, chunk_size: int) -> list[tuple[bytes, bytes]]:
+    """The hash and the token ids of each chunk, up to the first whose tokens do not give its hash.
+
+    parent: hash before the first. tokens: little-endian uint32 of all the chunks, and of the lookahead after the last.
+    """
+    found = []
+    data, chunk_bytes = memoryview(tokens), 4 * chunk_size
+    lookahead_bytes = len(tokens) - len(hashes) // HASH_BYTES * chunk_bytes
+    for start in range(0, len(hashes), HASH_BYTES):
+        key, first = hashes[start : start + HASH_BYTES], start // HASH_BYTES * chunk_bytes
+        end = first + chunk_bytes
+        if lookahead_bytes < 0 or blake3(parent).update(data[first : end + lookahead_bytes]).digest() != key:
+            break
+        found.append((key, bytes(data[first:end])))
+        parent = key
+    return found
 
 
 def pack_ids(ids: Sequence[int], what: str) -> bytes:

@@ -29,6 +29,7 @@ __all__ = [
     "ChunkSize",
     "Clear",
     "Count",
+    "Describe",
     "EndSession",
     "Failure",
     "Forget",
@@ -65,6 +66,8 @@ MAX_CHUNKS = 1 << 16
 MAX_GROUPS = 64
 """KV cache groups of one model."""
 MAX_CHUNK_TOKENS = 1 << 20
+MAX_TOPIC = 1024
+"""Bytes of a topic for KV events."""
 MAX_ERROR = 1000
 """Characters of an error's message that are sent; the rest is cut off."""
 
@@ -117,7 +120,7 @@ class Register(_Message, frozen=True):
 
     model and the fields after it are empty if the caller does not know them; then the first store tells. chunk_tokens:
     0 stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`;
-    empty: one, all of which resuming needs.
+    empty: one, all of which resuming needs. topic: under which routers receive the engine's KV events; empty: none.
     """
 
     instance: int
@@ -129,6 +132,7 @@ class Register(_Message, frozen=True):
     chunk_tokens: int = 0
     group: int = 0
     groups: list[Group] = []
+    topic: str = ""
 
 
 class Unregister(_Message, frozen=True):
@@ -271,6 +275,23 @@ class Count(_Message, frozen=True):
     salt: bytes = b""
 
 
+class Describe(_Message, frozen=True):
+    """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
+
+    parent: hash of the chunk before the first; `keys.ROOT` for the first of a prompt. tokens: little-endian uint32,
+    chunk_tokens per chunk, and after the last chunk as many as its hash covers beyond it. What does not give the hashes
+    is ignored.
+    """
+
+    parent: bytes
+    hashes: bytes
+    tokens: bytes
+    chunk_tokens: int
+
+    def __repr__(self) -> str:
+        return f"Describe({len(self.hashes) // 32} chunks of {self.chunk_tokens} tokens)"
+
+
 class Status(_Message, frozen=True):
     """Answer: a dict of counts."""
 
@@ -291,6 +312,7 @@ Request: TypeAlias = (
     | Unpin
     | Forget
     | Count
+    | Describe
     | Status
 )
 
@@ -310,12 +332,14 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
     """Answer to `Prove`: the chunk size.
 
-    lookup_s: how long the server may wait for tiers before it answers a lookup.
+    lookup_s: how long the server may wait for tiers before it answers a lookup. wants_tokens: whether it publishes KV
+    events under the topics of engines, for which it needs `Describe`.
     """
 
     version: int
     chunk_size: int
     lookup_s: float = 0.0
+    wants_tokens: bool = False
 
 
 class Answer(_Message, frozen=True):

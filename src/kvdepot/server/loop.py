@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply, Stop
+from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
@@ -28,6 +28,8 @@ from kvdepot.core.index.recovery import restore
 from kvdepot.devices import Devices
 from kvdepot.errors import ArenaError
 from kvdepot.eviction import POLICIES
+from kvdepot.kv_events.depot_view import DepotView
+from kvdepot.kv_events.engine_view import EngineView
 from kvdepot.kv_events.feed import Feed
 from kvdepot.kv_events.publisher import Publisher, replay_endpoint
 from kvdepot.memory import shm
@@ -105,8 +107,8 @@ class Server:
             )
             closing.callback(self.connections.close)
             if self._feed is not None:
-                guard = self._listener.guard
-                self._publisher = Publisher(self._feed, config.kv_events, context, guard)
+                view = EngineView() if config.wants_tokens else DepotView()
+                self._publisher = Publisher(self._feed, view, config.kv_events, context, self._listener.guard)
                 closing.callback(self._publisher.close)
             self._copier = Copier(self.arena, config.copy_threads, self._report)
             closing.callback(self._stop_copier)
@@ -180,7 +182,7 @@ class Server:
         )  # fmt: skip
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
-            self._feed.tick(self.depot.index)
+            self._tick_feed(self._feed)
             self._publisher.start()
         if self._web is not None:
             self._web.start()
@@ -216,6 +218,9 @@ class Server:
                 case Stop():
                     log.info("%s: stopping the server", action.reason)
                     self.stop()
+                case Described():
+                    assert self._feed is not None, "only with KV events, a server wants descriptions"
+                    self._feed.described(action.chunks)
                 case _:
                     self._tier_workers[action.tier].submit(action)
 
@@ -234,7 +239,7 @@ class Server:
 
     def _tick(self) -> None:
         if self._feed is not None:
-            self._feed.tick(self.depot.index)
+            self._tick_feed(self._feed)
             self.depot.counters["kv_event_overflows"] = self._feed.overflows
         self._act(self.connections.tick(time.monotonic(), time.time()))
         self._listener.tick()
@@ -245,6 +250,9 @@ class Server:
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
             self._copier.submit(Call(None, shm.sweep_leases))
         gc.collect(1)
+
+    def _tick_feed(self, feed: Feed) -> None:
+        feed.tick(self.depot.index, self.depot.topics() if self._config.wants_tokens else frozenset())
 
     def _obstacle(self) -> tuple[str, str]:
         """Why new clients cannot connect, and where: others may have removed or replaced our files. Empty: they can."""

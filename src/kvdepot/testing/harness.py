@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply, Stop
+from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.clients import Lease
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
@@ -100,6 +100,7 @@ class Harness:
         self.tasks: list[Copy | Call] = []
         self.tier_tasks: list[TierTask] = []
         self.stops: list[Stop] = []
+        self.described: list[Described] = []
         self.unanswered: Counter[tuple[bytes, bytes]] = Counter()
         self._numbers = itertools.count(1)
 
@@ -141,6 +142,8 @@ class Harness:
                     self.submitted(action)
                 case Stop():
                     self.stopped(action)
+                case Described():
+                    self.described.append(action)
                 case _:
                     self.submitted_to_tier(action)
 

@@ -21,7 +21,8 @@ Until there is a server, other halves of the same methods take their place (unco
 Settings in `kv_connector_extra_config`: `kvdepot.url`, `kvdepot.start` and `kvdepot.required` (place.py),
 `kvdepot.key` (this client's key file, if the server requires one; default `KVDEPOT_KEY`), `kvdepot.save_decode` (store
 decoded chunks, too; default false), `kvdepot.weights_revision` (names weights that their path does not identify),
-`kvdepot.boundary_chunks` (for models with sliding windows or states: how far apart prompts can be resumed; plan.py).
+`kvdepot.boundary_chunks` (for models with sliding windows or states: how far apart prompts can be resumed; plan.py),
+`kvdepot.events_topic` (under which routers know this engine; descriptions.py).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from kvdepot.client.socket import Client
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
+from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.groups import Group, event_group, find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import namespace, read_settings, refuse_unserved
@@ -171,14 +173,27 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         # Its runner zeroes and copies blocks of a step before it calls `handle_preemptions`.
         holds_all = self._vllm_config.use_v2_model_runner
         plan = make_plan(self._groups, spec, self._settings.boundary_chunks, is_dense, lookahead, holds_all)
-        known = self._make_known(self._groups, spec, self._ranks)
         depot = SchedulerClient(client, spec)
-        return SchedulerHalf(self._vllm_config, depot, plan, self._ranks, self._settings.save_decode, known)
+        # Either the server publishes what this engine can load, or the engine does: a router must not hear it twice.
+        topic = self._settings.events_topic
+        described = Descriptions(depot) if topic and client.wants_tokens else None
+        known = self._make_known(self._groups, spec, self._ranks) if described is None else None
+        if topic and described is None:
+            log.warning(
+                "kvdepot.events_topic is set, but the server at %s publishes no KV events under the topics of engines: "
+                "start it with --kv-events and --kv-events-topics engines",
+                client.server_url,
+            )
+        return SchedulerHalf(
+            self._vllm_config, depot, plan, self._ranks, self._settings.save_decode, known, described
+        )  # fmt: skip
 
     def _make_worker(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client) -> WorkerHalf:
         """Called on the link's thread, once there is a server."""
         # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
-        worker = WorkerClient(client, self._fit(client), unpins=False)
+        # An engine that loads nothing is credited with nothing.
+        topic = self._settings.events_topic if self._kv_transfer_config.is_kv_consumer else ""
+        worker = WorkerClient(client, self._fit(client), unpins=False, topic=topic)
         half = WorkerHalf(self._vllm_config, worker, self._rank, self._fails_whole)
         try:
             half.register(layouts, kv_caches)

@@ -24,6 +24,7 @@ from kvdepot.integrations.vllm.groups import Group, describe_groups, find_groups
 from kvdepot.integrations.vllm.versions import KV_FORMATS, installed_release, lookahead_tokens, tells_of_sleep
 from kvdepot.integrations.vllm.weight_files import find_weights
 from kvdepot.protocol.addresses import fault_of_endpoint
+from kvdepot.protocol.wire import MAX_TOPIC
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -65,7 +66,7 @@ class Settings:
     """Our keys of `kv_connector_extra_config`, without their prefix.
 
     url, start, required: see place.py; an empty url stands for the default endpoint. key: a file; empty: the client's
-    default. boundary_chunks: see plan.py; 0: the default.
+    default. boundary_chunks: see plan.py; 0: the default. events_topic: see wire.Register; empty: none.
     """
 
     url: str = ""
@@ -75,6 +76,7 @@ class Settings:
     save_decode: bool = False
     weights_revision: str = ""
     boundary_chunks: int = 0
+    events_topic: str = ""
 
     @property
     def is_embedded(self) -> bool:
@@ -100,6 +102,8 @@ def read_settings(extra: dict[str, Any]) -> Settings:
     if given.get("boundary_chunks", 0) < 0:
         raise ConfigError(f"{_PREFIX}boundary_chunks is {given['boundary_chunks']}: a number of chunks, or 0")
     settings = Settings(**given)
+    if len(settings.events_topic.encode()) > MAX_TOPIC:
+        raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
     if settings.start not in _STARTS:

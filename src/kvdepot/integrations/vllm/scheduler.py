@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 
 from kvdepot.client import admin
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.holds import Holds
 from kvdepot.integrations.vllm.lora import Adapters
@@ -59,10 +60,12 @@ class SchedulerHalf:
         ranks: int,
         save_decode: bool,
         known: Known | None = None,
+        described: Descriptions | None = None,
     ) -> None:
         """plan: of the model's KV cache groups. ranks: all that load each chunk, over all kinds of parallelism.
 
-        save_decode: store decoded chunks, too. known: if the engine publishes KV events.
+        save_decode: store decoded chunks, too. known: if the engine publishes KV events. described: if the server
+        publishes them for it.
         """
         transfer = vllm_config.kv_transfer_config
         self.figures = Figures(vllm_config, self._trace_headers)
@@ -77,6 +80,7 @@ class SchedulerHalf:
         self._named = names_are_contents(vllm_config)
         self._lookahead = lookahead_tokens(vllm_config)
         self._known = known
+        self._described = described
         self._adapters = Adapters()
         self._epoch = ""  # of weights that only this engine has
         self._tracked: dict[str, Tracked] = {}
@@ -187,6 +191,8 @@ class SchedulerHalf:
         tracked.saved_chunks = cached // self._chunk_tokens
         if self._known is not None and isinstance(outcome, Cached):
             self._known.looked_up(request, tracked.prompt.chain, tracked.saved_chunks, most)
+        if self._described is not None:
+            self._described.found(request, tracked.prompt.chain, tracked.saved_chunks)
         tracked.local_tokens = num_computed_tokens
         new_tokens = min(cached, request.num_tokens) - num_computed_tokens
         return (new_tokens, True) if new_tokens > 0 else (0, False)
@@ -286,6 +292,8 @@ class SchedulerHalf:
         client.pump()
         if client.incarnation != self._incarnation:
             self._incarnation = client.incarnation
+            if self._described is not None:
+                self._described.restarted()
             for tracked in self._tracked.values():
                 tracked.saved_chunks = 0
 
@@ -331,6 +339,8 @@ class SchedulerHalf:
         for store in stores:
             if self._known is not None and not store.group:
                 self._known.ordered(request, chain, store.depth, store.depth + store.chunks)
+        if self._described is not None:
+            self._described.stored(request, chain, first, end)
         tracked.stores_open = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

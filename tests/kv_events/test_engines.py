@@ -1,0 +1,371 @@
+"""A server that publishes under its engines' topics, and a router by llm-d's rules: whom does it credit with what?"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from kvdepot.client.contract import wrap_kv_caches
+from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.client.socket import Client
+from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_ids
+from kvdepot.client.worker import WorkerClient
+from kvdepot.errors import BadRequest
+from kvdepot.kv_events.publisher import END, replay_endpoint
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import ChunkChain, derive_root, pack_ids
+from kvdepot.protocol.layout import build_layout
+from tests.conftest import Depot, StartDepot, eventually
+from tests.kv_events.router import BLOCK, Router
+from tests.server.process import kill
+
+CHUNK = 256
+PER_CHUNK = CHUNK // BLOCK
+"""Request keys per chunk."""
+BLOCKS_IN_CHUNK = 4
+
+
+class Engine:
+    """A scheduler and a worker that name a topic and describe what they store."""
+
+    def __init__(
+        self, depot: Depot, topic: str, model: str = "m", block_bytes: int = 64, groups: tuple[GroupSpec, ...] = ()
+    ) -> None:
+        spec = ShardSpec(model, 1, 0, CHUNK, BLOCKS_IN_CHUNK, groups)
+        self.scheduler = SchedulerClient(Client(depot.url, depot.context), spec)
+        self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False, topic=topic)
+        self.scheduler.client.learn_chunk_size(30.0)
+        caches = [torch.zeros((64, block_bytes * (i + 1)), dtype=torch.uint8) for i in range(max(1, len(groups)))]
+        layouts = [build_layout([wrap_kv_caches({"kv": cache})[0].view], [0]) for cache in caches]
+        register = self.worker.register_groups if groups else lambda layouts: self.worker.register_layout(layouts[0])
+        register(layouts)
+        self.caches = caches
+
+    def store(self, tokens: list[int], root: bytes = derive_root(), describe: bool = True) -> ChunkChain:
+        """Store the whole chunks of a prompt, a dozen at most."""
+        chain = ChunkChain(CHUNK, root)
+        chain.extend(tokens)
+        if describe:
+            self.describe(chain, tokens)
+        request_id = uuid.uuid4().hex
+        blocks = pack_block_ids(list(range(BLOCKS_IN_CHUNK * len(chain))))
+        groups = range(max(1, len(self.worker.spec.groups)))
+        transfers = [Transfer(request_id, root, 0, bytes(chain.hashes), blocks, group=group) for group in groups]
+        self.worker.submit_store([request_id], transfers, None)
+        eventually(lambda: request_id in self.worker.poll({request_id}).stored)
+        return chain
+
+    def describe(self, chain: ChunkChain, tokens: list[int], first: int = 0) -> None:
+        ids = pack_ids(tokens[first * CHUNK : len(chain) * CHUNK], "token ids")
+        self.scheduler.describe(chain.parent(first), chain.slice(first, len(chain)), ids)
+
+    def found(self, tokens: list[int]) -> int:
+        """Request keys of a prompt that a lookup finds."""
+        chain = ChunkChain(CHUNK)
+        chain.extend(tokens)
+        request_id = uuid.uuid4().hex
+        self.scheduler.submit_lookup(request_id, bytes(chain.hashes), 1)
+        eventually(lambda: not isinstance(self.scheduler.check_lookup(request_id), Pending))
+        outcome = self.scheduler.check_lookup(request_id)
+        assert isinstance(outcome, Cached), outcome
+        self.scheduler.end_session(request_id)
+        return outcome.tokens // BLOCK
+
+    def reconnect(self) -> None:
+        """Wait until a server that has restarted knows both."""
+        for client in (self.scheduler.client, self.worker.client):
+            answer = client.ask(wire.Noop(), deadline_s=None)
+            eventually(lambda answer=answer, client=client: client.pump() or answer.query())
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
+
+
+class Follower:
+    """A router's subscription to `kv@`: asks for a replay where it joins, and for what it missed."""
+
+    def __init__(self, endpoint: str, clears: bool = True, loses: int = 0) -> None:
+        """loses: every n-th message; 0: none."""
+        self.router = Router(clears)
+        self.loses = loses
+        self.heard = self.lost = self.replays = 0
+        self.topics: list[bytes] = []
+        self._last: int | None = None
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        for socket, url in ((self._sub, endpoint), (self._dealer, replay_endpoint(endpoint))):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, 10)
+            socket.connect(url)
+
+    def hear(self) -> Router:
+        """Take what has arrived."""
+        while self._sub.poll(0):
+            topic, number, payload = self._sub.recv_multipart()
+            seq = int.from_bytes(number, "big")
+            self.heard += 1
+            if self.loses and self.heard % self.loses == 0:
+                self.lost += 1
+                continue
+            if self._last is None or seq > self._last + 1:
+                self._replay(0 if self._last is None else self._last + 1)
+            if self._last is not None and seq == self._last + 1:
+                self._take(topic, seq, payload)
+        return self.router
+
+    def _replay(self, first: int) -> None:
+        self.replays += 1
+        self._dealer.send_multipart((b"", first.to_bytes(8, "big")))
+        while self._dealer.poll(10_000):
+            empty, topic, number, payload = self._dealer.recv_multipart()
+            assert empty == b""
+            if number == END:
+                return
+            seq = int.from_bytes(number, "big")
+            assert first == 0 or seq == first, "a replay has no gap"
+            if self._last is None or seq > self._last:
+                self._take(topic, seq, payload)
+            first = seq + 1
+
+    def _take(self, topic: bytes, seq: int, payload: bytes) -> None:
+        self.topics.append(topic)
+        self.router.take(topic, payload)
+        self._last = seq
+
+    def wait(self, condition: Callable[[Router], object]) -> None:
+        eventually(lambda: condition(self.hear()))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/events.sock"
+
+
+@pytest.fixture
+def ending() -> Iterator[contextlib.ExitStack]:
+    """Closes engines and followers at the test's end."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+class Host:
+    """A server, and the engines and followers of one test."""
+
+    def __init__(self, start: StartDepot, ending: contextlib.ExitStack, endpoint: str) -> None:
+        self._start, self._ending, self.endpoint = start, ending, endpoint
+        self.depot = self.serve()
+
+    def serve(self, **options: Any) -> Depot:
+        return self._start("--kv-events", self.endpoint, "--kv-events-topics", "engines", arena_mib=1, **options)
+
+    def engine(self, topic: str, **options: Any) -> Engine:
+        engine = Engine(self.depot, topic, **options)
+        self._ending.callback(engine.close)
+        return engine
+
+    def follower(self, **options: Any) -> Follower:
+        follower = Follower(self.endpoint, **options)
+        self._ending.callback(follower.close)
+        return follower
+
+
+@pytest.fixture
+def host(start_depot: StartDepot, ending: contextlib.ExitStack, endpoint: str) -> Host:
+    return Host(start_depot, ending, endpoint)
+
+
+def prompt(seed: int, chunks: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(1 << 17) for _ in range(chunks * CHUNK)]
+
+
+PODS = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
+TOPICS = [f"kv@{pod}@llama" for pod in PODS]
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_what_one_engine_stored_is_credited_to_every_engine_that_can_load_it(host: Host, clears: bool) -> None:
+    follower = host.follower(clears=clears)
+    first, second, third = (host.engine(topic) for topic in TOPICS)
+    host.engine("kv@10.0.0.9:8000@llama", model="of other weights")
+    tokens = prompt(1, 3)
+    first.store(tokens)
+    follower.wait(lambda router: router.blocks(tokens, "llama") == dict.fromkeys(PODS, 3 * PER_CHUNK))
+    longer = tokens + prompt(2, 1)
+    third.store(longer)  # behind what another engine has described
+    follower.wait(lambda router: router.blocks(longer, "llama") == dict.fromkeys(PODS, 4 * PER_CHUNK))
+    other = tokens[:CHUNK] + prompt(3, 1)
+    assert follower.router.blocks(other, "llama") == dict.fromkeys(PODS, PER_CHUNK)
+    assert second.found(longer) == 4 * PER_CHUNK
+    assert not follower.router.passed_over and not follower.router.twice
+
+
+def test_an_engine_that_comes_later_is_credited_with_what_is_there_and_one_that_leaves_with_nothing(host: Host) -> None:
+    follower, tokens = host.follower(clears=False), prompt(1, 5)
+    first = host.engine(TOPICS[0])
+    first.store(tokens)
+    follower.wait(lambda router: set(router.blocks(tokens, "llama")) == {PODS[0]})
+    second = host.engine(TOPICS[1])
+    follower.wait(lambda router: router.blocks(tokens, "llama") == dict.fromkeys(PODS[:2], 5 * PER_CHUNK))
+    first.close()
+    follower.wait(lambda router: router.blocks(tokens, "llama") == {PODS[1]: 5 * PER_CHUNK})
+    second.worker.unregister(10.0)  # as an engine that goes to sleep
+    follower.wait(lambda router: router.score(tokens, "llama") == {})
+    assert not follower.router.twice and follower.replays <= 1
+
+
+def test_engines_that_name_one_topic_for_their_node_are_told_of_once(host: Host) -> None:
+    follower, tokens, topic = host.follower(), prompt(1, 2), "kv@node:worker-7@llama"
+    first, second = host.engine(topic), host.engine(topic)
+    first.store(tokens)
+    follower.wait(lambda router: router.blocks(tokens, "llama") == {"node:worker-7": 2 * PER_CHUNK})
+    first.close()
+    longer = tokens + prompt(2, 1)
+    second.store(longer)
+    follower.wait(lambda router: router.blocks(longer, "llama") == {"node:worker-7": 3 * PER_CHUNK})
+    assert not follower.router.twice
+
+
+@pytest.mark.faults
+def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host: Host) -> None:
+    follower = host.follower(clears=False)
+    engines = [host.engine(topic, block_bytes=16384) for topic in TOPICS[:2]]  # 64 KiB a chunk: 15 of them
+    prompts = [prompt(seed, 1 + seed % 4) for seed in range(24)]
+    for seed, tokens in enumerate(prompts):
+        engines[seed % 2].store(tokens)
+    there = {i: found for i, tokens in enumerate(prompts) if (found := engines[0].found(tokens))}
+    assert 0 < len(there) < len(prompts) and host.depot.status()["evicted_chunks"] > 0
+
+    def credited(router: Router) -> dict[int, dict[str, int]]:
+        return {i: scores for i, tokens in enumerate(prompts) if (scores := router.blocks(tokens, "llama"))}
+
+    follower.wait(lambda router: credited(router) == {i: dict.fromkeys(PODS[:2], there[i]) for i in there})
+    assert not follower.router.twice
+    client = Client(host.depot.url, host.depot.context)
+    client.ask(wire.Forget()).result(30.0)
+    client.close()
+    follower.wait(lambda router: credited(router) == {})
+    assert not any(follower.router.counts.values())
+
+
+@pytest.mark.faults
+def test_a_router_that_loses_messages_or_comes_late_believes_the_same(host: Host) -> None:
+    lossy = host.follower(loses=3)
+    engines = [host.engine(topic, block_bytes=16384) for topic in TOPICS[:2]]
+    prompts = [prompt(seed, 1 + seed % 4) for seed in range(14)]
+    for seed, tokens in enumerate(prompts):
+        engines[seed % 2].store(tokens)
+        lossy.wait(lambda router, tokens=tokens: router.score(tokens, "llama"))  # at the latest when a gap is seen
+        if seed == 10:
+            engines[0].close()
+            engines[0] = host.engine(TOPICS[2], block_bytes=16384)
+    late = host.follower()
+    there = {i: dict.fromkeys(PODS[1:], found) for i, t in enumerate(prompts) if (found := engines[1].found(t))}
+
+    def credited(router: Router) -> dict[int, dict[str, int]]:
+        return {i: scores for i, tokens in enumerate(prompts) if (scores := router.blocks(tokens, "llama"))}
+
+    for follower in (lossy, late):
+        follower.wait(lambda router: credited(router) == there)
+        assert not follower.router.twice
+    assert lossy.lost > 2 and lossy.replays > 2 and late.replays == 1
+
+
+@pytest.mark.faults
+def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host) -> None:
+    follower, tokens = host.follower(clears=False), prompt(1, 3)
+    engine = host.engine(TOPICS[0])
+    chain = engine.store(tokens)
+    follower.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
+    kill(host.depot)
+    url, name = host.depot.url, host.depot.name
+    host.depot = host.serve(url=url, name=name)
+    engine.reconnect()
+    assert engine.found(tokens) == 3 * PER_CHUNK
+    later = host.follower()
+    engine.describe(chain, tokens)  # as an engine whose lookup has found them
+    later.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
+
+
+def test_a_server_that_ends_takes_everything_back(host: Host) -> None:
+    follower, tokens = host.follower(clears=False), prompt(1, 3)
+    host.engine(TOPICS[0]).store(tokens)
+    follower.wait(lambda router: router.blocks(tokens, "llama"))
+    assert host.depot.stop() == 0
+    follower.wait(lambda router: router.score(tokens, "llama") == {})
+
+
+def test_only_chunks_that_tokens_alone_identify_are_credited(host: Host) -> None:
+    follower, engine = host.follower(), host.engine(TOPICS[0])
+    told = prompt(1, 1)
+    engine.store(prompt(2, 2), describe=False)
+    engine.store(prompt(3, 2), root=derive_root(("salt", "alice")))
+    engine.describe(engine.store(prompt(4, 2), describe=False), prompt(5, 2))  # other tokens
+    half = prompt(6, 2)
+    engine.describe(engine.store(half, describe=False), half, first=1)  # without its parent
+    engine.store(told)
+    follower.wait(lambda router: router.blocks(told, "llama") == {PODS[0]: PER_CHUNK})
+    for tokens in (prompt(2, 2), prompt(3, 2), prompt(4, 2), prompt(5, 2), half):
+        assert follower.router.score(tokens, "llama") == {}
+    chain = ChunkChain(CHUNK)
+    chain.extend(half)
+    engine.describe(chain, half)
+    follower.wait(lambda router: router.blocks(half, "llama") == {PODS[0]: 2 * PER_CHUNK})
+
+
+def test_of_a_model_with_windows_the_chunks_that_every_hit_needs_are_credited(host: Host) -> None:
+    groups = (GroupSpec(2, BLOCKS_IN_CHUNK), GroupSpec(0, BLOCKS_IN_CHUNK))
+    follower, tokens = host.follower(), prompt(1, 3)
+    host.engine(TOPICS[0], groups=groups).store(tokens)
+    follower.wait(lambda router: router.blocks(tokens, "llama") == {PODS[0]: 3 * PER_CHUNK})
+    assert not follower.router.twice
+
+
+def test_a_server_with_its_own_topic_wants_no_descriptions(start_depot: StartDepot, endpoint: str) -> None:
+    for flags in (("--kv-events", endpoint), ("--kv-events-topics", "engines")):
+        depot = start_depot(*flags, arena_mib=1)
+        engine, tokens = Engine(depot, TOPICS[0]), prompt(1, 1)
+        assert not engine.scheduler.client.wants_tokens
+        engine.store(tokens)  # which describes it to those that want it
+        chain = ChunkChain(CHUNK)
+        chain.extend(tokens)
+        described = wire.Describe(chain.root, bytes(chain.hashes), pack_ids(tokens, "token ids"), CHUNK)
+        with pytest.raises(BadRequest, match="publishes no token ids"):
+            engine.scheduler.client.ask(described).result(30.0)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hashes": b""}, {"hashes": bytes(33)}, {"parent": b""}, {"tokens": bytes(4 * CHUNK - 4)},
+        {"tokens": bytes(4 * CHUNK + 1)}, {"tokens": bytes(8 * CHUNK + 4)}, {"chunk_tokens": 0}, {"chunk_tokens": -1},
+    ],
+)  # fmt: skip
+def test_a_description_that_does_not_fit_together_is_refused(host: Host, change: dict[str, Any]) -> None:
+    good = {"parent": bytes(32), "hashes": bytes(32), "tokens": bytes(4 * CHUNK), "chunk_tokens": CHUNK}
+    client = Client(host.depot.url, host.depot.context)
+    try:
+        assert client.ask(wire.Describe(**good)).result(30.0) is None  # it fits, though it proves nothing
+        with pytest.raises(BadRequest):
+            client.ask(wire.Describe(**(good | change))).result(30.0)
+    finally:
+        client.close()
+
+
+def test_a_topic_that_is_too_long_is_refused(host: Host) -> None:
+    with pytest.raises(BadRequest, match="longer than 1024"):
+        host.engine("kv@" + "p" * wire.MAX_TOPIC + "@m")
