@@ -22,6 +22,7 @@ import msgspec
 
 from kvdepot import errors
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.quotas import Quota
 
 __all__ = [
     "VERSION",
@@ -42,6 +43,7 @@ __all__ = [
     "Register",
     "Request",
     "Retrieve",
+    "SetQuota",
     "Shards",
     "Status",
     "Store",
@@ -271,6 +273,16 @@ class Count(_Message, frozen=True):
     salt: bytes = b""
 
 
+class SetQuota(_Message, frozen=True):
+    """Give a tenant a quota until the server ends; None: no quota. Answer: None.
+
+    Refused if the client has a tenant.
+    """
+
+    tenant: str
+    quota: Quota | None
+
+
 class Status(_Message, frozen=True):
     """Answer: a dict of counts."""
 
@@ -291,6 +303,7 @@ Request: TypeAlias = (
     | Unpin
     | Forget
     | Count
+    | SetQuota
     | Status
 )
 
