@@ -75,6 +75,8 @@ class Scale:
     tier_prompts: int = 100
     chats: int = 10
     turns: int = 4
+    evicting_chunks: int = 20_000
+    eviction_rounds: int = 101
     policy_requests: int = 8_000
     policy_capacities: tuple[int, ...] = (1_000, 5_000, 10_000, 20_000, 30_000)
     simulated_references: int = 1_000_000
@@ -125,6 +127,8 @@ TINY = Scale(
     tier_prompts=4,
     chats=3,
     turns=2,
+    evicting_chunks=64,
+    eviction_rounds=1,
     policy_requests=150,
     policy_capacities=(100, 400),
     simulated_references=5_000,

@@ -104,7 +104,7 @@ def _description(kind: type[Any], name: str) -> str:
 def _default(field: Any) -> str:
     default = field.default
     if default is msgspec.NODEFAULT:
-        return "required"
+        return "required" if field.default_factory is msgspec.NODEFAULT else ""
     return "" if default in ("", ()) else f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
 
 

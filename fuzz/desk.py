@@ -41,6 +41,7 @@ from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.protocol.quotas import Quota
 from kvdepot.testing.harness import Harness
 
 __all__ = ["REACHED", "depot", "depot_seeds"]
@@ -160,7 +161,7 @@ class Desk(Harness):
 
     def begin(self) -> None:
         """Start a server."""
-        index = Index(Allocator(START, START + PAGES * PAGE), Lru(), Records(memoryview(self.table)))
+        index = Index(Allocator(START, START + PAGES * PAGE), Lru, Records(memoryview(self.table)))
         self.restored = restore(index)
         index.validate()
         config = Config(
@@ -555,6 +556,7 @@ def depot_seeds() -> list[bytes]:
         wire.Clear("m"),
         wire.Count("m"),
         wire.Describe(bytes(32), bytes(32), bytes(4 * 16), 16),
+        wire.SetQuota("t", Quota(4096, 8192, 2.0, 60)),
         wire.Status(),
         wire.Noop(),
         wire.ChunkSize(),

@@ -34,6 +34,7 @@ from kvdepot.memory.records import SLOT_BYTES, NamespaceRecord, Records, ShardRe
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.wire import Group
 
 __all__ = ["REACHED", "TARGETS", "Target"]
@@ -141,6 +142,7 @@ def _request_seeds() -> list[bytes]:
         wire.ChunkSize(),
         wire.Noop(),
         wire.Clear("model"),
+        wire.SetQuota("tenant", Quota(4096, 8192, 2.0, 60)),
         wire.Status(),
     ]
     return [wire.encode_request(number, message) for number, message in enumerate(messages)]
@@ -249,7 +251,7 @@ def _check_usable(index: Index) -> None:
 
 
 def _restored(table: bytes) -> Index:
-    index = Index(_allocator(), Lru(), Records(memoryview(bytearray(table))))
+    index = Index(_allocator(), Lru, Records(memoryview(bytearray(table))))
     restore(index)
     return index
 
@@ -364,7 +366,7 @@ def _contents(index: Index) -> dict[tuple[object, ...], tuple[object, ...]]:
 def _stored(pick: Choices) -> tuple[Index, bytearray]:
     """An index with the stores of a story, and its table of records."""
     table = bytearray(_SLOTS * SLOT_BYTES)
-    index = Index(_allocator(), Lru(), Records(memoryview(table)))
+    index = Index(_allocator(), Lru, Records(memoryview(table)))
     for _ in range(pick.below(40)):
         prompt, first, ranks = pick.below(4), pick.below(3), 1 + pick.below(2)
         groups = [Group(reach, 2, 0, bytes([ranks, reach]) * 16) for reach in pick.of(((0,), (0,), (0, 2), (1,)))]
@@ -461,7 +463,7 @@ def arena(data: bytes) -> None:
             summed = told[:12] + bytes(4) + told[16:]
             assert not any(told) or crc32(summed).to_bytes(4, "little") == told[12:16], "a damaged header was believed"
             index = Index(
-                Allocator(taken.header.chunks_start, size), Lru(), Records(taken.table(), taken.ensure_table)
+                Allocator(taken.header.chunks_start, size), Lru, Records(taken.table(), taken.ensure_table)
             )  # fmt: skip
             restore(index, taken.read_table(), taken.whole)
             _check_restored(index)

@@ -101,6 +101,7 @@ EXPECTED = (
         if _is_there("redis")
     ]
     + ["launch to first answer, 100k chunks on disk", "launch to hits of all of 100k chunks on disk"]
+    + ["a store that evicts, quotas for 8 tenants"]
     + (
         [
             *(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from kvdepot import config
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.quotas import Quota
 
 GIB = 1 << 30
 WRONG: list[tuple[str, str]] = [
@@ -82,7 +84,7 @@ def test_without_file_environment_and_flags_every_setting_has_its_default() -> N
     assert loaded.url == config.default_url()
     for field in fields():
         if field.name != "url":
-            assert getattr(loaded, field.name) == field.default
+            assert getattr(loaded, field.name) == getattr(Config(), field.name)
 
 
 def test_the_file_wins_over_the_defaults(tmp_path: Path) -> None:
@@ -319,3 +321,50 @@ def test_settings_are_shown_without_their_passwords(tier: str, shown: str) -> No
     loaded = load(flags={"tiers": [tier]}, environ={})
     assert config.masked(loaded)["tiers"] == [shown]
     assert repr(shown) in repr(loaded)
+
+
+# -- quotas of tenants
+
+
+def test_tenants_are_tables_of_the_file_with_sizes_in_units(tmp_path: Path) -> None:
+    text = """
+        [tenants.blue]
+        floor_gib = "512MiB"
+        cap_gib = 2
+        weight = 3
+        ttl_s = 60
+        [tenants.red]
+    """
+    loaded = load(write(tmp_path, text), environ={})
+    assert {name: share.quota for name, share in loaded.tenants.items()} == {
+        "blue": Quota(1 << 29, 2 << 30, 3.0, 60),
+        "red": Quota(),
+    }
+    shown = config.masked(loaded)["tenants"]
+    assert json.loads(json.dumps(shown))["blue"] == {"floor_gib": 0.5, "cap_gib": 2.0, "weight": 3.0, "ttl_s": 60}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tenants = 3", "tenants: 3 is not a table: write [tenants.NAME]"),
+        ("[tenants]\nblue = 3", "tenants.blue: 3 is not a table: write [tenants.blue]"),
+        ("[tenants.blue]\nfloor = 3", "tenants.blue.floor: "),
+        ("[tenants.blue]\nfloor_gib = -1", "tenants.blue.floor_gib: -1 is out of range"),
+        ('[tenants.blue]\ncap_gib = "much"', "tenants.blue.cap_gib: 'much' is not a size"),
+        ("[tenants.blue]\nfloor_gib = 2\ncap_gib = 1", "tenants.blue.cap_gib: 1 is below floor_gib, 2"),
+        ("[tenants.blue]\nweight = 0", "tenants.blue.weight: 0 is out of range"),
+        ("[tenants.blue]\nweight = nan", "tenants.blue.weight: "),
+        ("[tenants.blue]\nttl_s = 1.5", "tenants.blue.ttl_s: "),
+    ],
+)
+def test_a_wrong_table_of_a_tenant_is_refused_by_its_name_and_setting(tmp_path: Path, text: str, said: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as refused:
+        load(file, environ={})
+    assert str(refused.value).startswith(f"{file}: {said}")
+
+
+def test_a_variable_cannot_give_tenants_and_is_told_as_a_stray_one() -> None:
+    assert load(environ={"KVDEPOT_TENANTS": "blue"}).tenants == {}
+    assert [name for name, _ in config.stray_variables({"KVDEPOT_TENANTS": "blue"})] == ["KVDEPOT_TENANTS"]

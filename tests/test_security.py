@@ -744,3 +744,60 @@ def test_no_source_unpickles_evaluates_or_imports_what_came_from_outside() -> No
                     assert literal or (owner, name) in {("re", "compile"), ("triton", "compile")}, where
                 assert not any(keyword.arg == "shell" for keyword in node.keywords), where
     assert seen > 10_000
+
+
+def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_it(
+    keys: Path, start_depot: StartDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
+    settings = tmp_path / "depot.toml"
+    settings.write_text('[tenants.blue]\nfloor_gib = "8MiB"\ncap_gib = "16MiB"\n')
+    server = start_depot("--keys", str(keys), "--config", str(settings), arena_mib=64)
+    of_blue = Engine(server, keys / "carol.key")
+    try:
+        tokens = list(range(CHUNK))
+        of_blue.store(tokens)
+        shown = {each["tenant"]: each for each in server.status()["tenants"]}
+        assert (shown["blue"]["chunks"], shown[""]["chunks"]) == (1, 0)
+        assert (shown["blue"]["floor_bytes"], shown["blue"]["cap_bytes"]) == (8 << 20, 16 << 20)
+        where = ("--url", server.url, "--json")
+        seen = json.loads(run("quota", *where, KVDEPOT_KEY=str(keys / "carol.key")).stdout)
+        assert [each["tenant"] for each in seen] == ["blue"]
+        refused = run("quota", "blue", "--cap", "0", *where, KVDEPOT_KEY=str(keys / "carol.key"))
+        assert refused.returncode == 1 and "only a client without a tenant" in refused.stderr
+        for tenant, options, said in (
+            ("green", ["--floor", "1MiB"], "'green'"),
+            ("blue", ["--floor", "17MiB"], "below the floor"),
+            ("red", ["--floor", "1GiB"], "more than the arena"),
+        ):
+            refused = run("quota", tenant, *options, *where)
+            assert refused.returncode == 1 and said in refused.stderr
+        assert run("quota", "blue", "--cap", "much", *where).returncode == 2
+        changed = json.loads(run("quota", "blue", "--cap", "32MiB", "--weight", "2.5", *where).stdout)
+        assert [(each["floor_bytes"], each["cap_bytes"], each["weight"]) for each in changed] == [
+            (8 << 20, 32 << 20, 2.5)
+        ]
+        assert "32 MiB" in run("quota", "--url", server.url).stdout
+        assert json.loads(run("quota", "blue", "--remove", *where).stdout) == []
+        assert server.status()["tenants"] == [] and of_blue.hits(tokens) == CHUNK
+    finally:
+        of_blue.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "has_keys", "said"),
+    [
+        ("[tenants.green]", True, "tenants.green: no client has this tenant"),
+        ("[tenants.blue]", False, "tenants.blue: no client has this tenant, because clients need no keys"),
+        ("[tenants.blue]\nfloor_gib = 1", True, "tenants.blue: the floors of all tenants together"),
+    ],
+)
+def test_a_server_does_not_start_with_quotas_that_cannot_hold(
+    keys: Path, tmp_path: Path, text: str, has_keys: bool, said: str
+) -> None:
+    settings = tmp_path / "depot.toml"
+    settings.write_text(text)
+    ended = run("serve", "--config", settings, *(["--keys", keys] if has_keys else []), "--url", f"ipc://{keys}/d.sock",
+                "--arena-gib", "0.01", "--arena-name", f"kvdepot-test-{secrets.token_hex(6)}")  # fmt: skip
+    assert ended.returncode == 2
+    assert said in ended.stderr

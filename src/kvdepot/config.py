@@ -19,12 +19,15 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.protocol.addresses import MOST_PORT, fault_of_endpoint
+from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.urls import shown
 from kvdepot.values import explain, in_units, suggestion
 
 __all__ = [
+    "ONLY_IN_FILE",
     "Config",
+    "Share",
     "default_key",
     "default_url",
     "free_memory",
@@ -67,8 +70,32 @@ _WORDS = {
 }
 
 
+ONLY_IN_FILE = ("tenants",)
+"""Settings that are tables, which neither a flag nor a variable can give."""
+
 _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 _MOST_GIB = 1 << 30
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one tenant gets of the arena: a table `[tenants.NAME]` of the file. See protocol/quotas.py."""
+
+    floor_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="what other tenants cannot take from it")] = 0.0
+    cap_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="the most that it can have; 0 = no cap")] = 0.0
+    weight: Annotated[
+        float, Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT, description="its part of what is left above all floors")
+    ] = 1.0
+    ttl_s: Annotated[
+        int, Meta(ge=0, le=1 << 31, description="seconds after which its chunks expire, if sooner than ttl_s")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if self.cap_gib and self.cap_gib < self.floor_gib:
+            raise ValueError(f"cap_gib: {self.cap_gib:g} is below floor_gib, {self.floor_gib:g}")
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(int(self.floor_gib * GIB), int(self.cap_gib * GIB), self.weight, self.ttl_s)
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +146,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(gt=0, le=8, description="seconds a lookup may wait for tiers; what arrives later is recomputed")
     ] = 1.0
     ttl_s: Annotated[int, Meta(ge=0, le=1 << 31, description="seconds after which a chunk expires; 0 = never")] = 0
+    tenants: Annotated[
+        dict[str, Share],
+        Meta(description="memory by tenant: tables [tenants.NAME] with floor_gib, cap_gib, weight and ttl_s"),
+    ] = {}
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
@@ -259,7 +290,7 @@ def load_with_sources(
         source |= dict.fromkeys(table, file)
     for variable, text in (os.environ if environ is None else environ).items():
         setting = variable[len(_PREFIX) :].lower() if variable.startswith(_PREFIX) else ""
-        if setting in Config.__struct_fields__:
+        if setting in Config.__struct_fields__ and setting not in ONLY_IN_FILE:
             merged[setting] = text
             source[setting] = variable
     for name, value in (flags or {}).items():
@@ -270,6 +301,8 @@ def load_with_sources(
         merged["tiers"] = tiers.split()
     _refuse_unknown(source)
     merged = in_units(merged)
+    if "tenants" in merged:
+        merged["tenants"] = _shares(merged["tenants"], source["tenants"])
     try:
         config = msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as exc:
@@ -280,6 +313,23 @@ def load_with_sources(
     if not config.url:
         config = msgspec.structs.replace(config, url=default_url())
     return config, {name: source.get(name, "default") for name in Config.__struct_fields__}
+
+
+def _shares(tables: object, where: str) -> dict[str, Share]:
+    """The tables of tenants. Raises ConfigError, which names the table and the setting in it."""
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{where}: tenants: {tables!r} is not a table: write [tenants.NAME]")
+    shares = {}
+    for tenant, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: tenants.{tenant}: {table!r} is not a table: write [tenants.{tenant}]")
+        given = in_units(table)
+        try:
+            shares[tenant] = msgspec.convert(given, Share, strict=False)
+        except msgspec.ValidationError as exc:
+            name, said = explain(exc, given)
+            raise ConfigError(f"{where}: tenants.{tenant}{'.' if name else ''}{name}: {said}") from exc
+    return shares
 
 
 def _refuse_unknown(source: Mapping[str, str]) -> None:
@@ -303,7 +353,8 @@ _LINK = re.compile(r"KVDEPOT_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(P
 
 def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables that look like settings but are not: their names, and what to do."""
-    known = {f"{_PREFIX}{name.upper()}" for name in Config.__struct_fields__} | _OTHER_VARIABLES
+    settings = [name for name in Config.__struct_fields__ if name not in ONLY_IN_FILE]
+    known = {f"{_PREFIX}{name.upper()}" for name in settings} | _OTHER_VARIABLES
     stray = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
     return [(name, _advice(name, known)) for name in stray if not _LINK.fullmatch(name)]
 
@@ -317,4 +368,5 @@ def _advice(name: str, known: Collection[str]) -> str:
 def masked(config: Config) -> dict[str, object]:
     """The settings by name, for display; secrets in the URLs of tiers are shown as ***."""
     values = msgspec.structs.asdict(config)
-    return values | {"tiers": [shown(tier) for tier in config.tiers]}
+    tenants = {name: msgspec.structs.asdict(share) for name, share in config.tenants.items()}
+    return values | {"tiers": [shown(tier) for tier in config.tiers], "tenants": tenants}

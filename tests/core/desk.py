@@ -61,7 +61,7 @@ class Desk(Harness):
         tiers: Sequence[TierConfig] = (),
     ) -> None:
         config = Config(url="ipc:///nowhere", chunk_size=1, **(settings or {}))
-        index = Index(Allocator(0, pages * PAGE), Lru(), ttl_s=config.ttl_s, chunk_tokens=config.chunk_size)
+        index = Index(Allocator(0, pages * PAGE), Lru, ttl_s=config.ttl_s, chunk_tokens=config.chunk_size)
         self.mapped: list[Tensors] = []
         super().__init__(config, index, map_layout or self.map, tiers, tenant=lambda user: user)
 

@@ -76,9 +76,7 @@ class Rack:
         **options: Any,
     ) -> None:
         """index: one that exists already."""
-        self.index = index or Index(
-            Allocator(0, pages * PAGE), POLICIES[policy](), chunk_tokens=CHUNK_TOKENS, **options
-        )
+        self.index = index or Index(Allocator(0, pages * PAGE), POLICIES[policy], chunk_tokens=CHUNK_TOKENS, **options)
         self.reaches = reaches
         self.world_size = world_size
         self.namespaces = register(self.index, reaches, world_size, model)

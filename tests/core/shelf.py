@@ -54,7 +54,7 @@ class Shelf:
 
     def __init__(self, pages: int, world_size: int = 1, policy: str = "lru", watch: Any = None) -> None:
         self.policy = POLICIES[policy]()
-        self.index = Index(Allocator(0, pages * PAGE), self.policy, watch=watch, chunk_tokens=256)
+        self.index = Index(Allocator(0, pages * PAGE), lambda: self.policy, watch=watch, chunk_tokens=256)
         self.world_size = world_size
         for rank in range(world_size):
             self.namespace = self.index.namespaces.find("m", world_size, rank, bytes(32), 4)

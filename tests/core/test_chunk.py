@@ -220,9 +220,9 @@ class States(RuleBasedStateMachine):
     @rule()
     def give_back(self) -> None:
         shard = self.replaced.pop()
-        self.index.give_back(shard)
+        self.index.give_back(self.shelf.namespace, shard)
         with pytest.raises(IllegalTransition):
-            self.index.give_back(shard)
+            self.index.give_back(self.shelf.namespace, shard)
 
     @rule(end=st.integers(0, 3))
     def queries_change_nothing(self, end: int) -> None:
@@ -255,7 +255,7 @@ class States(RuleBasedStateMachine):
         for (_, rank), chunk in self.open.items():
             self.index.remove(chunk, Reason.FAILED, rank)
         for shard in self.replaced:
-            self.index.give_back(shard)
+            self.index.give_back(self.shelf.namespace, shard)
         for scope in self.scopes:
             self.index.end_removal(scope)
         while self.shelf.namespace.chunks:
@@ -302,7 +302,7 @@ def test_the_index_takes_every_step_that_the_table_allows(monkeypatch: pytest.Mo
     loading = head.shards[1]
     reserve(first, 1)
     assert loading.state is State.REPLACED
-    index.give_back(loading)
+    index.give_back(namespace, loading)
     index.seal(head, 1)
     index.remove(reserve(first, 0, is_load=True), Reason.FAILED, 0)
     index.hold([head])
@@ -379,7 +379,7 @@ def test_what_waits_for_a_parent_whose_store_fails_is_loose_and_nobody_waits() -
 
 
 def test_a_refused_step_leaves_a_plain_index_as_it_was() -> None:
-    index = Index(Allocator(0, 8 * PAGE), Lru())
+    index = Index(Allocator(0, 8 * PAGE), Lru)
     namespace = index.namespaces.find("m", 1, 0, bytes(32), 4)
     (outcome,) = index.reserve_missing(namespace, 0, keys("c", 1)[0], b"root", 1, PAGE)
     assert not isinstance(outcome, Present | NoRoom)

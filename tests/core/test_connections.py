@@ -30,7 +30,7 @@ from kvdepot.testing.harness import ArenaName, Harness, PlainLease
 
 def harness(url: str = "ipc:///nowhere", **settings: Any) -> Harness:
     config = Config(url=url, chunk_size=16, **settings)
-    return Harness(config, Index(Allocator(0, 8 * PAGE), Lru()), HostTensors.open, tenant=lambda user: user)
+    return Harness(config, Index(Allocator(0, 8 * PAGE), Lru), HostTensors.open, tenant=lambda user: user)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_where_every_user_can_connect_messages_are_sealed_both_ways() -> None:
             super().replied(reply, frame)
 
     config = Config(url="tcp://127.0.0.1:1", chunk_size=16)
-    server = Listening(config, Index(Allocator(0, 8 * PAGE), Lru()), HostTensors.open)
+    server = Listening(config, Index(Allocator(0, 8 * PAGE), Lru), HostTensors.open)
     seal = sealed(server, b"one")
     assert seal.open(heard[-1]) is not None  # the welcome is the first that is sealed
     server.deliver(b"one", seal.close(wire.encode_request(500, wire.Noop())))

@@ -448,7 +448,7 @@ class RemovalMachine(RuleBasedStateMachine):
 
     @initialize(step=st.sampled_from([1, 2, 5]), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, step: int, policy: str) -> None:
-        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy](), watch=self.hear)
+        self.index = Index(Allocator(0, 4000 * PAGE), POLICIES[policy], watch=self.hear)
         self.removals = Removals(self.index, step)
         self.told: set[tuple[int, bytes]] = set()
         self.namespaces: list[Namespace] = []
@@ -541,7 +541,7 @@ class RemovalMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        victim = self.index.victim()
+        victim = self.index.accounts.victim(None, 0)
         if victim is not None:
             self.index.remove(victim, Reason.EVICTED)
             assert victim.gone

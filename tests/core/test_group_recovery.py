@@ -28,7 +28,7 @@ PROMPTS = [keys("a", 6), keys("b", 4), [*keys("a", 2), *keys("c", 4)]]
 
 def make(pages: int = 60, slots: int = 400, memory: bytearray | None = None, chunk_tokens: int = CHUNK_TOKENS) -> Index:
     records = Records(memoryview(bytearray(slots * SLOT_BYTES) if memory is None else memory))
-    return Index(Allocator(START, START + pages * PAGE), Lru(), records, chunk_tokens=chunk_tokens)
+    return Index(Allocator(START, START + pages * PAGE), Lru, records, chunk_tokens=chunk_tokens)
 
 
 def restarted(index: Index, data: bytes | None = None, chunk_tokens: int = CHUNK_TOKENS) -> tuple[Index, Restored]:

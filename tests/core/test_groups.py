@@ -439,7 +439,7 @@ def test_a_bounded_part_is_evicted_before_the_unbounded_one_of_its_chunk(reaches
             rack.store(group, chain)
             assert not reach or all(rack.part(group, key).parent is rack.part(trunk, key) for key in chain)
     order: list[tuple[int, int]] = []
-    while (victim := rack.index.victim()) is not None:
+    while (victim := rack.index.accounts.victim(None, 0)) is not None:
         order.append((victim.namespace.group, chain.index(victim.key)))
         rack.index.remove(victim, Reason.EVICTED)
     assert len(order) == 5 * len(reaches)

@@ -85,7 +85,7 @@ WORLDS = [1, 2, 1]
 class IndexMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(8, 50), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, pages: int, policy: str) -> None:
-        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy](), watch=self.hear)
+        self.index = Index(Allocator(0, pages * PAGE), POLICIES[policy], watch=self.hear)
         self.model = Model(pages * PAGE, WORLDS)
         self.told: set[tuple[int, bytes]] = set()  # what somebody believes who hears of each change
         self.namespaces: list[Namespace] = []
@@ -482,7 +482,7 @@ def test_a_chunk_larger_than_the_whole_space_evicts_nothing(shelf: Shelf) -> Non
 def test_two_models_with_chunks_of_different_sizes_share_a_full_space_without_a_failed_store() -> None:
     draw = random.Random(7)
     pages = 1000
-    index = Index(Allocator(0, pages * PAGE), Lru())
+    index = Index(Allocator(0, pages * PAGE), Lru)
     sizes = {"small": 7, "large": 13}
     namespaces = {name: index.namespaces.find(name, 1, 0, name.encode(), 4) for name in sizes}
     for namespace in namespaces.values():

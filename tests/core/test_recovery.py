@@ -24,7 +24,7 @@ LAYOUT = b"l" * 32
 
 def make(pages: int = 40, slots: int = 200, memory: memoryview | None = None) -> Index:
     table = memoryview(bytearray(slots * SLOT_BYTES)) if memory is None else memory
-    return Index(Allocator(START, START + pages * PAGE), Lru(), Records(table))
+    return Index(Allocator(START, START + pages * PAGE), Lru, Records(table))
 
 
 def memory_of(index: Index) -> bytes:

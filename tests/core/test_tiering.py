@@ -649,7 +649,7 @@ def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: Mem
     from kvdepot.eviction import POLICIES
 
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
-    host.index._policy = POLICIES[policy]()
+    host.index.accounts.rest.policy = POLICIES[policy]()
     chains = [prompt(f"p{i}", 1) for i in range(16)]
     for chain in chains[:14]:
         host.find(b"one", store(chain))

@@ -36,7 +36,7 @@ class Cache:
 
     def __init__(self, name: str, chunks: int) -> None:
         self.policy = POLICIES[name]()
-        self.index = Index(Allocator(0, chunks * PAGE), self.policy)
+        self.index = Index(Allocator(0, chunks * PAGE), lambda: self.policy)
         self.namespace: Namespace = self.index.namespaces.find("m", 1, 0, bytes(32), 1)
         self.namespace.live = 1
 
@@ -256,7 +256,7 @@ def test_what_is_stored_after_a_restart_outlives_what_was_there_before_and_is_no
     taken = sorted(
         (*extent, None) for c in namespace.chunks.values() for s in c.shards.values() for extent in s.extents
     )
-    index = Index(Allocator(0, 40 * PAGE), after.policy)
+    index = Index(Allocator(0, 40 * PAGE), lambda: after.policy)
     index.allocator.occupy(taken)
     index.adopt([namespace], 2000)
     after.index, after.namespace = index, namespace

@@ -66,6 +66,8 @@ class Checks:
             self._removing.clear()
         assert index.held >= 0 and index.reserved >= 0 and 0 <= allocator.free_bytes <= allocator.capacity
         self.host.check_pins(self)
+        if self.host.neighbours is not None:
+            self.host.neighbours.check(self)
         for since, _, _ in self._lookups.values():  # the first has waited longest
             patience_s = STORE_S + (self.host.config.lookup_s if self.host.stores else 0.0)
             late_s = self.world.now - max(since, self._well_since) - patience_s
@@ -84,14 +86,19 @@ class Checks:
         tiering = self.depot.tiering
         arriving = sum(arrival.chunk.shards[arrival.rank].size for arrival in tiering._lookups._arrivals.values())
         replaced = tiering._lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
-        assert replaced == self.index._detached_bytes or (replaced > 0) == (self.index._detached_bytes > 0)
-        assert tiering._saves._demoting_bytes >= 0 and tiering.tier_lookups >= 0
+        detached = sum(namespace.detached_bytes for namespace in self.index.namespaces.all())
+        assert replaced == detached or (replaced > 0) == (detached > 0)
+        assert self.index.accounts.leaving >= 0 and tiering.tier_lookups >= 0
         if self.host.forgettings.all:
-            for namespace in self.index.namespaces.all():
+            for namespace in self._engines_namespaces():
                 for chunk in namespace.chunks.values():
                     for rank, shard in chunk.shards.items():
                         if shard.sealed:
                             self.host.forgettings.check_chunk(chunk, rank)
+
+    def _engines_namespaces(self) -> list[Namespace]:
+        """Those whose bytes are known; neighbours store none."""
+        return [namespace for namespace in self.index.namespaces.all() if not namespace.tenant]
 
     def check_bytes(self, chunk: Chunk, rank: int, when: str) -> None:
         """A shard contains what its key says."""
@@ -107,7 +114,7 @@ class Checks:
     def check_sealed(self) -> int:
         """Every sealed shard contains what its key says; how many there are."""
         found = 0
-        for namespace in self.index.namespaces.all():
+        for namespace in self._engines_namespaces():
             for chunk in namespace.chunks.values():
                 for rank, shard in chunk.shards.items():
                     if shard.sealed:
@@ -271,8 +278,10 @@ class Checks:
         return any(start <= at < start + size for start, size in extents for at in self.file.flips)
 
     def _check_ages(self) -> None:
-        """What is too old and not in use is gone."""
+        """What is too old and not in use is gone, unless there was so much that the next turns of the loop go on."""
         ttl_s, wall = self.host.config.ttl_s, int(WALL + self.world.now)
+        if self.depot._is_behind:
+            return
         for namespace in self.index.namespaces.all() if ttl_s else ():
             for chunk in namespace.chunks.values():
                 fresh = chunk.born + ttl_s > wall or chunk.state not in (State.WHOLE, State.CHAINED)
@@ -332,7 +341,7 @@ class Checks:
         tiering = self.depot.tiering
         assert not tiering.tier_lookups and not tiering._lookups._arrivals and not tiering.forgettings, tiering
         assert not tiering._lookups.arriving_bytes
-        demoting_bytes = tiering._saves._demoting_bytes
+        demoting_bytes = self.index.accounts.leaving
         assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:
             assert not tier.saving and not tier.queue and not tier.queued_bytes, tier

@@ -16,6 +16,7 @@ from kvdepot.core.actions import Reply
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import Removals
 from kvdepot.core.index import index, recovery
+from kvdepot.core.index.accounts import Account, Accounts
 from kvdepot.core.index.chunk import State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.namespaces import Namespaces
@@ -425,11 +426,27 @@ def counts_what_leaves_memory_for_ever(patch: Patch) -> None:
     part_demoted = Saves._part_demoted
 
     def miscounted(self: Any, demotion: Any) -> None:
-        before = self._demoting_bytes
+        before = [account.leaving for account in self._index.accounts.all()]
         part_demoted(self, demotion)
-        self._demoting_bytes = before
+        for account, leaving in zip(self._index.accounts.all(), before, strict=True):
+            account.lets_go(leaving - account.leaving)
 
     patch.setattr(Saves, "_part_demoted", miscounted)
+
+
+@breaks(115)
+def takes_a_tenants_last_chunk_above_its_floor(patch: Patch) -> None:
+    patch.setattr(Accounts, "_spared", lambda self, account, by: None if account is None else account.victim())
+
+
+@breaks(163)
+def forgets_caps(patch: Patch) -> None:
+    def uncapped(self: Any, quota: Any) -> None:
+        set_(self, quota)
+        self.cap = self._capacity
+
+    set_ = Account.set
+    patch.setattr(Account, "set", uncapped)
 
 
 @breaks(31)

@@ -16,7 +16,7 @@ import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
-from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Reuse, Saved, Status, TierStatus
+from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Reuse, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.guard import _HEADERS
 from kvdepot.web.turns import StatusNow
 
@@ -151,6 +151,10 @@ def example_status(wall_s: float = 0.0) -> Status:
             Engine("e2c4418d", 18_199.0, 640.0, ["Qwen/Qwen3-32B"], [0], "cuda:2", "", 0, 0, 0),
         ],
         pinned=[Kept("system-prompt", int(1.2 * GIB), None), Kept("handbook", int(4.7 * GIB), 5_400)],
+        tenants=[
+            TenantStatus("", int(225.5 * GIB), 28_854, 0, 0, 1.0, 0, 10_012, 0),
+            TenantStatus("research", int(15.8 * GIB), 2_628, 8 * GIB, 16 * GIB, 2.0, 86_400, 3_411, 12),
+        ],
         tiers=[
             TierStatus("disk", "through", "up", 201_882, int(1.43 * 1024 * GIB), 2048 * GIB, 3 * 2**20, 2,
                        {"saved_chunks": 214_001, "loaded_chunks": 9_120, "dropped_chunks": 311, "late": 4}),

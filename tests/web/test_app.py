@@ -228,9 +228,19 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         engine.close()
 
 
+def test_a_quota_of_a_tenant_that_no_key_has_is_refused_with_the_servers_reason(web: Web) -> None:
+    refused = web.change("/v1/quota", {"tenant": "blue", "quota": {"cap_bytes": 4096}})
+    assert (refused.status, refused.value["code"]) == (400, "bad_request")
+    assert "'blue'" in refused.value["message"]
+    ended = web.change("/v1/quota", {"tenant": "blue"})
+    assert (ended.status, ended.value) == (200, {"tenant": "blue", "quota": None})
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
+        ("/v1/quota", {"tenant": ""}, "tenant"),
+        ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),
         ("/v1/forget", {"all": "yes"}, "all"),
@@ -285,7 +295,7 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     schema = web.get("/schema/openapi.json").value
     assert schema["paths"].keys() == {
         "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-        "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/forget",
+        "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/forget", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

@@ -169,6 +169,18 @@ def test_engines_and_namespaces_are_listed_with_their_state_bytes_and_hits(site:
     ]
 
 
+def test_tenants_with_quotas_are_listed_with_the_others_in_one_row_and_without_quotas_not_at_all(
+    site: Site, open_page: OpenPage
+) -> None:
+    page = open_page()
+    assert rows(page, "tenants") == [
+        ["others", "226 GiB", "0 B", "\u2013", "10K", "0"],
+        ["research", "15.8 GiB", "8 GiB", "16 GiB", "3,411", "12"],
+    ]
+    site.status = msgspec.structs.replace(site.status, tenants=[])
+    eventually(lambda: not page.locator("#tenants-part").is_visible())
+
+
 def test_events_are_listed_the_latest_first(site: Site, open_page: OpenPage) -> None:
     page = open_page()
     texts = page.locator("#events li span:last-child").all_inner_texts()

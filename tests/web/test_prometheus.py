@@ -7,17 +7,19 @@ import importlib
 from msgspec.structs import replace
 
 from kvdepot.protocol.counters import SERVER, refusal
-from kvdepot.status import NamespaceStatus, Status
+from kvdepot.status import NamespaceStatus, Status, TenantStatus
 from tests.web.conftest import need
 from tests.web.site import empty_status
 
 
 def values(status: Status, name: str) -> dict[str, float]:
-    """The values of one metric by model, by what was refused, or without a label."""
+    """The values of one metric by model, by tenant, by what was refused, or without a label."""
     need("prometheus_client")
     families = importlib.import_module("kvdepot.web.prometheus").families(status)
     return {
-        sample.labels.get("model", sample.labels.get("what", "")): sample.value
+        next(
+            (sample.labels[label] for label in ("model", "tenant", "what") if label in sample.labels), ""
+        ): sample.value
         for family in families
         for sample in family.samples
         if sample.name == f"kvdepot_{name}"
@@ -41,6 +43,20 @@ def test_there_are_metrics_of_the_fifty_models_that_have_most_bytes_in_all_their
     held = values(replace(empty_status(), namespaces=[*large, *parts]), "namespace_bytes")
     assert held["parts"] == 1200
     assert len(held) == 50 and "model-00" not in held
+
+
+def test_a_tenant_with_a_quota_has_metrics_and_the_others_share_theirs() -> None:
+    tenants = [
+        TenantStatus("", 5, 1, 0, 0, 1.0, 0, 2, 0),
+        TenantStatus("blue", 7, 1, 3, 9, 2.0, 60, 4, 6),
+    ]
+    status = replace(empty_status(), tenants=tenants)
+    assert values(status, "tenant_used_bytes") == {"": 5, "blue": 7}
+    assert values(status, "tenant_floor_bytes") == {"": 0, "blue": 3}
+    assert values(status, "tenant_cap_bytes") == {"": 0, "blue": 9}
+    assert values(status, "tenant_evicted_chunks_total") == {"": 2, "blue": 4}
+    assert values(status, "tenant_capped_chunks_total") == {"": 0, "blue": 6}
+    assert values(empty_status(), "tenant_used_bytes") == {}
 
 
 def test_every_counter_is_there_before_it_counts() -> None:

@@ -117,7 +117,7 @@ def _restore(fd: int, header: Header, whole: int, fix: bool) -> tuple[Index, Res
     memory = memoryview(bytearray(data))
     if fix:
         memory = memoryview(mmap.mmap(fd, header.chunks_start))[HEADER_BYTES:][: header.table_bytes]
-    index = Index(Allocator(header.chunks_start, header.size), Lru(), Records(memory))
+    index = Index(Allocator(header.chunks_start, header.size), Lru, Records(memory))
     return index, restore(index, data, whole), data
 
 

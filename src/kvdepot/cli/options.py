@@ -9,7 +9,7 @@ import click
 import msgspec
 from click.shell_completion import CompletionItem
 
-from kvdepot.config import Config, words_of
+from kvdepot.config import ONLY_IN_FILE, Config, words_of
 from kvdepot.values import is_size
 
 __all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "web"]
@@ -65,6 +65,8 @@ def settings(command: Decorated) -> Decorated:
     """Every setting of the server as a flag, and --config. The command must be of the class `Settings`."""
     hints = get_type_hints(Config, include_extras=True)
     for field in reversed(msgspec.structs.fields(Config)):
+        if field.name in ONLY_IN_FILE:
+            continue
         kind, meta = get_args(hints[field.name])
         many = field.name in _MANY
         default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, _default(field.default))

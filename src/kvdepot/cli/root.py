@@ -30,6 +30,7 @@ _FAMILIES = {
         "pin": "keep a prompt's chunks in memory under a name",
         "unpin": "end a pin",
         "forget": "remove chunks from memory and from all tiers",
+        "quota": "show or set how much memory a tenant may take",
         "check": "verify an arena: its records and checksums",
     },
     "Size and measure": {
@@ -77,6 +78,8 @@ def _module(command: str) -> Any:
             return importlib.import_module("kvdepot.cli.web")
         case "doctor":
             return importlib.import_module("kvdepot.cli.doctor")
+        case "quota":
+            return importlib.import_module("kvdepot.cli.quota")
         case "warm" | "pin" | "unpin" | "forget" | "check":
             return importlib.import_module("kvdepot.cli.chunks")
         case "simulate":

@@ -18,9 +18,9 @@ from rich.text import Text
 from kvdepot.cli.output import clean, count, duration, share, size
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
-from kvdepot.protocol.status import HitRate, Reuse, Status
+from kvdepot.protocol.status import HitRate, Reuse, Status, TenantStatus
 
-__all__ = ["LOST", "Listing", "Speeds", "listings", "summary"]
+__all__ = ["LOST", "Listing", "Speeds", "listings", "summary", "tenants"]
 
 _Windowed = TypeVar("_Windowed", HitRate, Reuse)
 
@@ -208,7 +208,8 @@ def _faults(now: Status) -> list[str]:
 def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
     made = [
-        _requests(now), _engines(now), _models(now), _tiers(now), _losses(now), _devices(now), _pins(now), _events(now),
+        _requests(now), _engines(now), _models(now), tenants(now.tenants), _tiers(now), _losses(now), _devices(now),
+        _pins(now), _events(now),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -263,6 +264,20 @@ def _models(now: Status) -> Listing:
         for namespace in now.namespaces
     ]
     return Listing(("models", ">ranks", ">chunks", ">bytes", ">found", ">engines"), rows)
+
+
+def tenants(shown: Sequence[TenantStatus]) -> Listing:
+    """The table of tenants' quotas."""
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            tenant.tenant or "(others)", size(tenant.used_bytes), size(tenant.floor_bytes),
+            size(tenant.cap_bytes) if tenant.cap_bytes else "-", f"{tenant.weight:g}",
+            duration(tenant.ttl_s) if tenant.ttl_s else "-", count(tenant.evicted_chunks), count(tenant.capped_chunks),
+        )
+        for tenant in shown
+    ]  # fmt: skip
+    heads = ("tenants", ">bytes", ">floor", ">cap", ">weight", ">expiry", ">evicted", ">over cap")
+    return Listing(heads, rows)
 
 
 def _tiers(now: Status) -> Listing:

@@ -23,7 +23,8 @@ from kvdepot.client.transfer import ShardSpec
 from kvdepot.errors import BadRequest, ConfigError, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
-from kvdepot.protocol.status import MOST_NAME, read
+from kvdepot.protocol.quotas import Quota
+from kvdepot.protocol.status import MOST_NAME, TenantStatus, read
 
 __all__ = [
     "Preview",
@@ -35,6 +36,8 @@ __all__ = [
     "pin",
     "preview",
     "reset",
+    "set_quota",
+    "tenants",
     "unpin",
     "warm",
 ]
@@ -226,6 +229,20 @@ def forget(client: Client, model: str, salt: str) -> dict[str, Any]:
 def not_forgotten(said: Mapping[str, object]) -> list[str]:
     """Of a result of `forget`: where chunks may remain, and why."""
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
+
+
+def tenants(client: Client) -> list[TenantStatus]:
+    """The quotas that this client may see; none while no tenant has one. Blocks until the server has answered."""
+    return read(client.ask(wire.Status()).result(_ANSWER_S)).tenants
+
+
+def set_quota(client: Client, tenant: str, quota: Quota | None) -> None:
+    """Give a tenant a quota until the server ends; None: none. Blocks until the server has answered.
+
+    Raises BadRequest if the quota cannot hold, the server knows no such tenant, or this client has one; Busy if too
+    many chunks would have to change accounts.
+    """
+    client.ask(wire.SetQuota(tenant, quota)).result(_ANSWER_S)
 
 
 def reset(client: Client, model: str) -> bool:

@@ -61,8 +61,9 @@ class Depot:
         device_status: Callable[[], list[Device]] = list,
         boot: bytes = b"",
         step_chunks: int = STEP_CHUNKS,
+        is_tenant: Callable[[str], bool] = lambda tenant: True,
     ) -> None:
-        """step_chunks: how many chunks one step of a removal examines."""
+        """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it."""
         self.index = index
         self.removals = Removals(index, step_chunks)
         self.counters = Counters()
@@ -76,6 +77,9 @@ class Depot:
         self._config = config
         self._clients: dict[bytes, Client] = {}
         self._idleness = Idleness(config.idle_exit)
+        self._is_tenant = is_tenant
+        self._step_chunks = step_chunks
+        self._is_behind = False  # chunks that have expired, or are above a cap, are still there
         self.saved_tokens, self.saved_s = 0, 0.0  # as reported by engines
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
@@ -171,6 +175,8 @@ class Depot:
                 return self.forgetting.count(client, number, request)
             case wire.Describe():
                 return [self._described(request), Reply(client.identity, number, None)]
+            case wire.SetQuota():
+                self._set_quota(client, request)
             case wire.Status():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
@@ -191,11 +197,15 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        return 0.0 if self.removals else min(self.tiering.next_deadline(), self.sessions.next_deadline())
+        if self.removals or self._is_behind:
+            return 0.0
+        return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
         """Continue removals, and requests whose wait for stores or tiers has reached its deadline."""
         self.now = now
+        if self._is_behind:
+            self._drop_excess()
         actions = [*self.forgetting.step(), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
@@ -222,11 +232,28 @@ class Depot:
         self.sessions.tick(now)
         self.ceiling.tick(now, self.counters["hit_chunks"])
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
-        self.counters["expired_chunks"] += self.index.expire(self.wall)
+        self._drop_excess()
         self.report.tick(now)
         is_over = self._idleness.is_over(self._clients.values(), now)
         stops = [Stop(f"no engine for {self._config.idle_exit:g} s")] if is_over else []
         return [*self.tiering.tick(now), *stops]
+
+    def _drop_excess(self) -> None:
+        """Remove some of the chunks that have expired, and of those of tenants above their caps."""
+        expired = self.index.expire(self.wall, self._step_chunks)
+        self.counters["expired_chunks"] += expired
+        self._is_behind = self.index.trim(self._step_chunks) or expired == self._step_chunks
+
+    def _set_quota(self, client: Client, request: wire.SetQuota) -> None:
+        """Raises BadRequest or Busy, and then changes nothing."""
+        tenant, quota = request.tenant, request.quota
+        if client.tenant:
+            raise BadRequest("only a client without a tenant may set quotas")
+        if quota is not None and not self._is_tenant(tenant):
+            raise BadRequest(f"no client's key is bound to the tenant {tenant[:SHOWN]!r}")
+        self.index.set_quota(tenant, quota)
+        self._is_behind = True
+        self.report.note("quota", f"{tenant[:SHOWN]}: {'no quota' if quota is None else quota.words}")
 
     def stop_waiting(self) -> list[Action]:
         """Before shutdown: finish removals, and answer every request that waits for stores or tiers."""

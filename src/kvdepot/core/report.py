@@ -13,10 +13,21 @@ from typing import TYPE_CHECKING
 
 from kvdepot import __version__
 from kvdepot.core.clients import Client
+from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Journal, Latencies
-from kvdepot.protocol.status import MOST_NAME, Device, Engine, GroupStatus, HitRate, NamespaceStatus, Saved, Status
+from kvdepot.protocol.status import (
+    MOST_NAME,
+    Device,
+    Engine,
+    GroupStatus,
+    HitRate,
+    NamespaceStatus,
+    Saved,
+    Status,
+    TenantStatus,
+)
 
 if TYPE_CHECKING:
     from kvdepot.core.depot import Depot
@@ -142,6 +153,7 @@ class Report:
             namespaces=_namespaces(namespaces),
             engines=_engines(engines, now),
             pinned=depot.sessions.kept(tenant, now),
+            tenants=_tenants(index.accounts, tenant),
             tiers=depot.tiering.status(now),
             devices=self._devices(),
             counters={**depot.counters, "evicted_chunks": index.evicted},
@@ -167,6 +179,25 @@ def _namespaces(namespaces: Iterable[Namespace]) -> list[NamespaceStatus]:
             hit_chunks=namespace.hit_chunks,
         )
         for size, namespace in heapq.nlargest(_NAMESPACES, sizes, key=lambda item: item[0])
+    ]
+
+
+def _tenants(accounts: Accounts, tenant: str) -> list[TenantStatus]:
+    """The accounts that a tenant may see: its own, if it has one; empty: all, if there are several."""
+    shown = [each for each in accounts.all() if tenant in ("", each.tenant)] if len(accounts) > 1 else []
+    return [
+        TenantStatus(
+            tenant=account.tenant,
+            used_bytes=account.used,
+            chunks=account.chunks,
+            floor_bytes=account.quota.floor_bytes,
+            cap_bytes=account.quota.cap_bytes,
+            weight=account.quota.weight,
+            ttl_s=account.quota.ttl_s,
+            evicted_chunks=account.evicted,
+            capped_chunks=account.capped,
+        )
+        for account in shown
     ]
 
 

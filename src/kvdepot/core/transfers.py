@@ -121,9 +121,10 @@ class Transfers:
                         pieces.append(CopyPiece(extents, block_ids, 0, self._sums(chunk.key)))
                     case Present():
                         self._counters["known_chunks"] += 1
-                    case NoRoom():
+                    case NoRoom(is_capped):
                         # The chunks behind this one are useless without it: drop them too.
-                        self._counters["dropped_chunks"] += count - i
+                        self._counters["capped_chunks" if is_capped else "dropped_chunks"] += count - i
+                        namespace.account.capped += count - i if is_capped else 0
                         asked = {"client": client.called, "request": part.request}
                         log.debug("dropped %d chunks of a store: no room", count - i, extra=asked)
                         complete = False
@@ -271,7 +272,10 @@ class Transfers:
         operation.results[0] &= len(sealed) == len(operation.chunks)
         _tell("stored %d of %d new chunks", len(sealed), operation)
         self._index.touch([chunk for chunk, _ in sealed])
-        return [*self._tiering.stored(sealed), *self._tiering.make_room()] if self._tiering else []
+        if not self._tiering:
+            return []
+        by = sealed[0][0].namespace.account if sealed else None
+        return [*self._tiering.stored(sealed), *self._tiering.make_room(by)]
 
     def _end_retrieve(self, operation: _Operation) -> None:
         results = operation.results

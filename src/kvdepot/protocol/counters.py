@@ -60,6 +60,12 @@ SERVER = (
         "Pins or copies hold the memory: check `holds`, and give the server more memory.", is_event=True,
     ),
     Counted(
+        "capped_chunks", "shards",
+        "Shards not stored because their tenant was at its cap, and all that it has there was pinned or being copied.",
+        "dropped: a tenant is at its cap", _MEMORY,
+        "Raise the tenant's cap (`kvdepot quota`), or let it pin less.", is_event=True,
+    ),
+    Counted(
         "failed_chunks", "shards",
         "Shards whose store failed: the copy failed, the engine died, or it reused the blocks.",
         "store failed", _MEMORY, "If there are many, look for failed copies in the log.",

@@ -87,6 +87,10 @@ class Listener:
         """The tenant whose chunks a user can reach; empty: the default tenant."""
         return "" if self._keys is None else self._keys.tenant(user)
 
+    def is_tenant(self, tenant: str) -> bool:
+        """Whether a client's key is bound to a tenant of this name."""
+        return self._keys is not None and any(client.tenant == tenant for client in self._keys.clients.values())
+
     def admit(self, user: str) -> Key | None:
         """A new key for a process of our own; None if clients need no keys."""
         return None if self._keys is None else self._keys.admit(user)

@@ -10,6 +10,7 @@ import msgspec
 
 from kvdepot.errors import ProtocolError
 from kvdepot.protocol.metrics import Event, Latency
+from kvdepot.protocol.quotas import Quota
 
 __all__ = [
     "MOST_NAME",
@@ -23,6 +24,7 @@ __all__ = [
     "Reuse",
     "Saved",
     "Status",
+    "TenantStatus",
     "TierStatus",
     "read",
 ]
@@ -107,6 +109,28 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     groups: list[GroupStatus] = []
 
 
+class TenantStatus(msgspec.Struct, frozen=True):
+    """Memory of one tenant with a quota. tenant: empty for all clients whose tenant has none, or that have none.
+
+    used_bytes: what the arena holds for it, including what is being stored or loaded. cap_bytes, ttl_s: 0: none of its
+    own. evicted_chunks: of its chunks, for whomever. capped_chunks: shards not stored because of its cap.
+    """
+
+    tenant: str
+    used_bytes: int
+    chunks: int
+    floor_bytes: int
+    cap_bytes: int
+    weight: float
+    ttl_s: int
+    evicted_chunks: int
+    capped_chunks: int
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(self.floor_bytes, self.cap_bytes, self.weight, self.ttl_s)
+
+
 class TierStatus(msgspec.Struct, frozen=True):
     """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them.
 
@@ -164,6 +188,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of one server. namespaces, engines and pinned are limited; their counts and pinned_bytes
     cover all.
 
+    tenants: those with a quota, and the others together; empty while no tenant has a quota.
+
     chunk_size_tokens: of engines that do not choose their own. chunks: a chunk of a model with several KV cache groups
     counts once for each group that has it. cached_tokens: of prompts in memory; of each model, the tokens of the group
     that has most chunks.
@@ -209,6 +235,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     namespaces: list[NamespaceStatus] = []
     engines: list[Engine] = []
     pinned: list[Kept] = []
+    tenants: list[TenantStatus] = []
     tiers: list[TierStatus] = []
     devices: list[Device] = []
     counters: dict[str, int] = {}

@@ -22,6 +22,7 @@ import msgspec
 
 from kvdepot import errors
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.quotas import Quota
 
 __all__ = [
     "VERSION",
@@ -43,6 +44,7 @@ __all__ = [
     "Register",
     "Request",
     "Retrieve",
+    "SetQuota",
     "Shards",
     "Status",
     "Store",
@@ -292,6 +294,16 @@ class Describe(_Message, frozen=True):
         return f"Describe({len(self.hashes) // 32} chunks of {self.chunk_tokens} tokens)"
 
 
+class SetQuota(_Message, frozen=True):
+    """Give a tenant a quota until the server ends; None: no quota. Answer: None.
+
+    Refused if the client has a tenant.
+    """
+
+    tenant: str
+    quota: Quota | None
+
+
 class Status(_Message, frozen=True):
     """Answer: a dict of counts."""
 
@@ -313,6 +325,7 @@ Request: TypeAlias = (
     | Forget
     | Count
     | Describe
+    | SetQuota
     | Status
 )
 

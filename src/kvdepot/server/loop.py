@@ -26,7 +26,7 @@ from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
 from kvdepot.devices import Devices
-from kvdepot.errors import ArenaError
+from kvdepot.errors import ArenaError, BadRequest, ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.kv_events.depot_view import DepotView
 from kvdepot.kv_events.engine_view import EngineView
@@ -101,7 +101,10 @@ class Server:
             self._devices = Devices(self.arena, config.gpu_staging_mib << 20)
             devices = self._devices
             self._feed = Feed() if config.kv_events else None
-            self.depot = Depot(config, self._restore(), devices.map, config.tier_configs, devices.status, self.boot)
+            self.depot = Depot(
+                config, self._restore(), devices.map, config.tier_configs, devices.status, self.boot,
+                is_tenant=self._listener.is_tenant,
+            )  # fmt: skip
             self.connections = Connections(
                 config, self.depot, self.boot, self.arena, shm.LeaseView, self._listener.tenant
             )
@@ -123,7 +126,8 @@ class Server:
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
         watch = self._feed.changed if self._feed is not None else None
-        index = Index(allocator, POLICIES[config.policy](), records, config.ttl_s, watch, config.chunk_size)
+        index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, watch, config.chunk_size)
+        self._set_quotas(index)
         if arena.taken_over:
             begun = time.monotonic()
             restored = restore(index, arena.read_table(), arena.whole)
@@ -135,6 +139,17 @@ class Server:
             )  # fmt: skip
         arena.settle()
         return index
+
+    def _set_quotas(self, index: Index) -> None:
+        """Raises ConfigError."""
+        for tenant, share in self._config.tenants.items():
+            if not self._listener.is_tenant(tenant):
+                where = f"in {self._config.keys}" if self._config.keys else "because clients need no keys"
+                raise ConfigError(f"tenants.{tenant}: no client has this tenant, {where}")
+            try:
+                index.set_quota(tenant, share.quota)
+            except BadRequest as exc:
+                raise ConfigError(f"tenants.{tenant}: {exc}") from exc
 
     # -- the loop
 

@@ -34,6 +34,7 @@ from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, TierEr
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
 from kvdepot.protocol.metrics import Event
+from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
 from kvdepot.web.guard import App, Guard, Problem
 from kvdepot.web.history import Figures
@@ -112,6 +113,22 @@ class UnpinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name of a pin."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A quota; `cap_bytes` and `ttl_s`: 0 means none."""
+
+    floor_bytes: Annotated[int, Meta(ge=0)] = 0
+    cap_bytes: Annotated[int, Meta(ge=0)] = 0
+    weight: float = 1.0
+    ttl_s: Annotated[int, Meta(ge=0)] = 0
+
+
+class QuotaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tenant, and its quota until the server ends; without one, it has none. See `tenants` of the status."""
+
+    tenant: Annotated[str, Meta(min_length=1, max_length=64)]
+    quota: Share | None = None
 
 
 class ForgetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -276,6 +293,16 @@ def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
         return said
 
 
+@post("/v1/quota", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def quota(state: State, data: JSONBody[QuotaRequest]) -> QuotaRequest:
+    """Give a tenant a quota until the server ends, or none; returns it."""
+    share = data.quota
+    with _change(state):
+        asked = None if share is None else Quota(share.floor_bytes, share.cap_bytes, share.weight, share.ttl_s)
+        admin.set_quota(_poll(state).client, data.tenant, asked)
+        return data
+
+
 # -- the page
 
 
@@ -359,7 +386,7 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
     app = Litestar(
         [
             healthz, readyz, metrics, status, history, namespaces, engines, tiers, events, config,
-            warm, pin, unpin, forget, front, page,
+            warm, pin, unpin, forget, quota, front, page,
         ],
         exception_handlers={Exception: _answer_error, HTTPException: _answer_error, KVDepotError: _answer_error},
         logging_config=None,

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import SERVER, TIER, refusal
 from kvdepot.protocol.metrics import BOUNDS_S
-from kvdepot.protocol.status import Device, NamespaceStatus, Status, TierStatus
+from kvdepot.protocol.status import Device, NamespaceStatus, Status, TenantStatus, TierStatus
 from kvdepot.web.poll import Poll
 
 __all__ = ["StatusCollector", "families"]
@@ -82,6 +82,7 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _hit_rates(status)
     yield from _latencies(status)
     yield from _namespaces(status.namespaces)
+    yield from _tenants(status.tenants)
     yield from _tiers(status.tiers)
     yield from _devices(status.devices)
 
@@ -177,6 +178,34 @@ def _namespaces(namespaces: Sequence[NamespaceStatus]) -> Iterator[Metric]:
             gauge.add_metric(list(names), values[name])
         for name, counter in counters.items():
             counter.add_metric(list(names), values[name])
+    yield from gauges.values()
+    yield from counters.values()
+
+
+def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
+    """At most protocol.quotas.MOST_QUOTAS tenants, and the others together under an empty name."""
+    gauges = {
+        "used_bytes": GaugeMetricFamily("kvdepot_tenant_used_bytes", "Memory of a tenant.", labels=["tenant"]),
+        "floor_bytes": GaugeMetricFamily(
+            "kvdepot_tenant_floor_bytes", "Memory that others cannot take from a tenant.", labels=["tenant"]
+        ),
+        "cap_bytes": GaugeMetricFamily(
+            "kvdepot_tenant_cap_bytes", "Most memory that a tenant can have; 0: no cap.", labels=["tenant"]
+        ),
+    }
+    counters = {
+        "evicted_chunks": CounterMetricFamily(
+            "kvdepot_tenant_evicted_chunks", "Chunks of a tenant evicted from memory.", labels=["tenant"]
+        ),
+        "capped_chunks": CounterMetricFamily(
+            "kvdepot_tenant_capped_chunks", "Shards not stored because of a tenant's cap.", labels=["tenant"]
+        ),
+    }
+    for tenant in tenants:
+        for name, gauge in gauges.items():
+            gauge.add_metric([tenant.tenant], getattr(tenant, name))
+        for name, counter in counters.items():
+            counter.add_metric([tenant.tenant], getattr(tenant, name))
     yield from gauges.values()
     yield from counters.values()
 

@@ -1,4 +1,4 @@
-"""Expiry of chunks by age. Used by core/index/index.py; pure."""
+"""Expiry of the chunks of one account by age. Used by core/index/; pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Ages"]
 
 
 class Ages:
-    """When chunks will be `ttl_s` old, the oldest first."""
+    """When chunks were computed, the oldest first. `ttl_s`, after which they expire, may change at any time."""
 
     def __init__(self, ttl_s: int) -> None:
         """ttl_s: 0 = chunks never expire."""
@@ -24,17 +24,17 @@ class Ages:
         return len(self._heap)
 
     def note(self, chunk: Chunk, chunks: int) -> None:
-        """Record the age of `chunk`, or its new age. chunks: the total number of chunks."""
+        """Record the age of `chunk`, or its new age. chunks: the number of chunks in the account."""
         if not self.ttl_s:
             return
         if len(self._heap) > 2 * chunks + 64:  # most entries are of chunks that are gone, or have another age now
-            self._heap = [entry for entry in self._heap if not entry[2].gone and entry[0] == entry[2].born + self.ttl_s]
+            self._heap = [entry for entry in self._heap if not entry[2].gone and entry[0] == entry[2].born]
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (chunk.born + self.ttl_s, next(self._serials), chunk))
+        heapq.heappush(self._heap, (chunk.born, next(self._serials), chunk))
 
     def due(self, wall: int) -> Iterator[Chunk]:
         """Remove and yield the chunks that are too old at `wall` (seconds since 1970) and not gone."""
-        while self._heap and self._heap[0][0] <= wall:
+        while self.ttl_s and self._heap and self._heap[0][0] + self.ttl_s <= wall:
             chunk = heapq.heappop(self._heap)[2]
             if not chunk.gone and chunk.born + self.ttl_s <= wall:
                 yield chunk

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.memory.allocator import Allocator
 
@@ -22,14 +23,14 @@ class Totals:
     reserved: int
     held: int
     broken: int
-    detached_bytes: int
 
 
-def check(namespaces: Iterable[Namespace], allocator: Allocator, totals: Totals) -> None:
+def check(namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: Totals) -> None:
     """Raise AssertionError unless every count, link and state agrees; O(n)."""
     allocator.validate()
     used = chunks = reserved = held = 0
     children: dict[int, int] = {}
+    by_account = {id(account): [0, 0] for account in accounts.all()}  # chunks, bytes
     for namespace in namespaces:
         assert namespace.groups[namespace.group] is namespace
         total = 0
@@ -48,12 +49,20 @@ def check(namespaces: Iterable[Namespace], allocator: Allocator, totals: Totals)
             reserved += opened
             held += chunk.holds
         assert total == namespace.bytes
+        assert namespace.account is accounts.of(namespace.tenant)
+        total += namespace.detached_bytes
         used += total
+        sums = by_account[id(namespace.account)]
+        sums[0] += len(namespace.chunks)
+        sums[1] += total
         chunks += len(namespace.chunks)
     for namespace in namespaces:
         for chunk in namespace.chunks.values():
             assert chunk.children == children.get(id(chunk), 0)
-    assert used + totals.detached_bytes == allocator.capacity - allocator.free_bytes, (used, allocator)
+    assert used == allocator.capacity - allocator.free_bytes, (used, allocator)
+    for account in accounts.all():
+        assert [account.chunks, account.used] == by_account[id(account)], account
+        assert account.leaving >= 0 and account.spare == account.used - account.leaving - account.floor, account
     assert (chunks, reserved, held) == (totals.chunks, totals.reserved, totals.held)
 
 

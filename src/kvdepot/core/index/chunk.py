@@ -15,13 +15,16 @@ another. Every shard ends as FREED, every chunk as GONE.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvdepot.eviction import Victim
 from kvdepot.memory.allocator import Extents
 from kvdepot.tiers.format import Facts
+
+if TYPE_CHECKING:
+    from kvdepot.core.index.accounts import Account
 
 __all__ = [
     "TRANSITIONS",
@@ -234,10 +237,13 @@ class Namespace:
     """
 
     __slots__ = (
-        "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "facts", "gone", "group", "groups", "hit_chunks",
-        "is_simple", "layouts", "live", "lookup_chunks", "model", "number", "reach", "recorded", "sizes", "slot",
-        "tenant", "trunk", "world_size",
+        "account", "blocks_in_chunk", "bytes", "chunk_tokens", "chunks", "detached_bytes", "facts", "gone", "group",
+        "groups", "hit_chunks", "is_simple", "layouts", "live", "lookup_chunks", "model", "number", "reach", "recorded",
+        "sizes", "slot", "tenant", "trunk", "world_size",
     )  # fmt: skip
+
+    account: Account
+    """The tenant's; set by namespaces.py."""
 
     def __init__(
         self,
@@ -268,6 +274,7 @@ class Namespace:
         self.lookup_chunks = self.hit_chunks = 0  # asked for, and found
         self.gone = False  # the index has dropped it
         self.bytes = 0
+        self.detached_bytes = 0  # of shards that were replaced, and are still being loaded
         self.slot: int | None = None  # first slot of its record
         self.recorded = 0  # layouts in the record
 

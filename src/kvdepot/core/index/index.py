@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvdepot.core.index.ages import Ages
+from kvdepot.core.index.accounts import Account, Accounts
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
@@ -34,18 +34,23 @@ from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, 
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
 from kvdepot.core.index.scope import Scope
+from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import Records
 from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.quotas import Quota
 
-__all__ = ["Index"]
+__all__ = ["MOST_MOVED", "Index"]
+
+MOST_MOVED = 1 << 17
+"""Chunks that `set_quota` moves between accounts, in one step of some tenths of a second."""
 
 # Attributes of an enum are slow to get, and every step needs these.
 _RESERVED, _LOADING, _SEALED, _CORRUPT = State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT
 _WHOLE, _CHAINED, _PENDING_REMOVAL = State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
 _RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
-_ABSENT, _PRESENT, _NO_ROOM = Absent(), Present(), NoRoom()
+_ABSENT, _PRESENT, _NO_ROOM, _CAPPED = Absent(), Present(), NoRoom(), NoRoom(is_capped=True)
 
 
 class Index:
@@ -54,20 +59,22 @@ class Index:
     def __init__(
         self,
         allocator: Allocator,
-        policy: Policy,
+        policy: Callable[[], Policy],
         records: Records | None = None,
         ttl_s: int = 0,
         watch: Callable[[Chunk, bool], None] | None = None,
         chunk_tokens: int = 0,
     ) -> None:
-        """records: what survives a restart; None: nothing. ttl_s: see `expire`; 0 = never.
+        """policy: makes the policy of each account. records: what survives a restart; None: nothing. ttl_s: of all
+        chunks, see `expire`; 0 = never.
 
         chunk_tokens: of namespaces that do not say, such as those in records of an earlier version. watch: called with
         each chunk that has become available (True) or unavailable (False, possibly twice).
         """
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
-        self.namespaces = Namespaces(self.records, chunk_tokens)
+        self.accounts = Accounts(allocator.capacity, policy, ttl_s)
+        self.namespaces = Namespaces(self.records, self.accounts, chunk_tokens)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
         self.reserved = 0  # shards
@@ -76,13 +83,11 @@ class Index:
         self.evicted_saved: Counter[int] = Counter()  # of those, by the tiers that had the whole chunk (Shard.tiers)
         self.generation = 0  # removals that have begun
         self.hiding: list[Scope] = []  # removals in progress that hide the chunks they have not reached yet
-        self._policy = policy
         self._watch = watch
         self._serial = 0  # shards sealed so far
         self._uses = 0  # of chunks
         self._chains = Chains()
-        self._detached_bytes = 0  # of shards that were replaced
-        self._ages = Ages(ttl_s)
+        self._wall = 0  # of the last `expire`
 
     def __repr__(self) -> str:
         return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.allocator}>"
@@ -195,7 +200,7 @@ class Index:
     def touch(self, chunks: list[Chunk]) -> None:
         """Refresh these in the policy, the head last, so that the tail is evicted first. It does not count as a use."""
         for chunk in reversed(chunks):
-            self._policy.touch(chunk)
+            chunk.namespace.account.policy.touch(chunk)
 
     def hold(self, chunks: list[Chunk], use: bool = True) -> None:
         """Protect these from eviction until `release`. use: count it as a use, once per request.
@@ -210,7 +215,7 @@ class Index:
             for chunk in reversed(chunks):
                 self._uses += 1
                 chunk.used = self._uses
-                self._policy.use(chunk)
+                chunk.namespace.account.policy.use(chunk)
 
     def release(self, chunks: list[Chunk]) -> None:
         """Undo one `hold`."""
@@ -221,7 +226,7 @@ class Index:
                 if chunk.state is _PENDING_REMOVAL:
                     self.remove(chunk, Reason.DROPPED)
                 else:
-                    self._policy.add(chunk)
+                    chunk.namespace.account.policy.add(chunk)
         self.held -= len(chunks)
 
     # -- reserve
@@ -267,7 +272,7 @@ class Index:
                 chunk.state = TRANSITIONS[chunk.state][_RESERVE]
                 outcome = self._reserve(chunk, rank, size, is_load)
             outcomes.append(outcome)
-            if outcome is _NO_ROOM:
+            if isinstance(outcome, NoRoom):
                 break
             if is_chained:
                 parent = key
@@ -294,11 +299,12 @@ class Index:
     def _reserve(self, chunk: Chunk, rank: int, size: int, is_load: bool) -> Reservation:
         """Reserve a missing shard. A chunk without shards is new and is added to the index here."""
         namespace, before = chunk.namespace, chunk.parent
+        account = namespace.account
         chunk.holds += 1  # neither it nor its ancestors may be evicted for it
         if before is not None:
             before.holds += 1
         namespace.live += 1  # nor may the namespace be dropped with its last chunk
-        extents = self._make_room(size)
+        extents = self._make_room(account, size)
         namespace.live -= 1
         if before is not None:
             before.holds -= 1
@@ -306,9 +312,9 @@ class Index:
             chunk.holds -= 1
             for each in (before, chunk):
                 if each is not None and each.shards and is_evictable(each):
-                    self._policy.add(each)
+                    account.policy.add(each)
             self.namespaces.forget(namespace)
-            return _NO_ROOM
+            return _CAPPED if account.is_over_cap_with(self.allocator.rounded(size)) else _NO_ROOM
         self.held += 1
         self.reserved += 1
         if not chunk.shards:
@@ -316,11 +322,14 @@ class Index:
             self.chunks += 1
             if before is not None:
                 before.children += 1
-            self._policy.insert(chunk)
+            account.chunks += 1
+            account.policy.insert(chunk)
         chunk.shards[rank] = Shard(extents, size, _LOADING if is_load else _RESERVED)
         taken = self.allocator.rounded(size)
         chunk.bytes += taken
         namespace.bytes += taken
+        account.used += taken  # as `Account.charge`, without the cost of a call
+        account.spare += taken
         return Reserved(chunk)
 
     def _reserve_again(self, chunk: Chunk, rank: int, size: int, wall: int | None, is_load: bool) -> Reservation:
@@ -353,13 +362,16 @@ class Index:
         is_alone = not any(shard.is_open for shard in chunk.shards.values() if shard is not old)
         if chunk.state is _PENDING_REMOVAL and not is_alone:
             return _PRESENT
-        extents = self._make_room(old.size)
+        namespace = chunk.namespace
+        extents = self._make_room(namespace.account, old.size)
         if extents is None:
             return _PRESENT
         old.state = TRANSITIONS[old.state][Event.REPLACE]
         chunk.shards[rank] = Shard(extents, old.size, _LOADING if is_load else _RESERVED)
         self._is_stored_anew(chunk)
-        self._detached_bytes += self.allocator.rounded(old.size)
+        size = self.allocator.rounded(old.size)
+        namespace.account.charge(size)
+        namespace.detached_bytes += size
         return Replaced(chunk)
 
     def _is_stored_anew(self, chunk: Chunk) -> None:
@@ -367,10 +379,13 @@ class Index:
             chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
         chunk.generation = self.generation
 
-    def give_back(self, shard: Shard) -> None:
+    def give_back(self, namespace: Namespace, shard: Shard) -> None:
         """Free a replaced shard, once nothing writes to it any more."""
         self._free(shard)
-        self._detached_bytes -= self.allocator.rounded(shard.size)
+        size = self.allocator.rounded(shard.size)
+        namespace.account.charge(-size)
+        namespace.detached_bytes -= size
+        self.namespaces.forget(namespace)
 
     def _renew(self, chunk: Chunk, wall: int) -> None:
         """A chunk that was too old was computed again: keep it.
@@ -379,29 +394,58 @@ class Index:
         """
         chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
         chunk.born = wall
-        self._ages.note(chunk, self.chunks)
+        account = chunk.namespace.account
+        account.ages.note(chunk, account.chunks)
         if chunk.sealed == chunk.namespace.world_size:
             chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
             self._is_whole(chunk)
 
-    def _make_room(self, size: int) -> Extents | None:
+    def _make_room(self, account: Account, size: int) -> Extents | None:
+        """Allocate `size` bytes for an account, which the caller charges, and evict for them; None if there is no room.
+
+        An account above its cap gets nothing: `trim` evicts the excess in steps, and this would do it in one.
+        """
         allocator = self.allocator
-        if allocator.rounded(size) > allocator.capacity:
+        taken = allocator.rounded(size)
+        if taken > account.cap or account.used > account.cap:
             return None
         while True:
-            extents = allocator.allocate(size)
-            if extents is not None:
-                return extents
-            victim = self.victim()
+            if account.used + taken <= account.cap:
+                extents = allocator.allocate(size)
+                if extents is not None:
+                    return extents
+            victim = self.accounts.victim(account, taken)
             if victim is None:
                 return None
             self.remove(victim, Reason.EVICTED)
 
-    def victim(self) -> Chunk | None:
-        """The chunk to evict next. The caller removes it, or holds it; `release` then returns it to the policy."""
-        victim = self._policy.victim(is_evictable)
-        assert victim is None or isinstance(victim, Chunk)
-        return victim
+    def victim_ahead(self, by: Account | None, low_bytes: int) -> Chunk | None:
+        """The chunk to evict next so that an account has room before it asks; None if it has, or nothing can go.
+
+        It has room while `low_bytes` of the arena are free, and an eighth of its cap. Chunks that are leaving count as
+        gone. by: None for no account in particular. The caller removes the chunk, or holds it; `release` then returns
+        it to the policy.
+        """
+        if by is not None and by.is_nearly_full():
+            return by.victim()
+        is_short = self.allocator.free_bytes + self.accounts.leaving < low_bytes
+        return self.accounts.victim(by, 0) if is_short else None
+
+    def trim(self, most: int) -> bool:
+        """Evict up to `most` chunks of accounts above their caps. Returns whether it must go on.
+
+        What is held stays; call this again once a second.
+        """
+        for account in self.accounts.over_cap():
+            while account.used > account.cap:
+                victim = account.victim()
+                if victim is None:
+                    break
+                self.remove(victim, Reason.EVICTED)
+                most -= 1
+                if most <= 0:
+                    return True
+        return False
 
     # -- seal
 
@@ -418,8 +462,9 @@ class Index:
         shard.checksum = checksum
         if not chunk.sealed or born < chunk.born:
             chunk.born = born
-            if self._ages.ttl_s:
-                self._ages.note(chunk, self.chunks)
+            account = chunk.namespace.account
+            if account.ages.ttl_s:
+                account.ages.note(chunk, account.chunks)
         self.reserved -= 1
         chunk.sealed += 1
         self._serial += 1
@@ -490,10 +535,12 @@ class Index:
             return
         assert is_evictable(chunk), chunk.key.hex()
         is_evicted = reason is Reason.EVICTED
+        account = chunk.namespace.account
         if is_evicted:
             if self.hiding and self.remove_forgotten(chunk):
                 return
             self.evicted += 1
+            account.evicted += 1
             tiers = -1
             for shard in chunk.shards.values():
                 tiers &= shard.tiers
@@ -505,6 +552,8 @@ class Index:
                 self._free(shard)
             last.shards.clear()
             last.namespace.bytes -= last.bytes
+            account.used -= last.bytes
+            account.spare -= last.bytes
             last.bytes = 0
             last = self._unlink(last, is_evicted)
             is_evicted = False  # its ancestors were pending removal, and nothing is behind them any more
@@ -517,6 +566,7 @@ class Index:
         taken = self.allocator.rounded(shard.size)
         chunk.bytes -= taken
         chunk.namespace.bytes -= taken
+        chunk.namespace.account.charge(-taken)
         self.reserved -= 1
         if chunk.shards:
             self.release([chunk])
@@ -542,11 +592,13 @@ class Index:
         chunk.state = TRANSITIONS[chunk.state][_REMOVE]
         chunk.gone = True
         namespace, before = chunk.namespace, chunk.parent
+        account = namespace.account
         del namespace.chunks[chunk.key]
         self.chunks -= 1
+        account.chunks -= 1
         if self._watch is not None and chunk.sealed:
             self._watch(chunk, False)
-        self._policy.remove(chunk, is_evicted)
+        account.policy.remove(chunk, is_evicted)
         chunk.parent = None
         pending = None
         if before is not None:
@@ -555,7 +607,7 @@ class Index:
                 if before.state is _PENDING_REMOVAL:
                     pending = before
                 else:
-                    self._policy.add(before)
+                    account.policy.add(before)
         self._chains.leave(chunk, before)
         self.namespaces.forget(namespace)
         return pending
@@ -586,17 +638,82 @@ class Index:
         self.hide(chunk)
         return True
 
-    def expire(self, wall: int) -> int:
-        """Remove chunks computed `ttl_s` or more before `wall` (seconds since 1970); returns how many.
+    def is_too_old(self, namespace: Namespace, born: int) -> bool:
+        """Whether chunks of a namespace that were computed then had expired when `expire` was last called."""
+        ttl_s = namespace.account.ages.ttl_s
+        return 0 < ttl_s <= self._wall - born
 
-        Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
+    def expire(self, wall: int, most: int = 1 << 62) -> int:
+        """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than their account's `ttl_s`.
+
+        Returns how many. Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
         """
+        self._wall = wall
         expired = 0
-        for chunk in self._ages.due(wall):
-            if chunk.state is not _PENDING_REMOVAL:
-                expired += 1
-                self.hide(chunk, at_once=False)
+        for account in self.accounts.all():
+            for chunk in account.ages.due(wall):
+                if chunk.state is not _PENDING_REMOVAL:
+                    expired += 1
+                    self.hide(chunk, at_once=False)
+                    if expired >= most:
+                        return expired
         return expired
+
+    # -- quotas
+
+    def set_quota(self, tenant: str, quota: Quota | None) -> None:
+        """Give a tenant a quota, or another one; None: none, so that its chunks belong to the rest.
+
+        Chunks beyond a lower cap stay until `trim` evicts them. With its first quota, or without one, the tenant's
+        chunks change their account, and policies learn anew what they know about the chunks that they get. Raises
+        BadRequest, or Busy if more than MOST_MOVED chunks would have to be gone through, and then changes nothing.
+        """
+        accounts = self.accounts
+        if quota is not None and (fault := accounts.fault(tenant, quota)):
+            raise BadRequest(fault)
+        old = accounts.of(tenant)
+        own = [namespace for namespace in self.namespaces.all() if namespace.tenant == tenant]
+        if old is not accounts.rest and quota is not None:
+            ages = own if not old.ages.ttl_s and old.ttl_with(quota) else []
+            _refuse_many(ages)
+            old.set(quota)
+            for chunk in _all_chunks(ages):
+                old.ages.note(chunk, old.chunks)
+        elif quota is not None:
+            left = [each for each in self.namespaces.all() if each.account is old and each.tenant != tenant]
+            is_empty = not any(each.chunks for each in own)
+            _refuse_many([] if is_empty else own + left)
+            new = accounts.open(tenant, quota)
+            self._move(own, new)
+            if not is_empty:
+                accounts.renew(old)  # a queue cannot give up chunks that are still there
+                self._queue(_all_chunks(left))
+        elif old is not accounts.rest:
+            _refuse_many(own)
+            self._move(own, accounts.rest)
+            accounts.close(old)
+
+    def _move(self, namespaces: list[Namespace], new: Account) -> None:
+        for namespace in namespaces:
+            size = namespace.bytes + namespace.detached_bytes
+            for account, sign in ((namespace.account, -1), (new, 1)):
+                account.charge(sign * size)
+                account.chunks += sign * len(namespace.chunks)
+            namespace.account = new
+        self._queue(_all_chunks(namespaces))
+
+    def _queue(self, chunks: list[Chunk]) -> None:
+        """Insert chunks into the policies of their accounts, which do not know them, in their order so far."""
+        chunks.sort(key=lambda chunk: (chunk.order, chunk.used))
+        for chunk in chunks:
+            chunk.queued = chunk.place = chunk.uses = 0  # of another policy
+        for chunk in chunks:
+            account = chunk.namespace.account
+            account.policy.insert(chunk)
+            account.ages.note(chunk, account.chunks)
+        for chunk in chunks:
+            if is_evictable(chunk):
+                chunk.namespace.account.policy.add(chunk)
 
     # -- the whole index
 
@@ -609,20 +726,32 @@ class Index:
         self._serial = self._uses = serial
         found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
         self.chunks = len(found)
-        found.sort(key=lambda chunk: chunk.used)  # in the order of their stores, which the policy takes as their ages
+        for namespace in namespaces:
+            namespace.account.charge(namespace.bytes)
+            namespace.account.chunks += len(namespace.chunks)
         for chunk in found:
-            self._policy.insert(chunk)
-            self._ages.note(chunk, self.chunks)
             if chunk.state is _WHOLE and chunk.parent is not None and chunk.position:
                 self._chains.wait(chunk, chunk.parent)
-        for chunk in found:
-            if not chunk.children:
-                self._policy.add(chunk)
+        self._queue(found)
 
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
-        totals = Totals(self.chunks, self.reserved, self.held, self._chains.broken, self._detached_bytes)
-        check(self.namespaces.all(), self.allocator, totals)
+        totals = Totals(self.chunks, self.reserved, self.held, self._chains.broken)
+        check(self.namespaces.all(), self.allocator, self.accounts, totals)
+
+
+def _all_chunks(namespaces: Iterable[Namespace]) -> list[Chunk]:
+    return [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
+
+
+def _refuse_many(namespaces: Iterable[Namespace]) -> None:
+    """Raise Busy if these namespaces have too many chunks to go through in one step."""
+    chunks = sum(len(namespace.chunks) for namespace in namespaces)
+    if chunks > MOST_MOVED:
+        raise Busy(
+            f"{chunks} chunks would have to be moved, more than {MOST_MOVED} at once: set the quota in the settings "
+            "file and restart the server, or forget chunks first"
+        )
 
 
 def _is_only_written(chunk: Chunk) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Chunk, Namespace, join_groups
 from kvdepot.memory.records import NamespaceRecord, Records, ShardRecord
 from kvdepot.protocol.wire import Group
@@ -19,9 +20,10 @@ __all__ = ["Namespaces"]
 class Namespaces:
     """The namespaces of one index, and their records and those of their shards."""
 
-    def __init__(self, records: Records, chunk_tokens: int = 0) -> None:
+    def __init__(self, records: Records, accounts: Accounts, chunk_tokens: int = 0) -> None:
         """chunk_tokens: of namespaces that do not say."""
         self._records = records
+        self._accounts = accounts
         self._chunk_tokens = chunk_tokens
         # By tenant, model and ranks: the first group of each.
         self._known: dict[tuple[str, str, int], list[Namespace]] = {}
@@ -79,6 +81,8 @@ class Namespaces:
                 for each in groups
             ]
             join_groups(found)
+            for made in found:
+                made.account = self._accounts.of(tenant)
             known.append(found[0])
         for namespace, each in zip(found, groups, strict=True):
             namespace.layouts.setdefault(rank, each.fingerprint)
@@ -103,10 +107,10 @@ class Namespaces:
 
     def forget(self, namespace: Namespace) -> None:
         """Drop a namespace, with its model's other groups, if none of them has chunks or a registered instance."""
-        if namespace.chunks or namespace.live:
+        if namespace.chunks or namespace.live or namespace.detached_bytes:
             return
         groups = namespace.groups
-        if len(groups) > 1 and any(each.chunks or each.live for each in groups):
+        if len(groups) > 1 and any(each.chunks or each.live or each.detached_bytes for each in groups):
             return
         firsts = self._known.get((namespace.tenant, namespace.model, namespace.world_size), [])
         if groups[0] in firsts:
@@ -156,6 +160,7 @@ class Namespaces:
         assert not self._known
         self._numbers = itertools.count(max((namespace.number for namespace in namespaces), default=0) + 1)
         for each in namespaces:
+            each.account = self._accounts.of(each.tenant)
             each.chunk_tokens = each.chunk_tokens or self._chunk_tokens
             if each.groups[0] is each:
                 self._known.setdefault((each.tenant, each.model, each.world_size), []).append(each)

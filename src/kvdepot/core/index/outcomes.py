@@ -29,7 +29,12 @@ class Present(msgspec.Struct, frozen=True, gc=False):
 
 
 class NoRoom(msgspec.Struct, frozen=True, gc=False):
-    """There is no room for the shard. Those behind it were not reserved either."""
+    """There is no room for the shard. Those behind it were not reserved either.
+
+    is_capped: because its tenant would exceed its cap, and nothing of the tenant's can be evicted now.
+    """
+
+    is_capped: bool = False
 
 
 Reservation: TypeAlias = Reserved | Replaced | Present | NoRoom

@@ -309,7 +309,8 @@ class Lookups:
         be loaded for nothing.
         """
         end = self._boundary(tier_lookup, tier_lookup.end)
-        room = self._index.allocator.capacity // 2 - self.arriving_bytes
+        most = min(self._index.allocator.capacity // 2, tier_lookup.namespace.account.cap)
+        room = most - self.arriving_bytes
         for group in tier_lookup.groups:
             for i in needed_parts(group.reach, end) if group.reach else ():
                 room -= self._missing_bytes(tier_lookup, group, i)
@@ -451,10 +452,14 @@ class Lookups:
         chunk, rank = arrival.chunk, arrival.rank
         self.arriving_bytes -= arrival.shard.size
         if arrival.replaced:
-            self._index.give_back(arrival.shard)
+            self._index.give_back(arrival.chunk.namespace, arrival.shard)
             return False
         del self._arrivals[arrival.place]
-        if isinstance(header, NotLoaded) or self._index.is_hidden(chunk):
+        if (
+            isinstance(header, NotLoaded)
+            or self._index.is_hidden(chunk)
+            or self._index.is_too_old(chunk.namespace, header.born)
+        ):
             self._let_go(arrival)
             self._index.remove(chunk, Reason.FAILED, rank)
             return False

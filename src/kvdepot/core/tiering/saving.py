@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
@@ -36,13 +37,12 @@ class Saves:
     def __init__(self, tiers: Sequence[TierState], index: Index) -> None:
         self._tiers = tiers
         self._index = index
-        self._demoting_bytes = 0
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
         queued = sum(len(tier.queue) for tier in self._tiers)
-        return f"<Saves {queued} shards queued, {self._demoting_bytes} bytes being demoted>"
+        return f"<Saves {queued} shards queued, {self._index.accounts.leaving} bytes being demoted>"
 
     # -- what was stored
 
@@ -132,21 +132,21 @@ class Saves:
 
     # -- demotion
 
-    def make_room(self) -> list[Save]:
-        """For tiers with `on_evict`: save the next victims before their space is needed."""
+    def make_room(self, by: Account | None) -> list[Save]:
+        """For tiers with `on_evict`: save the next victims before their space is needed.
+
+        by: the account that has just stored or loaded something, and may soon need more; None: none in particular.
+        """
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.breaker.usable]
         saves: list[Save] = []
-        while tiers and self._index.allocator.free_bytes + self._demoting_bytes < self._low_bytes:
-            chunk = self._index.victim()
-            if chunk is None:
-                break
+        while tiers and (chunk := self._index.victim_ahead(by, self._low_bytes)) is not None:
             missing = [tier for tier in tiers if not _has_all(chunk, tier)]
             if not missing:
                 self._index.remove(chunk, Reason.EVICTED)
                 continue
-            demotion = Demotion(chunk, chunk.bytes, chunk.used)
+            demotion = Demotion(chunk, chunk.bytes, chunk.used, chunk.namespace.account, by)
             self._index.hold([chunk], use=False)
-            self._demoting_bytes += demotion.bytes
+            demotion.account.lets_go(demotion.bytes)
             for tier in missing:
                 for rank, shard in chunk.shards.items():
                     tier.queue.append(Queued(chunk, rank, demotion))
@@ -163,11 +163,18 @@ class Saves:
         demotion.saves -= 1
         if not demotion.saves:
             chunk = demotion.chunk
-            self._demoting_bytes -= demotion.bytes
+            demotion.account.lets_go(-demotion.bytes)
             self._index.release([chunk])
-            short = self._index.allocator.free_bytes < self._low_bytes
-            if short and chunk.used == demotion.used and is_evictable(chunk):
+            if self._is_needed(demotion) and chunk.used == demotion.used and is_evictable(chunk):
                 self._index.remove(chunk, Reason.EVICTED)
+
+    def _is_needed(self, demotion: Demotion) -> bool:
+        """Whether space is still short, and the chunk's account may still give it up."""
+        account = demotion.chunk.namespace.account
+        if account is demotion.by and account.is_nearly_full():
+            return True
+        is_short = self._index.allocator.free_bytes < self._low_bytes
+        return is_short and (account is demotion.by or account.spare >= demotion.chunk.bytes)
 
     def undemoted(self, tier: TierState) -> dict[str, int]:
         """The counter of chunks evicted before a tier with `on_evict` had all their shards."""

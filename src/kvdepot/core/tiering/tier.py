@@ -10,6 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.status import TierStatus
@@ -33,11 +34,16 @@ _PROBE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Demotion:
-    """A chunk that is evicted once the tiers have it."""
+    """A chunk that is evicted once the tiers have it.
+
+    account: in which it counts as leaving. by: the account that needs the space; None: none in particular.
+    """
 
     chunk: Chunk
     bytes: int
     used: int
+    account: Account
+    by: Account | None
     saves: int = 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.deadlines import Deadlines, HalfTime, Overdue
@@ -133,12 +134,13 @@ class Tiering:
         return self._saves.stored(shards)
 
     def keep_nearer(self, arrived: Arrived) -> list[Save]:
-        """Save shards that were loaded from a tier in all nearer tiers with `write=through`."""
-        return self._saves.keep_nearer(arrived)
+        """Save shards that were loaded from a tier in all nearer tiers with `write=through`, and make room for more."""
+        saves = self._saves.keep_nearer(arrived)
+        return saves + self._saves.make_room(arrived.shards[0][0].namespace.account) if arrived.shards else saves
 
-    def make_room(self) -> list[Save]:
-        """For tiers with `on_evict`: save the next victims before their space is needed."""
-        return self._saves.make_room()
+    def make_room(self, by: Account | None = None) -> list[Save]:
+        """For tiers with `on_evict`: save the next victims before their space is needed. by: see `Saves.make_room`."""
+        return self._saves.make_room(by)
 
     # -- forgetting
 

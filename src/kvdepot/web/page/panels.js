@@ -138,6 +138,16 @@ function showStores(status) {
     ],
   }));
   list($("stores"), [memory, ...tiers], (store) => store.name, makeStore, fillStore);
+  const tenants = status.tenants ?? [];
+  $("tenants-part").hidden = !tenants.length;
+  rows($("tenants"), tenants, (tenant) => tenant.tenant, [
+    ["name", (tenant) => tenant.tenant || "others", (tenant) => tenant.tenant],
+    ["num", (tenant) => bytes(tenant.used_bytes)],
+    ["num", (tenant) => bytes(tenant.floor_bytes)],
+    ["num", (tenant) => (tenant.cap_bytes ? bytes(tenant.cap_bytes) : none)],
+    ["num", (tenant) => count(tenant.evicted_chunks)],
+    ["num", (tenant) => count(tenant.capped_chunks)],
+  ]);
   $("kept-part").hidden = !status.pinned.length;
   rows($("kept"), status.pinned, (kept) => kept.name, [
     ["name", (kept) => kept.name, (kept) => kept.name],

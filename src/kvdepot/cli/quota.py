@@ -1,0 +1,80 @@
+"""`kvdepot quota`: shows how much memory each tenant has and may have, and changes it until the server ends."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from kvdepot.cli import options
+from kvdepot.cli.connect import connect
+from kvdepot.cli.output import clean, console, print_json
+from kvdepot.errors import ConfigError
+from kvdepot.values import parse_size
+
+__all__ = ["quota"]
+
+
+@click.command()
+@click.argument("tenant", metavar="[TENANT]", required=False, default="")
+@click.option("--floor", metavar="SIZE", help="what other tenants cannot take from it, e.g. 4GiB")
+@click.option("--cap", metavar="SIZE", help="the most that it can have; 0: no cap")
+@click.option("--weight", type=float, metavar="N", help="its part of what is left above all floors (default: 1)")
+@click.option("--ttl-s", type=click.IntRange(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
+@click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
+@options.server
+@options.as_json
+def quota(
+    tenant: str,
+    floor: str | None,
+    cap: str | None,
+    weight: float | None,
+    ttl_s: int | None,
+    remove: bool,
+    url: str | None,
+    key: str | None,
+    as_json: bool,
+) -> int:
+    """Show tenants' quotas; with a TENANT and options, change its quota until the server ends.
+
+    What is not given stays as it is. Quotas that last are tables [tenants.NAME] of the settings file. Only clients
+    without a tenant may change quotas.
+    """
+    from kvdepot.client import admin
+    from kvdepot.protocol.quotas import Quota
+
+    given = {
+        "floor_bytes": None if floor is None else _bytes("--floor", floor),
+        "cap_bytes": None if cap is None else _bytes("--cap", cap),
+        "weight": weight,
+        "ttl_s": ttl_s,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if (changes or remove) and not tenant:
+        raise click.UsageError("give the TENANT whose quota to change")
+    if changes and remove:
+        raise click.UsageError("--remove ends the quota: give no other option with it")
+    with connect(url, key) as client:
+        if remove:
+            admin.set_quota(client, tenant, None)
+        elif changes:
+            old = {each.tenant: each.quota for each in admin.tenants(client)}.get(tenant, Quota())
+            admin.set_quota(client, tenant, msgspec.structs.replace(old, **changes))
+        shown = [each for each in admin.tenants(client) if tenant in ("", each.tenant)]
+    if as_json:
+        print_json([msgspec.to_builtins(each) for each in shown])
+        return 0
+    if not shown:
+        print(f"{clean(tenant) or 'no tenant'} has {'no' if tenant else 'a'} quota", flush=True)
+        return 0
+    from kvdepot.cli.view import tenants
+
+    out = console()
+    out.print(tenants(shown).table(out.width))
+    return 0
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return int(parse_size(text))
+    except ValueError as exc:
+        raise ConfigError(f"{option}: {exc}: write 64GiB or 512MiB, say") from exc

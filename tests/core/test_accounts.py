@@ -1,0 +1,463 @@
+"""Quotas of tenants: floors, caps and weights, compared with sums over all chunks; and chunks that change accounts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvdepot.core.index import index as index_module
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import NoRoom, Reason, Replaced, Reserved
+from kvdepot.core.index.recovery import restore
+from kvdepot.errors import BadRequest, Busy
+from kvdepot.eviction import POLICIES, Lru
+from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.memory.records import SLOT_BYTES, Records
+from kvdepot.protocol.quotas import MOST_QUOTAS, Quota
+from tests.core.shelf import key_of
+
+TENANTS = ["", "a", "b", "c"]
+SIZES = {"": 2 * PAGE, "a": PAGE, "b": 3 * PAGE - 1, "c": 2 * PAGE}
+"""Bytes of a tenant's chunks."""
+
+
+def pages(floor: int = 0, cap: int = 0, weight: float = 1.0, ttl_s: int = 0) -> Quota:
+    return Quota(floor * PAGE, cap * PAGE, weight, ttl_s)
+
+
+class House:
+    """An index in which each tenant has a model."""
+
+    def __init__(self, capacity: int, policy: str = "lru", records: Records | None = None, **options: Any) -> None:
+        self.index = Index(Allocator(0, capacity * PAGE), POLICIES[policy], records, **options)
+        self.namespaces = {tenant: self.namespace(tenant) for tenant in TENANTS}
+        self._names = itertools.count()
+
+    def namespace(self, tenant: str) -> Namespace:
+        namespace = self.index.namespaces.find("m", 1, 0, bytes(32), 1, tenant)
+        namespace.live = 1
+        return namespace
+
+    def reserve(self, tenant: str, path: tuple[int, ...], size: int, is_load: bool = False) -> Any:
+        parent = key_of(path[:-1]) if len(path) > 1 else b"root"
+        namespace = self.namespaces[tenant]
+        (outcome,) = self.index.reserve_missing(
+            namespace, 0, key_of(path), parent, len(path), size, wall=0, is_load=is_load
+        )
+        return outcome
+
+    def store(self, tenant: str, path: tuple[int, ...] | None = None, size: int = PAGE) -> Chunk | None:
+        """Store a chunk, by default one of a new prompt; None where there is no room."""
+        outcome = self.reserve(tenant, path or (1_000_000 + next(self._names),), size)
+        if isinstance(outcome, NoRoom):
+            return None
+        chunk: Chunk = outcome.chunk
+        self.index.seal(chunk, 0)
+        return chunk
+
+    def fill(self, *tenants: str, chunks: int = 100) -> None:
+        for _ in range(chunks):
+            for tenant in tenants:
+                assert self.store(tenant) is not None
+
+    def used(self, tenant: str) -> int:
+        """Pages of a tenant, counted by its chunks' extents."""
+        shards = [shard for chunk in self.namespaces[tenant].chunks.values() for shard in chunk.shards.values()]
+        return sum(size for shard in shards for _, size in shard.extents) // PAGE
+
+
+class QuotaMachine(RuleBasedStateMachine):
+    """Stores, loads, pins and changes of quotas by three tenants with a quota, or without, and one that has none."""
+
+    @initialize(capacity=st.integers(8, 40), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, capacity: int, policy: str) -> None:
+        self.house = House(capacity, policy)
+        self.capacity = capacity
+        self.index = self.house.index
+        self.quotas: dict[str, Quota] = {}
+        self.over: dict[str, int] = {}  # tenants above a cap that was lowered, and the pages that they may have at most
+        self.open: list[Chunk] = []
+        self.pins: list[list[Chunk]] = []
+        self.late: list[tuple[str, Any]] = []  # shards that a store replaced while they were being loaded
+
+    def used(self) -> dict[str, int]:
+        """Pages by tenant, from the chunks, and from what is still being loaded although it was replaced."""
+        used = {tenant: self.house.used(tenant) for tenant in TENANTS}
+        for tenant, shard in self.late:
+            used[tenant] += sum(size for _, size in shard.extents) // PAGE
+        return used
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        path=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
+        is_load=st.booleans(),
+        seals=st.booleans(),
+    )
+    def store(self, tenant: str, path: tuple[int, ...], is_load: bool, seals: bool) -> None:
+        before, size = self.used(), SIZES[tenant]
+        old = self.house.namespaces[tenant].chunks.get(key_of(path))
+        loading = old.shards[0] if old is not None else None
+        outcome = self.house.reserve(tenant, path, size, is_load)
+        after = self.used()
+        if isinstance(outcome, Replaced):
+            assert loading is not None and loading.state is State.REPLACED
+            self.late.append((tenant, loading))
+            after = self.used()
+        for other in self.quotas.keys() - {tenant}:
+            floor = self.quotas[other].floor_bytes / PAGE
+            assert after[other] == before[other] or after[other] >= floor, f"{tenant} took {other} below its floor"
+        if isinstance(outcome, NoRoom):
+            self.check_refusal(tenant, path, -(-size // PAGE), outcome.is_capped)
+        if isinstance(outcome, Reserved):
+            self.open.append(outcome.chunk)
+            if seals:
+                self.seal(self.open.pop())
+
+    def check_refusal(self, tenant: str, path: tuple[int, ...], size: int, is_capped: bool) -> None:
+        """A store is refused only if nothing may be evicted for it."""
+        used, index = self.used(), self.index
+        account = index.accounts.of(tenant)
+        cap = self.quotas.get(tenant, Quota()).cap_bytes / PAGE or self.capacity
+        assert is_capped == (used[tenant] + size > cap and cap < self.capacity)
+        if used[tenant] > cap or size > min(cap, self.capacity):
+            return
+        needed = self.house.namespaces[tenant].chunks.get(key_of(path[:-1]))
+        evictable = [
+            chunk
+            for namespace in index.namespaces.all()
+            for chunk in namespace.chunks.values()
+            if is_evictable(chunk) and chunk is not needed
+        ]
+        assert not any(chunk.namespace.account is account for chunk in evictable)
+        for chunk in [] if is_capped else evictable:
+            floor = self.quotas[chunk.namespace.tenant].floor_bytes / PAGE if chunk.namespace.tenant else 0
+            assert used[chunk.namespace.tenant] - chunk.bytes // PAGE < floor, "somebody could have spared a chunk"
+
+    def seal(self, chunk: Chunk) -> None:
+        self.index.seal(chunk, 0)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_a_store(self, data: st.DataObject, fails: bool) -> None:
+        chunk = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if fails:
+            self.index.remove(chunk, Reason.FAILED, 0)
+        else:
+            self.seal(chunk)
+
+    @precondition(lambda self: self.late)
+    @rule()
+    def end_a_load_that_was_replaced(self) -> None:
+        tenant, shard = self.late.pop()
+        self.index.give_back(self.house.namespaces[tenant], shard)
+
+    @rule(tenant=st.sampled_from(TENANTS), path=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple))
+    def pin(self, tenant: str, path: tuple[int, ...]) -> None:
+        hashes = b"".join(key_of(path[: i + 1]) for i in range(len(path)))
+        chunks = self.index.match(self.house.namespaces[tenant], hashes).chunks
+        self.index.hold(chunks)
+        self.pins.append(chunks)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.index.release(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))))
+
+    @rule(
+        tenant=st.sampled_from(TENANTS[1:]),
+        floor=st.integers(0, 12),
+        cap=st.integers(0, 30),
+        weight=st.sampled_from([0.5, 1.0, 4.0]),
+    )
+    def set_a_quota(self, tenant: str, floor: int, cap: int, weight: float) -> None:
+        quota = pages(floor, cap, weight)
+        floors = floor + sum(each.floor_bytes // PAGE for name, each in self.quotas.items() if name != tenant)
+        if (cap and cap < floor) or floors > self.capacity:
+            with pytest.raises(BadRequest):
+                self.index.set_quota(tenant, quota)
+            return
+        self.index.set_quota(tenant, quota)
+        self.quotas[tenant] = quota
+        self.over[tenant] = self.used()[tenant]
+
+    @rule(tenant=st.sampled_from(TENANTS[1:]))
+    def end_a_quota(self, tenant: str) -> None:
+        self.index.set_quota(tenant, None)
+        self.quotas.pop(tenant, None)
+        self.over.pop(tenant, None)
+
+    @rule(most=st.integers(1, 4))
+    def trim(self, most: int) -> None:
+        before = self.index.evicted
+        goes_on = self.index.trim(most)
+        assert self.index.evicted - before <= most
+        for tenant, quota in self.quotas.items() if not goes_on else ():
+            if quota.cap_bytes and self.used()[tenant] * PAGE > quota.cap_bytes:
+                chunks = self.house.namespaces[tenant].chunks.values()
+                assert not any(map(is_evictable, chunks)), "a tenant is above its cap, and its chunks could go"
+
+    @invariant()
+    def sums_agree_and_nobody_is_above_a_cap(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.validate()
+        used = self.used()
+        for tenant, quota in self.quotas.items():
+            assert self.index.accounts.of(tenant).used == used[tenant] * PAGE
+            if quota.cap_bytes:
+                limit = max(quota.cap_bytes // PAGE, self.over[tenant])
+                assert used[tenant] <= limit, f"{tenant} has {used[tenant]} pages, and may have {limit}"
+                self.over[tenant] = used[tenant]
+        rest = sum(used[tenant] for tenant in TENANTS if tenant not in self.quotas)
+        assert self.index.accounts.rest.used == rest * PAGE
+
+    def teardown(self) -> None:
+        for pins in getattr(self, "pins", []):
+            self.index.release(pins)
+        for chunk in getattr(self, "open", []):
+            self.index.remove(chunk, Reason.FAILED, 0)
+        for tenant, shard in getattr(self, "late", []):
+            self.index.give_back(self.house.namespaces[tenant], shard)
+        if hasattr(self, "index"):
+            self.index.validate()
+            assert not any(is_evictable(chunk) and not chunk.queued for n in self.index.namespaces.all()
+                           for chunk in n.chunks.values())  # fmt: skip
+
+
+TestQuotas = QuotaMachine.TestCase
+TestQuotas.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+# -- who gives up space
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_is_above_the_floors_is_divided_by_weight_among_those_that_want_it(policy: str) -> None:
+    house = House(100, policy)
+    house.index.set_quota("a", pages(20, weight=1))
+    house.index.set_quota("b", pages(0, weight=3))
+    house.fill("a", "b")
+    assert (house.used("a"), house.used("b")) == (40, 60)
+    house.fill("")  # the rest has weight 1
+    assert (house.used("a"), house.used("b"), house.used("")) == (36, 48, 16)
+
+
+def test_space_that_others_leave_unused_is_used_and_given_back_when_they_want_it() -> None:
+    house = House(100)
+    house.index.set_quota("a", pages(30))
+    house.index.set_quota("b", pages(30, 40))
+    house.fill("a")
+    assert house.used("a") == 100
+    house.fill("b")
+    assert (house.used("a"), house.used("b")) == (60, 40), "b stops at its cap, and a keeps what is left"
+    house.fill("", chunks=500)
+    assert (house.used("a"), house.used("b"), house.used("")) == (45, 40, 15)
+
+
+def test_a_flood_never_takes_a_tenant_below_its_floor() -> None:
+    house = House(64)
+    house.index.set_quota("a", pages(10))
+    house.fill("a", chunks=10)
+    house.fill("", chunks=300)
+    assert (house.used("a"), house.used("")) == (10, 54)
+
+
+def test_a_tenant_at_its_cap_replaces_its_own_chunks_although_space_is_free() -> None:
+    house = House(64)
+    house.index.set_quota("a", pages(cap=5))
+    house.fill("a", chunks=50)
+    house.fill("", chunks=5)
+    assert (house.used("a"), house.used("")) == (5, 5)
+    account = house.index.accounts.of("a")
+    assert (account.evicted, account.chunks) == (45, 5)
+
+
+def test_a_store_is_refused_for_the_cap_if_all_that_the_tenant_has_is_pinned() -> None:
+    house = House(64)
+    house.index.set_quota("a", pages(cap=3))
+    held = [chunk for _ in range(3) if (chunk := house.store("a")) is not None]
+    house.index.hold(held)
+    outcome = house.reserve("a", (7,), PAGE)
+    assert isinstance(outcome, NoRoom) and outcome.is_capped
+    house.index.release(held)
+    assert house.store("a") is not None
+
+
+def test_if_the_first_account_has_nothing_to_give_the_next_one_gives() -> None:
+    house = House(12)
+    house.index.set_quota("a", pages(1))
+    house.index.set_quota("b", pages(1))
+    house.fill("a", chunks=7)
+    house.index.hold(list(house.namespaces["a"].chunks.values()))
+    house.fill("b", chunks=5)
+    assert house.store("") is not None, "a is further above its floor, but its chunks are pinned"
+    assert (house.used("a"), house.used("b"), house.used("")) == (7, 4, 1)
+    house.index.hold(list(house.namespaces["b"].chunks.values()))
+    house.index.hold(list(house.namespaces[""].chunks.values()))
+    outcome = house.reserve("", (7,), PAGE)
+    assert isinstance(outcome, NoRoom) and not outcome.is_capped
+
+
+def test_tenants_without_a_quota_evict_each_other_in_the_order_of_use_as_without_quotas() -> None:
+    house = House(8)
+    house.index.set_quota("a", pages(2))
+    house.fill("b", chunks=4)
+    house.fill("c", chunks=4)
+    house.fill("", chunks=4)
+    assert [house.used(tenant) for tenant in ("b", "c", "")] == [0, 4, 4]
+
+
+# -- changes at run time
+
+
+def test_chunks_keep_their_order_when_their_tenant_gets_a_quota_and_when_it_loses_it() -> None:
+    house = House(6)
+    chunks = [house.store("a", (number,)) for number in range(6)]
+    first = chunks[0]
+    assert first is not None
+    house.index.hold([first])
+    house.index.release([first])  # the first is now the one used last
+    house.index.set_quota("a", pages(2))
+    house.index.validate()
+    assert house.store("a") is not None
+    assert [chunk is not None and chunk.gone for chunk in chunks] == [False, True, False, False, False, False]
+    house.index.set_quota("a", None)
+    house.index.validate()
+    assert len(house.index.accounts) == 1
+    assert house.store("") is not None
+    assert [chunk is not None and chunk.gone for chunk in chunks] == [False, True, True, False, False, False]
+
+
+def test_the_others_keep_their_order_when_a_tenant_leaves_the_rest() -> None:
+    house = House(6)
+    one, two = house.store("b"), house.store("")
+    house.fill("a", chunks=4)
+    house.index.set_quota("a", pages(4))
+    assert one is not None and two is not None
+    assert house.store("") is not None and one.gone and not two.gone
+
+
+def test_what_is_above_a_lowered_cap_goes_some_chunks_at_a_time_and_nothing_is_added_meanwhile() -> None:
+    house = House(64)
+    house.index.set_quota("a", pages(cap=40))
+    house.fill("a", chunks=40)
+    house.index.set_quota("a", pages(cap=10))
+    outcome = house.reserve("a", (7,), PAGE)
+    assert isinstance(outcome, NoRoom) and outcome.is_capped
+    assert house.used("a") == 40, "a store does not evict the excess at once"
+    assert house.index.trim(16) and house.used("a") == 24
+    assert not house.index.trim(16) and house.used("a") == 10
+    assert house.store("a") is not None and house.used("a") == 10
+
+
+def test_what_is_pinned_stays_above_a_lowered_cap_until_it_is_released() -> None:
+    house = House(64)
+    house.index.set_quota("a", pages(cap=8))
+    house.fill("a", chunks=8)
+    held = list(house.namespaces["a"].chunks.values())
+    house.index.hold(held)
+    house.index.set_quota("a", pages(cap=2))
+    assert not house.index.trim(100) and house.used("a") == 8
+    house.index.release(held)
+    assert not house.index.trim(100) and house.used("a") == 2
+
+
+@pytest.mark.parametrize(
+    ("quota", "fault"),
+    [
+        (pages(8, 4), "below the floor"),
+        (pages(9), "more than the arena"),
+        (pages(weight=0.0), "weight 0"),
+        (pages(weight=float("nan")), "weight nan"),
+        (Quota(floor_bytes=-1), "0 bytes or more"),
+        (pages(ttl_s=-1), "ttl_s"),
+    ],
+)
+def test_a_quota_that_cannot_hold_is_refused_and_changes_nothing(quota: Quota, fault: str) -> None:
+    house = House(16)
+    house.index.set_quota("b", pages(8))
+    with pytest.raises(BadRequest, match=fault):
+        house.index.set_quota("a", quota)
+    assert [account.tenant for account in house.index.accounts.all()] == ["", "b"]
+
+
+def test_at_most_so_many_tenants_have_a_quota_and_never_those_without_a_name() -> None:
+    index = House(16).index
+    for number in range(MOST_QUOTAS):
+        index.set_quota(f"t{number}", pages(cap=1))
+    with pytest.raises(BadRequest, match=str(MOST_QUOTAS)):
+        index.set_quota("one more", pages())
+    with pytest.raises(BadRequest, match="without a tenant"):
+        index.set_quota("", pages())
+
+
+def test_too_many_chunks_are_not_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MOST_MOVED", 4)
+    house = House(16)
+    house.fill("", chunks=5)
+    house.index.set_quota("a", pages(1))  # has no chunks yet, so none move
+    house.fill("a", chunks=5)
+    for quota in (None, pages(ttl_s=5)):
+        with pytest.raises(Busy, match="5 chunks"):
+            house.index.set_quota("a", quota)
+    house.index.validate()
+    assert house.index.accounts.of("a").quota == pages(1)
+
+
+# -- expiry
+
+
+def test_chunks_expire_by_the_shorter_of_the_servers_and_the_tenants_time() -> None:
+    house = House(16, ttl_s=100)
+    house.index.set_quota("a", pages(ttl_s=10))
+    house.index.set_quota("b", pages(ttl_s=1000))
+    for tenant in ("a", "b", ""):
+        house.store(tenant)
+    assert house.index.expire(9) == 0
+    assert house.index.expire(10) == 1 and house.used("a") == 0
+    assert house.index.expire(99) == 0
+    assert house.index.expire(100) == 2
+
+
+def test_a_time_to_live_set_at_run_time_holds_for_chunks_that_are_there() -> None:
+    house = House(16)
+    house.store("a")
+    house.store("")
+    house.index.set_quota("a", pages())
+    house.index.set_quota("a", pages(ttl_s=10))
+    assert house.index.expire(10) == 1 and house.used("a") == 0
+    house.store("a")
+    house.index.set_quota("a", None)
+    assert house.index.expire(1000) == 0 and house.used("a") == 1
+
+
+def test_many_chunks_expire_in_steps() -> None:
+    house = House(16, ttl_s=5)
+    house.fill("a", chunks=10)
+    assert [house.index.expire(9, most=4) for _ in range(4)] == [4, 4, 2, 0]
+
+
+# -- a restart
+
+
+def test_a_restart_finds_each_chunk_in_its_tenants_account_and_trims_what_a_lower_cap_does_not_allow() -> None:
+    table = memoryview(bytearray(256 * SLOT_BYTES))
+    house = House(64, records=Records(table))
+    house.index.set_quota("a", pages(cap=20))
+    house.fill("a", "", chunks=20)
+    index = Index(Allocator(0, 64 * PAGE), Lru, Records(table))
+    index.set_quota("a", pages(cap=8))
+    index.set_quota("b", pages(4))
+    restore(index)
+    index.validate()
+    assert [account.chunks for account in index.accounts.all()] == [20, 20, 0]
+    assert index.trim(5) and index.accounts.of("a").chunks == 15
+    assert not index.trim(100)
+    assert [account.used // PAGE for account in index.accounts.all()] == [20, 8, 0]
+    index.validate()

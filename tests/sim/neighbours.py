@@ -1,0 +1,158 @@
+"""Tenants with quotas beside the engines: they fill the arena, pin, and have their quotas changed.
+
+They are in some runs only, without tiers, and what they do is drawn from numbers of their own. They have no tensors, so
+they ask the index itself; the engines, who have no quota, ask for their space by messages as ever. After every step of
+the server it must hold that nobody has more than its cap, and nobody was taken below its floor by another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvdepot.core.clients import Client, NoLease
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.outcomes import NoRoom, Reserved
+from kvdepot.errors import BadRequest
+from kvdepot.memory.allocator import PAGE
+from kvdepot.protocol import wire
+from kvdepot.protocol.quotas import Quota
+from tests.sim.tiers import WALL
+
+if TYPE_CHECKING:
+    from tests.sim.host import Host
+    from tests.sim.server import Server
+
+_TENANTS = ("blue", "red")
+
+
+def are_there(seed: int) -> bool:
+    """Whether a run has neighbours."""
+    return seed % 12 == 7
+
+
+@dataclass(eq=False)
+class _Neighbour:
+    tenant: str
+    server: Server | None = None  # of which the following tells
+    quota: Quota | None = None
+    used: int = 0  # bytes, after the last step
+    held: list[Chunk] = field(default_factory=list)
+
+
+class Neighbours:
+    """All tenants with quotas of one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._random = random.Random(host.world.seed ^ 0x9B0)
+        self._all = [_Neighbour(tenant) for tenant in _TENANTS]
+        self._acting: _Neighbour | None = None
+        self._over = False
+        host.world.after(0.3 * self._random.random(), self._act)
+
+    def leave(self) -> None:
+        """They release what they hold, and do nothing any more."""
+        self._over = True
+        for neighbour in self._all:
+            if self._is_well() and neighbour.server is self._host.server:
+                self._release(neighbour)
+
+    def _is_well(self) -> bool:
+        server = self._host.server
+        return server is not None and server.serving and not server.frozen and not server.draining
+
+    def _act(self) -> None:
+        if self._over:
+            return
+        server, draw = self._host.server, self._random
+        if server is not None and self._is_well():
+            neighbour = draw.choice(self._all)
+            if neighbour.server is not server:
+                neighbour.server, neighbour.quota, neighbour.held = server, None, []
+                neighbour.used = server.index.accounts.of(neighbour.tenant).used
+            with self._as(neighbour, server):
+                if neighbour.quota is None or draw.random() < 0.1:
+                    self._set_quota(neighbour, server)
+                elif neighbour.held and draw.random() < 0.3:
+                    self._release(neighbour)
+                else:
+                    self._store(neighbour, server)
+            server.act([])  # a lowered cap leaves work for the next turns of the loop
+            server._check()
+        self._host.world.after(0.002 + 0.3 * draw.random() ** 2, self._act)
+
+    @contextmanager
+    def _as(self, neighbour: _Neighbour, server: Server) -> Iterator[None]:
+        """What happens in here is this one's deed."""
+        server.now = self._host.world.now
+        self._acting = neighbour
+        try:
+            yield
+            self.check(server)
+        finally:
+            self._acting = None
+
+    def _set_quota(self, neighbour: _Neighbour, server: Server) -> None:
+        draw, counters = self._random, self._host.world.counters
+        pages = server.index.allocator.capacity // PAGE
+        floor = draw.randrange(pages + 1) if draw.random() < 0.7 else 0
+        cap = draw.randint(floor, pages) if draw.random() < 0.6 else 0
+        quota = Quota(floor * PAGE, cap * PAGE, draw.choice([0.5, 1.0, 3.0])) if draw.random() < 0.9 else None
+        try:
+            server.depot._set_quota(Client(b"", NoLease()), wire.SetQuota(neighbour.tenant, quota))
+        except BadRequest:
+            counters["quota_refused"] += 1  # the floors do not fit
+            return
+        counters["quota_set"] += 1
+        neighbour.quota = quota
+        neighbour.used = server.index.accounts.of(neighbour.tenant).used
+        counters["quota_below_use"] += quota is not None and 0 < quota.cap_bytes < neighbour.used
+
+    def _store(self, neighbour: _Neighbour, server: Server) -> None:
+        draw, index = self._random, server.index
+        namespace = self._namespace(neighbour, index)
+        size = draw.randint(1, 2 * PAGE)
+        namespace.live += 1
+        for _ in range(draw.randint(1, 6)):
+            key = draw.randbytes(32)
+            (outcome,) = Index.reserve_missing(index, namespace, 0, key, b"root", 1, size, wall=int(WALL + server.now))
+            if isinstance(outcome, NoRoom):
+                self._host.world.counters["capped" if outcome.is_capped else "neighbour_without_room"] += 1
+                break
+            assert isinstance(outcome, Reserved)
+            Index.seal(index, outcome.chunk, 0, born=int(WALL + server.now))
+            if draw.random() < 0.1:
+                index.hold([outcome.chunk])
+                neighbour.held.append(outcome.chunk)
+        namespace.live -= 1
+        index.namespaces.forget(namespace)
+
+    def _namespace(self, neighbour: _Neighbour, index: Index) -> Namespace:
+        return index.namespaces.find(f"model of {neighbour.tenant}", 1, 0, bytes(32), 1, neighbour.tenant)
+
+    def _release(self, neighbour: _Neighbour) -> None:
+        held, neighbour.held = neighbour.held, []
+        assert neighbour.server is not None
+        neighbour.server.index.release(held)
+
+    def check(self, server: Server) -> None:
+        """After every step: nobody is above its cap, and nobody was taken below its floor."""
+        for neighbour in self._all:
+            quota = neighbour.quota
+            if quota is None or neighbour.server is not server:
+                continue
+            used = server.index.accounts.of(neighbour.tenant).used
+            if quota.cap_bytes:
+                most = max(quota.cap_bytes, neighbour.used)
+                assert used <= most, f"{neighbour.tenant} has {used} bytes, and may have {most}"
+            if neighbour is not self._acting and not self._host.config.ttl_s:
+                least = min(quota.floor_bytes, neighbour.used)
+                assert used >= least, f"{neighbour.tenant} was taken below its floor: {used} bytes of {least}"
+            if used < neighbour.used and neighbour is not self._acting:
+                self._host.world.counters["taken_from_a_tenant"] += 1
+            neighbour.used = used
