@@ -177,6 +177,7 @@ def config(data: bytes) -> None:
     assert 1 <= loaded.chunk_size <= 1 << 20 and 1 <= loaded.copy_threads <= 256
     assert loaded.arena_gib >= 0 and loaded.drain_s >= 0 and loaded.url and loaded.arena_bytes >= 0
     assert "/" not in loaded.arena_name and not loaded.arena_name.startswith(".")
+    assert all(not share.quota.fault() for share in loaded.tenants.values())
     again = {name: _said(getattr(loaded, name)) for name in fields if name not in settings.ONLY_IN_FILE}
     assert settings.load(None, again, {}) == msgspec.structs.replace(loaded, tenants={})
 
@@ -194,6 +195,7 @@ def _config_seeds() -> list[bytes]:
     lines = [f"{name} = {msgspec.json.encode(getattr(whole, name)).decode()}" for name in whole.__struct_fields__]
     nothing = Script().below(0, 3).below(0, 3).data
     seeds = [nothing + "\n".join(lines).encode()] + [nothing + line.encode() for line in lines]
+    seeds.append(nothing + b'[tenants.blue]\nfloor_gib = "1MiB"\ncap_gib = 2\nweight = 0.5\nttl_s = 60\n')
     for number, name in enumerate(whole.__struct_fields__):
         words = Script().below(1, 3).below(number, len(whole.__struct_fields__))
         seeds.append(words.text(str(getattr(whole, name)).encode()[:24], 24).below(0, 3).data)

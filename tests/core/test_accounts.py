@@ -437,6 +437,19 @@ def test_a_time_to_live_set_at_run_time_holds_for_chunks_that_are_there() -> Non
     assert house.index.expire(1000) == 0 and house.used("a") == 1
 
 
+@pytest.mark.parametrize("first", [None, Quota()])
+def test_a_chunk_that_is_being_stored_does_not_expire_because_its_tenant_gets_a_quota(first: Quota | None) -> None:
+    house = House(16)
+    if first is not None:
+        house.index.set_quota("a", first)
+    chunk = house.reserve("a", (1,), PAGE).chunk
+    house.index.set_quota("a", pages(ttl_s=10))
+    assert house.index.expire(1000) == 0
+    house.index.seal(chunk, 0, born=1000)
+    assert house.index.expire(1009) == 0 and house.used("a") == 1
+    assert house.index.expire(1010) == 1 and house.used("a") == 0
+
+
 def test_many_chunks_expire_in_steps() -> None:
     house = House(16, ttl_s=5)
     house.fill("a", chunks=10)

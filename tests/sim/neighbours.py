@@ -53,7 +53,8 @@ class Neighbours:
         self._all = [_Neighbour(tenant) for tenant in _TENANTS]
         self._acting: _Neighbour | None = None
         self._over = False
-        host.world.after(0.3 * self._random.random(), self._act)
+        self._pause_s = 0.01
+        host.world.after(0.05 * self._random.random(), self._act)
 
     def leave(self) -> None:
         """They release what they hold, and do nothing any more."""
@@ -84,7 +85,8 @@ class Neighbours:
                     self._store(neighbour, server)
             server.act([])  # a lowered cap leaves work for the next turns of the loop
             server._check()
-        self._host.world.after(0.002 + 0.3 * draw.random() ** 2, self._act)
+        self._pause_s *= 1.01  # ever more rarely, because some runs last for hours
+        self._host.world.after(self._pause_s * (0.1 + 3 * draw.random() ** 2), self._act)
 
     @contextmanager
     def _as(self, neighbour: _Neighbour, server: Server) -> Iterator[None]:
@@ -150,7 +152,8 @@ class Neighbours:
             if quota.cap_bytes:
                 most = max(quota.cap_bytes, neighbour.used)
                 assert used <= most, f"{neighbour.tenant} has {used} bytes, and may have {most}"
-            if neighbour is not self._acting and not self._host.config.ttl_s:
+            is_trimmed = 0 < quota.cap_bytes < neighbour.used  # of whole chunks, so that it may come below its floor
+            if neighbour is not self._acting and not is_trimmed and not self._host.config.ttl_s:
                 least = min(quota.floor_bytes, neighbour.used)
                 assert used >= least, f"{neighbour.tenant} was taken below its floor: {used} bytes of {least}"
             if used < neighbour.used and neighbour is not self._acting:

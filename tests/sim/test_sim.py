@@ -434,12 +434,12 @@ def counts_what_leaves_memory_for_ever(patch: Patch) -> None:
     patch.setattr(Saves, "_part_demoted", miscounted)
 
 
-@breaks(115)
+@breaks(7)
 def takes_a_tenants_last_chunk_above_its_floor(patch: Patch) -> None:
     patch.setattr(Accounts, "_spared", lambda self, account, by: None if account is None else account.victim())
 
 
-@breaks(163)
+@breaks(7)
 def forgets_caps(patch: Patch) -> None:
     def uncapped(self: Any, quota: Any) -> None:
         set_(self, quota)

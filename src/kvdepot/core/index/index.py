@@ -678,7 +678,8 @@ class Index:
             _refuse_many(ages)
             old.set(quota)
             for chunk in _all_chunks(ages):
-                old.ages.note(chunk, old.chunks)
+                if chunk.sealed:
+                    old.ages.note(chunk, old.chunks)
         elif quota is not None:
             left = [each for each in self.namespaces.all() if each.account is old and each.tenant != tenant]
             is_empty = not any(each.chunks for each in own)
@@ -710,7 +711,8 @@ class Index:
         for chunk in chunks:
             account = chunk.namespace.account
             account.policy.insert(chunk)
-            account.ages.note(chunk, account.chunks)
+            if chunk.sealed:  # otherwise it has no age yet
+                account.ages.note(chunk, account.chunks)
         for chunk in chunks:
             if is_evictable(chunk):
                 chunk.namespace.account.policy.add(chunk)
