@@ -1,5 +1,5 @@
-"""Hit rates of `adaptive` beside the best of the simpler policies and a clairvoyant one, on traces made to defeat it; its
-speed and memory.
+"""Hit rates of `adaptive` beside the best of the simpler policies, and a clairvoyant one, on traces made to defeat it;
+its speed and memory.
 
 `bench.py --trace` adds a trace of your own, in any format of `kvdepot simulate`. Hit rates are percentages of block
 references; only the speed depends on the machine.

@@ -61,7 +61,8 @@ def test_it_keeps_what_the_shadow_with_the_fewest_misses_keeps() -> None:
         cache.ask(min(int(draw.paretovariate(0.8)), 999))
     there = {keys[key] for key in cache.namespace.chunks}
     assert len(there & contents(policy, policy._leader, keys)) >= 90
-    assert policy._leader.misses == pytest.approx(min(shadow.misses for shadow in policy._shadows), abs=0.5)
+    best = min(shadow.recent_misses for shadow in policy._shadows)
+    assert policy._is_behind or policy._leader.recent_misses <= best + 1
 
 
 def test_a_chain_is_in_a_shadow_only_from_its_start() -> None:

@@ -23,8 +23,8 @@ class Shadow:
         """The list of chunks to evict while this shadow is followed: they exist, and it does not contain them."""
         self.kids = slots.column("I")
         self.count = 0
-        self.misses = 0.0
-        """How often a slot entered; the caller reduces it over time."""
+        self.misses = self.recent_misses = 0.0
+        """How often a slot entered; the caller reduces both over time."""
         self._hit = 0  # the deepest hit of the current request so far, not counted as a use yet
         self._tip = 0  # the end of the current request, which stays
 
@@ -92,6 +92,7 @@ class Shadow:
     def _enter(self, slot: int) -> None:
         self.count += 1
         self.misses += 1
+        self.recent_misses += 1
         self._slots.flags[slot] |= self.bit
         self.links.unlink(slot)
         before = self._slots.parent[slot]
