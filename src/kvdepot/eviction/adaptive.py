@@ -73,9 +73,8 @@ class Adaptive:
         before: Victim | None = chunk.parent
         is_part = before is not None and before.key == chunk.key
         parent = 0 if before is None else before.place
-        slot = slots.find(chunk.key, is_part)
-        if not slot or slots.flags[slot] & REAL or slots.parent[slot] != parent:
-            # In the latter cases, it is the slot of a chunk of another namespace with the same key.
+        slot = slots.find(chunk.key, is_part, parent)
+        if not slot:
             slot = slots.enter(chunk.key, is_part, parent)
             self._learned.note_new(slot, is_part)
         elif not slots.flags[slot] & HOLDERS:

@@ -40,16 +40,20 @@ class Slots:
         self._columns.append(column)
         return column
 
-    def find(self, key: bytes, is_part: bool) -> int:
-        """The slot of a key; 0 if there is none. is_part: of a part that is not in a chain of its own."""
+    def find(self, key: bytes, is_part: bool, parent: int) -> int:
+        """The slot of a key behind `parent` whose chunk does not exist; 0 if there is none.
+
+        is_part: of a part in a bounded KV cache group, whose parent has the same key.
+        """
         wanted = crc32(key, is_part)
+        hashes, parents, flags, following = self._hash, self.parent, self.flags, self._next
         slot = self._buckets[self._bucket(wanted)]
-        while slot and self._hash[slot] != wanted:
-            slot = self._next[slot]
+        while slot and (hashes[slot] != wanted or parents[slot] != parent or flags[slot] & REAL):
+            slot = following[slot]
         return slot
 
     def enter(self, key: bytes, is_part: bool, parent: int) -> int:
-        """A new slot for a key that has none."""
+        """A new slot for a key; chunks of several namespaces may have the same one."""
         slot = self._new()
         self.used += 1
         self._hash[slot] = wanted = crc32(key, is_part)
