@@ -45,8 +45,7 @@ class Adaptive:
         self._slots = slots = Slots()
         self._lru = LruShadow(slots, 2)
         self._learned = LearnedShadow(slots, 8)
-        self._plain: tuple[Shadow, ...] = (self._lru, S3FifoShadow(slots, 4))
-        self._shadows: tuple[Shadow, ...] = (*self._plain, self._learned)
+        self._shadows: tuple[Shadow, Shadow, Shadow] = (self._lru, S3FifoShadow(slots, 4), self._learned)
         self._leader: Shadow = self._learned
         self._epoch = self._learned.epoch
         self._misses = 0.0  # its own, as `Shadow.misses`
@@ -104,8 +103,11 @@ class Adaptive:
                 shadow.links.prepend(shadow.outside, slot)
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
+        room = self._chunks - 1
         for shadow in self._shadows:
-            for slot in shadow.shrink(self._chunks - 1):
+            if shadow.count <= room:
+                continue
+            for slot in shadow.shrink(room):
                 if slot in self._queued:
                     shadow.links.append(shadow.outside, slot)
                 self._release(slot)
@@ -148,10 +150,13 @@ class Adaptive:
             for shadow in self._shadows:
                 shadow.misses *= _LONG
                 shadow.recent_misses *= _RECENT
-        plain = min(self._plain, key=lambda shadow: shadow.misses)
+        lru, s3fifo, best = self._shadows
+        plain = lru if lru.misses <= s3fifo.misses else s3fifo
         behind, budget = self._misses - plain.misses, _BUDGET * self._misses
         self._is_behind = behind > (budget / 2 if self._is_behind else budget)
-        best = min(self._shadows, key=lambda shadow: shadow.recent_misses)
+        for shadow in (lru, s3fifo):
+            if shadow.recent_misses < best.recent_misses:
+                best = shadow
         if self._is_behind:
             self._leader = plain
         elif self._leader.recent_misses - best.recent_misses > _LEAD * self._chunks:

@@ -58,6 +58,7 @@ class LearnedShadow(Shadow):
 
     def __init__(self, slots: Slots, bit: int) -> None:
         super().__init__(slots, bit)
+        self._slots = slots
         self.epoch = 1
         self._left = _SHORTEST  # requests and misses until the next epoch
         self._date = slots.column("I")  # epoch of the last use
@@ -74,7 +75,7 @@ class LearnedShadow(Shadow):
 
     def note_new(self, slot: int, is_part: bool) -> None:
         """`slot` was not known before. Call it before `insert`."""
-        before = self._slots.parent[slot]
+        before = self._parent[slot]
         run, length = self._run, self._length
         if before and before == self._born and not is_part:
             run[slot] = run[before] & _RUN
@@ -102,12 +103,12 @@ class LearnedShadow(Shadow):
 
     def _move(self, slot: int) -> None:
         tip, self._tip = self._tip, slot
-        if tip and tip != slot and self._slots.flags[tip] & self.bit and not self.kids[tip] and not self._class[tip]:
+        if tip and tip != slot and self._flags[tip] & self.bit and not self.kids[tip] and not self._class[tip]:
             self._join(tip, is_last=True)
 
     def _enter(self, slot: int) -> None:
         self._tick()
-        before = self._slots.parent[slot]
+        before = self._parent[slot]
         if before and self._class[before]:
             self.forget(before)
         if self._class[slot]:

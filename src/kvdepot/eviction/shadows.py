@@ -16,7 +16,8 @@ class Shadow:
     """What all shadows have in common. `bit` is its flag in `Slots.flags`."""
 
     def __init__(self, slots: Slots, bit: int) -> None:
-        self._slots = slots
+        self._flags = slots.flags
+        self._parent = slots.parent
         self.bit = bit
         self.links = Links(slots)
         self.outside = self.links.make(slots.new_head())
@@ -32,31 +33,36 @@ class Shadow:
         """A request hit the chunk of `slot`, and all before it."""
         self._settle()
         self._move(slot)
-        missing = self._missing(slot)
-        self._hit = self._slots.parent[missing[-1]] if missing else slot
-        if missing:
-            self._settle()
-            for each in reversed(missing):
-                self._enter(each)
-
-    def insert(self, slot: int) -> None:
-        """The chunk of `slot` is new."""
-        if self._hit != self._slots.parent[slot]:
-            self._settle()
-        self._move(slot)
-        missing = self._missing(slot)
-        if not missing:
+        if self._flags[slot] & self.bit:
             self._hit = slot
             return
+        missing = self._missing(slot)
+        self._hit = self._parent[missing[-1]]
         self._settle()
         for each in reversed(missing):
             self._enter(each)
 
+    def insert(self, slot: int) -> None:
+        """The chunk of `slot` is new."""
+        flags, before = self._flags, self._parent[slot]
+        if flags[slot] & self.bit:
+            if self._hit != before:
+                self._settle()
+            self._move(slot)
+            self._hit = slot
+            return
+        self._settle()
+        self._move(slot)
+        if not before or flags[before] & self.bit:
+            self._enter(slot)
+        else:
+            for each in reversed(self._missing(slot)):
+                self._enter(each)
+
     def shrink(self, count: int) -> list[int]:
         """Evict until at most `count` are left; returns what was evicted."""
         evicted = []
-        if self.count > count:
-            self._settle()
+        self._settle()
         while self.count > count:
             slot = self._victim()
             if not slot:
@@ -67,14 +73,14 @@ class Shadow:
 
     def drop(self, slot: int) -> None:
         """Take out a slot that was not evicted, unless others are behind it."""
-        if self._slots.flags[slot] & self.bit and not self.kids[slot]:
+        if self._flags[slot] & self.bit and not self.kids[slot]:
             if slot in (self._hit, self._tip):
                 self._hit = self._tip = 0
             self._leave(slot)
 
     def _missing(self, slot: int) -> list[int]:
         """The slots of the prefix that ends here that it does not contain, the deepest first."""
-        flags, parent, bit = self._slots.flags, self._slots.parent, self.bit
+        flags, parent, bit = self._flags, self._parent, self.bit
         missing = []
         while slot and not flags[slot] & bit:
             missing.append(slot)
@@ -93,18 +99,18 @@ class Shadow:
         self.count += 1
         self.misses += 1
         self.recent_misses += 1
-        self._slots.flags[slot] |= self.bit
+        self._flags[slot] |= self.bit
         self.links.unlink(slot)
-        before = self._slots.parent[slot]
+        before = self._parent[slot]
         if before:
             self.kids[before] += 1
             self.links.unlink(before)
 
     def _leave(self, slot: int) -> None:
         self.count -= 1
-        self._slots.flags[slot] &= ~self.bit
+        self._flags[slot] &= ~self.bit
         self.links.unlink(slot)
-        before = self._slots.parent[slot]
+        before = self._parent[slot]
         if before:
             self.kids[before] -= 1
             if not self.kids[before]:
