@@ -6,8 +6,8 @@ and this policy follows a **leader**: it evicts what the leader does not contain
 evicted it. After a change of leader, the chunks become those of the new one as new chunks need space.
 
 The leader is the shadow with the fewest misses in the last few turnovers of the cache; at first it is the one that
-learns. But once this policy itself has had 0.2 % more misses than the better of LRU and S3-FIFO, it follows that one
-until half of this is made up for. So it stays close to the better of the two on any traffic.
+learns. But once this policy itself has had more misses than the better of LRU and S3-FIFO, by 0.2 % and a hundredth of the
+chunks, it follows that one until half of this is made up for. So it stays close to the better of the two on any traffic.
 
 Nothing depends on the time or on Python's hashes: the same calls give the same evictions.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from math import exp
+from math import exp, inf
 
 from kvdepot.eviction.hazards import EPOCHS
 from kvdepot.eviction.learned import LearnedShadow
@@ -34,8 +34,8 @@ _LONG = exp(-1 / (100 * EPOCHS))
 """What is left of the counts of misses after each epoch: they matter for 4 turnovers, and for 100."""
 _LEAD = 0.002
 """The lead in recent misses, per chunk, that makes a shadow the leader."""
-_BUDGET = 0.002
-"""How many more misses than the better plain policy it may have, as a fraction of its own."""
+_BUDGET, _ALLOWANCE = 0.002, 0.01
+"""How many more misses than the better plain policy it may have: per miss of its own, and per chunk."""
 
 
 class Adaptive:
@@ -47,10 +47,12 @@ class Adaptive:
         self._learned = LearnedShadow(slots, 8)
         self._shadows: tuple[Shadow, Shadow, Shadow] = (self._lru, S3FifoShadow(slots, 4), self._learned)
         self._leader: Shadow = self._learned
+        self._plain: Shadow = self._lru  # the better of the two plain ones
         self._epoch = self._learned.epoch
         self._misses = 0.0  # its own, as `Shadow.misses`
         self._is_behind = False  # it has spent its budget, and follows a plain policy
         self._chunks = 0
+        self._room: float = inf  # for chunks, as far as is known
         # By slot. (Not a plain dict, which finds its first key by skipping all deleted ones: see `victim`.)
         self._queued: OrderedDict[int, Victim] = OrderedDict()
         # Slots that have no chunk and that no shadow contains, oldest first, in the links of the first shadow.
@@ -87,6 +89,7 @@ class Adaptive:
     def use(self, chunk: Victim) -> None:
         for shadow in self._shadows:
             shadow.use(chunk.place)
+            self._shrink(shadow, self._room)
 
     def touch(self, chunk: Victim) -> None:
         """Does nothing: a chain loses its end first, wherever it is in a queue."""
@@ -103,14 +106,9 @@ class Adaptive:
                 shadow.links.prepend(shadow.outside, slot)
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
-        room = self._chunks - 1
+        self._room = self._chunks
         for shadow in self._shadows:
-            if shadow.count <= room:
-                continue
-            for slot in shadow.shrink(room):
-                if slot in self._queued:
-                    shadow.links.append(shadow.outside, slot)
-                self._release(slot)
+            self._shrink(shadow, self._chunks - 1)
         leader = self._choose()
         while self._queued:
             # What the leader keeps goes only if all else is held, or if chunks differ in size.
@@ -143,6 +141,13 @@ class Adaptive:
             if not flags & shadow.bit:
                 shadow.links.unlink(slot)
 
+    def _shrink(self, shadow: Shadow, count: float) -> None:
+        if shadow.count > count:
+            for slot in shadow.shrink(count):
+                if slot in self._queued:
+                    shadow.links.append(shadow.outside, slot)
+                self._release(slot)
+
     def _choose(self) -> Shadow:
         if self._epoch != self._learned.epoch:
             self._epoch = self._learned.epoch
@@ -151,14 +156,17 @@ class Adaptive:
                 shadow.misses *= _LONG
                 shadow.recent_misses *= _RECENT
         lru, s3fifo, best = self._shadows
-        plain = lru if lru.misses <= s3fifo.misses else s3fifo
-        behind, budget = self._misses - plain.misses, _BUDGET * self._misses
+        budget = _BUDGET * self._misses + _ALLOWANCE * self._chunks
+        other = s3fifo if self._plain is lru else lru
+        if self._plain.misses - other.misses > budget / 2:
+            self._plain = other
+        behind = self._misses - self._plain.misses
         self._is_behind = behind > (budget / 2 if self._is_behind else budget)
         for shadow in (lru, s3fifo):
             if shadow.recent_misses < best.recent_misses:
                 best = shadow
         if self._is_behind:
-            self._leader = plain
+            self._leader = self._plain
         elif self._leader.recent_misses - best.recent_misses > _LEAD * self._chunks:
             self._leader = best
         return self._leader

@@ -59,7 +59,7 @@ class Shadow:
             for each in reversed(self._missing(slot)):
                 self._enter(each)
 
-    def shrink(self, count: int) -> list[int]:
+    def shrink(self, count: float) -> list[int]:
         """Evict until at most `count` are left; returns what was evicted."""
         evicted = []
         self._settle()
