@@ -7,7 +7,7 @@ evicted it. After a change of leader, the chunks become those of the new one as 
 
 The leader is the shadow with the fewest misses in the last few turnovers of the cache; at first it is the one that
 learns. But once this policy itself has had more misses than the better of LRU and S3-FIFO, by 0.2 % and by a hundredth
-of the chunks, it follows that one until half of this is made up for.
+of the chunks, it follows that one until half of this is made up for, or another shadow has a clear lead.
 
 Nothing depends on the time or on Python's hashes: the same calls give the same evictions.
 
@@ -34,8 +34,8 @@ __all__ = ["Adaptive"]
 _RECENT = exp(-1 / (4 * EPOCHS))
 _LONG = exp(-1 / (100 * EPOCHS))
 """What is left of the counts of misses after each epoch: they matter for 4 turnovers, and for 100."""
-_LEAD = 0.002
-"""The lead in recent misses, per chunk, that makes a shadow the leader."""
+_LEAD, _CLEAR_LEAD = 0.002, 0.04
+"""The lead in recent misses, per chunk, that makes a shadow the leader, and that does even when the budget is spent."""
 _BUDGET, _ALLOWANCE = 0.002, 0.01
 """How many more misses than the better plain policy it may have: per miss of its own, and per chunk."""
 
@@ -167,7 +167,7 @@ class Adaptive:
         for shadow in (lru, s3fifo):
             if shadow.recent_misses < best.recent_misses:
                 best = shadow
-        if self._is_behind:
+        if self._is_behind and self._plain.recent_misses - best.recent_misses <= _CLEAR_LEAD * self._chunks:
             self._leader = self._plain
         elif self._leader.recent_misses - best.recent_misses > _LEAD * self._chunks:
             self._leader = best
