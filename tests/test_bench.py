@@ -109,7 +109,10 @@ EXPECTED = (
                 for trace in ("scans", "a loop", "agents", "a shifting mix")
             ),
             "adaptive on average beside LRU",
+            "adaptive, of the distance from LRU to the bound",
             "1M block references, the slowest policy",
+            "a block reference, adaptive",
+            "a ghost, adaptive",
         ]
         if "adaptive" in POLICIES
         else []

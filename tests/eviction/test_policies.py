@@ -382,10 +382,10 @@ TestPolicyMachine.settings = settings(max_examples=40, stateful_step_count=50, d
     ids=["agents", "chat", "loop", "system_prompts", "scan_heavy", "shifting"],
 )
 def test_adaptive_is_not_much_below_the_best_of_the_others(make: Callable[[], traces.Prompts], capacity: int) -> None:
-    """A guard against regressions. It does not hold for all traffic; see kvdepot.eviction.adaptive."""
+    """A guard against regressions, for traces of a few turnovers."""
     trace = Trace(make())
     rates = {name: replay(trace, name, capacity).hit_rate for name in ("lru", "s3fifo", "adaptive")}
-    assert rates["adaptive"] >= max(rates.values()) - 0.003, rates
+    assert rates["adaptive"] >= max(rates.values()) - 0.006, rates
 
 
 @pytest.mark.faults

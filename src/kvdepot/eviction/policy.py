@@ -32,10 +32,6 @@ class Victim(msgspec.Struct, gc=False):
     """How often it was used, in the policy's own measure."""
     place: int = 0
     """The part of the policy that it belongs to."""
-    follows: bool = False
-    """Whether it was stored behind a chunk that was a hit, directly or through other chunks."""
-    hit: bool = False
-    """Whether it was used since it was stored."""
     queued: int = 0
     """The number of the queue that holds it, from 1; 0 = none."""
     gone: bool = False
