@@ -15,6 +15,7 @@ from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
 from kvdepot.eviction import POLICIES, Lru
+from kvdepot.eviction.adaptive import Adaptive
 from kvdepot.memory.allocator import PAGE, Allocator
 from tests.conftest import clear
 from tests.core.shelf import Path, Shelf, key_of, keys, prompt, reserve, sealed
@@ -289,7 +290,10 @@ def test_a_chain_loses_its_tail_first(shelf: Shelf) -> None:
         shelf.index.release(shelf.pin(keys("new", lost)[-1:]))
         left = sum(shelf.there(old))
         assert shelf.there(old) == [True] * left + [False] * (6 - left)
-        assert shelf.matched(old) == left == 6 - lost
+        assert shelf.matched(old) == left
+        # `adaptive` has learned nothing in so small a cache, and may evict a new chunk although it was used.
+        assert left == 6 - lost or isinstance(shelf.policy, Adaptive)
+    assert left < 6
 
 
 def test_of_two_chains_the_one_used_longer_ago_loses_its_tail(lru_shelf: Shelf) -> None:
