@@ -173,7 +173,7 @@ def check(printed: str, out: Path, expected: list[str]) -> None:
     assert [row["figure"] for row in rows] == expected
     for row in rows:
         assert set(row) == FIELDS, row
-        assert row["unit"] in {"GB/s", "ms", "1/s", "MB", "x", "%", "s"}, row
+        assert row["unit"] in {"GB/s", "us", "ms", "1/s", "MB", "x", "%", "s"}, row
         assert row["median"] > 0 and row["floor"] > 0, row
         assert row["ratio"] == pytest.approx(row["median"] / row["floor"]), row
         assert re.match(r"(>=|<=) \d", row["bar"]) and isinstance(row["holds"], bool), row

@@ -463,7 +463,7 @@ def ends_pins_by_name_with_their_client(patch: Patch) -> None:
 
 @breaks(38)
 def serves_what_is_too_old(patch: Patch) -> None:
-    patch.setattr(Index, "expire", lambda self, wall: 0)
+    patch.setattr(Index, "expire", lambda self, *_: 0)
 
 
 @breaks(123)
