@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 from kvdepot.devices import share
-from kvdepot.devices.cpu import zeros_in_shared_memory
+from kvdepot.devices.cpu import HostTensors, enter_pages, zeros_in_shared_memory
 from kvdepot.errors import LayoutError
-from kvdepot.protocol.layout import TensorView
+from kvdepot.protocol.layout import TensorView, build_layout
 from tests.devices.conformance import DeviceConformance
 from tests.devices.tensors import DTYPES, Bytes, Model
 
@@ -154,3 +155,52 @@ class TestMemoryThatOthersHold:
         with pytest.raises(LayoutError, match="a layer: its memory is"):
             share(tensor.view(16, 64, 4), "a layer")
         assert tensor.data_ptr() == address
+
+
+_MANY_BYTES = 48 << 20
+"""Pages enough that entering them takes several steps."""
+
+
+def resident_bytes(view: TensorView) -> int:
+    """Of this process's mappings of a tensor's file."""
+    sizes, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(view.mapping)
+        elif inside and line.startswith("Rss:"):
+            sizes += int(line.split()[1]) << 10
+    return sizes
+
+
+def wait_until_entered() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvdepot-pages":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+class TestEnterPages:
+    def test_all_pages_are_entered_once_whatever_views_there_are(self) -> None:
+        with zeros_in_shared_memory():
+            tensor = torch.zeros(_MANY_BYTES, dtype=torch.uint8)
+        view = share(tensor, "a layer")
+        assert resident_bytes(view) < 1 << 20
+        enter_pages([tensor[: 1 << 20], tensor[1 << 20 :]])
+        wait_until_entered()
+        assert resident_bytes(view) >= _MANY_BYTES
+
+    def test_other_memory_is_left_alone(self) -> None:
+        enter_pages([torch.zeros(8), torch.zeros(8, device="meta")])
+        wait_until_entered()
+
+    def test_a_server_enters_the_pages_that_it_maps_and_can_unmap_them_at_any_time(self) -> None:
+        tensor = torch.zeros(2, _MANY_BYTES // 2, dtype=torch.uint8)
+        view = share(tensor, "a layer")
+        before = resident_bytes(view)
+        HostTensors.open(build_layout([view], [0])).close()
+        wait_until_entered()
+        assert resident_bytes(view) == before
+        mapped = HostTensors.open(build_layout([view], [0]))
+        wait_until_entered()
+        assert resident_bytes(view) >= before + _MANY_BYTES
+        mapped.close()

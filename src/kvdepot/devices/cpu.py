@@ -1,17 +1,19 @@
 """CPU tensors: the client moves their storage into POSIX shared memory; the server maps it and copies with numpy.
 
-The client calls `share`, with torch tensors, which it may have made under `zeros_in_shared_memory`; the server uses
-`HostTensors`.
+The client calls `share`, with torch tensors, which it may have made under `zeros_in_shared_memory`, and later
+`enter_pages`; the server uses `HostTensors`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +30,15 @@ from kvdepot.protocol.layout import Layout, Segment, TensorView
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostTensors", "share", "zeros_in_shared_memory"]
+__all__ = ["HostTensors", "enter_pages", "share", "zeros_in_shared_memory"]
 
 _MIN_UNIT = 512
 """Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
 
 _TORCH_ALIGNS = 64
 """torch aligns CPU memory to multiples of this; NumPy and Python rarely do."""
+_ENTER_BYTES = 16 << 20
+"""Bytes whose pages are entered at once: some milliseconds, in which the process can map nothing."""
 _TRIES = 5
 """Attempts to reach torch's helper process. torch waits one second for each, which a busy machine may exceed."""
 
@@ -67,9 +71,47 @@ def _shared_zeros(meta: torch.Tensor) -> torch.Tensor:
 
     make = torch.UntypedStorage._new_using_filename_cpu  # allocates all pages, or fails
     storage = _ask_torch(lambda: make(meta.nbytes), f"a tensor of {meta.nbytes} bytes")
-    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    shm.enter_pages(start, storage.data_ptr() + meta.nbytes - start)
     return torch.empty(0, dtype=meta.dtype).set_(storage, 0, meta.shape)
+
+
+def enter_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """Begin to enter the pages of tensors that are in shared memory into this process's page table; does not block.
+
+    A new mapping has none, and each page that is used first would cost a fault. Others' memory is left alone.
+    """
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    shared = [each for each in storages.values() if each.device.type == "cpu" and each.is_shared()]
+    starts = [each.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE for each in shared]
+    ranges = [(start, each.data_ptr() + each.nbytes() - start) for each, start in zip(shared, starts, strict=True)]
+    _Entering(ranges, keep=shared)
+
+
+class _Entering:
+    """Enters mapped pages into this process's page table in the background, as an engine starts sooner without waiting.
+
+    A page that is used first is entered by that use, which is slower. Ends by itself.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], keep: object) -> None:
+        """ranges: addresses and sizes in bytes. keep: what must not be freed before the end, lest they be unmapped."""
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ranges, keep), name="kvdepot-pages", daemon=True)
+        self._thread.start()
+
+    def _run(self, ranges: Sequence[tuple[int, int]], keep: object) -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))  # engines bind the thread that started this to one CPU
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for start, size in ranges:
+            for address in range(start, start + size, _ENTER_BYTES):
+                if self._stopped.is_set():
+                    return
+                shm.enter_pages(address, min(_ENTER_BYTES, start + size - address))
+
+    def stop(self) -> None:
+        """Blocks for some milliseconds at most."""
+        self._stopped.set()
+        self._thread.join()
 
 
 def _ask_torch(call: Callable[[], Any], called: str) -> Any:
@@ -186,10 +228,14 @@ class HostTensors(Mapped):
     rows: list[_Rows] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _files: list[int] = field(default_factory=list)
+    _entering: _Entering | None = None
 
     @classmethod
     def open(cls, layout: Layout) -> HostTensors:
-        """Map every file of a layout. Raises LayoutError if one is missing, too small or not ours."""
+        """Map every file of a layout. Raises LayoutError if one is missing, too small or not ours.
+
+        The pages are entered in the background, so that copies need not do it.
+        """
         mapped = cls(layout)
         views = []
         try:
@@ -202,8 +248,7 @@ class HostTensors(Mapped):
             views.clear()
             mapped.close()
             raise
-        for view in views:  # now, not during copies
-            shm.enter_pages(view.ctypes.data, len(view))
+        mapped._entering = _Entering([(view.ctypes.data, len(view)) for view in views], keep=None)
         mapped.rows = [_rows(views[s.mapping], s, layout.num_blocks) for s in layout.segments]
         return mapped
 
@@ -217,6 +262,8 @@ class HostTensors(Mapped):
             (_gather if is_store else _scatter)(memory.bytes, self.rows, piece)
 
     def close(self) -> None:
+        if self._entering is not None:
+            self._entering.stop()
         self.rows.clear()
         for fd in self._files:
             os.close(fd)

@@ -130,7 +130,7 @@ def populate(address: int, size: int) -> bool:
 def enter_pages(address: int, size: int) -> None:
     """Enter a mapped range, whose pages another mapping has allocated, into this process's page table now.
 
-    Blocks without the GIL, about 0.1 s per GiB: reading enters many neighbours with one fault, writing one page.
+    Blocks without the GIL, 0.1 to 0.4 s per GiB: reading enters many neighbours with one fault, writing one page.
     """
     _libc.madvise(address, size, _MADV_POPULATE_READ)
 

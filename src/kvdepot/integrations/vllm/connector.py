@@ -57,6 +57,7 @@ from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import ShardSpec
 from kvdepot.client.worker import WorkerClient
+from kvdepot.devices.cpu import enter_pages
 from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
 from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
@@ -322,6 +323,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._connector_worker is not None
         self._kv_caches = kv_caches
         self._connector_worker.begin(partial(self._make_worker, self._share_kv(), kv_caches))
+        enter_pages(kv_caches.values())  # last, as the engine's own threads are needed before
 
     def _share_kv(self) -> list[Layout]:
         return share_kv(self._vllm_config, self._groups, self._kv_caches, self._kv_cache_config.num_blocks)
