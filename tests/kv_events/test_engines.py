@@ -27,6 +27,8 @@ from tests.conftest import Depot, StartDepot, eventually
 from tests.kv_events.router import BLOCK, Router
 from tests.server.process import kill
 
+pytestmark = pytest.mark.faults
+
 CHUNK = 256
 PER_CHUNK = CHUNK // BLOCK
 """Request keys per chunk."""

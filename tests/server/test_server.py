@@ -41,6 +41,8 @@ from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.ports import free_port
 from tests.server.process import kill, run_serve
 
+pytestmark = pytest.mark.faults
+
 SHM = Path("/dev/shm")
 MIB = 1 << 20
 

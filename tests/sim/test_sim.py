@@ -39,6 +39,7 @@ from kvdepot.tiers.format import Header
 from tests.sim.run import Broken, simulate
 
 
+@pytest.mark.faults
 def test_no_invariant_breaks_in_the_first_seeds() -> None:
     for seed in range(40):
         assert simulate(seed).events > 100
