@@ -481,7 +481,6 @@ class Hanging(Mapped):
         pass
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("what", ["a copy", "mapping tensors"])
 def test_a_server_that_ends_while_a_driver_hangs_neither_waits_for_ever_nor_says_that_it_touches_no_block(
     tmp_path: Path, what: str
@@ -525,7 +524,6 @@ def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> Non
     assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
 
 
-@pytest.mark.faults
 def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
     engine = Engine(first, block_bytes=16384, blocks=24)  # 64 KiB a chunk
@@ -550,7 +548,6 @@ def test_chunks_sealed_before_a_kill_9_are_hits_again_byte_for_byte(start_depot:
     assert not any(path.exists() for path in files(first))
 
 
-@pytest.mark.faults
 def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
     engine = Engine(first, block_bytes=MIB // 16)  # 256 KiB a chunk
@@ -576,7 +573,6 @@ def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> No
     engine.close()
 
 
-@pytest.mark.faults
 def test_a_start_that_fails_leaves_the_chunks_of_the_last_server(start_depot: StartDepot) -> None:
     first = start_depot(arena_mib=8)
     engine = Engine(first)
@@ -596,7 +592,6 @@ def test_a_server_that_stops_says_so_last(start_depot: StartDepot) -> None:
     assert depot.logged().splitlines()[-1].endswith("stopped")  # nor do libraries complain at the end
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_on_stop_keep_leaves_the_chunks_for_the_next_server(start_depot: StartDepot, number: int) -> None:
     first = start_depot("--on-stop", "keep", arena_mib=8)
@@ -637,7 +632,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.faults
 def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot: StartDepot) -> None:
     server = start_depot()
     child = subprocess.Popen(
@@ -703,7 +697,6 @@ def connect(server: Depot) -> MessageQueueClient | None:
     return client
 
 
-@pytest.mark.faults
 def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_left(start_depot: StartDepot) -> None:
     server = start_depot("--max-clients", "2", arena_mib=4)
     first, second = eventually(lambda: connect(server)), eventually(lambda: connect(server))
@@ -718,7 +711,6 @@ def test_more_clients_than_max_clients_are_refused_and_served_when_others_have_l
 # -- tcp
 
 
-@pytest.mark.faults
 def test_a_tcp_endpoint_on_the_loopback_works_and_is_not_shared(start_depot: StartDepot) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     server = start_depot(url=url, arena_mib=8)
