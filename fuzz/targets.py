@@ -179,7 +179,7 @@ def config(data: bytes) -> None:
     assert "/" not in loaded.arena_name and not loaded.arena_name.startswith(".")
     assert all(not share.quota.fault() for share in loaded.tenants.values())
     again = {name: _said(getattr(loaded, name)) for name in fields if name not in settings.ONLY_IN_FILE}
-    assert settings.load(None, again, {}) == msgspec.structs.replace(loaded, tenants={})
+    assert settings.load(None, again, {}) == msgspec.structs.replace(loaded, tenants={}, salts={})
 
 
 def _said(value: object) -> str:
@@ -196,6 +196,7 @@ def _config_seeds() -> list[bytes]:
     nothing = Script().below(0, 3).below(0, 3).data
     seeds = [nothing + "\n".join(lines).encode()] + [nothing + line.encode() for line in lines]
     seeds.append(nothing + b'[tenants.blue]\nfloor_gib = "1MiB"\ncap_gib = 2\nweight = 0.5\nttl_s = 60\n')
+    seeds.append(nothing + b'[tenants.blue]\ndisk_floor_gib = "1MiB"\ndisk_cap_gib = 2\n[salts.secret]\nttl_s = 60\n')
     for number, name in enumerate(whole.__struct_fields__):
         words = Script().below(1, 3).below(number, len(whole.__struct_fields__))
         seeds.append(words.text(str(getattr(whole, name)).encode()[:24], 24).below(0, 3).data)

@@ -12,6 +12,7 @@ import pytest
 from kvdepot import config
 from kvdepot.config import Config, load
 from kvdepot.errors import ConfigError
+from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota
 
 GIB = 1 << 30
@@ -334,14 +335,24 @@ def test_tenants_are_tables_of_the_file_with_sizes_in_units(tmp_path: Path) -> N
         weight = 3
         ttl_s = 60
         [tenants.red]
+        disk_floor_gib = 1
+        disk_cap_gib = "1.5TiB"
     """
     loaded = load(write(tmp_path, text), environ={})
     assert {name: share.quota for name, share in loaded.tenants.items()} == {
         "blue": Quota(1 << 29, 2 << 30, 3.0, 60),
-        "red": Quota(),
+        "red": Quota(0, 0, 1.0, 0, 1 << 30, 1536 << 30),
     }
     shown = config.masked(loaded)["tenants"]
-    assert json.loads(json.dumps(shown))["blue"] == {"floor_gib": 0.5, "cap_gib": 2.0, "weight": 3.0, "ttl_s": 60}
+    memory = {"floor_gib": 0.5, "cap_gib": 2.0, "weight": 3.0, "ttl_s": 60}
+    assert json.loads(json.dumps(shown))["blue"] == memory | {"disk_floor_gib": 0.0, "disk_cap_gib": 0.0}
+
+
+def test_salts_are_tables_of_the_file_and_are_not_shown(tmp_path: Path) -> None:
+    loaded = load(write(tmp_path, "[salts.hush]\nttl_s = 60\n[salts.'with a blank']\nttl_s = 5"), environ={})
+    assert loaded.salt_ttls == {salt_tag("hush"): 60, salt_tag("with a blank"): 5}
+    assert "hush" not in repr(loaded) and "'ttl_s': 60" in repr(loaded)
+    assert load(environ={"KVDEPOT_SALTS": "hush"}).salts == {}
 
 
 @pytest.mark.parametrize(
@@ -353,12 +364,21 @@ def test_tenants_are_tables_of_the_file_with_sizes_in_units(tmp_path: Path) -> N
         ("[tenants.blue]\nfloor_gib = -1", "tenants.blue.floor_gib: -1 is out of range"),
         ('[tenants.blue]\ncap_gib = "much"', "tenants.blue.cap_gib: 'much' is not a size"),
         ("[tenants.blue]\nfloor_gib = 2\ncap_gib = 1", "tenants.blue.cap_gib: 1 is below floor_gib, 2"),
+        ("[tenants.blue]\ndisk_floor_gib = 2\ndisk_cap_gib = 1", "tenants.blue.disk_cap_gib: 1 is below disk_floor"),
         ("[tenants.blue]\nweight = 0", "tenants.blue.weight: 0 is out of range"),
         ("[tenants.blue]\nweight = nan", "tenants.blue.weight: "),
         ("[tenants.blue]\nttl_s = 1.5", "tenants.blue.ttl_s: "),
+        ("salts = 3", "salts: 3 is not a table: write [salts.NAME]"),
+        ("[salts.hush]", "salts.hush.ttl_s: must be given"),
+        ("[salts.hush]\nttl_s = 0", "salts.hush.ttl_s: 0 is out of range"),
+        ("[salts.hush]\ncap_gib = 1\nttl_s = 2", "salts.hush.cap_gib: "),
+        ("[salts.'']\nttl_s = 1", "salts: a salt has at least one character"),
+        ("\n".join(f"[salts.s{number}]\nttl_s = 1" for number in range(65)), "salts: 65 tables"),
     ],
 )
-def test_a_wrong_table_of_a_tenant_is_refused_by_its_name_and_setting(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_table_of_a_tenant_or_salt_is_refused_by_its_name_and_setting(
+    tmp_path: Path, text: str, said: str
+) -> None:
     file = write(tmp_path, text)
     with pytest.raises(ConfigError) as refused:
         load(file, environ={})

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,14 +19,17 @@ from msgspec import Meta
 from kvdepot.errors import ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.protocol.addresses import MOST_PORT, fault_of_endpoint
+from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
 from kvdepot.tiers import TierConfig, parse
+from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.urls import shown
 from kvdepot.values import explain, in_units, suggestion
 
 __all__ = [
     "ONLY_IN_FILE",
     "Config",
+    "Expiry",
     "Share",
     "default_key",
     "default_url",
@@ -42,6 +45,8 @@ __all__ = [
 GIB = 1 << 30
 _PREFIX = "KVDEPOT_"
 """Prefix of settings in the environment."""
+MOST_SALTS = 64
+"""Tables of salts. Each salt has another value for each tenant."""
 SMALLEST_BLOCK = 16
 """Tokens in the smallest block that vLLM uses by default."""
 
@@ -61,6 +66,8 @@ def default_key() -> str:
     return os.environ.get("KVDEPOT_KEY", "")
 
 
+TableT = TypeVar("TableT", bound=msgspec.Struct)
+
 _WORDS = {
     "log_format": ("human", "json"),
     "log_level": ("debug", "info", "warning", "error"),
@@ -70,7 +77,7 @@ _WORDS = {
 }
 
 
-ONLY_IN_FILE = ("tenants",)
+ONLY_IN_FILE = ("salts", "tenants")
 """Settings that are tables, which neither a flag nor a variable can give."""
 
 _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
@@ -78,7 +85,9 @@ _MOST_GIB = 1 << 30
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one tenant gets of the arena: a table `[tenants.NAME]` of the file. See protocol/quotas.py."""
+    """What one tenant gets of the arena and of local tiers: a table `[tenants.NAME]` of the file. See
+    protocol/quotas.py.
+    """
 
     floor_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="what other tenants cannot take from it")] = 0.0
     cap_gib: Annotated[float, Meta(ge=0, le=_MOST_GIB, description="the most that it can have; 0 = no cap")] = 0.0
@@ -88,14 +97,32 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: Annotated[
         int, Meta(ge=0, le=1 << 31, description="seconds after which its chunks expire, if sooner than ttl_s")
     ] = 0
+    disk_floor_gib: Annotated[
+        float, Meta(ge=0, le=_MOST_GIB, description="what other tenants cannot take from it in a tier disk://")
+    ] = 0.0
+    disk_cap_gib: Annotated[
+        float, Meta(ge=0, le=_MOST_GIB, description="the most that it can have in a tier disk://; 0 = no cap")
+    ] = 0.0
 
     def __post_init__(self) -> None:
         if self.cap_gib and self.cap_gib < self.floor_gib:
             raise ValueError(f"cap_gib: {self.cap_gib:g} is below floor_gib, {self.floor_gib:g}")
+        if self.disk_cap_gib and self.disk_cap_gib < self.disk_floor_gib:
+            raise ValueError(f"disk_cap_gib: {self.disk_cap_gib:g} is below disk_floor_gib, {self.disk_floor_gib:g}")
 
     @property
     def quota(self) -> Quota:
-        return Quota(int(self.floor_gib * GIB), int(self.cap_gib * GIB), self.weight, self.ttl_s)
+        memory = int(self.floor_gib * GIB), int(self.cap_gib * GIB)
+        disk = int(self.disk_floor_gib * GIB), int(self.disk_cap_gib * GIB)
+        return Quota(*memory, self.weight, self.ttl_s, *disk)
+
+
+class Expiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When chunks of requests with one cache salt expire: a table `[salts.SALT]` of the file."""
+
+    ttl_s: Annotated[
+        int, Meta(ge=1, le=1 << 31, description="seconds after which its chunks expire, if sooner than ttl_s")
+    ]
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,8 +175,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: Annotated[int, Meta(ge=0, le=1 << 31, description="seconds after which a chunk expires; 0 = never")] = 0
     tenants: Annotated[
         dict[str, Share],
-        Meta(description="memory by tenant: tables [tenants.NAME] with floor_gib, cap_gib, weight and ttl_s"),
+        Meta(
+            description="memory and disk by tenant: tables [tenants.NAME] with floor_gib, cap_gib, weight, ttl_s, "
+            "disk_floor_gib and disk_cap_gib"
+        ),
     ] = {}
+    salts: Annotated[dict[str, Expiry], Meta(description="expiry by cache salt: tables [salts.SALT] with ttl_s")] = {}
     verify: Annotated[
         str, Meta(description="checksums of chunks in memory: off, sampled (one chunk in 16) or always")
     ] = "sampled"
@@ -200,6 +231,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if "" in self.salts:
+            raise ValueError("salts: a salt has at least one character; ttl_s applies to requests without one")
+        if len(self.salts) > MOST_SALTS:
+            raise ValueError(f"salts: {len(self.salts)} tables; the limit is {MOST_SALTS}")
         names = [parse(tier).name for tier in self.tiers]
         if len(set(names)) < len(names):
             raise ValueError(f"tiers: duplicate tier among {', '.join(names)}")
@@ -213,6 +248,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def tier_configs(self) -> list[TierConfig]:
         """The parsed `tiers`."""
         return [parse(text) for text in self.tiers]
+
+    @property
+    def salt_ttls(self) -> dict[bytes, int]:
+        """Seconds after which chunks expire, by the tag of their cache salt (`keys.salt_tag`), for every tenant."""
+        return {salt_tag(salt): each.ttl_s for salt, each in self.salts.items()}
+
+    @property
+    def rules(self) -> Rules:
+        """What tiers follow from the start. Local ones remove nothing because of its age until the core tells them."""
+        return Rules.of({tenant: share.quota for tenant, share in self.tenants.items()}, {}, self.ttl_s)
 
     @property
     def wants_tokens(self) -> bool:
@@ -301,8 +346,9 @@ def load_with_sources(
         merged["tiers"] = tiers.split()
     _refuse_unknown(source)
     merged = in_units(merged)
-    if "tenants" in merged:
-        merged["tenants"] = _shares(merged["tenants"], source["tenants"])
+    for name, kind in (("tenants", Share), ("salts", Expiry)):
+        if name in merged:
+            merged[name] = _tables(name, merged[name], kind, source[name])
     try:
         config = msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as exc:
@@ -315,21 +361,21 @@ def load_with_sources(
     return config, {name: source.get(name, "default") for name in Config.__struct_fields__}
 
 
-def _shares(tables: object, where: str) -> dict[str, Share]:
-    """The tables of tenants. Raises ConfigError, which names the table and the setting in it."""
+def _tables(section: str, tables: object, kind: type[TableT], where: str) -> dict[str, TableT]:
+    """The tables of tenants or salts. Raises ConfigError, which names the table and the setting in it."""
     if not isinstance(tables, dict):
-        raise ConfigError(f"{where}: tenants: {tables!r} is not a table: write [tenants.NAME]")
-    shares = {}
-    for tenant, table in tables.items():
+        raise ConfigError(f"{where}: {section}: {tables!r} is not a table: write [{section}.NAME]")
+    found = {}
+    for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{where}: tenants.{tenant}: {table!r} is not a table: write [tenants.{tenant}]")
+            raise ConfigError(f"{where}: {section}.{name}: {table!r} is not a table: write [{section}.{name}]")
         given = in_units(table)
         try:
-            shares[tenant] = msgspec.convert(given, Share, strict=False)
+            found[name] = msgspec.convert(given, kind, strict=False)
         except msgspec.ValidationError as exc:
-            name, said = explain(exc, given)
-            raise ConfigError(f"{where}: tenants.{tenant}{'.' if name else ''}{name}: {said}") from exc
-    return shares
+            field, said = explain(exc, given)
+            raise ConfigError(f"{where}: {section}.{name}{'.' if field else ''}{field}: {said}") from exc
+    return found
 
 
 def _refuse_unknown(source: Mapping[str, str]) -> None:
@@ -369,4 +415,5 @@ def masked(config: Config) -> dict[str, object]:
     """The settings by name, for display; secrets in the URLs of tiers are shown as ***."""
     values = msgspec.structs.asdict(config)
     tenants = {name: msgspec.structs.asdict(share) for name, share in config.tenants.items()}
-    return values | {"tiers": [shown(tier) for tier in config.tiers], "tenants": tenants}
+    salts = {tag.hex(): {"ttl_s": ttl_s} for tag, ttl_s in config.salt_ttls.items()}  # users may keep salts secret
+    return values | {"tiers": [shown(tier) for tier in config.tiers], "tenants": tenants, "salts": salts}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvdepot.config import Config
+from kvdepot.core.admission import stored_salts
 from kvdepot.core.index.index import Index
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import KVDepotError
@@ -61,7 +62,10 @@ class Desk(Harness):
         tiers: Sequence[TierConfig] = (),
     ) -> None:
         config = Config(url="ipc:///nowhere", chunk_size=1, **(settings or {}))
-        index = Index(Allocator(0, pages * PAGE), Lru, ttl_s=config.ttl_s, chunk_tokens=config.chunk_size)
+        index = Index(
+            Allocator(0, pages * PAGE), Lru, ttl_s=config.ttl_s, chunk_tokens=config.chunk_size,
+            salt_ttls=stored_salts(config.salt_ttls, ["blue", "red"]),
+        )  # fmt: skip
         self.mapped: list[Tensors] = []
         super().__init__(config, index, map_layout or self.map, tiers, tenant=lambda user: user)
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvdepot.config import Expiry
 from kvdepot.errors import BadRequest
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
+from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TenantStatus
-from kvdepot.testing.faulty import MemoryTier
-from tests.core.desk import PER_CHUNK, Desk, layout, prompt, store
+from kvdepot.testing.faulty import FaultyTier, MemoryTier
+from kvdepot.tiers.disk import Disk
+from kvdepot.tiers.rules import Rules
+from kvdepot.tiers.worker import Enforce
+from tests.core.desk import PER_CHUNK, Desk, layout, prompt, shards, store
 from tests.core.host import Host, look, new_host
 
 
@@ -203,3 +211,135 @@ def test_a_chunk_that_was_to_leave_stays_if_its_tenant_has_come_down_to_its_floo
     host.rest()
     assert account.chunks == before
     host.assert_quiet()
+
+
+# -- on disk
+
+
+OBJECT = PAGE + 4096
+"""Bytes that the file of one chunk takes: a header, and a page."""
+
+
+def disk(floor: int = 0, cap: int = 0, ttl_s: int = 0) -> Quota:
+    """Floor and cap in objects."""
+    return Quota(0, 0, 1.0, ttl_s, floor * OBJECT, cap * OBJECT)
+
+
+def test_a_quota_on_disk_is_refused_without_a_local_tier_or_beyond_its_capacity() -> None:
+    desk = Desk(pages=32)
+    desk.tick(0.0, 1000.0)
+    desk.hello(b"admin")
+    answer = desk.ask(b"admin", wire.SetQuota("blue", disk(1)))
+    assert isinstance(answer, BadRequest) and "disk://" in str(answer)
+    shared = new_host(("redis://localhost:1", MemoryTier()), pages=32)
+    assert isinstance(shared.ask(b"one", wire.SetQuota("blue", disk(cap=1))), BadRequest)
+    host = new_host(MemoryTier(10 * OBJECT), pages=32)
+    assert host.ask(b"one", wire.SetQuota("blue", disk(6))) is None
+    answer = host.ask(b"one", wire.SetQuota("red", disk(5)))
+    assert isinstance(answer, BadRequest) and "tier disk:///d" in str(answer) and "capacity" in str(answer)
+    assert host.ask(b"one", wire.SetQuota("red", disk(4, 3))) is not None, "its cap is below its floor"
+    assert host.ask(b"one", wire.SetQuota("blue", disk(5))) is None, "a tenant's own old floor does not count"
+    assert host.ask(b"one", wire.SetQuota("red", disk(5))) is None
+    assert {name: each.quota for name, each in told(host).items()} == {"": Quota(), "blue": disk(5), "red": disk(5)}
+
+
+def test_local_tiers_are_told_of_rules_and_shared_ones_are_not() -> None:
+    host = new_host(("disk:///d?ttl_s=9", MemoryTier()), ("redis://localhost:1", MemoryTier()), pages=32, ttl_s=60)
+    assert [task.rules for task in host.done if isinstance(task, Enforce)] == [Rules(ttl_s=9)]
+    assert host.ask(b"one", wire.SetQuota("blue", disk(1, ttl_s=5))) is None
+    host.done.clear()
+    host.tick(1.0, 1001.0)
+    host.tick(2.0, 1002.0)
+    assert host.kinds().count("Enforce") == 1, "one at a time"
+    host.rest()
+    (task,) = [task for task in host.done if isinstance(task, Enforce)]
+    assert task.tier == 0 and [quota.ttl_s for quota in task.rules.quotas.values()] == [5]
+    host.tick(11.0, 1011.0)
+    assert host.kinds().count("Enforce") == 0
+    host.tick(12.0, 1012.0)
+    assert host.kinds().count("Enforce") == 1, "after 10 s"
+
+
+def test_rules_are_told_again_until_the_tier_has_taken_them() -> None:
+    tier = FaultyTier(MemoryTier())
+    host = new_host(tier, pages=32)
+    assert host.ask(b"one", wire.SetQuota("blue", disk(ttl_s=5))) is None
+    tier.inject(down=1.0)
+    host.tick(1.0, 1001.0)
+    host.rest()
+    tier.inject()
+    host.done.clear()
+    host.tick(2.0, 1002.0)
+    host.rest()
+    host.tick(3.0, 1003.0)
+    assert [type(task) for task in host.done] == [Enforce] and not host.tier_tasks
+
+
+def salted(name: str, salt: bytes) -> wire.Store:
+    """Store a prompt of one chunk with a salt."""
+    return wire.Store(1, 1, [msgspec.structs.replace(shards(prompt(name, 1)), salt=salt)])
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[tuple[Host, Disk]]:
+    """A host with a directory behind memory, which gets all that is stored."""
+    tier = Disk(tmp_path / "tier", 20 * OBJECT)
+    host = new_host((f"disk://{tmp_path}/tier", tier), pages=256, salts={"brief": Expiry(30)}, lookup_s=8.0)
+    yield host, tier
+    tier.close()
+
+
+def test_each_tenant_has_its_floor_and_no_more_than_its_cap_on_disk(on_disk: tuple[Host, Disk]) -> None:
+    host, tier = on_disk
+    blue, red = engine(host, "blue"), engine(host, "red")
+    assert host.ask(b"one", wire.SetQuota("blue", disk(4))) is None
+    assert host.ask(b"one", wire.SetQuota("red", disk(cap=8))) is None
+    host.tick(1.0, 1001.0)
+    host.rest()
+    for client, count in ((blue, 6), (red, 12), (b"one", 30)):
+        for number in range(count):
+            assert host.find(client, store(prompt(f"{number}", 1))) is True
+    host.tick(20.0, 1020.0)
+    host.rest()
+    counts = {name: each.disk_bytes // OBJECT for name, each in told(host).items() if each.disk_bytes is not None}
+    assert counts["blue"] >= 4 and counts["red"] <= 8 and sum(counts.values()) < 20
+    assert tier.usage().objects == 20
+    host.assert_quiet()
+
+
+def test_chunks_of_a_salt_expire_in_memory_and_on_disk_and_so_do_those_of_a_tenant(
+    on_disk: tuple[Host, Disk],
+) -> None:
+    host, tier = on_disk
+    tag = salt_tag("brief")
+    blue = engine(host, "blue")
+    assert host.ask(b"one", wire.SetQuota("blue", disk(ttl_s=60))) is None
+    for client, name, salt in ((blue, "a", b""), (blue, "b", tag), (b"one", "c", tag), (b"one", "d", salt_tag("long"))):
+        assert host.find(client, salted(name, salt)) is True
+
+    def left(now: float) -> tuple[int, int | None]:
+        """Chunks in memory, and objects on disk, so many seconds after they were computed."""
+        host.tick(now, 1000.0 + now)
+        host.rest()
+        return host.index.chunks, tier.usage().objects
+
+    assert left(29.0) == (4, 4)
+    assert left(30.0)[0] == 2 and left(39.0) == (2, 2)
+    assert left(59.0)[0] == 2 and left(60.0)[0] == 1 and left(69.0) == (1, 1)
+    assert left(10_000.0) == (1, 1)
+    host.assert_quiet()
+
+
+def test_an_expired_object_of_a_salt_is_not_served_from_a_tier_that_still_has_it() -> None:
+    tier, tag = MemoryTier(), salt_tag("brief")
+    here = new_host(("redis://localhost:1", tier))
+    there = new_host(("redis://localhost:1", tier), salts={"brief": Expiry(30)}, lookup_s=8.0)
+    assert here.find(b"one", salted("a", tag)) is True
+    there.tick(1.0, 1029.0)
+    assert there.find(b"one", look(prompt("a", 1), salt=tag)) == 1
+    there.ask(b"one", wire.EndSession("r"))
+    there.tick(2.0, 1030.0)
+    there.rest()
+    assert there.find(b"one", look(prompt("a", 1), "later", salt=tag)) == 0
+    assert len(tier.objects) == 1, "a shared tier keeps what another server may serve"
+    there.assert_quiet()

@@ -24,6 +24,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import _SEAL_BYTES as SEAL_BYTES
 from kvdepot.protocol.handshake import SECRET_BYTES, is_sealed
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Status
 from kvdepot.testing.harness import Harness
 from kvdepot.testing.simulation import Link
@@ -128,8 +129,7 @@ class Server(Checks, Harness):
         self.world.after(TICK_S, self._event, self._tick)
 
     def _tier_worker(self, store: Store) -> TierWorker:
-        ages = [age for age in (store.config.options.ttl_s, self.host.config.ttl_s) if age]
-        return TierWorker(self, store, min(ages, default=0))
+        return TierWorker(self, store, shortest(store.config.options.ttl_s, self.host.config.ttl_s))
 
     def _take_over(self) -> None:
         """What the last server had sealed is there again; what it was writing is not."""

@@ -25,6 +25,8 @@ from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
 from kvdepot.tiers.worker import (
     MOST_PARTS,
+    Clock,
+    Enforce,
     Erase,
     Erased,
     Find,
@@ -100,7 +102,7 @@ class Store:
         part = Part(facts, salt, key, ((0, len(data)),), len(data), born=int(WALL + self.world.now))
         total = checksum(np.frombuffer(data, np.uint8), part.extents, part.size)
         header = Header(facts.digest, key, salt or NO_SALT, len(data), len(data), total, part.born)
-        self.objects.write([Blob(part.name, [memoryview(header.pack(facts)), memoryview(data)])])
+        self.objects.write([Blob(part.name, [memoryview(header.pack(facts)), memoryview(data)], part.born)])
         return part
 
     def hang(self) -> None:
@@ -234,9 +236,9 @@ class TierWorker:
         self._start()
 
     def _run(self, tier_task: TierTask) -> TierOutcome:
-        oldest = WALL + self._world.now - self._ttl_s if self._ttl_s else 0.0
+        clock = Clock(WALL + self._world.now, self._ttl_s)
         try:
-            return run(tier_task, self.store.tier, self._server, self._heads, self._codec, oldest)
+            return run(tier_task, self.store.tier, self._server, self._heads, self._codec, clock)
         except KVDepotError as exc:
             return exc
 
@@ -375,8 +377,8 @@ def _short(tier_task: TierTask) -> str:
             return f"{type(tier_task).__name__} {len(tier_task.names)}"
         case Load() | Save():
             return f"{type(tier_task).__name__} {' '.join(part.key.hex()[:4] for part in tier_task.parts)}"
-        case Probe():
-            return "Probe"
+        case Probe() | Enforce():
+            return type(tier_task).__name__
     return f"Forget {tier_task.salt[:4]} {' '.join(namespace[:4] for namespace in tier_task.namespaces)}"
 
 

@@ -9,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvdepot.eviction import POLICIES
 from kvdepot.testing.tiers import name_of
-from kvdepot.tiers.disk.ledger import Entry, Ledger
+from kvdepot.tiers.disk.entry import Entry
+from kvdepot.tiers.disk.ledger import Ledger
+from kvdepot.tiers.rules import owner_of
 
 CAPACITY = 100
 NAMES = [name_of(number, salt) for number in range(3) for salt in (0, 1)]
@@ -38,7 +40,7 @@ class Life(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), charge=st.integers(1, 60))
     def write(self, name: str, charge: int) -> None:
         room = self.bytes_lying() + charge <= CAPACITY
-        assert self.ledger.reserve(charge) == room
+        assert self.ledger.reserve(charge, owner_of(name)) == room
         if room:
             entry = Entry(name=name, charge=charge)
             self.ledger.enter(entry)
@@ -49,8 +51,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(charge=st.integers(1, 60))
     def write_what_fails(self, charge: int) -> None:
-        if self.ledger.reserve(charge):
-            self.ledger.free(charge)
+        if self.ledger.reserve(charge, "ours"):
+            self.ledger.free(charge, "ours")
 
     @rule(name=st.sampled_from(NAMES))
     def begin_to_read(self, name: str) -> None:
@@ -85,7 +87,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def evict(self) -> None:
         unread = [entry for entry in self.objects.values() if not any(entry is other for other in self.read)]
-        victim = self.ledger.victim()
+        victim = self.ledger.victim("", 0)
         assert (victim is None) == (not unread), "what is read stays, everything else may go"
         if victim is not None:
             assert self.objects.pop(victim.name) is victim and any(victim is other for other in unread)
@@ -125,11 +127,12 @@ def test_objects_that_could_not_be_removed_can_be_evicted(policy: str) -> None:
     ledger = Ledger(1 << 30, policy)
     ledger.rank()
     for number in range(200):
-        assert ledger.reserve(10)
-        ledger.enter(Entry(name=f"{'AAAB'[number % 4]}{number:064d}", charge=10))
+        entry = Entry(name=f"{'AAAB'[number % 4]}{number:064d}", charge=10)
+        assert ledger.reserve(10, entry.owner)
+        ledger.enter(entry)
     for entry in ledger.forget("", ""):
         (ledger.keep if entry.name[0] == "B" else ledger.settle)(entry)
     evicted = []
-    while (entry := ledger.victim()) is not None:
-        evicted.append(entry.name)
+    while (victim := ledger.victim("", 0)) is not None:
+        evicted.append(victim.name)
     assert len(set(evicted)) == len(evicted) == 50

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
@@ -25,6 +27,7 @@ __all__ = [
     "check_targets",
     "check_topic",
     "chunks_named",
+    "stored_salts",
     "tenant_salt",
 ]
 
@@ -62,6 +65,11 @@ def tenant_salt(tenant: str, salt: bytes) -> bytes:
     return bytes(
         blake3(b"kvdepot tenant salt" + len(tenant).to_bytes(4, "little") + tenant.encode() + salt).digest()[:16]
     )
+
+
+def stored_salts(ttls_s: Mapping[bytes, int], tenants: Iterable[str]) -> dict[bytes, int]:
+    """Seconds by the salts that chunks are stored under, given them by salts as clients say them: for all tenants."""
+    return {tenant_salt(tenant, salt): ttl_s for tenant in ("", *tenants) for salt, ttl_s in ttls_s.items()}
 
 
 def check_shape(world_size: int, rank: int) -> None:

@@ -251,7 +251,10 @@ class Depot:
             raise BadRequest("only a client without a tenant may set quotas")
         if quota is not None and not self._is_tenant(tenant):
             raise BadRequest(f"no client's key is bound to the tenant {tenant[:SHOWN]!r}")
+        if quota is not None and (fault := self.tiering.fault(tenant, quota)):
+            raise BadRequest(fault)
         self.index.set_quota(tenant, quota)
+        self.tiering.set_rules()
         self._is_behind = True
         self.report.note("quota", f"{tenant[:SHOWN]}: {'no quota' if quota is None else quota.words}")
 

@@ -15,6 +15,7 @@ from kvdepot import __version__
 from kvdepot.core.clients import Client
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chunk import Namespace
+from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.protocol.counters import SERVER, Counters
 from kvdepot.protocol.metrics import Journal, Latencies
 from kvdepot.protocol.status import (
@@ -153,7 +154,7 @@ class Report:
             namespaces=_namespaces(namespaces),
             engines=_engines(engines, now),
             pinned=depot.sessions.kept(tenant, now),
-            tenants=_tenants(index.accounts, tenant),
+            tenants=_tenants(index.accounts, depot.tiering, tenant),
             tiers=depot.tiering.status(now),
             devices=self._devices(),
             counters={**depot.counters, "evicted_chunks": index.evicted},
@@ -182,7 +183,7 @@ def _namespaces(namespaces: Iterable[Namespace]) -> list[NamespaceStatus]:
     ]
 
 
-def _tenants(accounts: Accounts, tenant: str) -> list[TenantStatus]:
+def _tenants(accounts: Accounts, tiering: Tiering, tenant: str) -> list[TenantStatus]:
     """The accounts that a tenant may see: its own, if it has one; empty: all, if there are several."""
     shown = [each for each in accounts.all() if tenant in ("", each.tenant)] if len(accounts) > 1 else []
     return [
@@ -196,6 +197,9 @@ def _tenants(accounts: Accounts, tenant: str) -> list[TenantStatus]:
             ttl_s=account.quota.ttl_s,
             evicted_chunks=account.evicted,
             capped_chunks=account.capped,
+            disk_bytes=tiering.bytes_of(account.tenant) if account.tenant else None,
+            disk_floor_bytes=account.quota.disk_floor_bytes,
+            disk_cap_bytes=account.quota.disk_cap_bytes,
         )
         for account in shown
     ]

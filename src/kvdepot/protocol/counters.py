@@ -235,6 +235,7 @@ TIER = (
     ),
     Counted("evicted", "objects", "Disk: objects evicted.", "evicted to make room",
             advice="Increase its capacity if the hit rate is far below its upper bound."),
+    Counted("expired", "objects", "Disk: objects removed because of their age."),
     Counted("swept", "files", "Disk: half-written files removed at start."),
     Counted("vanished", "files", "Disk: files removed by another process.", advice="Another process cleans up there."),
     Counted("staged_bytes", "bytes", "Mooncake: bytes copied on this side."),

@@ -87,9 +87,15 @@ class Listener:
         """The tenant whose chunks a user can reach; empty: the default tenant."""
         return "" if self._keys is None else self._keys.tenant(user)
 
+    @property
+    def tenants(self) -> set[str]:
+        """The tenants that clients' keys are bound to."""
+        clients = () if self._keys is None else self._keys.clients.values()
+        return {client.tenant for client in clients if client.tenant}
+
     def is_tenant(self, tenant: str) -> bool:
         """Whether a client's key is bound to a tenant of this name."""
-        return self._keys is not None and any(client.tenant == tenant for client in self._keys.clients.values())
+        return tenant in self.tenants
 
     def admit(self, user: str) -> Key | None:
         """A new key for a process of our own; None if clients need no keys."""

@@ -1,4 +1,4 @@
-"""What one tenant may take of the arena. Plain data, used in settings, messages and the core."""
+"""What one tenant may take of the arena and of local tiers. Plain data, used in settings, messages, core and tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["MOST_QUOTAS", "MOST_WEIGHT", "Quota", "fault_of"]
+__all__ = ["MOST_QUOTAS", "MOST_WEIGHT", "Quota", "fault_of", "shortest"]
 
 MOST_QUOTAS = 64
 """Tenants with a quota. An eviction compares all of them, and the status lists all of them."""
@@ -16,31 +16,48 @@ _MOST = 1 << 62
 
 
 class Quota(msgspec.Struct, frozen=True, array_like=True):
-    """One tenant's part of the arena, in bytes that the allocator counts: whole pages, including reserved ones.
+    """One tenant's part of the arena, in bytes that the allocator counts: whole pages, including reserved ones. And its
+    part of each local tier, in bytes that the file system allocates.
 
     floor_bytes: no other tenant's store takes the tenant below this. cap_bytes: the tenant never has more; 0: no cap.
-    weight: its part of what is left above all floors, beside the other tenants' weights. ttl_s: seconds after which its
-    chunks expire, if that is sooner than the server's own `ttl_s`; 0: no own limit.
+    weight: its part of what is left above all floors, beside the other tenants' weights, in memory and in local tiers.
+    ttl_s: seconds after which its chunks expire, if that is sooner than the server's own `ttl_s`; 0: no own limit.
+    disk_floor_bytes, disk_cap_bytes: as the first two, in each local tier.
     """
 
     floor_bytes: int = 0
     cap_bytes: int = 0
     weight: float = 1.0
     ttl_s: int = 0
+    disk_floor_bytes: int = 0
+    disk_cap_bytes: int = 0
 
     @property
     def words(self) -> str:
         """For people."""
         ttl = f", expires after {self.ttl_s} s" if self.ttl_s else ""
         cap = f"{self.cap_bytes} bytes" if self.cap_bytes else "none"
-        return f"floor {self.floor_bytes} bytes, cap {cap}, weight {self.weight:g}{ttl}"
+        disk = ""
+        if self.is_on_disk:
+            most = f"{self.disk_cap_bytes} bytes" if self.disk_cap_bytes else "none"
+            disk = f"; on disk: floor {self.disk_floor_bytes} bytes, cap {most}"
+        return f"floor {self.floor_bytes} bytes, cap {cap}, weight {self.weight:g}{ttl}{disk}"
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it has a floor or a cap in local tiers."""
+        return bool(self.disk_floor_bytes or self.disk_cap_bytes)
 
     def fault(self) -> str:
         """What is wrong with it by itself; empty if nothing is."""
-        if not (0 <= self.floor_bytes < _MOST and 0 <= self.cap_bytes < _MOST):
-            return "floor and cap must be 0 bytes or more"
-        if self.cap_bytes and self.cap_bytes < self.floor_bytes:
-            return f"the cap of {self.cap_bytes} bytes is below the floor of {self.floor_bytes}"
+        for where, floor, cap in (
+            ("", self.floor_bytes, self.cap_bytes),
+            (" on disk", self.disk_floor_bytes, self.disk_cap_bytes),
+        ):
+            if not (0 <= floor < _MOST and 0 <= cap < _MOST):
+                return f"floor and cap{where} must be 0 bytes or more"
+            if cap and cap < floor:
+                return f"the cap of {cap} bytes{where} is below the floor of {floor}"
         if not (math.isfinite(self.weight) and 1 / MOST_WEIGHT <= self.weight <= MOST_WEIGHT):
             return f"weight {self.weight:g} is not between {1 / MOST_WEIGHT:g} and {MOST_WEIGHT:g}"
         if not 0 <= self.ttl_s <= 1 << 31:
@@ -59,3 +76,8 @@ def fault_of(quotas: Mapping[str, Quota], capacity_bytes: int) -> str:
     if floors > capacity_bytes:
         return f"the floors of all tenants together are {floors} bytes, more than the arena's {capacity_bytes}"
     return ""
+
+
+def shortest(*ttls_s: int) -> int:
+    """The limit that applies where each of these does, in seconds; 0 is none."""
+    return min(filter(None, ttls_s), default=0)

@@ -110,10 +110,11 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """Memory of one tenant with a quota. tenant: empty for all clients whose tenant has none, or that have none.
+    """What one tenant with a quota has. tenant: empty for all clients whose tenant has no quota, or that have none.
 
     used_bytes: what the arena holds for it, including what is being stored or loaded. cap_bytes, ttl_s: 0: none of its
     own. evicted_chunks: of its chunks, for whomever. capped_chunks: shards not stored because of its cap.
+    disk_bytes: in local tiers, as of their last probe; None: there is no such tier, or the tenant has no quota.
     """
 
     tenant: str
@@ -125,10 +126,14 @@ class TenantStatus(msgspec.Struct, frozen=True):
     ttl_s: int
     evicted_chunks: int
     capped_chunks: int
+    disk_bytes: int | None = None
+    disk_floor_bytes: int = 0
+    disk_cap_bytes: int = 0
 
     @property
     def quota(self) -> Quota:
-        return Quota(self.floor_bytes, self.cap_bytes, self.weight, self.ttl_s)
+        memory = self.floor_bytes, self.cap_bytes
+        return Quota(*memory, self.weight, self.ttl_s, self.disk_floor_bytes, self.disk_cap_bytes)
 
 
 class TierStatus(msgspec.Struct, frozen=True):

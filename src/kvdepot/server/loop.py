@@ -21,6 +21,7 @@ import zmq
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
+from kvdepot.core.admission import stored_salts
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
@@ -97,7 +98,7 @@ class Server:
             self._listener = Listener(context, config.url, config.keys, config.max_message_mib << 20)
             closing.callback(self._listener.close)
             closing.callback(self._stop_tier_workers)
-            self._tier_workers += start_workers(config.tier_configs, config.ttl_s, self.arena, self._report)
+            self._tier_workers += start_workers(config.tier_configs, config.rules, self.arena, self._report)
             self._devices = Devices(self.arena, config.gpu_staging_mib << 20)
             devices = self._devices
             self._feed = Feed() if config.kv_events else None
@@ -126,7 +127,8 @@ class Server:
         records = Records(arena.table(), arena.ensure_table)
         allocator = Allocator(arena.header.chunks_start, arena.size)
         watch = self._feed.changed if self._feed is not None else None
-        index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, watch, config.chunk_size)
+        salts = stored_salts(config.salt_ttls, self._listener.tenants)
+        index = Index(allocator, POLICIES[config.policy], records, config.ttl_s, watch, config.chunk_size, salts)
         self._set_quotas(index)
         if arena.taken_over:
             begun = time.monotonic()
@@ -146,6 +148,8 @@ class Server:
             if not self._listener.is_tenant(tenant):
                 where = f"in {self._config.keys}" if self._config.keys else "because clients need no keys"
                 raise ConfigError(f"tenants.{tenant}: no client has this tenant, {where}")
+            if share.quota.is_on_disk and not any(tier.is_local for tier in self._config.tier_configs):
+                raise ConfigError(f"tenants.{tenant}: a quota on disk needs a tier disk://")
             try:
                 index.set_quota(tenant, share.quota)
             except BadRequest as exc:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvdepot.errors import TierError
-from kvdepot.tiers import ABSENT, Blob, Tier, Usage
+from kvdepot.tiers import ABSENT, Blob, Enforcing, Tier, Usage
+from kvdepot.tiers.rules import Rules
 
 __all__ = ["FAULTS", "FaultyTier", "MemoryTier"]
 
@@ -35,11 +36,12 @@ FAULTS = {
 
 
 class MemoryTier:
-    """Keeps objects in a dict. With `capacity_bytes`, it evicts the oldest ones."""
+    """Keeps objects in a dict. With `capacity_bytes`, it evicts the oldest ones. It enforces times to live alone."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.objects: dict[str, bytes] = {}
+        self.born: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -60,9 +62,9 @@ class MemoryTier:
         return [ABSENT if data is None else _fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        return [self._write(blob.name, b"".join(blob.buffers)) for blob in blobs]
+        return [self._write(blob.name, b"".join(blob.buffers), blob.born) for blob in blobs]
 
-    def _write(self, name: str, data: bytes) -> bool:
+    def _write(self, name: str, data: bytes, born: int) -> bool:
         with self._lock:
             if self.capacity_bytes is not None:
                 if len(data) > self.capacity_bytes:
@@ -73,6 +75,7 @@ class MemoryTier:
                     self.counters["evicted"] += 1
             self._drop(name)
             self.objects[name] = data
+            self.born[name] = born
             self._bytes += len(data)
         return True
 
@@ -91,6 +94,15 @@ class MemoryTier:
             for name in gone:
                 self._drop(name)
         return len(gone)
+
+    def enforce(self, rules: Rules, wall: float) -> bool:
+        with self._lock:
+            for name in list(self.objects):
+                ttl_s, born = rules.ttl_of(name), self.born.get(name, 0)
+                if ttl_s and born and born + ttl_s <= wall:
+                    self._drop(name)
+                    self.counters["expired"] += 1
+        return False
 
     def usage(self) -> Usage:
         with self._lock:
@@ -187,6 +199,11 @@ class FaultyTier:
 
     def forget(self, salt: str, space: str) -> int:
         return self._call(lambda: self.tier.forget(salt, space))
+
+    def enforce(self, rules: Rules, wall: float) -> bool:
+        tier = self.tier
+        assert isinstance(tier, Enforcing), f"{tier!r} is not a local tier"
+        return self._call(lambda: tier.enforce(rules, wall))
 
     def usage(self) -> Usage:
         return self._call(self.tier.usage)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar, runtime_checkable
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -23,10 +23,13 @@ from msgspec import Meta
 
 from kvdepot import install
 from kvdepot.errors import ConfigError, KVDepotError
+from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.urls import SECRET_OPTION, credentials_of, has_ambiguous_secret, has_place, redact, secrets_of, shown
 from kvdepot.values import explain, in_units, suggestion
 
-__all__ = ["ABSENT", "KINDS", "NAME", "Blob", "Options", "Tier", "TierConfig", "Usage", "convert", "parse"]
+__all__ = [
+    "ABSENT", "KINDS", "NAME", "Blob", "Enforcing", "Options", "Tier", "TierConfig", "Usage", "convert", "parse",
+]  # fmt: skip
 
 KINDS = {
     "disk": "disk",
@@ -41,6 +44,9 @@ KINDS = {
     "mooncake": "mooncake",
 }
 """URL scheme -> the kind of tier: a module here that has `open(url, options: dict[str, str], threads) -> Tier`."""
+
+_LOCAL = {"disk"}
+"""Those whose objects are one server's alone."""
 
 NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
 """What names look like (`fullmatch`): salt, space, key and rank, at most 160 characters."""
@@ -59,10 +65,12 @@ class Blob:
     buffers: contiguous, of bytes, at any address, none empty, possibly thousands. For a write: the bytes to store,
     concatenated (may be read-only). For a read: the destination, filled in order; large enough for the object unless
     the object does not match its name, and possibly larger. An object has at least one byte.
+    born: for a write, when the bytes were computed, in seconds since 1970; 0: not known, and as good as now.
     """
 
     name: str
     buffers: Sequence[memoryview]
+    born: int = 0
 
     @property
     def size(self) -> int:
@@ -78,6 +86,8 @@ class Usage(msgspec.Struct, frozen=True):
     capacity_bytes: int | None = None
     counters: dict[str, int] = {}
     """Counters since the start, e.g. `evicted`, `quarantined`."""
+    owners: dict[str, int] = {}
+    """Bytes of each owner with a quota (tiers/rules.py), if the tier enforces quotas."""
 
 
 class Tier(Protocol):
@@ -140,6 +150,18 @@ class Tier(Protocol):
         """
 
 
+@runtime_checkable
+class Enforcing(Tier, Protocol):
+    """A local tier: it can enforce quotas and times to live, because no other server has objects in it."""
+
+    def enforce(self, rules: Rules, wall: float) -> bool:
+        """Follow these rules from now on, and remove what has expired at `wall` (seconds since 1970) or exceeds a cap.
+
+        It removes a bounded number of objects; returns whether to call it again at once. A write takes no object from
+        an owner that has no more than its floor. An owner above its cap loses an object of its own to each write.
+        """
+
+
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options that every tier's URL accepts; each field's description is its help text."""
 
@@ -173,6 +195,8 @@ class TierConfig(msgspec.Struct, frozen=True):
     """Options of this kind of tier alone."""
     secrets: tuple[str, ...] = ()
     """Text that no message may contain."""
+    rules: Rules = Rules()
+    """That a local tier follows from the start."""
 
     def __repr__(self) -> str:
         return f"<TierConfig {self.name}>"
@@ -182,6 +206,11 @@ class TierConfig(msgspec.Struct, frozen=True):
         """For people: the URL without credentials and options."""
         return shown(credentials_of(self.url)[2])
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is `Enforcing`; all other tiers are shared by servers."""
+        return self.kind in _LOCAL
+
     def redact(self, exc: Exception) -> str:
         """An error's message without this tier's secrets."""
         return redact(str(exc), self.secrets)
@@ -189,7 +218,8 @@ class TierConfig(msgspec.Struct, frozen=True):
     def open(self) -> Tier:
         """The tier itself. Blocks. Raises ConfigError, or TierError if the store is unavailable."""
         try:
-            tier: Tier = self.module().open(self.url, dict(self.own), self.options.threads)
+            rules = (self.rules,) if self.is_local else ()
+            tier: Tier = self.module().open(self.url, dict(self.own), self.options.threads, *rules)
         except KVDepotError as exc:
             raise type(exc)(self.redact(exc)) from None  # a cause may quote the URL
         return tier

@@ -25,12 +25,17 @@ import numpy.typing as npt
 from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.copier import Memory, checksum, views
-from kvdepot.tiers import Blob, Tier, TierConfig, Usage
+from kvdepot.protocol.quotas import shortest
+from kvdepot.tiers import Blob, Enforcing, Tier, TierConfig, Usage
 from kvdepot.tiers.codec import SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.rules import Rules
 
 __all__ = [
     "MOST_PARTS",
+    "Clock",
+    "Enforce",
+    "Enforced",
     "Erase",
     "Erased",
     "Find",
@@ -152,7 +157,16 @@ class Probe:
     tier: int
 
 
-TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe
+@dataclass(slots=True)
+class Enforce:
+    """For a local tier: follow these rules, and remove what they do not allow. Outcome: Enforced."""
+
+    token: object
+    tier: int
+    rules: Rules
+
+
+TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe | Enforce
 
 
 # -- outcomes
@@ -203,7 +217,14 @@ class Forgotten:
     objects: int
 
 
-TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotten | Usage | KVDepotError
+@dataclass(frozen=True, slots=True)
+class Enforced:
+    """The rules hold for all writes. is_behind: there may be more to remove."""
+
+    is_behind: bool
+
+
+TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotten | Usage | Enforced | KVDepotError
 """A KVDepotError: the task failed, and the state of its objects is unknown."""
 
 
@@ -317,7 +338,7 @@ class TierWorker:
         while (tier_task := self._next(saves)) is not None:
             outcome: TierOutcome
             try:
-                outcome = run(tier_task, self._tier or self._open(), self._arena, heads, self._codec, self._oldest())
+                outcome = run(tier_task, self._tier or self._open(), self._arena, heads, self._codec, self._clock())
             except KVDepotError as exc:
                 outcome = type(exc)(self._config.redact(exc))
             except Exception as exc:  # noqa: BLE001 - the top of a thread: it logs and answers
@@ -329,26 +350,23 @@ class TierWorker:
                 outcome = InternalError(f"{type(tier_task).__name__}: {type(exc).__name__}")
             self._report(tier_task.token, outcome)
 
-    def _oldest(self) -> float:
-        ttl_s = self._config.options.ttl_s
-        return self._wall() - ttl_s if ttl_s else 0.0
+    def _clock(self) -> Clock:
+        return Clock(self._wall(), shortest(self._config.options.ttl_s, self._config.rules.ttl_s))
 
 
 def start_workers(
-    tiers: Sequence[TierConfig], ttl_s: int, arena: Memory, report: Callable[[object, TierOutcome], None]
+    tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[object, TierOutcome], None]
 ) -> list[TierWorker]:
     """Start one worker per tier. A tier that is unavailable now may open later.
 
-    ttl_s: the server's own time to live, 0 for none. Raises ConfigError.
+    rules: at the start, of all tiers. Raises ConfigError.
     """
     workers: list[TierWorker] = []
     try:
         for tier in tiers:
-            options = tier.options
-            ages = [age for age in (options.ttl_s, ttl_s) if age]
-            aged = msgspec.structs.replace(tier, options=msgspec.structs.replace(options, ttl_s=min(ages, default=0)))
-            workers.append(TierWorker(aged, arena, report, make_codec(options)))
-            log.info("tier %s: write %s", tier.name, options.write, extra={"tier": tier.name})
+            ruled = msgspec.structs.replace(tier, rules=rules)
+            workers.append(TierWorker(ruled, arena, report, make_codec(tier.options)))
+            log.info("tier %s: write %s", tier.name, tier.options.write, extra={"tier": tier.name})
     except BaseException:
         for worker in workers:
             worker.stop(0.1)
@@ -356,11 +374,25 @@ def start_workers(
     return workers
 
 
-def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Bytes, codec: Codec, oldest: float = 0.0) -> TierOutcome:
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The time at which a tier task runs (`wall`, seconds since 1970), and `ttl_s` of all objects; 0: none."""
+
+    wall: float = 0.0
+    ttl_s: int = 0
+
+    @property
+    def oldest(self) -> float:
+        """Shards computed before this time count as absent."""
+        return self.wall - self.ttl_s if self.ttl_s else 0.0
+
+
+def run(
+    tier_task: TierTask, tier: Tier, arena: Memory, heads: Bytes, codec: Codec, clock: Clock = Clock()
+) -> TierOutcome:
     """Do one tier task and return its outcome. Blocks. Raises TierError.
 
-    heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. oldest: shards computed before it (seconds since
-    1970) count as absent.
+    heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK].
     """
     match tier_task:
         case Find():
@@ -368,7 +400,7 @@ def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Bytes, codec: Cod
                 return Unwanted()
             return Located(_whole(tier_task.objects, tier.find(tier_task.names)))
         case Load():
-            return Loaded(_load(tier_task.parts, tier, arena, heads, codec, oldest))
+            return Loaded(_load(tier_task.parts, tier, arena, heads, codec, clock.oldest))
         case Save():
             return Saved(_save(tier_task.parts, tier, arena, heads, codec))
         case Erase():
@@ -378,6 +410,9 @@ def run(tier_task: TierTask, tier: Tier, arena: Memory, heads: Bytes, codec: Cod
             return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))
         case Probe():
             return tier.usage()
+        case Enforce():
+            assert isinstance(tier, Enforcing), f"{tier!r} is not a local tier"
+            return Enforced(tier.enforce(tier_task.rules, clock.wall))
 
 
 def _whole(asked: Sequence[object], answers: list[_T]) -> list[_T]:
@@ -440,5 +475,6 @@ def _save(parts: list[Part], tier: Tier, arena: Memory, heads: Bytes, codec: Cod
         )  # fmt: skip
         first, *rest = codec.encode(header, part.facts, kv)
         heads[i, :HEADER_BYTES] = np.frombuffer(first, np.uint8)  # in memory that the tier knows (`attach`)
-        blobs.append(Blob(part.name, [heads[i, :HEADER_BYTES].data, *(memoryview(piece) for piece in rest)]))
+        pieces = [heads[i, :HEADER_BYTES].data, *(memoryview(piece) for piece in rest)]
+        blobs.append(Blob(part.name, pieces, part.born))
     return _whole(parts, tier.write(blobs))

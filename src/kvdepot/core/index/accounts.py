@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from kvdepot.core.index.ages import Ages
 from kvdepot.core.index.chunk import Chunk, is_evictable
 from kvdepot.eviction import Policy
-from kvdepot.protocol.quotas import Quota, fault_of
+from kvdepot.protocol.quotas import Quota, fault_of, shortest
 
 __all__ = ["Account", "Accounts"]
 
@@ -64,7 +64,7 @@ class Account:
 
     def ttl_with(self, quota: Quota) -> int:
         """Seconds after which chunks expire with this quota and the server's own limit; 0: never."""
-        return min((ttl_s for ttl_s in (self._ttl_s, quota.ttl_s) if ttl_s), default=0)
+        return shortest(self._ttl_s, quota.ttl_s)
 
     def is_over_cap_with(self, size: int) -> bool:
         """Whether `size` bytes more would exceed its cap; without a cap, never."""
@@ -98,7 +98,7 @@ class Accounts:
         """capacity: of the arena, bytes. policy: makes an account's policy. ttl_s: of all chunks; 0 = never."""
         self._capacity = capacity
         self._policy = policy
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self.rest = self._new("", Quota())
         self._all = [self.rest]
         self._by_tenant: dict[str, Account] = {}
@@ -147,7 +147,7 @@ class Accounts:
         account.policy = self._policy()
 
     def _new(self, tenant: str, quota: Quota) -> Account:
-        return Account(tenant, self._policy(), self._capacity, self._ttl_s, quota)
+        return Account(tenant, self._policy(), self._capacity, self.ttl_s, quota)
 
     # -- who gives up space
 

@@ -1,4 +1,4 @@
-"""Expiry of the chunks of one account by age. Used by core/index/; pure."""
+"""Expiry of chunks by age: those of one account, or of one cache salt. Used by core/index/; pure."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ class Ages:
         self.ttl_s = ttl_s
         self._heap: list[tuple[int, int, Chunk]] = []
         self._serials = itertools.count()
+        self._most = 64  # entries, before those that are outdated are dropped
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def note(self, chunk: Chunk, chunks: int) -> None:
-        """Record the age of `chunk`, or its new age. chunks: the number of chunks in the account."""
+    def note(self, chunk: Chunk) -> None:
+        """Record the age of `chunk`, or its new age."""
         if not self.ttl_s:
             return
-        if len(self._heap) > 2 * chunks + 64:  # most entries are of chunks that are gone, or have another age now
+        if len(self._heap) >= self._most:  # the chunks of many entries may be gone, or have another age now
             self._heap = [entry for entry in self._heap if not entry[2].gone and entry[0] == entry[2].born]
             heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + 64
         heapq.heappush(self._heap, (chunk.born, next(self._serials), chunk))
 
     def due(self, wall: int) -> Iterator[Chunk]:

@@ -24,9 +24,10 @@ itself, before the part of the first unbounded group with the same key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvdepot.core.index.accounts import Account, Accounts
+from kvdepot.core.index.ages import Ages
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
@@ -64,9 +65,10 @@ class Index:
         ttl_s: int = 0,
         watch: Callable[[Chunk, bool], None] | None = None,
         chunk_tokens: int = 0,
+        salt_ttls: Mapping[bytes, int] | None = None,
     ) -> None:
         """policy: makes the policy of each account. records: what survives a restart; None: nothing. ttl_s: of all
-        chunks, see `expire`; 0 = never.
+        chunks, see `expire`; 0 = never. salt_ttls: of chunks with these salts, if that is sooner.
 
         chunk_tokens: of namespaces that do not say, such as those in records of an earlier version. watch: called with
         each chunk that has become available (True) or unavailable (False, possibly twice).
@@ -74,6 +76,8 @@ class Index:
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.accounts = Accounts(allocator.capacity, policy, ttl_s)
+        self.salt_ttls = dict(salt_ttls or {})
+        self._by_ttl = {limit_s: Ages(limit_s) for limit_s in self.salt_ttls.values()}  # of chunks with such salts
         self.namespaces = Namespaces(self.records, self.accounts, chunk_tokens)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
@@ -394,8 +398,7 @@ class Index:
         """
         chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
         chunk.born = wall
-        account = chunk.namespace.account
-        account.ages.note(chunk, account.chunks)
+        self._note_age(chunk)
         if chunk.sealed == chunk.namespace.world_size:
             chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
             self._is_whole(chunk)
@@ -462,9 +465,7 @@ class Index:
         shard.checksum = checksum
         if not chunk.sealed or born < chunk.born:
             chunk.born = born
-            account = chunk.namespace.account
-            if account.ages.ttl_s:
-                account.ages.note(chunk, account.chunks)
+            self._note_age(chunk)
         self.reserved -= 1
         chunk.sealed += 1
         self._serial += 1
@@ -475,6 +476,14 @@ class Index:
         if is_last:
             self._is_whole(chunk)
         self.release([chunk])
+
+    def _note_age(self, chunk: Chunk) -> None:
+        """Record the age of a chunk, or its new age, for each limit that it has."""
+        ages = chunk.namespace.account.ages
+        if ages.ttl_s:
+            ages.note(chunk)
+        if chunk.salt in self.salt_ttls:
+            self._by_ttl[self.salt_ttls[chunk.salt]].note(chunk)
 
     def _is_whole(self, chunk: Chunk) -> None:
         """A chunk has just been sealed on every rank."""
@@ -638,20 +647,21 @@ class Index:
         self.hide(chunk)
         return True
 
-    def is_too_old(self, namespace: Namespace, born: int) -> bool:
-        """Whether chunks of a namespace that were computed then had expired when `expire` was last called."""
-        ttl_s = namespace.account.ages.ttl_s
-        return 0 < ttl_s <= self._wall - born
+    def is_too_old(self, chunk: Chunk, born: int) -> bool:
+        """Whether a chunk, if it was computed then, had expired when `expire` was last called."""
+        limits = chunk.namespace.account.ages.ttl_s, self.salt_ttls.get(chunk.salt, 0)
+        return any(0 < ttl_s <= self._wall - born for ttl_s in limits)
 
     def expire(self, wall: int, most: int = 1 << 62) -> int:
-        """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than their account's `ttl_s`.
+        """Remove up to `most` chunks that are older at `wall` (seconds since 1970) than their account's `ttl_s`, or
+        their salt's.
 
         Returns how many. Clients that have such a chunk pinned can still retrieve it; no lookup finds it.
         """
         self._wall = wall
         expired = 0
-        for account in self.accounts.all():
-            for chunk in account.ages.due(wall):
+        for ages in (*(account.ages for account in self.accounts.all()), *self._by_ttl.values()):
+            for chunk in ages.due(wall):
                 if chunk.state is not _PENDING_REMOVAL:
                     expired += 1
                     self.hide(chunk, at_once=False)
@@ -679,7 +689,7 @@ class Index:
             old.set(quota)
             for chunk in _all_chunks(ages):
                 if chunk.sealed:
-                    old.ages.note(chunk, old.chunks)
+                    old.ages.note(chunk)
         elif quota is not None:
             left = [each for each in self.namespaces.all() if each.account is old and each.tenant != tenant]
             is_empty = not any(each.chunks for each in own)
@@ -709,10 +719,9 @@ class Index:
         for chunk in chunks:
             chunk.queued = chunk.place = chunk.uses = 0  # of another policy
         for chunk in chunks:
-            account = chunk.namespace.account
-            account.policy.insert(chunk)
+            chunk.namespace.account.policy.insert(chunk)
             if chunk.sealed:  # otherwise it has no age yet
-                account.ages.note(chunk, account.chunks)
+                self._note_age(chunk)
         for chunk in chunks:
             if is_evictable(chunk):
                 chunk.namespace.account.policy.add(chunk)

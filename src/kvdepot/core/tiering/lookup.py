@@ -455,11 +455,7 @@ class Lookups:
             self._index.give_back(arrival.chunk.namespace, arrival.shard)
             return False
         del self._arrivals[arrival.place]
-        if (
-            isinstance(header, NotLoaded)
-            or self._index.is_hidden(chunk)
-            or self._index.is_too_old(chunk.namespace, header.born)
-        ):
+        if isinstance(header, NotLoaded) or self._index.is_hidden(chunk) or self._index.is_too_old(chunk, header.born):
             self._let_go(arrival)
             self._index.remove(chunk, Reason.FAILED, rank)
             return False

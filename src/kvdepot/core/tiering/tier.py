@@ -10,16 +10,20 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.errors import KVDepotError
+from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
 from kvdepot.tiers.breaker import Breaker
 from kvdepot.tiers.format import Facts
-from kvdepot.tiers.worker import Probe
+from kvdepot.tiers.rules import Rules
+from kvdepot.tiers.worker import Enforce, Enforced, Probe
 
-__all__ = ["TASK_BYTES", "Demotion", "ProbeToken", "Queued", "TierState", "Token", "facts_of"]
+__all__ = ["TASK_BYTES", "Demotion", "EnforceToken", "ProbeToken", "Queued", "TierState", "Token", "facts_of"]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ _MOST_ERROR = 300
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered a probe by then counts as failed."""
+_ENFORCE_EVERY_S = 10.0
+"""How often a local tier removes what has expired: an object stays so much longer, and the time that this takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +78,9 @@ class TierState:
     failed_at: float = 0.0
     probing: float | None = None  # since when
     probe_after: float = 0.0
+    enforced: Rules = field(default_factory=Rules)  # the last ones that a local tier was told
+    enforcing: bool = False  # an Enforce is in progress
+    enforce_after: float = 0.0
 
     @property
     def bit(self) -> int:
@@ -118,6 +127,24 @@ class TierState:
         if isinstance(outcome, Usage):
             self.usage = outcome
 
+    # -- rules
+
+    def enforce(self, now: float, rules: Rules) -> Enforce | None:
+        """Start to enforce these rules if they are new, or if objects may have expired since the last time."""
+        own = msgspec.structs.replace(rules, ttl_s=shortest(rules.ttl_s, self.config.options.ttl_s))
+        is_due = own != self.enforced or (own != Rules() and now >= self.enforce_after)
+        if self.enforcing or not (self.config.is_local and self.breaker.usable and is_due):
+            return None
+        self.enforcing = True
+        return Enforce(EnforceToken(self, own), self.number, own)
+
+    def told(self, token: EnforceToken, outcome: Enforced | KVDepotError, now: float) -> None:
+        """Handle the end of an Enforce. After a failure, or while it is behind, the next tick starts another one."""
+        self.enforcing = False
+        if isinstance(outcome, Enforced):
+            self.enforced = token.rules
+            self.enforce_after = now if outcome.is_behind else now + _ENFORCE_EVERY_S
+
     # -- status
 
     def status(self, now: float, undemoted: dict[str, int]) -> TierStatus:
@@ -148,6 +175,13 @@ class Token:
 @dataclass(slots=True, eq=False)
 class ProbeToken(Token):
     """The token of a Probe."""
+
+
+@dataclass(slots=True, eq=False)
+class EnforceToken(Token):
+    """The token of an Enforce."""
+
+    rules: Rules
 
 
 def facts_of(namespace: Namespace, rank: int) -> Facts:

@@ -17,18 +17,21 @@ from kvdepot.core.tiering.deadlines import Deadlines, HalfTime, Overdue
 from kvdepot.core.tiering.forgetting import FORGET_S, Forgetting, Forgettings, ForgetToken
 from kvdepot.core.tiering.lookup import Arrived, EraseToken, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
 from kvdepot.core.tiering.saving import Saves, SaveToken
-from kvdepot.core.tiering.tier import ProbeToken, TierState, Token
+from kvdepot.core.tiering.tier import EnforceToken, ProbeToken, TierState, Token
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
+from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
+from kvdepot.tiers.format import tenant_prefix
+from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.worker import (
+    Enforced,
     Erased,
     Forget,
     Forgotten,
     Loaded,
     Located,
-    Probe,
     Save,
     Saved,
     TierOutcome,
@@ -52,6 +55,9 @@ class Tiering:
         self._lookups = Lookups(self._tiers, index, self._forgettings)
         self._saves = Saves(self._tiers, index)
         self._deadlines = Deadlines()
+        self._index = index
+        self._rules = Rules()
+        self.set_rules()
 
     def __repr__(self) -> str:
         return f"<Tiering {len(self._tiers)} tiers, {self._lookups}, {self._saves}, {self._forgettings}>"
@@ -83,15 +89,43 @@ class Tiering:
         self._lookups.end(tier_lookup)
         return [tier_lookup]
 
-    def tick(self, now: float) -> list[Probe]:
-        """Called once a second: starts probes that are due, and notes failures of late ones."""
-        probes = []
+    def tick(self, now: float) -> list[TierTask]:
+        """Called once a second: starts probes that are due, notes failures of late ones, and has rules enforced."""
+        tier_tasks: list[TierTask] = []
         for tier in self._tiers:
+            if (enforce := tier.enforce(now, self._rules)) is not None:
+                tier_tasks.append(enforce)
             if (probe := tier.probe(now)) is not None:
-                probes.append(probe)
+                tier_tasks.append(probe)
             elif tier.time_out_probe(now):
                 self._failed(tier, now, "does not answer", is_probe=True)
-        return probes
+        return tier_tasks
+
+    # -- quotas
+
+    def set_rules(self) -> None:
+        """Quotas have changed; local tiers are told at the next tick."""
+        accounts = self._index.accounts
+        quotas = {each.tenant: each.quota for each in accounts.all() if each.tenant}
+        self._rules = Rules.of(quotas, self._index.salt_ttls, accounts.ttl_s)
+
+    def fault(self, tenant: str, quota: Quota) -> str:
+        """Why local tiers cannot give a tenant this quota beside the others'; empty if they can, or are not open."""
+        local = [tier for tier in self._tiers if tier.config.is_local]
+        if quota.is_on_disk and not local:
+            return "a quota on disk needs a tier disk://"
+        rules = Rules(self._rules.quotas | {tenant_prefix(tenant): quota})
+        for tier in local:
+            capacity = tier.usage.capacity_bytes if tier.usage is not None else None
+            if capacity is not None and (fault := rules.fault(capacity)):
+                return f"tier {tier.config.name}: {fault}"
+        return ""
+
+    def bytes_of(self, tenant: str) -> int | None:
+        """Bytes of a tenant with a quota in local tiers, as of their last probes; None if there is no such tier."""
+        local = [tier.usage for tier in self._tiers if tier.config.is_local]
+        owner = tenant_prefix(tenant)
+        return sum(usage.owners.get(owner, 0) for usage in local if usage is not None) if local else None
 
     # -- lookups
 
@@ -188,6 +222,9 @@ class Tiering:
                 return [token.forgetting] if self._forgettings.told(token, outcome) else []
             case ProbeToken(), Usage() | KVDepotError():
                 tier.probed(outcome)
+                return []
+            case EnforceToken(), Enforced() | KVDepotError():
+                tier.told(token, outcome, now)
                 return []
             case EraseToken(), Erased() | KVDepotError():
                 return []

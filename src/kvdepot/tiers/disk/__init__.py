@@ -1,4 +1,4 @@
-"""The tier `disk`: objects as files of one directory, of a bounded total size.
+"""The tier `disk`: objects as files of one directory, of a bounded total size. It enforces quotas and times to live.
 
     disk:///var/cache/kv?capacity_gib=100
 
@@ -24,6 +24,7 @@ from kvdepot.eviction import POLICIES
 from kvdepot.tiers import Blob, Usage, convert
 from kvdepot.tiers.disk.folder import Folder
 from kvdepot.tiers.disk.layout import LOCK
+from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.tally import Tally
 from kvdepot.tiers.urls import shown
 
@@ -37,11 +38,12 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Annotated[str, Meta(description=f"eviction policy: {', '.join(POLICIES)}")] = "lru"
 
 
-def open(url: str, options: dict[str, str], threads: int) -> Disk:
+def open(url: str, options: dict[str, str], threads: int, rules: Rules | None = None) -> Disk:
     """The tier in the directory of a URL, which is created if there is none. A large one is counted in the background.
 
-    Raises ConfigError for an invalid URL, a directory in use or one of another user; TierError if the directory is not
-    accessible.
+    rules: that hold from the start; until `enforce` is called, nothing is removed because of its age. Raises
+    ConfigError for an invalid URL, floors beyond the capacity, a directory in use or one of another user; TierError if
+    the directory is not accessible.
     """
     parts = urlsplit(url)
     name = shown(url)
@@ -51,16 +53,21 @@ def open(url: str, options: dict[str, str], threads: int) -> Disk:
         raise ConfigError(f"tier {name}: write disk:///directory, with three slashes and a directory of its own")
     if own.policy not in POLICIES:
         raise ConfigError(f"tier {name}: {own.policy!r} is not one of the policies {', '.join(POLICIES)}")
-    return Disk(path, int(own.capacity_gib * 2**30), own.policy)
+    capacity_bytes = int(own.capacity_gib * 2**30)
+    rules = rules or Rules()
+    if fault := rules.fault(capacity_bytes):
+        raise ConfigError(f"tier {name}: {fault}")
+    return Disk(path, capacity_bytes, own.policy, rules)
 
 
 class Disk:
     """Objects in a directory. If the directory disappears, calls raise TierError until `usage` finds it again."""
 
-    def __init__(self, path: Path, capacity_bytes: int, policy: str = "lru") -> None:
+    def __init__(self, path: Path, capacity_bytes: int, policy: str = "lru", rules: Rules | None = None) -> None:
         self._path = path
         self._capacity_bytes = capacity_bytes
         self._policy = policy
+        self._rules = rules or Rules()
         self._tally = Tally()
         self._opening = threading.Lock()
         self._closed = False
@@ -71,7 +78,7 @@ class Disk:
         return f"<Disk {self._folder!r}>"
 
     def _open(self) -> Folder:
-        return Folder(self._path, self._capacity_bytes, self._policy, self._tally)
+        return Folder(self._path, self._capacity_bytes, self._policy, self._tally, self._rules)
 
     def _reopen(self) -> None:
         """Raises TierError if the directory is not back."""
@@ -112,6 +119,11 @@ class Disk:
     def forget(self, salt: str, space: str) -> int:
         with self._call() as folder:
             return folder.forget(salt, space)
+
+    def enforce(self, rules: Rules, wall: float) -> bool:
+        self._rules = rules  # also for the directory when it is back
+        with self._call() as folder:
+            return folder.enforce(rules, wall)
 
     def usage(self) -> Usage:
         """Without objects and bytes while the directory is being counted. Reopens a directory that was gone."""

@@ -1,4 +1,4 @@
-"""The bound of a disk tier: reserves bytes for files, evicts objects, and removes files. Any thread.
+"""The bounds of a disk tier: reserves bytes for files, evicts objects, and removes files. Any thread.
 
 Invariant: the bytes that the file system allocates to our files never exceed the ledger's capacity; this includes
 half-written files, and removed ones that are still being read. Directories are not counted.
@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvdepot.tiers.disk.claim import Claim
+from kvdepot.tiers.disk.entry import Entry
 from kvdepot.tiers.disk.layout import path_of, prune, remove
-from kvdepot.tiers.disk.ledger import Entry, Ledger
+from kvdepot.tiers.disk.ledger import Ledger
 
 __all__ = ["Capacity"]
 
@@ -62,39 +63,55 @@ class Capacity:
         blocks = -(-size // block)
         return (blocks + (blocks // 256 + 1 if blocks > 4 else 0)) * block
 
-    def reserve(self, size: int) -> bool:
-        """Reserve bytes, evicting objects while there are too few; whether that succeeded."""
+    def reserve(self, size: int, owner: str) -> bool:
+        """Reserve bytes for an owner, evicting objects while there are too few; whether that succeeded."""
         while self.claim.ended is None:
-            if self.ledger.reserve(size):
+            if self.ledger.reserve(size, owner):
                 return True
-            if not self._evict():
+            if not self._drop(lambda: self.ledger.victim(owner, size)):
                 return False
         return False
 
-    def evict(self, size: int) -> bool:
-        """Evict at least `size` bytes; whether there were as many.
+    def evict(self, size: int, owner: str) -> bool:
+        """Evict at least `size` bytes for an owner; whether there were as many.
 
         For a file system that is full below our capacity: otherwise what is stored would stay forever.
         """
         while size > 0:
-            if not (freed := self._evict()):
+            if not (freed := self._drop(lambda: self.ledger.victim(owner, 0))):
                 return False
             size -= freed
         return True
 
-    def _evict(self) -> int:
-        """Evict the policy's victim; bytes freed."""
+    def trim(self, most: int, wall: float) -> bool:
+        """Remove up to `most` objects that have expired at `wall`, or exceed a cap or the capacity.
+
+        Returns whether there may be more. What cannot be removed now, because it is being read or the file system
+        refuses, stays until the next call.
+        """
+        for pick, by_age in ((lambda: self.ledger.expired(wall), True), (self.ledger.excess, False)):
+            while self._drop(pick, by_age):
+                most -= 1
+                if most <= 0 or self.claim.ended is not None:
+                    return self.claim.ended is None
+        return False
+
+    def _drop(self, pick: Callable[[], Entry | None], by_age: bool = False) -> int:
+        """Remove the object that `pick` takes out of the ledger; bytes freed. by_age: nobody needs its space."""
         with self._evicting:
-            victim = self.ledger.victim()
-            if victim is None:
+            entry = pick()
+            if entry is None:
                 return 0
-            with self.naming(victim.name):
-                is_replaced = victim.name in self.ledger
-                if not is_replaced and not self.unlink(victim):
+            with self.naming(entry.name):
+                is_replaced = entry.name in self.ledger
+                if not is_replaced and not self.unlink(entry):
                     return 0
-                self.ledger.settle(victim, evicted=True)
-            self._tally("evicted")
-            return victim.charge
+                self.ledger.settle(entry, evicted=not by_age)
+            if by_age:
+                self._tally("expired")
+            else:
+                self._tally("evicted")
+            return entry.charge
 
     # -- removing files
 

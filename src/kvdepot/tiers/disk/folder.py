@@ -22,16 +22,20 @@ from kvdepot.errors import TierError
 from kvdepot.tiers import ABSENT, NAME, Blob, Usage
 from kvdepot.tiers.disk.capacity import Capacity
 from kvdepot.tiers.disk.claim import Claim
+from kvdepot.tiers.disk.entry import Entry
 from kvdepot.tiers.disk.layout import TMP, TRASH, create, path_of, prune, spaces_in, transfer
-from kvdepot.tiers.disk.ledger import Entry, Ledger
+from kvdepot.tiers.disk.ledger import Ledger
 from kvdepot.tiers.disk.quarantine import Quarantine
 from kvdepot.tiers.disk.scan import Scan
+from kvdepot.tiers.rules import Rules, owner_of
 from kvdepot.tiers.tally import Tally
 
 __all__ = ["Folder"]
 
 _DATE_EVERY_S = 60.0
-"""How often reads update a file's timestamp: an update at each read would cost a journal entry."""
+"""How often reads update a file's access time: an update at each read would cost a journal entry."""
+_MOST_TRIMMED = 4096
+"""Objects that one call of `enforce` removes, so that the tier's other tasks get the thread again."""
 _CLOSE_S = 5.0
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
@@ -39,12 +43,12 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 class Folder:
     """The directory at `path`, locked until `close`. Methods but `close` are called within `claim.call()`."""
 
-    def __init__(self, path: Path, capacity_bytes: int, policy: str, tally: Tally) -> None:
+    def __init__(self, path: Path, capacity_bytes: int, policy: str, tally: Tally, rules: Rules) -> None:
         """Raises TierError if the directory is not accessible, ConfigError if it is in use or another user's."""
         self.claim = Claim(path, tally)
         self._root = self.claim.root
         self._tally = tally
-        self._ledger = Ledger(capacity_bytes, policy)
+        self._ledger = Ledger(capacity_bytes, policy, rules)
         self._capacity = Capacity(self.claim, self._ledger)
         self._quarantine = Quarantine(self._capacity)
         self._mark = secrets.token_hex(4)
@@ -71,7 +75,13 @@ class Folder:
             ledger.used_bytes if counted else None,
             ledger.capacity_bytes,
             self._tally.counts(),
+            ledger.owners(),
         )
+
+    def enforce(self, rules: Rules, wall: float) -> bool:
+        """As Enforcing.enforce. While objects are being counted, nothing is removed."""
+        self._ledger.set_rules(rules)
+        return not self._scan.done.is_set() or self._capacity.trim(_MOST_TRIMMED, wall)
 
     def find(self, names: Sequence[str]) -> list[bool]:
         return [name in self._ledger for name in names]
@@ -110,7 +120,7 @@ class Folder:
             if abs(now - entry.dated) > _DATE_EVERY_S:
                 entry.dated = now
                 with contextlib.suppress(OSError):  # a read-only file system can still be read
-                    os.utime(fd)
+                    os.utime(fd, (now, entry.born))
             return transfer(os.preadv, fd, blob.buffers)
         finally:
             os.close(fd)
@@ -129,23 +139,25 @@ class Folder:
                 return self._write(blob, size)
             except OSError as exc:
                 self.claim.failed("write", exc)
-                if is_last or exc.errno not in _NO_SPACE or not self._capacity.evict(size):
+                if is_last or exc.errno not in _NO_SPACE or not self._capacity.evict(size, owner_of(blob.name)):
                     break
         return False
 
     def _write(self, blob: Blob, size: int) -> bool:
         """Raises OSError."""
-        entry = Entry(name=blob.name, charge=self._capacity.charge_for(size), dated=time.time())
-        is_too_large = entry.charge + self._quarantine.size_bytes > self._ledger.capacity_bytes  # evicts nothing
-        if is_too_large or not self._capacity.reserve(entry.charge):
+        now = time.time()
+        entry = Entry(name=blob.name, charge=self._capacity.charge_for(size), dated=now, born=blob.born or now)
+        owner = entry.owner
+        fits = self._ledger.can_have(entry.charge, self._quarantine.size_bytes, owner)  # otherwise it evicts nothing
+        if not fits or not self._capacity.reserve(entry.charge, owner):
             self._tally("refused")
             return False
         path = self._unused(TMP)
         try:
-            more = max(0, self._capacity.charge_of(self._fill(path, blob, size)) - entry.charge)
-            if more and not self._capacity.reserve(more):
+            more = max(0, self._capacity.charge_of(self._fill(path, blob, entry)) - entry.charge)
+            if more and not self._capacity.reserve(more, owner):
                 self._tally("refused")
-                self._capacity.discard(path, [Entry(charge=entry.charge)])
+                self._capacity.discard(path, [Entry(owner=owner, charge=entry.charge)])
                 return False
             entry.charge += more
             target = path_of(self._root, blob.name)
@@ -153,16 +165,17 @@ class Folder:
                 self.claim.with_parents(target, partial(os.rename, path, target))
                 self._ledger.enter(entry)
         except OSError:
-            self._capacity.discard(path, [Entry(charge=entry.charge)])
+            self._capacity.discard(path, [Entry(owner=owner, charge=entry.charge)])
             raise
         return True
 
-    def _fill(self, path: str, blob: Blob, size: int) -> os.stat_result:
-        """Write a new file; its stat. Raises OSError."""
+    def _fill(self, path: str, blob: Blob, entry: Entry) -> os.stat_result:
+        """Write a new file; its stat. Its timestamps are those of the entry, for `Scan`. Raises OSError."""
         fd = self.claim.with_parents(path, partial(create, path))
         try:
-            if transfer(os.pwritev, fd, blob.buffers) != size:
+            if transfer(os.pwritev, fd, blob.buffers) != blob.size:
                 raise OSError(errno.EIO, "a write was cut short")
+            os.utime(fd, (entry.dated, entry.born))
             return os.fstat(fd)
         finally:
             os.close(fd)

@@ -1,8 +1,8 @@
-"""What a disk tier holds, and which object is evicted first: names and bytes only. Any thread; no system calls.
+"""What a disk tier holds, whose it is, and which object goes first: names and bytes only. Any thread; no system calls.
 
 Invariant: every byte in the store is counted, from before it is written until after it is gone. So there are three ways
 to be counted: as bytes reserved for a write (`reserve`), as an object (`enter`), and as an object that was taken out
-(`take`, `victim`, `forget`), which is counted until `settle`, or until its last reader is done.
+(`take`, `victim`, `excess`, `expired`, `forget`), which is counted until `settle`, or until its last reader is done.
 """
 
 from __future__ import annotations
@@ -10,35 +10,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-from kvdepot.eviction import POLICIES, Victim
+from kvdepot.eviction import POLICIES
+from kvdepot.tiers.disk.accounts import Accounts
+from kvdepot.tiers.disk.entry import Entry
+from kvdepot.tiers.disk.expiry import Expiry
+from kvdepot.tiers.rules import Rules
 
-__all__ = ["Entry", "Ledger"]
-
-
-class Entry(Victim, gc=False):
-    """One object."""
-
-    name: str = ""
-    """Empty if it is not an object; the policy does not know it then."""
-    charge: int = 0
-    """Bytes it takes."""
-    dated: float = 0.0
-    """When it was last used according to the store: seconds since 1970."""
-    readers: int = 0
-    settled: bool = False
-    """Its bytes are free once its last reader is done."""
+__all__ = ["Ledger"]
 
 
 class Ledger:
     """Objects of a tier of `capacity_bytes`."""
 
-    def __init__(self, capacity_bytes: int, policy: str) -> None:
+    def __init__(self, capacity_bytes: int, policy: str, rules: Rules | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.ranked = False
         """Whether earlier objects are in order of use; until then only reads are allowed."""
         self._lock = threading.RLock()
-        self._policy = POLICIES[policy]()
+        self._rules = rules or Rules()
+        self._accounts = Accounts(POLICIES[policy], self._rules.quotas)
+        self._expiry = Expiry()
+        self._expiry.set(self._rules, ())
         self._entries: dict[str, Entry] = {}
 
     def __repr__(self) -> str:
@@ -55,54 +48,91 @@ class Ledger:
     def note(self, entry: Entry, is_object: bool = True) -> None:
         """Count what was there at the start."""
         with self._lock:
-            self.used_bytes += entry.charge
+            self._charge(entry.owner, entry.charge)
             if is_object:
-                self._entries[entry.name] = entry
+                self._put(entry)
 
     def rank(self) -> None:
         """Everything that was there is noted: order it by its last use."""
         with self._lock:
             for entry in sorted(self._entries.values(), key=lambda entry: entry.dated):
-                self._insert(entry)
+                self._accounts.rank(entry)
             self.ranked = True
 
-    def _insert(self, entry: Entry) -> None:
-        entry.key = entry.name.encode()
-        self._policy.insert(entry)
-        self._policy.add(entry)
+    def set_rules(self, rules: Rules) -> None:
+        """Change quotas and times to live. Objects above a cap, or expired now, stay until they are taken out.
+
+        If other owners have quotas than before, the policies begin anew, with all objects in the order of their dates.
+        That, or another time to live, takes some microseconds an object.
+        """
+        with self._lock:
+            if rules == self._rules:
+                return
+            self._rules = rules
+            self._expiry.set(rules, self._entries.values())
+            if not self._accounts.set(rules.quotas):
+                self._accounts.open(rules.quotas)
+                if self.ranked:
+                    self.rank()
 
     # -- bytes
 
-    def reserve(self, size: int) -> bool:
-        """Reserve bytes; whether there were as many."""
+    def _charge(self, owner: str, size: int) -> None:
+        self.used_bytes += size
+        self._accounts.charge(owner, size)
+
+    def reserve(self, size: int, owner: str) -> bool:
+        """Reserve bytes; whether there were as many, for this owner."""
         with self._lock:
-            if self.used_bytes + size > self.capacity_bytes:
+            if self.used_bytes + size > self.capacity_bytes or self._accounts.of(owner).is_over_cap_with(size):
                 return False
-            self.used_bytes += size
+            self._charge(owner, size)
             return True
 
-    def free(self, size: int) -> None:
+    def free(self, size: int, owner: str) -> None:
         """Undo `reserve`."""
         with self._lock:
-            assert 0 <= size <= self.used_bytes, f"{size} of {self.used_bytes} bytes freed"
-            self.used_bytes -= size
+            assert 0 <= size <= self._accounts.used[owner], f"{size} of {self.used_bytes} bytes freed"
+            self._charge(owner, -size)
+
+    def can_have(self, size: int, other_bytes: int, owner: str) -> bool:
+        """Whether there is room for `size` bytes if all other objects go, but not these other bytes."""
+        with self._lock:
+            cap = self._accounts.of(owner).quota.disk_cap_bytes
+            return size + other_bytes <= self.capacity_bytes and size <= (cap or size)
+
+    def owners(self) -> dict[str, int]:
+        """Bytes that are counted for each owner with a quota."""
+        with self._lock:
+            return {owner: self._accounts.used[owner] for owner in self._rules.quotas}
 
     # -- objects
+
+    def _put(self, entry: Entry) -> None:
+        self._entries[entry.name] = entry
+        self._accounts.count(entry, 1)
+        self._expiry.note(entry)
+
+    def _pop(self, entry: Entry) -> None:
+        assert self._entries.pop(entry.name) is entry
+        self._accounts.count(entry, -1)
+        entry.gone = True
 
     def enter(self, entry: Entry) -> None:
         """Reserved bytes have become an object. It replaces the one of its name, whose file is gone by now."""
         with self._lock:
             if (old := self.take(entry.name)) is not None:
                 self.settle(old)
-            self._entries[entry.name] = entry
-            self._insert(entry)
+            self._put(entry)
+            self._accounts.rank(entry)
 
     def keep(self, entry: Entry) -> None:
         """Undo `take`."""
         with self._lock:
             entry.gone = False
-            self._entries[entry.name] = entry
-            self._policy.add(entry)
+            self._put(entry)
+            if self.ranked:
+                self._accounts.rank(entry)
 
     def hold(self, name: str) -> Entry | None:
         """Begin to read an object, which counts as a use; `release` follows. None if there is no such object."""
@@ -110,8 +140,7 @@ class Ledger:
             entry = self._entries.get(name)
             if entry is not None:
                 entry.readers += 1
-                if self.ranked:
-                    self._policy.use(entry)
+                self._accounts.use(entry)
             return entry
 
     def release(self, entry: Entry) -> None:
@@ -121,16 +150,16 @@ class Ledger:
             if entry.readers:
                 return
             if entry.settled:
-                self.free(entry.charge)
+                self.free(entry.charge, entry.owner)
             elif self.ranked and not entry.gone:
-                self._policy.add(entry)
+                self._accounts.rank(entry)
 
     def take(self, name: str) -> Entry | None:
         """Take an object out; its bytes are counted until `settle`. None if there is no such object."""
         with self._lock:
-            entry = self._entries.pop(name, None)
+            entry = self._entries.get(name)
             if entry is not None:
-                entry.gone = True
+                self._pop(entry)
             return entry
 
     def lose(self, entry: Entry) -> bool:
@@ -142,14 +171,33 @@ class Ledger:
             self.settle(entry)
             return True
 
-    def victim(self) -> Entry | None:
-        """Take out the object to evict. None if there is none without readers."""
+    def victim(self, owner: str | None, size: int) -> Entry | None:
+        """Take out the object to evict for `size` bytes of an owner. None if there is none without readers.
+
+        owner: None: for nobody, so that all floors hold.
+        """
         with self._lock:
-            entry = self._policy.victim(_is_unread)
-            if entry is None:
-                return None
-            assert isinstance(entry, Entry) and self._entries.pop(entry.name) is entry
-            entry.gone = True
+            entry = self._accounts.victim(owner, size)
+            if entry is not None:
+                self._pop(entry)
+            return entry
+
+    def excess(self) -> Entry | None:
+        """Take out an object of an owner above its cap, or of any while the capacity is exceeded; None if none is."""
+        with self._lock:
+            for account in self._accounts.over_cap():
+                entry = account.victim()
+                if entry is not None:
+                    self._pop(entry)
+                    return entry
+            return self.victim(None, 0) if self.used_bytes > self.capacity_bytes else None
+
+    def expired(self, wall: float) -> Entry | None:
+        """Take out an object that has expired at `wall` (seconds since 1970), even if it is read; None if none has."""
+        with self._lock:
+            entry = self._expiry.due(wall)
+            if entry is not None:
+                self._pop(entry)
             return entry
 
     def forget(self, salt: str, space: str, but: Collection[str] = ()) -> list[Entry]:
@@ -165,13 +213,7 @@ class Ledger:
     def settle(self, entry: Entry, evicted: bool = False) -> None:
         """The file of what was taken out is gone; readers may still have it open."""
         with self._lock:
-            if self.ranked and entry.name:
-                self._policy.remove(entry, evicted)
+            self._accounts.drop(entry, evicted)
             entry.settled = True
             if not entry.readers:
-                self.free(entry.charge)
-
-
-def _is_unread(entry: Victim) -> bool:
-    assert isinstance(entry, Entry)
-    return not entry.readers
+                self.free(entry.charge, entry.owner)

@@ -8,8 +8,8 @@ import threading
 from functools import partial
 
 from kvdepot.tiers.disk.capacity import Capacity
+from kvdepot.tiers.disk.entry import Entry
 from kvdepot.tiers.disk.layout import QUARANTINE, path_of, prune
-from kvdepot.tiers.disk.ledger import Entry
 
 __all__ = ["Quarantine"]
 

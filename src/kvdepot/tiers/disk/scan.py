@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from kvdepot.errors import TierError
 from kvdepot.tiers import NAME
 from kvdepot.tiers.disk.capacity import Capacity
+from kvdepot.tiers.disk.entry import Entry
 from kvdepot.tiers.disk.layout import LEVELS, TMP, TRASH, is_foreign, remove
-from kvdepot.tiers.disk.ledger import Entry
 from kvdepot.tiers.disk.quarantine import Quarantine
 
 __all__ = ["Scan"]
@@ -30,7 +30,7 @@ _PATIENCE_S = 0.1
 
 
 class Scan:
-    """Removes what an earlier server left half done, counts objects, and evicts down to the capacity."""
+    """Removes what an earlier server left half done, counts objects, and evicts down to the capacity and the caps."""
 
     def __init__(self, capacity: Capacity, quarantine: Quarantine) -> None:
         """Starts the thread; blocks briefly."""
@@ -69,11 +69,12 @@ class Scan:
         self._quarantine.trim()
         for found in _objects_in(self._claim.root):
             for name, info in found:
-                self._capacity.ledger.note(Entry(name=name, charge=self._capacity.charge_of(info), dated=info.st_mtime))
+                charge = self._capacity.charge_of(info)
+                self._capacity.ledger.note(Entry(name=name, charge=charge, dated=info.st_atime, born=info.st_mtime))
             if self._claim.ended is not None:
                 break
         self._capacity.ledger.rank()
-        self._capacity.reserve(0)
+        self._capacity.trim(self._capacity.ledger.used_bytes, 0.0)  # as many as there are; none by age
 
 
 def _objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_result]]]:
