@@ -450,12 +450,12 @@ def forgets_caps(patch: Patch) -> None:
 
 
 @breaks(31)
-def ends_pins_by_name_with_their_client(patch: Patch) -> None:
+def ends_leases_with_their_client(patch: Patch) -> None:
     leave = Sessions.leave
 
     def thorough(self: Any, client: Any) -> Any:
-        for tenant, name in list(self._kept):
-            self._unpin(tenant, name)
+        for lease in list(self._leases._all()):
+            self._leases.end(lease.tenant, lease.wish.name, self._leases.now)
         return leave(self, client)
 
     patch.setattr(Sessions, "leave", thorough)

@@ -20,6 +20,7 @@ from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
+from kvdepot.core.leases import Leases
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.reuse import Windows
@@ -70,7 +71,8 @@ class Depot:
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.ceiling = InfiniteCache(0.0)
         self.reuse = Windows(0.0)
-        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
+        self.leases = Leases(index, self.counters)
+        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.leases)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
@@ -85,7 +87,7 @@ class Depot:
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
         self.forgetting = RemovalRequests(
-            config, index, self.removals, self.tiering, self.sessions, self.counters, self.report
+            config, index, self.removals, self.tiering, self.sessions, self.leases, self.counters, self.report
         )
 
     def __repr__(self) -> str:
@@ -165,10 +167,12 @@ class Depot:
                 value = "ok"
             case wire.Clear():
                 return self.forgetting.clear(client, number, request)
-            case wire.Pin():
-                return self.sessions.pin(client, number, request, self.now)
-            case wire.Unpin():
-                return self.sessions.unpin(client, number, request.name)
+            case wire.Lease():
+                return self.sessions.lease(client, number, request, self.now)
+            case wire.EndLease():
+                return [*self.sessions.give_up_lease(client, request.name), self._end_lease(client, number, request)]
+            case wire.Leases():
+                value = [self.leases.receipts(client.tenant, self.now), self.leases.sums(client.tenant, self.now)]
             case wire.Forget():
                 return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
@@ -219,6 +223,7 @@ class Depot:
                 case TierLookup():
                     actions += self.sessions.answer(decision)
                 case Arrived():
+                    self.leases.stored((chunk for chunk, _ in decision.shards), self.now)
                     actions += self.tiering.keep_nearer(decision)
                 case Forgetting():
                     actions += self.forgetting.answer(decision)
@@ -229,7 +234,7 @@ class Depot:
     def tick(self, now: float, wall: float) -> list[Action]:
         """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
-        self.sessions.tick(now)
+        self.leases.tick(now)
         self.ceiling.tick(now, self.counters["hit_chunks"])
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
         self._drop_excess()
@@ -252,8 +257,13 @@ class Depot:
         if quota is not None and not self._is_tenant(tenant):
             raise BadRequest(f"no client's key is bound to the tenant {tenant[:SHOWN]!r}")
         self.index.set_quota(tenant, quota)
+        self.leases.quota_changed(self.now)
         self._is_behind = True
         self.report.note("quota", f"{tenant[:SHOWN]}: {'no quota' if quota is None else quota.words}")
+
+    def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
+        ended = self.leases.end(client.tenant, request.name, self.now)
+        return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
         """Before shutdown: finish removals, and answer every request that waits for stores or tiers."""

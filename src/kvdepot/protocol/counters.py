@@ -38,7 +38,7 @@ class Counted(NamedTuple):
 _MEMORY, _REQUESTS, _EVENTS = "Memory", "Requests", "KV events"
 
 SERVER = (
-    Counted("lookups", "lookups", "Lookups by engines, without those of `warm` and `pin`."),
+    Counted("lookups", "lookups", "Lookups by engines, without those of `warm` and of leases."),
     Counted("lookup_chunks", "chunks", "Chunks that lookups asked for."),
     Counted(
         "hit_chunks", "chunks", "Chunks that lookups found in the depot, whether or not the engine had them too.",
@@ -142,8 +142,21 @@ SERVER = (
         "Engines do not end their requests.",
     ),
     Counted(
-        "pins_refused", "pins", "Pins beyond `max_pins`, or named pins beyond half of the arena.",
-        "pins refused", _REQUESTS, "Run `kvdepot unpin`, or add memory.", is_event=True,
+        "pins_refused", "pins", "Pins beyond `max_pins`.",
+        "pins refused", _REQUESTS, "Engines do not end their requests, or raise `max_pins`.", is_event=True,
+    ),
+    Counted(
+        "leases_refused", "leases",
+        "Leases beyond the budget of their tenant, or beyond 16,384 leases or 1,048,576 hashes in all.",
+        "leases refused", _REQUESTS,
+        "End leases (`kvdepot unpin`), give them an end or a lower priority, or give the tenant a higher floor or the "
+        "server more memory.",
+        is_event=True,
+    ),
+    Counted(
+        "lease_growths_refused", "leases",
+        "Leases that did not grow with chunks stored after their begin, because of the same limits.",
+        "leases that could not grow", _REQUESTS, "As for `leases_refused`.", is_event=True,
     ),
     Counted(
         "registrations_refused", "registrations", "Registrations beyond `max_instances`.",

@@ -19,7 +19,7 @@ MOST_LEASES = 1 << 14
 """Leases of one server."""
 
 
-class Receipt(msgspec.Struct, frozen=True, array_like=True):
+class Receipt(msgspec.Struct, frozen=True):
     """One lease and what it has cost and saved so far.
 
     ends_s: seconds until it ends; None: it has no end, or has ended. ended: why it ended; empty: it has not.
@@ -44,7 +44,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     ended: str = ""
 
 
-class Sum(msgspec.Struct, frozen=True, array_like=True):
+class Sum(msgspec.Struct, frozen=True):
     """All leases of one tenant and kind since the server's start; leases and bytes: now."""
 
     tenant: str

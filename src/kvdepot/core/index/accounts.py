@@ -114,6 +114,16 @@ class Accounts:
         return list(self._all)
 
     @property
+    def above_floors(self) -> int:
+        """Bytes of the arena above all floors."""
+        return self._capacity - sum(account.floor for account in self._all)
+
+    def lease_budget(self, account: Account) -> int:
+        """The bytes that leases of an account's tenants may hold: its floor and half of what is above all floors, but
+        at most half of its cap, unless its floor is more than that."""
+        return min(account.floor + self.above_floors // 2, max(account.cap // 2, account.floor))
+
+    @property
     def leaving(self) -> int:
         """Bytes of all accounts' chunks that are being saved in tiers, to be evicted then."""
         return sum(account.leaving for account in self._all)
