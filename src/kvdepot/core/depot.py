@@ -16,6 +16,7 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, chunks_named
 from kvdepot.core.clients import Client, Idleness, Lease, PendingLookup
+from kvdepot.core.dropping import Drops
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
@@ -72,6 +73,7 @@ class Depot:
         self.ceiling = InfiniteCache(0.0)
         self.reuse = Windows(0.0)
         self.leases = Leases(index, self.counters)
+        self.drops = Drops(index, self.tiering, self.counters, step_chunks)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.leases)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
@@ -171,6 +173,8 @@ class Depot:
                 return self.sessions.lease(client, number, request, self.now)
             case wire.EndLease():
                 return [*self.sessions.give_up_lease(client, request.name), self._end_lease(client, number, request)]
+            case wire.Drop():
+                return self.drops.ask(client, number, request, self.now)
             case wire.Leases():
                 value = [self.leases.receipts(client.tenant, self.now), self.leases.sums(client.tenant, self.now)]
             case wire.Forget():
@@ -201,7 +205,7 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        if self.removals or self._is_behind:
+        if self.removals or self.drops or self._is_behind:
             return 0.0
         return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
@@ -210,7 +214,7 @@ class Depot:
         self.now = now
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.forgetting.step(), *self.sessions.expire(now)]
+        actions = [*self.forgetting.step(), *self.drops.step(now), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return actions
@@ -234,7 +238,9 @@ class Depot:
     def tick(self, now: float, wall: float) -> list[Action]:
         """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
-        self.leases.tick(now)
+        for lease in self.leases.tick(now):
+            self.drops.begin(lease.tenant, lease.wish, lease.hashes)
+        self.drops.retry()
         self.ceiling.tick(now, self.counters["hit_chunks"])
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
         self._drop_excess()
@@ -263,6 +269,8 @@ class Depot:
 
     def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
         ended = self.leases.end(client.tenant, request.name, self.now)
+        if ended is not None and request.drops:
+            self.drops.begin(ended.tenant, ended.wish, ended.hashes)
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
@@ -270,6 +278,7 @@ class Depot:
         actions: list[Action] = []
         while self.removals:
             actions += self.forgetting.step()
+        actions += self.drops.stop()
         actions += self.sessions.stop(list(self._clients.values()))
         for forgetting in self.tiering.stop():
             actions += self.forgetting.answer(forgetting)
@@ -305,6 +314,7 @@ class Depot:
             return BadRequest(f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range")
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
+        self.leases.token_s = self.saved_s / self.saved_tokens if self.saved_tokens else 0.0
         return None
 
     def topics(self) -> frozenset[tuple[str, Namespace]]:

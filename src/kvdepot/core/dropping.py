@@ -69,7 +69,7 @@ class Drops:
         """Whether `step` has anything to do."""
         return bool(self._ready)
 
-    def ask(self, client: Client, number: bytes, request: wire.Drop) -> list[Action]:
+    def ask(self, client: Client, number: bytes, request: wire.Drop, now: float) -> list[Action]:
         """Drop a prompt's chunks; replies with the number of those removed from memory. Raises BadRequest or Busy."""
         check_hashes(request.hashes)
         check_names("", request.model)
@@ -82,7 +82,7 @@ class Drops:
             raise Busy(f"prompts of {self._asked} chunks are being dropped; the limit is {_MOST_HASHES}")
         self._asked += chunks
         self._ready.append(_Drop(client.tenant, request, request.hashes, chunks, request.keep, client, number))
-        return self.step(0.0)
+        return self.step(now)
 
     def begin(self, tenant: str, wish: wire.Lease, hashes: bytes) -> None:
         """Drop the chunks of a lease that has ended."""

@@ -85,6 +85,18 @@ class Lease:
         """Whether its chunks are dropped when its time is over."""
         return self.wish.drops or not self.holds
 
+    def spare(self, size: int) -> None:
+        """Note that a chunk would have been evicted without it."""
+        self.tally.spared_bytes += size
+        if self.total is not None:
+            self.total.spared_bytes += size
+
+    def save(self, tokens: int, seconds: float) -> None:
+        """Note what a lookup found that would have been evicted without it."""
+        self.tally.save(tokens, seconds)
+        if self.total is not None:
+            self.total.save(tokens, seconds)
+
     @property
     def held(self) -> int:
         """Bytes that it holds."""
@@ -117,6 +129,7 @@ class Leases:
 
     def __init__(self, index: Index, counters: Counters) -> None:
         self.now = 0.0
+        self.token_s = 0.0  # of prefill, as engines report it; 0: none has
         self.bytes = 0  # held by all
         self._index = index
         self._counters = counters
@@ -229,8 +242,8 @@ class Leases:
     def _hold(self, lease: Lease, tops: list[tuple[Chunk, int]], matched: int) -> None:
         """Hold these instead of what it holds."""
         before = lease.tops
-        self._index.hold([chunk for chunk, _ in tops], use=not before)
-        self._index.release([chunk for chunk, _ in before])
+        self._index.lease([chunk for chunk, _ in tops], lease, use=not before)
+        self._index.end_lease([chunk for chunk, _ in before], lease)
         lease.tops, lease.chunks = tops, matched
         self._charge(lease, sum(size for _, size in tops) - sum(size for _, size in before))
 
@@ -342,6 +355,16 @@ class Leases:
             self._hashes -= len(lease.hashes) // HASH_BYTES
             lease.hashes = b""
 
+    # -- savings
+
+    def used(self, namespaces: list[Namespace], pins: list[Pin], tokens: int) -> None:
+        """A request has pinned what it found: note what leases have saved of it. tokens: per chunk."""
+        for namespace, pin in zip(namespaces, pins, strict=True):
+            for lease, chunks in self._index.saved(namespace, pin.chunks).items():
+                assert isinstance(lease, Lease)
+                if namespace is namespaces[0]:
+                    lease.save(chunks * tokens, chunks * tokens * self.token_s)
+
     # -- end
 
     def end(self, tenant: str, name: str, now: float) -> Lease | None:
@@ -351,7 +374,8 @@ class Leases:
         return None if lease is None else self._end(lease, "released")
 
     def _end(self, lease: Lease, why: str) -> Lease:
-        """End a lease. Returns it as it was, but with nothing held; `keys` still gives its prompt."""
+        """End a lease. Returns it with nothing held, and with the hashes of its prompt if it was released."""
+        self._index.count_spared()
         names = self._by_tenant[lease.tenant]
         del names[lease.wish.name]
         if not names:
@@ -427,6 +451,7 @@ class Leases:
     def receipts(self, tenant: str, now: float) -> list[Receipt]:
         """Those of leases that there are, those that saved most first, then of those that ended last."""
         self.now = now
+        self._index.count_spared()
         best = heapq.nlargest(_MOST_LISTED, self._all(tenant), key=lambda lease: lease.tally.saved_tokens)
         past = [self._ended.get(tenant, ())] if tenant else self._ended.values()
         ended = [receipt for each in past for receipt in reversed(each)]

@@ -233,7 +233,11 @@ class Sessions:
         """Hold the matched chunks for the lookup's request or lease; returns their number. Raises Busy."""
         if pending.lease is not None:
             return self._leases.begin(pending.lease, namespaces, pins, matched)
-        return self._pin(pending, pins, matched)
+        is_first = pending.lookup.request not in pending.owner.sessions
+        found = self._pin(pending, pins, matched)
+        if is_first and matched and not pending.by_hand:
+            self._leases.used(namespaces, pins, self._tokens(pending.lookup))
+        return found
 
     def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
         """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""

@@ -88,6 +88,10 @@ SERVER = (
         "A user or client requested it.",
     ),
     Counted(
+        "released_chunks", "chunks", "Chunks removed because a lease ended that drops them, or a client released them.",
+        "released on request", _MEMORY, "A client requested it.",
+    ),
+    Counted(
         "cleared_chunks", "chunks", "Chunks removed by clients' clear requests.", "cleared on request", _MEMORY,
         "A client requested it.",
     ),
@@ -125,7 +129,7 @@ SERVER = (
         "connections refused", _REQUESTS, "Allow more open files.",
     ),
     Counted(
-        "requests_refused", "requests", "Requests beyond `max_rate`; a status counts as four.",
+        "requests_refused", "requests", "Requests beyond `max_rate`; a status or list of leases counts as four.",
         "requests refused", _REQUESTS, "Find the client that floods the server, or raise `max_rate`.", is_event=True,
     ),
     Counted(
@@ -238,6 +242,10 @@ TIER = (
             "failed transfers", advice="Hosts of the pool, or its network, failed."),
     Counted("errors", "calls", "Disk: file system calls that failed.", "failed file system calls",
             advice="The server's log has the message."),
+    Counted(
+        "unreleased_chunks", "shards", "Shards that were released and may still be in the tier, which failed.",
+        "released, but not removed", advice="Use `kvdepot forget` with their salt or model once the tier works.",
+    ),
     Counted("late", "lookups", "Lookups that this tier did not answer in time.", "answered too late",
             advice="The store is slow, or `--lookup-s` is short."),
     Counted("left_alone", "times", "Times that the circuit breaker opened.", "circuit breaker openings",
