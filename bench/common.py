@@ -77,6 +77,8 @@ class Scale:
     turns: int = 4
     evicting_chunks: int = 20_000
     eviction_rounds: int = 101
+    leases: int = 10_000
+    lease_rounds: int = 101
     policy_requests: int = 8_000
     policy_capacities: tuple[int, ...] = (1_000, 5_000, 10_000, 20_000, 30_000)
     simulated_references: int = 1_000_000
@@ -129,6 +131,8 @@ TINY = Scale(
     turns=2,
     evicting_chunks=64,
     eviction_rounds=1,
+    leases=40,
+    lease_rounds=1,
     policy_requests=150,
     policy_capacities=(100, 400),
     simulated_references=5_000,

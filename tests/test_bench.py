@@ -102,6 +102,7 @@ EXPECTED = (
     ]
     + ["launch to first answer, 100k chunks on disk", "launch to hits of all of 100k chunks on disk"]
     + ["a store that evicts, quotas for 8 tenants"]
+    + ["lookups a second with 10k leases"]
     + (
         [
             *(

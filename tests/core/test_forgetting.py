@@ -334,13 +334,13 @@ def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None
     assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, {"memory": 4}]
 
 
-def test_a_pin_by_name_ends_when_it_is_forgotten_before_its_chunks_have_gone(desk: Desk) -> None:
+def test_a_lease_ends_when_it_is_forgotten_before_its_chunks_have_gone(desk: Desk) -> None:
     chain = prompt("a", 4)
     desk.ask(b"one", store(chain))
-    pin = wire.Pin("kept", "m", 1, 2, bytes(chain.hashes))
+    pin = wire.Lease("kept", "retain", "m", 1, 2, bytes(chain.hashes))
     assert desk.ask(b"one", pin) == 4
     desk.send(b"one", wire.Forget())
-    assert not desk.depot.status().pinned
+    assert not desk.depot.status().leases
     desk.settle()
     assert desk.index.chunks == 0
 

@@ -356,30 +356,30 @@ def test_a_second_lookup_of_a_request_moves_its_pins_to_the_new_boundary(desk: D
     assert there(desk, chain) == [[0, 1, 2], [1, 2]]
 
 
-# -- named pins
+# -- leases
 
 
-def pin(chain: ChunkChain, name: str = "p", **options: Any) -> wire.Pin:
-    return wire.Pin(name, "m", options.pop("world_size", 1), PER_CHUNK, bytes(chain.hashes), **options)
+def pin(chain: ChunkChain, name: str = "p", **options: Any) -> wire.Lease:
+    return wire.Lease(name, "retain", "m", options.pop("world_size", 1), PER_CHUNK, bytes(chain.hashes), **options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_named_pin_keeps_what_its_boundary_needs_and_tells_its_bytes(desk: Desk, world_size: int) -> None:
+def test_a_lease_keeps_what_its_boundary_needs_and_tells_its_bytes(desk: Desk, world_size: int) -> None:
     desk.register_groups(HYBRID, world_size)
     chain = prompt("a", 4)
     put(desk, chain, HYBRID, [range(4), range(4)], world_size)
     assert desk.ask(b"one", pin(chain, world_size=world_size)) == 4
     status = desk.depot.status()
-    assert (status.pinned_count, status.pinned_bytes) == (1, (4 + 2) * world_size * PAGE)
-    assert [(each.name, each.bytes) for each in status.pinned] == [("p", 6 * world_size * PAGE)]
+    assert (status.lease_count, status.leased_bytes) == (1, (4 + 2) * world_size * PAGE)
+    assert [(each.name, each.bytes) for each in status.leases] == [("p", 6 * world_size * PAGE)]
     desk.ask(b"one", wire.Clear())
     assert there(desk, chain) == [[0, 1, 2, 3], [2, 3]]
-    assert desk.ask(b"one", wire.Unpin("p")) is True
-    assert desk.depot.status().pinned_bytes == 0
+    assert desk.ask(b"one", wire.EndLease("p")) is True
+    assert desk.depot.status().leased_bytes == 0
     desk.assert_empty()
 
 
-def test_named_pins_may_take_half_of_the_arena_with_all_their_groups() -> None:
+def test_leases_may_take_half_of_the_arena_with_all_their_groups() -> None:
     desk = Desk(pages=22)
     desk.hello()
     desk.register_groups(HYBRID)
@@ -389,20 +389,20 @@ def test_named_pins_may_take_half_of_the_arena_with_all_their_groups() -> None:
     assert desk.ask(b"one", pin(one, "p1")) == 4
     assert isinstance(desk.ask(b"one", pin(two, "p2")), Busy), "6 of 11 pages are taken"
     assert desk.ask(b"one", pin(prompt("a", 4), "p1")) == 4
-    desk.ask(b"one", wire.Unpin("p1"))
+    desk.ask(b"one", wire.EndLease("p1"))
     assert desk.ask(b"one", pin(two, "p2")) == 4
-    desk.ask(b"one", wire.Unpin("p2"))
+    desk.ask(b"one", wire.EndLease("p2"))
     desk.assert_empty()
 
 
-def test_to_forget_a_model_ends_its_named_pins_and_removes_every_group(desk: Desk) -> None:
+def test_to_forget_a_model_ends_its_leases_and_removes_every_group(desk: Desk) -> None:
     desk.register_groups(HYBRID)
     chain = prompt("a", 4)
     put(desk, chain)
     assert desk.ask(b"one", pin(chain)) == 4
     assert desk.ask(b"one", wire.Count("m")) == [6, 6 * PAGE]
     assert desk.ask(b"one", wire.Forget("m")) == {"memory": 6}
-    assert there(desk, chain) == [[], []] and desk.depot.status().pinned_count == 0
+    assert there(desk, chain) == [[], []] and desk.depot.status().lease_count == 0
     put(desk, chain)
     assert desk.ask(b"one", lookup(chain)) == 4
 

@@ -123,7 +123,7 @@ sys.stdin.read()
 """
 
 
-def test_what_people_warm_or_pin_makes_them_no_engine_and_is_no_lookup(depot: Depot) -> None:
+def test_what_people_warm_or_lease_makes_them_no_engine_and_is_no_lookup(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     tokens = list(range(2 * CHUNK))
     move(worker, "first", tokens, is_store=True)
@@ -132,7 +132,7 @@ def test_what_people_warm_or_pin_makes_them_no_engine_and_is_no_lookup(depot: De
         assert admin.warm(client, prompt) == admin.pin(client, "system", prompt) == 2
         now = told(depot)
     assert [engine.ranks for engine in now.engines] == [[0]]
-    assert now.pinned[0].name == "system"
+    assert now.leases[0].name == "system"
     assert {name: now.counters.get(name, 0) for name in ("lookups", "lookup_chunks", "hit_chunks")} == {
         "lookups": 0, "lookup_chunks": 0, "hit_chunks": 0,
     }  # fmt: skip
@@ -161,7 +161,7 @@ def test_what_an_engine_had_in_its_own_cache_is_found_but_not_reused(depot: Depo
     scheduler.shutdown()
 
 
-def test_engines_and_pins_are_all_counted_where_only_some_are_listed(depot: Depot) -> None:
+def test_engines_and_leases_are_all_counted_where_only_some_are_listed(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     tokens = list(range(CHUNK))
     move(worker, "first", tokens, is_store=True)
@@ -174,8 +174,8 @@ def test_engines_and_pins_are_all_counted_where_only_some_are_listed(depot: Depo
             admin.pin(client, f"pin {number}", prompt)
     now = told(depot)
     assert (now.engine_count, len(now.engines)) == (71, 64)
-    assert (now.pinned_count, len(now.pinned)) == (120, 100)
-    assert now.pinned_bytes == 120 * CHUNK_BYTES
+    assert (now.lease_count, len(now.leases)) == (120, 100)
+    assert now.leased_bytes == 120 * CHUNK_BYTES
     for each in (*others, scheduler, worker):
         (each.close if isinstance(each, MessageQueueClient) else each.shutdown)()
 

@@ -230,82 +230,84 @@ def test_a_store_that_is_under_way_is_forgotten_too_or_not_counted() -> None:
     assert said["memory"] == 0 or host.find(b"one", look(chain)) == 0
 
 
-# -- pins by name
+# -- leases
 
 
-def test_a_pin_by_name_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier: MemoryTier) -> None:
+def test_a_lease_outlives_whoever_set_it_and_ends_by_name_or_in_time(tier: MemoryTier) -> None:
     here, there = new_host(tier), new_host(tier, pages=16)
     chain = prompt("a", 4)
     here.find(b"one", store(chain))
     there.hello(b"two")
-    pin = wire.Pin("system prompt", "m", 1, PER_CHUNK, bytes(chain.hashes))
+    pin = wire.Lease("system prompt", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes))
     assert there.find(b"two", pin) == 4
     there.die(b"two")
     for i in range(8):
         there.find(b"one", store(prompt(f"o{i}", 4)))
-    assert there.ask(b"one", wire.Status()).pinned[0].name == "system prompt"
+    assert there.ask(b"one", wire.Status()).leases[0].name == "system prompt"
     asked = there.send(b"one", look(chain, "r2"))
     assert there.answers[asked] == 4
     there.ask(b"one", wire.EndSession("r2"))
-    assert there.find(b"one", wire.Unpin("system prompt")) is True
-    assert there.find(b"one", wire.Unpin("system prompt")) is False
+    assert there.find(b"one", wire.EndLease("system prompt")) is True
+    assert there.find(b"one", wire.EndLease("system prompt")) is False
     there.assert_quiet()
-    timed = wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes), ttl_s=10)
+    timed = wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes), ttl_s=10)
     assert there.find(b"one", timed) == 4 and there.index.held
     there.now += 10
     there.tick(there.now, 1010.0)
     there.assert_quiet()
 
 
-def test_pins_by_name_leave_half_of_the_memory_to_the_others(tier: MemoryTier) -> None:
+def test_leases_leave_half_of_the_memory_to_the_others(tier: MemoryTier) -> None:
     host = new_host(tier, pages=16)
     one, two = prompt("a", 6), prompt("b", 6)
     for chain in (one, two):
         host.find(b"one", store(chain))
-    assert host.find(b"one", wire.Pin("1", "m", 1, PER_CHUNK, bytes(one.hashes))) == 6
-    assert isinstance(host.find(b"one", wire.Pin("2", "m", 1, PER_CHUNK, bytes(two.hashes))), Busy)
+    assert host.find(b"one", wire.Lease("1", "retain", "m", 1, PER_CHUNK, bytes(one.hashes))) == 6
+    assert isinstance(host.find(b"one", wire.Lease("2", "retain", "m", 1, PER_CHUNK, bytes(two.hashes))), Busy)
 
 
-def test_a_name_that_is_unpinned_while_its_pin_looks_behind_memory_is_not_pinned_after_that() -> None:
+def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_that() -> None:
     host = new_host(MemoryTier())
     host.find(b"one", store(prompt("a", 2)))
-    pinning = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", 3).hashes)))
-    unpinning = host.send(b"one", wire.Unpin("name"))
+    pinning = host.send(b"one", wire.Lease("name", "retain", "m", 1, PER_CHUNK, bytes(prompt("a", 3).hashes)))
+    unpinning = host.send(b"one", wire.EndLease("name"))
     assert (host.answers[pinning], host.answers[unpinning]) == (0, False)
     host.rest()
-    assert host.depot.status().pinned == []
+    assert host.depot.status().leases == []
     host.assert_quiet()
 
 
-def test_a_pin_that_runs_out_while_its_name_is_pinned_anew_leaves_the_new_one() -> None:
+def test_a_lease_whose_time_is_over_while_its_name_is_leased_anew_leaves_the_new_one() -> None:
     host = new_host(MemoryTier())
     host.find(b"one", store(prompt("a", 2)))
     for chunks, ttl_s in ((2, 1), (3, 0)):
-        asked = host.send(b"one", wire.Pin("name", "m", 1, PER_CHUNK, bytes(prompt("a", chunks).hashes), ttl_s=ttl_s))
+        asked = host.send(
+            b"one", wire.Lease("name", "retain", "m", 1, PER_CHUNK, bytes(prompt("a", chunks).hashes), ttl_s=ttl_s)
+        )
     host.now = 2.0
     host.tick(2.0, 1002.0)
     host.rest()
     assert host.answers[asked] == 2
-    assert host.ask(b"one", wire.Unpin("name")) is True
+    assert host.ask(b"one", wire.EndLease("name")) is True
     host.assert_quiet()
 
 
-def test_what_is_pinned_by_name_and_expires_can_be_cached_again() -> None:
+def test_what_is_leased_and_expires_can_be_cached_again() -> None:
     host = new_host(ttl_s=60)
     chain = prompt("a", 3)
     host.find(b"one", store(chain))
-    assert host.find(b"one", wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
+    assert host.find(b"one", wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
     host.tick(61.0, 1061.0)
     assert host.find(b"one", look(chain)) == 0
     host.find(b"one", store(chain))  # recomputed
     assert host.find(b"one", look(chain)) == 3
 
 
-def test_what_is_pinned_by_name_and_forgotten_can_be_cached_again() -> None:
+def test_what_is_leased_and_forgotten_can_be_cached_again() -> None:
     host = new_host()
     chain = prompt("a", 3)
     host.find(b"one", store(chain))
-    assert host.find(b"one", wire.Pin("p", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
+    assert host.find(b"one", wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes))) == 3
     host.find(b"one", wire.Forget())
     host.find(b"one", store(chain))
     assert host.find(b"one", look(chain)) == 3

@@ -314,18 +314,19 @@ def test_what_it_has_found_so_far_is_not_evicted_while_it_waits() -> None:
     assert desk.answers[asked] == 2
 
 
-def test_a_named_pin_waits_too_and_ends_with_its_name(desk: Desk) -> None:
+def test_a_lease_waits_too_and_ends_with_its_name(desk: Desk) -> None:
     chain = prompt("a", 3)
     begin(desk, store(chain))
     asked, gone = (
-        desk.send(b"two", wire.Pin(name, "m", 1, PER_CHUNK, bytes(chain.hashes))) for name in ("name", "gone")
+        desk.send(b"two", wire.Lease(name, "retain", "m", 1, PER_CHUNK, bytes(chain.hashes)))
+        for name in ("name", "gone")
     )
     assert unheard(desk, asked) and unheard(desk, gone)
-    desk.send(b"two", wire.Unpin("gone"))
+    desk.send(b"two", wire.EndLease("gone"))
     assert desk.answers[gone] == 0
     desk.die(b"two")
     desk.settle()
-    assert asked not in desk.answers and desk.depot.status().pinned == []
+    assert asked not in desk.answers and desk.depot.status().leases == []
     assert_quiet(desk)
 
 

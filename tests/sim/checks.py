@@ -174,7 +174,7 @@ class Checks:
     ) -> None:
         """An answer is the deepest boundary that memory can restore; looking behind memory has not made it shorter."""
         # Whose answer nobody wants any more is told nothing.
-        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Pin | wire.Unpin) and not value
+        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Lease | wire.EndLease) and not value
         waited_s = self.world.now - since
         is_awaited = not given_up and not self.draining
         self._behind.answered(asked, value, is_awaited and waited_s < self.host.config.lookup_s / 2)
@@ -326,8 +326,8 @@ class Checks:
     def check_quiet(self) -> None:
         """All clients are gone: nothing is held for anybody."""
         self.host.check_pins(self)
-        for pin in self.depot.status().pinned:
-            assert self.depot.sessions._unpin("", pin.name), pin
+        for lease in list(self.depot.leases._all()):
+            assert self.depot.leases.end(lease.tenant, lease.wish.name, self.depot.now) is lease
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert getattr(status, what) == 0, f"all clients left, and there are {getattr(status, what)} {what}"

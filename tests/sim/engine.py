@@ -206,7 +206,7 @@ class Engine:
         self.host.named.pop(name, None)
         self._pins[name] = number = self._pins.get(name, 0) + 1
         if world.chance(0.2):
-            client.ask(wire.Unpin(name), lambda _: self._unpinned(name, number))
+            client.ask(wire.EndLease(name), lambda _: self._unpinned(name, number))
             return
         streams = [request.stream for request in self.requests.values()]
         stream = world.random.choice(streams) if streams and world.chance(0.7) else self._draw_stream()
@@ -219,7 +219,7 @@ class Engine:
             boot, matched = answer
             server = self.host.server
             forgotten = (
-                server is not None and server.boot == boot and ("", name) not in server.depot.sessions._kept
+                server is not None and server.boot == boot and server.depot.leases._find("", name) is None
             )  # while the answer was on its way
             if matched and self._pins[name] == number and not forgotten:
                 world.counters["pinned_by_name"] += 1
@@ -227,14 +227,14 @@ class Engine:
                 self.host.named[name] = Pinned(boot, self.model, self._parts(keys[:matched]), asked, ends)
 
         salt = salt_tag(stream.salt)
-        chunk = model.blocks_in_chunk, b"".join(keys), salt, ttl_s, model.chunk_tokens
-        client.ask(wire.Pin(name, model.name, model.world_size, *chunk), hear)
+        chunk = model.blocks_in_chunk, b"".join(keys), salt, model.chunk_tokens, ttl_s
+        client.ask(wire.Lease(name, "retain", model.name, model.world_size, *chunk), hear)
 
     def _unpinned(self, name: str, number: int) -> None:
         server = self.host.server
         self.world.counters["unpinned"] += 1
         if server is not None and server.serving and self._pins[name] == number:
-            assert ("", name) not in server.depot.sessions._kept, f"{name} was unpinned, and is still pinned"
+            assert server.depot.leases._find("", name) is None, f"{name} was ended, and is still leased"
 
     def kill(self) -> None:
         self.process.kill()

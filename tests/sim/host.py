@@ -140,7 +140,7 @@ class Client(MessageQueueClient):
             due += self._connection.lookup_s
 
         def hear(value: Any) -> Any:
-            if isinstance(request, wire.Pin):
+            if isinstance(request, wire.Lease):
                 return value if convert is None else convert((self._boot_heard, value))
             if isinstance(request, wire.Lookup):
                 self.lookup_boots[request.request] = self._boot_heard
@@ -321,9 +321,14 @@ class Host:
 
     def check_pins(self, server: Server) -> None:
         """What engines know to be pinned is there, whole, on all ranks."""
-        for name, pinned in self.named.items():
-            if pinned.boot == server.boot and self.world.now < pinned.ends:
-                assert ("", name) in server.depot.sessions._kept, f"{name} was pinned, and nobody knows of it"
+        for name, pinned in list(self.named.items()):
+            is_there = server.depot.leases._find("", name) is not None
+            if pinned.boot == server.boot and self.world.now < pinned.ends and not is_there:
+                assert pinned.ends < float("inf"), f"{name} was leased without end, and nobody knows of it"
+                receipts = server.depot.leases.receipts("", server.depot.leases.now)
+                ended = [each.ended for each in receipts if each.name == name]
+                assert ended[:1] == ["made room"], f"{name} was leased, and has ended: {ended}"
+                del self.named[name]
         by_group: dict[tuple[str, int, int], list[Namespace]] = {}
         for namespace in server.index.namespaces.all() if self.pins or self.named else ():
             by_group.setdefault((namespace.model, namespace.world_size, namespace.group), []).append(namespace)

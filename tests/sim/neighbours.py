@@ -1,8 +1,9 @@
-"""Tenants with quotas beside the engines: they fill the arena, pin, and have their quotas changed.
+"""Tenants with quotas beside the engines: they fill the arena, pin, lease, and have their quotas changed.
 
 They are in some runs only, without tiers, and what they do is drawn from numbers of their own. They have no tensors, so
 they ask the index itself; the engines, who have no quota, ask for their space by messages as ever. After every step of
-the server it must hold that nobody has more than its cap, and nobody was taken below its floor by another.
+the server it must hold that nobody has more than its cap, that nobody was taken below its floor by another, that what
+is leased is there, and that leases leave every floor to its tenant.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvdepot.core.actions import Reply
 from kvdepot.core.clients import Client, NoLease
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import NoRoom, Reserved
-from kvdepot.errors import BadRequest
+from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.quotas import Quota
@@ -42,6 +44,8 @@ class _Neighbour:
     quota: Quota | None = None
     used: int = 0  # bytes, after the last step
     held: list[Chunk] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)  # keys, the latest
+    leased: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # by name: key, and end
 
 
 class Neighbours:
@@ -50,6 +54,7 @@ class Neighbours:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._random = random.Random(host.world.seed ^ 0x9B0)
+        self._leasing = random.Random(host.world.seed ^ 0x1EA5E)
         self._all = [_Neighbour(tenant) for tenant in _TENANTS]
         self._acting: _Neighbour | None = None
         self._over = False
@@ -75,6 +80,7 @@ class Neighbours:
             neighbour = draw.choice(self._all)
             if neighbour.server is not server:
                 neighbour.server, neighbour.quota, neighbour.held = server, None, []
+                neighbour.stored, neighbour.leased = [], {}
                 neighbour.used = server.index.accounts.of(neighbour.tenant).used
             with self._as(neighbour, server):
                 if neighbour.quota is None or draw.random() < 0.1:
@@ -83,6 +89,8 @@ class Neighbours:
                     self._release(neighbour)
                 else:
                     self._store(neighbour, server)
+                if neighbour.stored and self._leasing.random() < 0.5:
+                    self._lease(neighbour, server)
             server.act([])  # a lowered cap leaves work for the next turns of the loop
             server._check()
         self._pause_s *= 1.01  # ever more rarely, because some runs last for hours
@@ -128,11 +136,59 @@ class Neighbours:
                 break
             assert isinstance(outcome, Reserved)
             Index.seal(index, outcome.chunk, 0, born=int(WALL + server.now))
+            neighbour.stored = [*neighbour.stored[-20:], key]
             if draw.random() < 0.1:
                 index.hold([outcome.chunk])
                 neighbour.held.append(outcome.chunk)
         namespace.live -= 1
         index.namespaces.forget(namespace)
+
+    def _lease(self, neighbour: _Neighbour, server: Server) -> None:
+        """Lease a chunk that it has stored, or end a lease."""
+        draw, counters = self._leasing, self._host.world.counters
+        name, key = f"l{draw.randrange(12)}", draw.choice(neighbour.stored)
+        if draw.random() < 0.2:
+            ended = server.depot.leases.end(neighbour.tenant, name, server.now)
+            assert (ended is not None) >= (neighbour.leased.pop(name, None) is not None), f"nobody knows of {name}"
+            return
+        ttl_s = draw.choice([0, 1, 20])
+        wish = wire.Lease(
+            name, "retain", f"model of {neighbour.tenant}", 1, 1, key, ttl_s=ttl_s, priority=draw.choice([20, 50])
+        )
+        try:
+            actions = server.depot.sessions.lease(Client(b"", NoLease(), neighbour.tenant), b"", wish, server.now)
+        except Busy:
+            counters["lease_refused"] += 1
+            return
+        (reply,) = actions
+        assert isinstance(reply, Reply)
+        counters["lease_refused" if isinstance(reply.value, Busy) else "leased"] += 1
+        if reply.value == 1:
+            neighbour.leased[name] = key, server.now + ttl_s if ttl_s else float("inf")
+        elif reply.value == 0:
+            neighbour.leased.pop(name, None)
+
+    def _check_leases(self, neighbour: _Neighbour, server: Server) -> None:
+        """What it leases is there, and what all lease leaves half of what is above all floors."""
+        there = {each.name for each in server.depot.leases.shown(neighbour.tenant, server.now)}
+        for name, (key, ends) in list(neighbour.leased.items()):
+            if name not in there:  # ended by its time, for another lease, or by a quota
+                self._host.world.counters["lease_ended"] += 1
+                del neighbour.leased[name]
+            elif server.now < ends and not self._host.config.ttl_s:
+                chunk = self._namespace(neighbour, server.index).chunks.get(key)
+                assert chunk is not None and chunk.sealed, f"{name} of {neighbour.tenant} is leased, and is gone"
+
+    def _check_budget(self, server: Server) -> None:
+        index = server.index
+        held: dict[str, int] = {}
+        floors = {each.tenant: each.quota.floor_bytes for each in self._all if each.quota and each.server is server}
+        for lease in server.depot.leases._all():
+            whose = lease.tenant if lease.tenant in floors else ""
+            held[whose] = held.get(whose, 0) + sum(chunk.bytes for chunk, _ in lease.tops)
+        above = sum(max(0, size - floors.get(whose, 0)) for whose, size in held.items())
+        half = (index.allocator.capacity - sum(floors.values())) // 2
+        assert above <= half, f"leases hold {above} bytes above the floors, and may hold {half}"
 
     def _namespace(self, neighbour: _Neighbour, index: Index) -> Namespace:
         return index.namespaces.find(f"model of {neighbour.tenant}", 1, 0, bytes(32), 1, neighbour.tenant)
@@ -143,8 +199,11 @@ class Neighbours:
         neighbour.server.index.release(held)
 
     def check(self, server: Server) -> None:
-        """After every step: nobody is above its cap, and nobody was taken below its floor."""
+        """After every step: nobody is above its cap, and nobody was taken below its floor; and what leases hold."""
+        self._check_budget(server)
         for neighbour in self._all:
+            if neighbour.server is server:
+                self._check_leases(neighbour, server)
             quota = neighbour.quota
             if quota is None or neighbour.server is not server:
                 continue

@@ -21,6 +21,7 @@ from kvdepot.core.index.chunk import State, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Found, Reason
+from kvdepot.core.leases import Leases
 from kvdepot.core.rates import Rates
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.sessions import Sessions
@@ -450,13 +451,29 @@ def forgets_caps(patch: Patch) -> None:
     patch.setattr(Account, "set", uncapped)
 
 
+@breaks(19)
+def evicts_what_is_leased(patch: Patch) -> None:
+    patch.setattr(Leases, "_hold", _holds_nothing)
+
+
+def _holds_nothing(self: Any, lease: Any, tops: Any, matched: int) -> None:
+    self._charge(lease, sum(size for _, size in tops) - lease.held)
+    lease.chunks = matched
+
+
+@breaks(19)
+def leases_what_others_were_promised(patch: Patch) -> None:
+    patch.setattr(Accounts, "lease_budget", lambda self, account: 1 << 60)
+    patch.setattr(Accounts, "above_floors", property(lambda self: 1 << 60))
+
+
 @breaks(31)
-def ends_pins_by_name_with_their_client(patch: Patch) -> None:
+def ends_leases_with_their_client(patch: Patch) -> None:
     leave = Sessions.leave
 
     def thorough(self: Any, client: Any) -> Any:
-        for tenant, name in list(self._kept):
-            self._unpin(tenant, name)
+        for lease in list(self._leases._all()):
+            self._leases.end(lease.tenant, lease.wish.name, self._leases.now)
         return leave(self, client)
 
     patch.setattr(Sessions, "leave", thorough)

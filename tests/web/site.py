@@ -16,7 +16,8 @@ import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
-from kvdepot.status import Engine, HitRate, Kept, NamespaceStatus, Reuse, Saved, Status, TenantStatus, TierStatus
+from kvdepot.protocol.leases import NORMAL, Receipt
+from kvdepot.status import Engine, HitRate, NamespaceStatus, Reuse, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.guard import _HEADERS
 from kvdepot.web.turns import StatusNow
 
@@ -117,6 +118,11 @@ def empty_status(**changes: Any) -> Status:
     )  # fmt: skip
 
 
+def a_lease(name: str, size: int, ends_s: float | None) -> Receipt:
+    """A lease of kind retain that holds `size` bytes."""
+    return Receipt(name, "", "retain", "toy", NORMAL, 8, size, 60.0, ends_s, 60.0 * size, 0, 0, 0.0)
+
+
 def example_status(wall_s: float = 0.0) -> Status:
     """A server with two engines and two tiers after some days of work."""
     now = wall_s or time.time()
@@ -150,7 +156,7 @@ def example_status(wall_s: float = 0.0) -> Status:
             Engine("17e5f6b9", 18_200.0, 0.8, ["Qwen/Qwen3-32B"], [], "", "", 3, 13, 0),
             Engine("e2c4418d", 18_199.0, 640.0, ["Qwen/Qwen3-32B"], [0], "cuda:2", "", 0, 0, 0),
         ],
-        pinned=[Kept("system-prompt", int(1.2 * GIB), None), Kept("handbook", int(4.7 * GIB), 5_400)],
+        leases=[a_lease("system-prompt", int(1.2 * GIB), None), a_lease("handbook", int(4.7 * GIB), 5_400.0)],
         tenants=[
             TenantStatus("", int(225.5 * GIB), 28_854, 0, 0, 1.0, 0, 10_012, 0),
             TenantStatus("research", int(15.8 * GIB), 2_628, 8 * GIB, 16 * GIB, 2.0, 86_400, 3_411, 12),

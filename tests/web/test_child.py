@@ -254,7 +254,7 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["pinned"] and said)
     assert [namespace["tenant"] for namespace in seen["namespaces"]] == ["blue"]
     assert [each["tenant"] for each in seen["engines"]] == ["blue"]
-    assert seen["pinned_count"] == 1
+    assert seen["lease_count"] == 1
     for path in ("/v1/warm", "/v1/pin"):
         body = {"tokens": tokens, "model": engine.model, **({"name": "system"} if path == "/v1/pin" else {})}
         assert web.change(path, body).value == {"chunks": 0, "of_chunks": 2}

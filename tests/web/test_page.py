@@ -15,11 +15,11 @@ import pytest
 
 from kvdepot.metrics import BOUNDS_S, Event
 from kvdepot.protocol.counters import SERVER
-from kvdepot.status import Engine, Kept, NamespaceStatus, Saved
+from kvdepot.status import Engine, NamespaceStatus, Saved
 from tests.conftest import StartDepot, eventually
 from tests.ports import free_port
 from tests.web.browser import chromium, executable
-from tests.web.site import Site, empty_status, example_history, example_status
+from tests.web.site import Site, a_lease, empty_status, example_history, example_status
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -630,7 +630,7 @@ def test_names_without_end_do_not_widen_the_page(site: Site, open_page: OpenPage
         tiers=[msgspec.structs.replace(site.status.tiers[0], name=name, state=name)],
         namespaces=[NamespaceStatus(name, name, 1, 1, 1, 1, 1)],
         engines=[Engine(name, 1.0, 1.0, [name], [0], "", name, 0, 0, 0)],
-        pinned=[Kept(name, 1, None)],
+        leases=[a_lease(name, 1, None)],
         events=[Event(site.status.wall_s, name, name)],
     )
     page = open_page(width=width)

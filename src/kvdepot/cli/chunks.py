@@ -60,8 +60,8 @@ def warm(as_json: bool, **which: Any) -> int:
 @options.server
 @options.as_json
 def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
-    """Keep a prompt's chunks in memory until they are unpinned, --seconds have passed, or the server stops. All pins
-    together may use at most half of the memory."""
+    """Keep a prompt's chunks in memory until they are unpinned, --seconds have passed, or the server stops: a
+    lease of kind retain. Without quotas, all leases together may use at most half of the memory."""
     from kvdepot.client import admin
 
     with _prompt(**which) as (client, prompt, update):

@@ -209,7 +209,7 @@ def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
     made = [
         _requests(now), _engines(now), _models(now), tenants(now.tenants), _tiers(now), _losses(now), _devices(now),
-        _pins(now), _events(now),
+        _leases(now), _events(now),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -312,12 +312,12 @@ def _devices(now: Status) -> Listing:
     return Listing(("GPUs", ">workers", ">context", ">buffers", ">pinned"), rows)
 
 
-def _pins(now: Status) -> Listing:
+def _leases(now: Status) -> Listing:
     rows: list[tuple[str | Text, ...]] = [
-        (pin.name, size(pin.bytes), duration(pin.ends_in_s) if pin.ends_in_s is not None else "never")
-        for pin in now.pinned
+        (lease.name, lease.kind, size(lease.bytes), duration(lease.ends_s) if lease.ends_s is not None else "never")
+        for lease in now.leases
     ]
-    return Listing(("pins", ">bytes", ">ends in"), rows)
+    return Listing(("leases", "kind", ">bytes", ">ends in"), rows)
 
 
 def _events(now: Status) -> Listing:

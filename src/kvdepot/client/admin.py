@@ -1,4 +1,4 @@
-"""Warming, pinning and forgetting chunks by hand (`kvdepot warm`, `pin`, `forget`), and resetting an engine's cache.
+"""Warming, leasing and forgetting chunks by hand (`kvdepot warm`, `pin`, `forget`), and resetting an engine's cache.
 
 Called by cli/chunks.py, web/app.py and integrations/vllm/scheduler.py. To the server, a client like any other.
 """
@@ -20,9 +20,10 @@ import zmq
 
 from kvdepot.client.socket import CONNECT_S, Client
 from kvdepot.client.transfer import ShardSpec
-from kvdepot.errors import BadRequest, ConfigError, KVDepotError
+from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
+from kvdepot.protocol.leases import NORMAL, Receipt, Sum
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, TenantStatus, read
 
@@ -30,7 +31,11 @@ __all__ = [
     "Preview",
     "Prompt",
     "connect",
+    "drop",
+    "end_lease",
     "forget",
+    "lease",
+    "leases",
     "make_prompt",
     "not_forgotten",
     "pin",
@@ -167,6 +172,54 @@ def warm(client: Client, prompt: Prompt, told: Callable[[int], None] = lambda ch
         reached = matched  # the lookup's deadline passed; chunks that arrived later are in memory by now
 
 
+def lease(
+    client: Client,
+    name: str,
+    prompt: Prompt,
+    kind: str = "retain",
+    ttl_s: int = 0,
+    priority: int = NORMAL,
+    drops: bool = False,
+    told: Callable[[int], None] = lambda chunks: None,
+) -> int:
+    """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.Lease.
+
+    Returns how many chunks are leased so far; unless its kind is expire, it first loads them from the tiers, and blocks
+    until no more arrive. told: see `warm`. Raises BadRequest, or Busy if the lease exceeds its tenant's budget.
+    """
+    if kind != "expire":
+        warm(client, prompt, told)
+    request = prompt.spec.lease(name, prompt.hashes, prompt.salt, kind, ttl_s, priority, drops)
+    return int(client.ask(request).result(_ANSWER_S + 60.0))
+
+
+def end_lease(client: Client, name: str, drops: bool = False) -> None:
+    """End a lease. drops: also remove its chunks, see wire.Drop. Blocks until the server has answered, which does not
+    wait for the removal. Raises BadRequest if there is no lease of that name."""
+    if not client.ask(wire.EndLease(name, drops)).result(_ANSWER_S):
+        raise BadRequest(f"there is no lease {name!r}; `kvdepot status` lists leases")
+
+
+def drop(client: Client, prompt: Prompt, keep: int = 0) -> int:
+    """Remove a prompt's chunks from memory and tiers, from its end; see wire.Drop. Blocks until memory is done.
+
+    keep: of its first chunks, how many stay in any case. Returns how many chunks were removed from memory.
+    """
+    return int(client.ask(prompt.spec.drop(prompt.hashes, prompt.salt, keep)).result(_ANSWER_S))
+
+
+def leases(client: Client) -> tuple[list[Receipt], list[Sum]]:
+    """The leases that this client may see, and their sums; see wire.Leases. Blocks until the server has answered.
+
+    Raises ProtocolError if the answer is not of this version.
+    """
+    answer = client.ask(wire.Leases()).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, tuple[list[Receipt], list[Sum]])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not leases of this version: {exc}") from exc
+
+
 def pin(
     client: Client,
     name: str,
@@ -174,19 +227,13 @@ def pin(
     ttl_s: int = 0,
     told: Callable[[int], None] = lambda chunks: None,
 ) -> int:
-    """Keep a prompt's prefix in memory under a name. Returns how many chunks are kept; raises Busy if that is too much.
-
-    told: see `warm`.
-    """
-    warm(client, prompt, told)
-    request = prompt.spec.pin(name, prompt.hashes, prompt.salt, ttl_s)
-    return int(client.ask(request).result(_ANSWER_S + 60.0))
+    """Keep a prompt's chunks in memory: a lease of kind retain, without an end unless `ttl_s` is given. See `lease`."""
+    return lease(client, name, prompt, "retain", ttl_s, told=told)
 
 
 def unpin(client: Client, name: str) -> None:
-    """End a pin. Raises BadRequest if there is none of that name."""
-    if not client.ask(wire.Unpin(name)).result(_ANSWER_S):
-        raise BadRequest(f"there is no pin {name!r}; `kvdepot status` lists pins")
+    """End a lease. Raises BadRequest if there is none of that name."""
+    end_lease(client, name)
 
 
 class Preview(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from kvdepot.errors import BadRequest, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, pack_ids
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.leases import NORMAL
 
 if TYPE_CHECKING:
     from kvdepot.client.socket import Client
@@ -139,9 +140,25 @@ class ShardSpec:
             self.chunk_tokens,
         )  # fmt: skip
 
-    def pin(self, name: str, hashes: bytes, salt: bytes, ttl_s: int) -> wire.Pin:
-        """The message that pins chunks by name. See wire.Pin."""
-        return wire.Pin(name, self.model, self.world_size, self.blocks_in_chunk, hashes, salt, ttl_s, self.chunk_tokens)
+    def lease(
+        self,
+        name: str,
+        hashes: bytes,
+        salt: bytes,
+        kind: str = "retain",
+        ttl_s: int = 0,
+        priority: int = NORMAL,
+        drops: bool = False,
+    ) -> wire.Lease:
+        """The message that begins a lease of chunks. See wire.Lease."""
+        return wire.Lease(
+            name, kind, self.model, self.world_size, self.blocks_in_chunk, hashes, salt, self.chunk_tokens, ttl_s,
+            priority, drops,
+        )  # fmt: skip
+
+    def drop(self, hashes: bytes, salt: bytes, keep: int = 0) -> wire.Drop:
+        """The message that removes a prompt's chunks. See wire.Drop."""
+        return wire.Drop(self.model, self.world_size, self.blocks_in_chunk, hashes, salt, self.chunk_tokens, keep)
 
     def shards(self, transfers: Iterable[Transfer]) -> list[wire.Shards]:
         """This rank's shards of transfers, for a store or retrieve."""

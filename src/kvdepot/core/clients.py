@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvdepot.core import leases
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.memory.copier import Mapped
@@ -44,7 +45,7 @@ class Lease(Protocol):
 
 
 class NoLease:
-    """The lease of the depot's internal client, which owns named pins."""
+    """The lease of the depot's internal client, which looks up what leases are for."""
 
     name = ""
     secret = b""
@@ -81,10 +82,10 @@ class PendingLookup:
 
     asker: Client
     number: bytes
-    owner: Client  # owns the session: the asker, or for named pins the depot's internal client
+    owner: Client  # owns the session: the asker, or for a lease the depot's internal client
     lookup: wire.Lookup
     first: int  # chunks found in memory
-    ends: float = float("inf")  # of a named pin: when it expires
+    lease: leases.Lease | None = None  # that is to hold what is found, instead of a session
     store_deadline: float = 0.0  # once it has waited for a store: until when it may
     held: list[Chunk] = field(default_factory=list)  # while it waits for a store: its prefix so far
     tier_lookup: TierLookup | None = None
@@ -92,7 +93,7 @@ class PendingLookup:
 
     @property
     def by_hand(self) -> bool:
-        """Whether it warms or pins a prompt by hand; such lookups count neither as hits nor as misses."""
+        """Whether it warms or leases a prompt; such lookups count neither as hits nor as misses."""
         return self.owner is not self.asker or not self.lookup.readers
 
 

@@ -96,7 +96,7 @@ class Connections:
             number, request = _open(client, frame)
             if isinstance(request, KVDepotError):
                 raise request
-            if isinstance(request, wire.Status):
+            if isinstance(request, wire.Status | wire.Leases):
                 self._refuse_unless(self._rates.charge(identity, _STATUS_COST - 1))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:

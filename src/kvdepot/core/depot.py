@@ -16,10 +16,12 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, chunks_named
 from kvdepot.core.clients import Client, Idleness, Lease, PendingLookup
+from kvdepot.core.dropping import Drops
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
+from kvdepot.core.leases import Leases
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.reuse import Windows
@@ -70,7 +72,9 @@ class Depot:
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.ceiling = InfiniteCache(0.0)
         self.reuse = Windows(0.0)
-        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling)
+        self.leases = Leases(index, self.counters)
+        self.drops = Drops(index, self.tiering, self.counters, step_chunks)
+        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.leases)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
@@ -85,7 +89,7 @@ class Depot:
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
         self.forgetting = RemovalRequests(
-            config, index, self.removals, self.tiering, self.sessions, self.counters, self.report
+            config, index, self.removals, self.tiering, self.sessions, self.leases, self.counters, self.report
         )
 
     def __repr__(self) -> str:
@@ -165,10 +169,14 @@ class Depot:
                 value = "ok"
             case wire.Clear():
                 return self.forgetting.clear(client, number, request)
-            case wire.Pin():
-                return self.sessions.pin(client, number, request, self.now)
-            case wire.Unpin():
-                return self.sessions.unpin(client, number, request.name)
+            case wire.Lease():
+                return self.sessions.lease(client, number, request, self.now)
+            case wire.EndLease():
+                return [*self.sessions.give_up_lease(client, request.name), self._end_lease(client, number, request)]
+            case wire.Drop():
+                return self.drops.ask(client, number, request, self.now)
+            case wire.Leases():
+                value = [self.leases.receipts(client.tenant, self.now), self.leases.sums(client.tenant, self.now)]
             case wire.Forget():
                 return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
@@ -197,7 +205,7 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        if self.removals or self._is_behind:
+        if self.removals or self.drops or self._is_behind:
             return 0.0
         return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
@@ -206,7 +214,7 @@ class Depot:
         self.now = now
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.forgetting.step(), *self.sessions.expire(now)]
+        actions = [*self.forgetting.step(), *self.drops.step(now), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return actions
@@ -219,6 +227,7 @@ class Depot:
                 case TierLookup():
                     actions += self.sessions.answer(decision)
                 case Arrived():
+                    self.leases.stored((chunk for chunk, _ in decision.shards), self.now)
                     actions += self.tiering.keep_nearer(decision)
                 case Forgetting():
                     actions += self.forgetting.answer(decision)
@@ -229,7 +238,9 @@ class Depot:
     def tick(self, now: float, wall: float) -> list[Action]:
         """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
-        self.sessions.tick(now)
+        for lease in self.leases.tick(now):
+            self.drops.begin(lease.tenant, lease.wish, lease.hashes)
+        self.drops.retry()
         self.ceiling.tick(now, self.counters["hit_chunks"])
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
         self._drop_excess()
@@ -255,14 +266,22 @@ class Depot:
             raise BadRequest(fault)
         self.index.set_quota(tenant, quota)
         self.tiering.set_rules()
+        self.leases.quota_changed(self.now)
         self._is_behind = True
         self.report.note("quota", f"{tenant[:SHOWN]}: {'no quota' if quota is None else quota.words}")
+
+    def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
+        ended = self.leases.end(client.tenant, request.name, self.now)
+        if ended is not None and request.drops:
+            self.drops.begin(ended.tenant, ended.wish, ended.hashes)
+        return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
         """Before shutdown: finish removals, and answer every request that waits for stores or tiers."""
         actions: list[Action] = []
         while self.removals:
             actions += self.forgetting.step()
+        actions += self.drops.stop()
         actions += self.sessions.stop(list(self._clients.values()))
         for forgetting in self.tiering.stop():
             actions += self.forgetting.answer(forgetting)
@@ -298,6 +317,7 @@ class Depot:
             return BadRequest(f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range")
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
+        self.leases.token_s = self.saved_s / self.saved_tokens if self.saved_tokens else 0.0
         return None
 
     def topics(self) -> frozenset[tuple[str, Namespace]]:

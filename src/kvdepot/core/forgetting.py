@@ -21,6 +21,7 @@ from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
 from kvdepot.core.index.scope import Scope
+from kvdepot.core.leases import Leases
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import MOST_FORGETTINGS, Forgetting, NotForgotten
@@ -137,6 +138,7 @@ class RemovalRequests:
         removals: Removals,
         tiering: Tiering,
         sessions: Sessions,
+        leases: Leases,
         counters: Counters,
         report: Report,
     ) -> None:
@@ -145,6 +147,7 @@ class RemovalRequests:
         self._removals = removals
         self._tiering = tiering
         self._sessions = sessions
+        self._leases = leases
         self._counters = counters
         self._report = report
         self._removing: dict[Removal, _Asked] = {}  # the request behind each removal
@@ -164,6 +167,7 @@ class RemovalRequests:
         removal = self._removals.begin(namespaces, salt, hides=True)
         asked = _Asked(client, number, request, forgetting)
         self._removing[removal] = self._forgetting[forgetting] = asked
+        self._leases.forget()
         actions = self._sessions.forget(now)
         return [*actions, *self._tiering.forget(forgetting, now), *self.step()]
 

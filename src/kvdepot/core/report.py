@@ -116,7 +116,7 @@ class Report:
             for namespace in index.namespaces.all()
             if namespace.groups[0] is namespace and tenant in ("", namespace.tenant)
         ]
-        pinned_count, pinned_bytes = depot.sessions.kept_in_all(tenant)
+        lease_count, leased_bytes = depot.leases.totals(tenant)
         return Status(
             version=__version__,
             boot=self._boot.hex(),
@@ -141,8 +141,8 @@ class Report:
             instances=sum(len(client.instances) for client in clients),
             namespace_count=len(namespaces),
             engine_count=len(engines),
-            pinned_count=pinned_count,
-            pinned_bytes=pinned_bytes,
+            lease_count=lease_count,
+            leased_bytes=leased_bytes,
             stored_bytes=depot.transfers.stored_bytes,
             retrieved_bytes=depot.transfers.retrieved_bytes,
             cached_tokens=sum(_chunks(namespace) * namespace.chunk_tokens for namespace in namespaces),
@@ -153,7 +153,8 @@ class Report:
             latencies=self.latencies.figures(),
             namespaces=_namespaces(namespaces),
             engines=_engines(engines, now),
-            pinned=depot.sessions.kept(tenant, now),
+            leases=depot.leases.shown(tenant, now),
+            lease_sums=depot.leases.sums(tenant, now),
             tenants=_tenants(index.accounts, depot.tiering, tenant),
             tiers=depot.tiering.status(now),
             devices=self._devices(),

@@ -1,16 +1,15 @@
-"""Lookups and the pins that they create, including named pins and lookups that wait. Decisions only.
+"""Lookups and the pins that they create, including lookups that wait, and those of leases. Decisions only.
 
 A lookup whose prefix is being stored waits for that; then it waits for tiers, if they may have more.
 
 Called by core/depot.py on the deciding thread. Invariant: a pin belongs to one request of one client, and is released
-exactly once: after its retrieves, at the end of its session, or with its client. Named pins belong to an internal
-client of the depot.
+exactly once: after its retrieves, at the end of its session, or with its client. What a lease's lookup finds is held by
+core/leases.py.
 """
 
 from __future__ import annotations
 
 import logging
-from itertools import islice
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
@@ -20,6 +19,8 @@ from kvdepot.core.index.chunk import Chunk, Namespace, Pin
 from kvdepot.core.index.coming import coming_part
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
+from kvdepot.core.leases import Leases
+from kvdepot.core.matching import Match, match
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.core.waiting import WaitingLookups
@@ -27,40 +28,39 @@ from kvdepot.errors import Busy, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.status import Kept
 
 __all__ = ["Sessions"]
 
 log = logging.getLogger(__name__)
-
-_KEPT_SHARE = 2
-"""Named pins may take at most this fraction (1 / n) of the arena, so that enough of it remains evictable."""
-_NEVER = 1 << 40
-"""The readers of a chunk with a named pin: so many that retrieves never end the pin."""
-_MOST_LISTED = 100
 
 
 class Sessions:
     """All pins of one depot."""
 
     def __init__(
-        self, config: Config, index: Index, tiering: Tiering, counters: Counters, ceiling: InfiniteCache
+        self,
+        config: Config,
+        index: Index,
+        tiering: Tiering,
+        counters: Counters,
+        ceiling: InfiniteCache,
+        leases: Leases,
     ) -> None:
         self._config = config
         self._index = index
         self._tiering = tiering
         self._counters = counters
         self._ceiling = ceiling
+        self._leases = leases
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
         self._waiting = WaitingLookups()  # for stores
         self._awaiting: dict[TierLookup, PendingLookup] = {}  # the lookup that each tier lookup serves
-        self._keepers: dict[str, Client] = {}  # by tenant: the internal client that owns its named pins
-        self._kept: dict[tuple[str, str], tuple[int, float]] = {}  # (tenant, name) -> bytes, when it expires
+        self._keepers: dict[str, Client] = {}  # by tenant: the internal client that looks up what its leases are for
         self.asked_tokens = 0  # in the whole chunks of prompts that engines looked up
         self.retrieved_tokens = 0  # by ended sessions, on all ranks
 
     def __repr__(self) -> str:
-        return f"<Sessions of {len(self._by_request)} requests, {len(self._kept)} pins by name>"
+        return f"<Sessions of {len(self._by_request)} requests>"
 
     def lookup(self, pending: PendingLookup, now: float) -> list[Action]:
         """Reply from memory at once, or wait: while its prefix is being stored, then for what tiers have of it.
@@ -118,24 +118,14 @@ class Sessions:
         """Tokens per chunk of a lookup."""
         return request.chunk_tokens or self._config.chunk_size
 
-    def _match(self, client: Client, request: wire.Lookup) -> tuple[list[Namespace], list[Pin], int]:
-        """The namespaces of a lookup, a pin of the matched prefix in each, and the number of chunks that all have."""
-        hashes = request.hashes
-        namespaces = self._index.namespaces.for_lookup(
-            request.model, request.world_size, request.blocks_in_chunk, client.tenant, request.chunk_tokens
-        )
-        pins = [self._index.match(namespace, hashes) for namespace in namespaces]
-        matched = min((pin.matched for pin in pins), default=0)
-        while any(pin.matched != matched for pin in pins):
-            # Engines with one model name but different layouts: only what every namespace has is certainly a hit.
-            pins = [self._index.match(namespace, hashes[: matched * HASH_BYTES]) for namespace in namespaces]
-            matched = min(pin.matched for pin in pins)
-        return namespaces, pins, matched
+    def _match(self, client: Client, request: wire.Lookup) -> Match:
+        return match(self._index, client.tenant, request, request.hashes)
 
     # -- lookups that wait for stores
 
     def stored(self, parts: list[Chunk], now: float) -> list[Action]:
         """Go on with the lookups that waited for these parts, whose stores have ended, whether well or not."""
+        self._leases.stored(parts, now)
         return [action for pending in self._waiting.stored(parts) for action in self._go_on(pending, now)]
 
     def next_deadline(self) -> float:
@@ -202,7 +192,7 @@ class Sessions:
             # Count a lookup together with its hits, so that both fall into the same window.
             self._ceiling.count(pending.lookup.hashes)
         try:
-            value = self._pin(pending, pins, matched)
+            value = self._answer(pending, namespaces, pins, matched)
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
                 for namespace in namespaces:
@@ -239,6 +229,16 @@ class Sessions:
         self._tiering.end(tier_lookup)
         return self.answer(tier_lookup)
 
+    def _answer(self, pending: PendingLookup, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
+        """Hold the matched chunks for the lookup's request or lease; returns their number. Raises Busy."""
+        if pending.lease is not None:
+            return self._leases.begin(pending.lease, namespaces, pins, matched)
+        is_first = pending.lookup.request not in pending.owner.sessions
+        found = self._pin(pending, pins, matched)
+        if is_first and matched and not pending.by_hand:
+            self._leases.used(namespaces, pins, self._tokens(pending.lookup))
+        return found
+
     def _pin(self, pending: PendingLookup, pins: list[Pin], matched: int) -> int:
         """Pin the matched chunks and return their number. Raises Busy if max_pins would be exceeded."""
         client, request = pending.owner, pending.lookup
@@ -247,8 +247,6 @@ class Sessions:
         if client.pins - (old.parts if old is not None else 0) + parts > self._config.max_pins:
             self._counters["pins_refused"] += 1
             raise Busy(f"{client.pins} chunks are pinned; {parts} more would exceed max_pins")
-        if client is not pending.asker:
-            self._keep(pending, pins)
         chunks = [chunk for pin in pins for chunk in pin.chunks] if matched else []
         self._index.hold(chunks, use=old is None)  # before the old pin ends, so that shared chunks stay held
         if old is not None:
@@ -297,77 +295,31 @@ class Sessions:
         waiting = [pending for client in (*clients, *self._keepers.values()) for pending in client.pending.values()]
         return [action for each in waiting for action in self._end_wait(each)]
 
-    # -- named pins
+    # -- leases
 
-    def pin(self, client: Client, number: bytes, request: wire.Pin, now: float) -> list[Action]:
-        """Pin a prompt by name: a lookup whose session belongs to the depot's internal client."""
+    def lease(self, client: Client, number: bytes, wish: wire.Lease, now: float) -> list[Action]:
+        """Begin a lease with what a lookup of the depot's internal client finds. Raises BadRequest or Busy."""
+        lease = self._leases.admit(client.tenant, wish, now)
+        if not lease.holds:  # so it needs nothing from tiers
+            gone = self.give_up_lease(client, wish.name)
+            found = match(self._index, client.tenant, wish, wish.hashes)
+            return [*gone, Reply(client.identity, number, self._leases.begin(lease, *found))]
         keeper = self._keepers.setdefault(client.tenant, Client(b"", NoLease(), client.tenant))
         lookup = wire.Lookup(
-            request.model, request.world_size, request.blocks_in_chunk, request.name, _NEVER, request.hashes, True,
-            request.salt, request.chunk_tokens,
+            wish.model, wish.world_size, wish.blocks_in_chunk, wish.name, 1, wish.hashes, True, wish.salt,
+            wish.chunk_tokens,
         )  # fmt: skip
-        ends = now + request.ttl_s if request.ttl_s else float("inf")
-        return self.lookup(PendingLookup(client, number, keeper, lookup, 0, ends), now)
+        return self.lookup(PendingLookup(client, number, keeper, lookup, 0, lease), now)
 
-    def _keep(self, pending: PendingLookup, pins: list[Pin]) -> None:
-        """Record a named pin. Raises Busy if all named pins together would take too much of the arena."""
-        name = pending.owner.tenant, pending.lookup.request
-        size = 0
-        for pin in pins:
-            for deepest in pin.chunks:
-                size += deepest.bytes
-                before = deepest.parent if deepest.position else None
-                while before is not None:
-                    size += before.bytes
-                    before = before.parent
-        others = sum(kept for key, (kept, _) in self._kept.items() if key != name)
-        if others + size > self._index.allocator.capacity // _KEPT_SHARE:
-            self._counters["pins_refused"] += 1
-            raise Busy(f"named pins would take {others + size} bytes, more than half of the arena")
-        self._kept.pop(name, None)
-        if size:
-            self._kept[name] = size, pending.ends
-
-    def unpin(self, client: Client, number: bytes, name: str) -> list[Action]:
-        """End a named pin, also one whose lookup is still pending; replies whether it existed."""
+    def give_up_lease(self, client: Client, name: str) -> list[Action]:
+        """End the lookup of a lease that has not begun, if there is one; its reply is 0."""
         keeper = self._keepers.get(client.tenant)
-        actions = self.give_up(keeper, name) if keeper is not None else []
-        return [*actions, Reply(client.identity, number, self._unpin(client.tenant, name))]
-
-    def _unpin(self, tenant: str, name: str) -> bool:
-        there = self._kept.pop((tenant, name), None) is not None
-        if tenant in self._keepers:
-            self.end(self._keepers[tenant], name)
-        return there
+        return self.give_up(keeper, name) if keeper is not None else []
 
     def forget(self, now: float) -> list[Action]:
-        """End named pins of forgotten chunks: these are no longer served, and a hold would block storing them anew. For
-        the same reason, go on with lookups that wait for the store of a forgotten one."""
-        for tenant, keeper in self._keepers.items():
-            for name, session in list(keeper.sessions.items()):
-                if any(self._index.is_hidden(chunk) for chunk in session.chunks):
-                    self._unpin(tenant, name)
+        """Go on with lookups that wait for the store of a forgotten chunk: no other store may begin before."""
         vain = [pending for pending, part in self._waiting.all() if self._index.is_hidden(part)]
         return [action for pending in vain for action in self._go_on(pending, now)]
-
-    def tick(self, now: float) -> None:
-        """End expired named pins."""
-        for name, (_, ends) in list(self._kept.items()):
-            if ends <= now:
-                self._unpin(*name)
-
-    def kept_in_all(self, tenant: str) -> tuple[int, int]:
-        """The number of named pins, and the bytes that they hold. tenant: whose; empty: everybody's."""
-        sizes = [size for (whose, _), (size, _) in self._kept.items() if tenant in ("", whose)]
-        return len(sizes), sum(sizes)
-
-    def kept(self, tenant: str, now: float) -> list[Kept]:
-        """The named pins that a status lists."""
-        mine = [item for item in self._kept.items() if not tenant or item[0][0] == tenant]
-        return [
-            Kept(name[:256], size, None if ends == float("inf") else round(ends - now))
-            for (_, name), (size, ends) in islice(mine, _MOST_LISTED)
-        ]
 
 
 def _about(pending: PendingLookup) -> dict[str, str]:

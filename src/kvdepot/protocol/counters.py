@@ -38,7 +38,7 @@ class Counted(NamedTuple):
 _MEMORY, _REQUESTS, _EVENTS = "Memory", "Requests", "KV events"
 
 SERVER = (
-    Counted("lookups", "lookups", "Lookups by engines, without those of `warm` and `pin`."),
+    Counted("lookups", "lookups", "Lookups by engines, without those of `warm` and of leases."),
     Counted("lookup_chunks", "chunks", "Chunks that lookups asked for."),
     Counted(
         "hit_chunks", "chunks", "Chunks that lookups found in the depot, whether or not the engine had them too.",
@@ -88,6 +88,10 @@ SERVER = (
         "A user or client requested it.",
     ),
     Counted(
+        "released_chunks", "chunks", "Chunks removed because a lease ended that drops them, or a client released them.",
+        "released on request", _MEMORY, "A client requested it.",
+    ),
+    Counted(
         "cleared_chunks", "chunks", "Chunks removed by clients' clear requests.", "cleared on request", _MEMORY,
         "A client requested it.",
     ),
@@ -125,7 +129,7 @@ SERVER = (
         "connections refused", _REQUESTS, "Allow more open files.",
     ),
     Counted(
-        "requests_refused", "requests", "Requests beyond `max_rate`; a status counts as four.",
+        "requests_refused", "requests", "Requests beyond `max_rate`; a status or list of leases counts as four.",
         "requests refused", _REQUESTS, "Find the client that floods the server, or raise `max_rate`.", is_event=True,
     ),
     Counted(
@@ -142,8 +146,21 @@ SERVER = (
         "Engines do not end their requests.",
     ),
     Counted(
-        "pins_refused", "pins", "Pins beyond `max_pins`, or named pins beyond half of the arena.",
-        "pins refused", _REQUESTS, "Run `kvdepot unpin`, or add memory.", is_event=True,
+        "pins_refused", "pins", "Pins beyond `max_pins`.",
+        "pins refused", _REQUESTS, "Engines do not end their requests, or raise `max_pins`.", is_event=True,
+    ),
+    Counted(
+        "leases_refused", "leases",
+        "Leases beyond the budget of their tenant, or beyond 16,384 leases or 1,048,576 hashes in all.",
+        "leases refused", _REQUESTS,
+        "End leases (`kvdepot unpin`), give them an end or a lower priority, or give the tenant a higher floor or the "
+        "server more memory.",
+        is_event=True,
+    ),
+    Counted(
+        "lease_growths_refused", "leases",
+        "Leases that did not grow with chunks stored after their begin, because of the same limits.",
+        "leases that could not grow", _REQUESTS, "As for `leases_refused`.", is_event=True,
     ),
     Counted(
         "registrations_refused", "registrations", "Registrations beyond `max_instances`.",
@@ -225,6 +242,10 @@ TIER = (
             "failed transfers", advice="Hosts of the pool, or its network, failed."),
     Counted("errors", "calls", "Disk: file system calls that failed.", "failed file system calls",
             advice="The server's log has the message."),
+    Counted(
+        "unreleased_chunks", "shards", "Shards that were released and may still be in the tier, which failed.",
+        "released, but not removed", advice="Use `kvdepot forget` with their salt or model once the tier works.",
+    ),
     Counted("late", "lookups", "Lookups that this tier did not answer in time.", "answered too late",
             advice="The store is slow, or `--lookup-s` is short."),
     Counted("left_alone", "times", "Times that the circuit breaker opened.", "circuit breaker openings",

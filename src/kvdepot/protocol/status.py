@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvdepot.errors import ProtocolError
+from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.metrics import Event, Latency
 from kvdepot.protocol.quotas import Quota
 
@@ -18,7 +19,6 @@ __all__ = [
     "Engine",
     "GroupStatus",
     "HitRate",
-    "Kept",
     "Loss",
     "NamespaceStatus",
     "Reuse",
@@ -164,14 +164,6 @@ class Loss(msgspec.Struct, frozen=True):
     counter: str
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """A named pin. ends_in_s: None = no end."""
-
-    name: str
-    bytes: int
-    ends_in_s: int | None
-
-
 class Device(msgspec.Struct, frozen=True):
     """A GPU in use, and what the server uses of it.
 
@@ -190,8 +182,8 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of one server. namespaces, engines and pinned are limited; their counts and pinned_bytes
-    cover all.
+    """The current state of one server. namespaces, engines and leases are limited; their counts and leased_bytes
+    cover all. lease_sums: of all leases since the start, by tenant and kind.
 
     tenants: those with a quota, and the others together; empty while no tenant has a quota.
 
@@ -227,8 +219,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     instances: int
     namespace_count: int = 0
     engine_count: int = 0
-    pinned_count: int = 0
-    pinned_bytes: int = 0
+    lease_count: int = 0
+    leased_bytes: int = 0
     stored_bytes: int = 0
     retrieved_bytes: int = 0
     cached_tokens: int = 0
@@ -239,7 +231,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     latencies: list[Latency] = []
     namespaces: list[NamespaceStatus] = []
     engines: list[Engine] = []
-    pinned: list[Kept] = []
+    leases: list[Receipt] = []
+    lease_sums: list[Sum] = []
     tenants: list[TenantStatus] = []
     tiers: list[TierStatus] = []
     devices: list[Device] = []

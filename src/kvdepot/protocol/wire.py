@@ -31,14 +31,17 @@ __all__ = [
     "Clear",
     "Count",
     "Describe",
+    "Drop",
+    "EndLease",
     "EndSession",
     "Failure",
     "Forget",
     "Group",
     "Hello",
+    "Lease",
+    "Leases",
     "Lookup",
     "Noop",
-    "Pin",
     "Proof",
     "Prove",
     "Register",
@@ -48,7 +51,6 @@ __all__ = [
     "Shards",
     "Status",
     "Store",
-    "Unpin",
     "Unregister",
     "Welcome",
     "decode_reply",
@@ -58,7 +60,7 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 5
+VERSION = 6
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -233,26 +235,55 @@ class Clear(_Message, frozen=True):
     model: str = ""
 
 
-class Pin(_Message, frozen=True):
-    """Pin the longest cached prefix of `hashes` under a name, independently of clients. Answer: chunks in it.
+class Lease(_Message, frozen=True):
+    """Wish something for the longest prefix of `hashes` that is cached or being stored. Answer: chunks in it so far.
 
-    Replaces an earlier pin of that name. ttl_s: seconds; 0 = until it is unpinned or the server ends.
+    Leases belong to a tenant, not to a client, and last until they end or the server does. A lease with the same name
+    is replaced. It grows while more of its chunks are stored.
+
+    kind, priority: see protocol/leases.py. ttl_s: seconds until it ends; 0 = never. drops: whether its chunks are then
+    removed, as by `Drop`.
     """
 
     name: str
+    kind: str
     model: str
     world_size: int
     blocks_in_chunk: int
     hashes: bytes
     salt: bytes = b""
-    ttl_s: int = 0
     chunk_tokens: int = 0
+    ttl_s: int = 0
+    priority: int = 50
+    drops: bool = False
 
 
-class Unpin(_Message, frozen=True):
-    """Release a named pin. Answer: bool, whether there was one of that name."""
+class EndLease(_Message, frozen=True):
+    """End a lease. Answer: bool, whether there was one of that name. drops: whether its chunks are removed now."""
 
     name: str
+    drops: bool = False
+
+
+class Drop(_Message, frozen=True):
+    """Remove a prompt's chunks from memory and tiers, from its end backwards. Answer: chunks removed from memory.
+
+    Ends where a chunk is held by somebody else, or another prompt's chunk follows it; the first `keep` chunks stay.
+    """
+
+    model: str
+    world_size: int
+    blocks_in_chunk: int
+    hashes: bytes
+    salt: bytes = b""
+    chunk_tokens: int = 0
+    keep: int = 0
+
+
+class Leases(_Message, frozen=True):
+    """Answer: a list of two: receipts (leases.Receipt) of the leases that there are, those that saved most first, then
+    of those that ended last; and sums (leases.Sum). Both at most 1,000, and of the client's tenant only, if it has one.
+    """
 
 
 class Forget(_Message, frozen=True):
@@ -320,8 +351,10 @@ Request: TypeAlias = (
     | ChunkSize
     | Noop
     | Clear
-    | Pin
-    | Unpin
+    | Lease
+    | EndLease
+    | Drop
+    | Leases
     | Forget
     | Count
     | Describe

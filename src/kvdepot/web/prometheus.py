@@ -46,8 +46,8 @@ _GAUGES = {
     "instances": ("instances", "Registrations of KV tensors."),
     "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
     "engine_count": ("engines", "Connected schedulers and workers of engines."),
-    "pinned_count": ("pinned_names", "Named pins."),
-    "pinned_bytes": ("pinned_bytes", "Bytes held by named pins."),
+    "lease_count": ("leases", "Leases."),
+    "leased_bytes": ("leased_bytes", "Bytes held by leases."),
 }
 """Name and help text of the metric, by field of the status."""
 

@@ -16,10 +16,12 @@ weighted max-min fairness (Bertsekas and Gallager, "Data Networks", 1992).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from kvdepot.core.index.ages import Ages
 from kvdepot.core.index.chunk import Chunk, is_evictable
+from kvdepot.core.index.spared import Out, Spared
 from kvdepot.eviction import Policy
 from kvdepot.protocol.quotas import Quota, fault_of, shortest
 
@@ -30,11 +32,11 @@ class Account:
     """The chunks and bytes of one tenant with a quota, or of all tenants without one."""
 
     __slots__ = (
-        "_capacity", "_ttl_s", "ages", "cap", "capped", "chunks", "evicted", "floor", "is_capped", "leaving",
-        "policy", "quota", "spare", "tenant", "used", "weight",
+        "_capacity", "_spared", "_ttl_s", "ages", "cap", "capped", "chunks", "evicted", "evicted_bytes", "floor",
+        "is_capped", "leaving", "out", "out_bytes", "policy", "quota", "spare", "tenant", "used", "weight",
     )  # fmt: skip
 
-    def __init__(self, tenant: str, policy: Policy, capacity: int, ttl_s: int, quota: Quota) -> None:
+    def __init__(self, tenant: str, policy: Policy, capacity: int, ttl_s: int, quota: Quota, spared: Spared) -> None:
         """tenant: empty for the rest. capacity: of the arena, bytes. ttl_s: the server's; 0: chunks never expire."""
         self.tenant = tenant
         self.policy = policy
@@ -44,9 +46,13 @@ class Account:
         self.spare = 0  # bytes above the floor, without those leaving; negative below it
         self.chunks = 0
         self.evicted = 0  # chunks
+        self.evicted_bytes = 0
+        self.out: deque[Out] = deque()  # what would have been evicted first without leases; spared.py
+        self.out_bytes = 0
         self.capped = 0  # shards not stored because of the cap
         self._capacity = capacity
         self._ttl_s = ttl_s
+        self._spared = spared
         self.set(quota)
 
     def __repr__(self) -> str:
@@ -86,6 +92,8 @@ class Account:
 
     def victim(self) -> Chunk | None:
         """Its chunk to evict next, taken out of the policy's queue; see `Policy.victim`."""
+        if self._spared.held:
+            return self._spared.victim(self)
         victim = self.policy.victim(is_evictable)
         assert victim is None or isinstance(victim, Chunk)
         return victim
@@ -99,6 +107,7 @@ class Accounts:
         self._capacity = capacity
         self._policy = policy
         self.ttl_s = ttl_s
+        self.spared = Spared()
         self.rest = self._new("", Quota())
         self._all = [self.rest]
         self._by_tenant: dict[str, Account] = {}
@@ -112,6 +121,16 @@ class Accounts:
     def all(self) -> list[Account]:
         """The rest, then those of tenants with a quota."""
         return list(self._all)
+
+    @property
+    def above_floors(self) -> int:
+        """Bytes of the arena above all floors."""
+        return self._capacity - sum(account.floor for account in self._all)
+
+    def lease_budget(self, account: Account) -> int:
+        """The bytes that leases of an account's tenants may hold: its floor and half of what is above all floors, but
+        at most half of its cap, unless its floor is more than that."""
+        return min(account.floor + self.above_floors // 2, max(account.cap // 2, account.floor))
 
     @property
     def leaving(self) -> int:
@@ -147,7 +166,7 @@ class Accounts:
         account.policy = self._policy()
 
     def _new(self, tenant: str, quota: Quota) -> Account:
-        return Account(tenant, self._policy(), self._capacity, self.ttl_s, quota)
+        return Account(tenant, self._policy(), self._capacity, self.ttl_s, quota, self.spared)
 
     # -- who gives up space
 

@@ -205,7 +205,9 @@ class Chunk(Victim, gc=False, kw_only=True):
     children: int = 0
     """Chunks that name this one as parent."""
     holds: int = 0
-    """Pins of requests, and copies in progress."""
+    """Pins of requests and leases, and copies in progress."""
+    leased: int = 0
+    """Of those, of leases."""
     bytes: int = 0
     broken: bool = False
     """It is no longer chained, although chunks behind it are."""

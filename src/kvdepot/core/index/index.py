@@ -35,6 +35,7 @@ from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, 
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
 from kvdepot.core.index.scope import Scope
+from kvdepot.core.index.spared import Holder
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator, Extents
@@ -78,6 +79,7 @@ class Index:
         self.accounts = Accounts(allocator.capacity, policy, ttl_s)
         self.salt_ttls = dict(salt_ttls or {})
         self._by_ttl = {limit_s: Ages(limit_s) for limit_s in self.salt_ttls.values()}  # of chunks with such salts
+        self._spared = self.accounts.spared
         self.namespaces = Namespaces(self.records, self.accounts, chunk_tokens)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
@@ -231,7 +233,36 @@ class Index:
                     self.remove(chunk, Reason.DROPPED)
                 else:
                     chunk.namespace.account.policy.add(chunk)
+            elif self._spared.held:
+                self._spared.offer(chunk)
         self.held -= len(chunks)
+
+    def lease(self, chunks: list[Chunk], holder: Holder, use: bool) -> None:
+        """As `hold`, on behalf of a lease, until `end_lease`."""
+        self.hold(chunks, use)
+        for chunk in chunks:
+            self._spared.join(chunk, holder)
+
+    def end_lease(self, chunks: list[Chunk], holder: Holder) -> None:
+        """Undo one `lease`."""
+        for chunk in chunks:
+            self._spared.leave(chunk, holder)
+        self.release(chunks)
+
+    def saved(self, namespace: Namespace, chunks: list[Chunk]) -> dict[Holder, int]:
+        """A request uses the chunks of a `Pin` for the first time: how many chunks of its prompt each lease has saved.
+
+        namespace: the model's first group. Those are chunks that would have been evicted without the lease.
+        """
+        if not self._spared.held:
+            return {}
+        counted = next((group for group in namespace.groups if not group.reach), namespace)
+        return self._spared.hit(chunks, counted)
+
+    def count_spared(self) -> None:
+        """Tell leases of all chunks that would have been evicted without them by now."""
+        for account in self.accounts.all() if self._spared.held else ():
+            self._spared.settle(account)
 
     # -- reserve
 
@@ -550,6 +581,7 @@ class Index:
                 return
             self.evicted += 1
             account.evicted += 1
+            account.evicted_bytes += chunk.bytes
             tiers = -1
             for shard in chunk.shards.values():
                 tiers &= shard.tiers
@@ -610,6 +642,8 @@ class Index:
         account.policy.remove(chunk, is_evicted)
         chunk.parent = None
         pending = None
+        if self._spared.held:
+            self._spared.gone(chunk, before)
         if before is not None:
             before.children -= 1
             if is_evictable(before):
@@ -617,6 +651,8 @@ class Index:
                     pending = before
                 else:
                     account.policy.add(before)
+            elif self._spared.held:
+                self._spared.offer(before)
         self._chains.leave(chunk, before)
         self.namespaces.forget(namespace)
         return pending
@@ -691,6 +727,7 @@ class Index:
                 if chunk.sealed:
                     old.ages.note(chunk)
         elif quota is not None:
+            self._spared.put_all_back()
             left = [each for each in self.namespaces.all() if each.account is old and each.tenant != tenant]
             is_empty = not any(each.chunks for each in own)
             _refuse_many([] if is_empty else own + left)
@@ -701,6 +738,7 @@ class Index:
                 self._queue(_all_chunks(left))
         elif old is not accounts.rest:
             _refuse_many(own)
+            self._spared.put_all_back()
             self._move(own, accounts.rest)
             accounts.close(old)
 
@@ -723,7 +761,7 @@ class Index:
             if chunk.sealed:  # otherwise it has no age yet
                 self._note_age(chunk)
         for chunk in chunks:
-            if is_evictable(chunk):
+            if self._spared.could_go(chunk):
                 chunk.namespace.account.policy.add(chunk)
 
     # -- the whole index

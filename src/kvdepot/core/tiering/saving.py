@@ -7,7 +7,7 @@ shards being saved are held.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +39,7 @@ class Saves:
         self._index = index
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
         self._numbers = itertools.count()
+        self._held: Counter[int] = Counter()  # holds of saves in progress, by id() of the chunk
 
     def __repr__(self) -> str:
         queued = sum(len(tier.queue) for tier in self._tiers)
@@ -83,6 +84,7 @@ class Saves:
             batch, parts = self._next_batch(tier)
             if parts:
                 self._index.hold([queued.chunk for queued in batch], use=False)
+                self._held.update(id(queued.chunk) for queued in batch)
                 number = next(self._numbers)
                 tier.saving.add(number)
                 saves.append(Save(SaveToken(tier, number, batch), tier.number, parts))
@@ -119,8 +121,15 @@ class Saves:
             if kept:
                 chunk.shards[rank].tiers |= tier.bit
             tier.counters["saved_chunks" if kept else unsaved] += 1
+            self._held[id(chunk)] -= 1
+            if not self._held[id(chunk)]:
+                del self._held[id(chunk)]
             self._index.release([chunk])
             self._part_demoted(demotion)
+
+    def holds_of(self, chunk: Chunk) -> int:
+        """How many saves in progress hold a chunk."""
+        return self._held.get(id(chunk), 0)
 
     def drop_queue(self, tier: TierState) -> None:
         """Empty the queue of a tier whose circuit breaker has opened."""

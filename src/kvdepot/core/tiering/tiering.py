@@ -14,6 +14,7 @@ from kvdepot.core.index.accounts import Account
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.deadlines import Deadlines, HalfTime, Overdue
+from kvdepot.core.tiering.erasing import DropToken, Erasures, Unsaved
 from kvdepot.core.tiering.forgetting import FORGET_S, Forgetting, Forgettings, ForgetToken
 from kvdepot.core.tiering.lookup import Arrived, EraseToken, FindToken, LoadToken, LookupDecision, Lookups, TierLookup
 from kvdepot.core.tiering.saving import Saves, SaveToken
@@ -27,6 +28,7 @@ from kvdepot.tiers.format import tenant_prefix
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.worker import (
     Enforced,
+    Erase,
     Erased,
     Forget,
     Forgotten,
@@ -54,6 +56,7 @@ class Tiering:
         self._forgettings = Forgettings(self._tiers)
         self._lookups = Lookups(self._tiers, index, self._forgettings)
         self._saves = Saves(self._tiers, index)
+        self._erasures = Erasures(self._tiers)
         self._deadlines = Deadlines()
         self._index = index
         self._rules = Rules()
@@ -200,6 +203,20 @@ class Tiering:
         """Before shutdown: returns the forgettings that are still to be answered."""
         return self._forgettings.end_all()
 
+    # -- dropping
+
+    def saves_of(self, chunk: Chunk) -> int:
+        """How many saves in progress hold a chunk."""
+        return self._saves.holds_of(chunk)
+
+    def erase(self, parts: Iterable[Unsaved]) -> None:
+        """Queue parts of chunks that were dropped, to be erased from every tier."""
+        self._erasures.add(parts)
+
+    def erase_some(self) -> list[Erase]:
+        """Begin to erase what is queued; the rest follows by itself."""
+        return self._erasures.dispatch()
+
     # -- outcomes
 
     def finished(self, token: Token, outcome: TierOutcome, now: float) -> list[Decision]:
@@ -226,6 +243,8 @@ class Tiering:
             case EnforceToken(), Enforced() | KVDepotError():
                 tier.told(token, outcome, now)
                 return []
+            case DropToken(), Erased() | KVDepotError():
+                return [*self._erasures.ended(token, outcome)]
             case EraseToken(), Erased() | KVDepotError():
                 return []
         raise AssertionError(f"a tier task of {type(token).__name__} ended with {outcome!r}")
@@ -238,9 +257,9 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being saved, loaded or forgotten."""
+        """Whether anything is being saved, loaded, forgotten or erased."""
         is_saving = any(tier.saving or tier.queue for tier in self._tiers)
-        return bool(self._lookups.arriving_bytes or self._forgettings or is_saving)
+        return bool(self._lookups.arriving_bytes or self._forgettings or self._erasures or is_saving)
 
     def status(self, now: float) -> list[TierStatus]:
         """The status of each tier."""

@@ -32,7 +32,7 @@ function* concerns(status, slow, dropped) {
     yield `${count(status.unrecorded_shards)} shards have no record and would not survive a restart.`;
   }
   if (dropped >= 1) {
-    yield `${count(Math.round(dropped))} chunks were dropped in the last ${duration(RECENT_S)}: memory is full of chunks in use or pinned by name.`;
+    yield `${count(Math.round(dropped))} chunks were dropped in the last ${duration(RECENT_S)}: memory is full of chunks in use or leased.`;
   }
 }
 

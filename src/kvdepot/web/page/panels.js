@@ -148,11 +148,11 @@ function showStores(status) {
     ["num", (tenant) => count(tenant.evicted_chunks)],
     ["num", (tenant) => count(tenant.capped_chunks)],
   ]);
-  $("kept-part").hidden = !status.pinned.length;
-  rows($("kept"), status.pinned, (kept) => kept.name, [
-    ["name", (kept) => kept.name, (kept) => kept.name],
-    ["num", (kept) => bytes(kept.bytes)],
-    ["num", (kept) => (kept.ends_in_s == null ? "never" : duration(kept.ends_in_s))],
+  $("kept-part").hidden = !status.leases.length;
+  rows($("kept"), status.leases, (lease) => `${lease.tenant}/${lease.name}`, [
+    ["name", (lease) => lease.name, (lease) => lease.name],
+    ["num", (lease) => bytes(lease.bytes)],
+    ["num", (lease) => (lease.ends_s == null ? "never" : duration(lease.ends_s))],
   ]);
 }
 

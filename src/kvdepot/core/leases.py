@@ -1,0 +1,523 @@
+"""Leases: which prompts' chunks stay in memory for whom, how long, and within which budget. Decisions only.
+
+Called by core/sessions.py with what a lease's lookup has found, and by core/depot.py, on the deciding thread. A lease
+belongs to a tenant and has a name there. It holds the chunks of the longest prefix of its prompt that memory has, and
+for a minute after its begin it grows with the chunks that are stored. Invariants:
+
+- the bytes that the leases of one account hold are within its budget (`Accounts.lease_budget`), and what all hold above
+  their floors is at most half of what is above all floors. So leases never keep a tenant below its floor;
+- a lease that does not fit changes nothing, except that leases of the same tenant make room that have an end and no
+  higher priority;
+- what a lease holds is released exactly once: when it ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
+from kvdepot.core.index.accounts import Account
+from kvdepot.core.index.chunk import Chunk, Namespace, Pin
+from kvdepot.core.index.index import Index
+from kvdepot.core.matching import match
+from kvdepot.core.receipts import Tally
+from kvdepot.errors import BadRequest, Busy
+from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
+from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.leases import KINDS, MOST_LEASES, MOST_PRIORITY, Receipt, Sum
+
+__all__ = ["GROW_S", "MOST_HASHES", "Lease", "Leases"]
+
+GROW_S = 60.0
+"""How long a lease grows with the chunks that are stored."""
+MOST_HASHES = 1 << 20
+"""Hashes that all leases keep, to grow or to drop their chunks."""
+_MOST_TTL_S = 1 << 31
+_MOST_LISTED = 1000
+"""Receipts, and sums, in one answer."""
+_MOST_ENDED = 100
+"""Ended leases of one tenant whose receipts are kept."""
+_MOST_SHOWN = 100
+"""Leases in a status."""
+_MOST_MATCHED = 256
+"""Leases that one tick looks up again."""
+_MOST_NAME = 256
+"""Characters of a name that a receipt shows."""
+_NEVER = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One lease. wish: the request, without its hashes. tops: the chunks that it holds, each with the bytes of its
+    chain, which it protects. hashes: of its prompt, while it grows, and to its end if its chunks are to be dropped."""
+
+    tenant: str
+    wish: wire.Lease
+    begun: float
+    ends: float
+    number: int
+    tally: Tally
+    hashes: bytes = b""
+    chunks: int = 0
+    tops: list[tuple[Chunk, int]] = field(default_factory=list)
+    grows_until: float = _NEVER
+    awaits: bytes = b""
+    """The first chunk that it lacks, while it grows."""
+    is_simple: bool = False
+    """Its model has one KV cache group, so that the prefix can grow only with the chunk that it awaits."""
+    total: Tally | None = None
+    """Of its tenant and kind, from its begin on."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether its kind holds chunks."""
+        return self.wish.kind != "expire"
+
+    @property
+    def drops(self) -> bool:
+        """Whether its chunks are dropped when its time is over."""
+        return self.wish.drops or not self.holds
+
+    def spare(self, size: int) -> None:
+        """Note that a chunk would have been evicted without it."""
+        self.tally.spared_bytes += size
+        if self.total is not None:
+            self.total.spared_bytes += size
+
+    def save(self, tokens: int, seconds: float) -> None:
+        """Note what a lookup found that would have been evicted without it."""
+        self.tally.save(tokens, seconds)
+        if self.total is not None:
+            self.total.save(tokens, seconds)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it holds."""
+        return self.tally.bytes
+
+    def keys(self) -> bytes:
+        """The hashes of its prompt; once they are not kept, of the chunks that it holds."""
+        if self.hashes:
+            return self.hashes
+        spaces = [top.namespace for top, _ in self.tops]
+        trunk = next((each for each in spaces if not each.reach), spaces[0] if spaces else None)
+        found: list[bytes] = []
+        for top, _ in self.tops:
+            if top.namespace is trunk:
+                found += reversed([each.key for each in _chain(top)])
+        return b"".join(found)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """All leases of one tenant and kind since the start."""
+
+    tally: Tally
+    leases: int = 0  # now
+    begun: int = 0
+
+
+class Leases:
+    """All leases of one depot."""
+
+    def __init__(self, index: Index, counters: Counters) -> None:
+        self.now = 0.0
+        self.token_s = 0.0  # of prefill, as engines report it; 0: none has
+        self.bytes = 0  # held by all
+        self._index = index
+        self._counters = counters
+        self._by_tenant: dict[str, dict[str, Lease]] = {}  # then by name, the oldest first
+        self._count = 0
+        self._leased: dict[str, int] = {}  # bytes by account
+        self._kinds: dict[tuple[str, str], _Kind] = {}  # by tenant and kind
+        self._ended: dict[str, deque[Receipt]] = {}
+        self._growing: dict[Lease, None] = {}  # the oldest first
+        self._awaited: dict[bytes, list[Lease]] = {}  # growing leases by the first chunk that they lack
+        self._ends: list[tuple[float, int, Lease]] = []  # a heap; leases that ended before their time stay in it
+        self._hashes = 0  # kept
+        self._numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<Leases {self._count} hold {self.bytes} bytes, {len(self._growing)} grow>"
+
+    def __len__(self) -> int:
+        return self._count
+
+    # -- begin
+
+    def admit(self, tenant: str, wish: wire.Lease, now: float) -> Lease:
+        """A new lease, before its lookup: it holds nothing, and `begin` puts it into the table.
+
+        Raises BadRequest or Busy.
+        """
+        self.now = now
+        check_hashes(wish.hashes)
+        check_names(wish.name, wish.model)
+        check_salt(wish.salt)
+        check_chunk_tokens(wish.chunk_tokens)
+        if wish.kind not in KINDS:
+            raise BadRequest(f"a lease of kind {wish.kind[:80]!r}; kinds are {', '.join(KINDS)}")
+        if not 0 <= wish.priority <= MOST_PRIORITY:
+            raise BadRequest(f"priority {wish.priority} is not between 0 and {MOST_PRIORITY}")
+        if not 0 <= wish.ttl_s <= _MOST_TTL_S:
+            raise BadRequest(f"a lease of {wish.ttl_s} s; the limit is {_MOST_TTL_S}")
+        if wish.kind == "expire" and not wish.ttl_s:
+            raise BadRequest("a lease of kind expire needs ttl_s")
+        self._refuse_many(tenant, wish)
+        ends = now + wish.ttl_s if wish.ttl_s else _NEVER
+        bare = msgspec.structs.replace(wish, hashes=b"")
+        return Lease(tenant, bare, now, ends, next(self._numbers), Tally(now), wish.hashes)
+
+    def _refuse_many(self, tenant: str, wish: wire.Lease) -> None:
+        if self._count >= MOST_LEASES and self._find(tenant, wish.name) is None:
+            self._counters["leases_refused"] += 1
+            raise Busy(f"there are {self._count} leases, the limit of one server")
+
+    def begin(self, lease: Lease, namespaces: list[Namespace], pins: list[Pin], matched: int) -> int:
+        """Hold what was matched in place of what a lease of the same name holds; returns the number of chunks.
+
+        Raises Busy, counted, if it does not fit, and then changes nothing.
+        """
+        old = self._find(lease.tenant, lease.wish.name)
+        self._refuse_many(lease.tenant, lease.wish)
+        chunks = len(lease.hashes) // HASH_BYTES
+        spare = MOST_HASHES - self._hashes + (0 if old is None else len(old.hashes) // HASH_BYTES)
+        grows = matched < chunks and lease.holds
+        if lease.drops and chunks > spare:
+            self._counters["leases_refused"] += 1
+            raise Busy(f"leases keep {self._hashes} hashes to drop their chunks; the limit is {MOST_HASHES}")
+        if grows and chunks > spare:
+            self._counters["lease_growths_refused"] += 1
+            grows = False
+        tops = _weigh(pins, []) if lease.holds and matched else []
+        size = sum(size for _, size in tops)
+        if not self._make_room(lease, size, old):
+            self._counters["leases_refused"] += 1
+            raise Busy(f"the lease takes {size} bytes, more than its tenant's other leases leave of their budget")
+        lease.is_simple = bool(namespaces) and all(each.is_simple for each in namespaces)
+        self._enter(lease)
+        self._hold(lease, tops, matched)  # first, so that chunks of both stay held
+        if old is not None:
+            self._end(old, "replaced")
+        self._by_tenant.setdefault(lease.tenant, {})[lease.wish.name] = lease
+        self._count += 1
+        self._keep_hashes(lease, chunks, grows)
+        return matched
+
+    def _enter(self, lease: Lease) -> None:
+        """Count a lease in the sum of its tenant and kind."""
+        lease.tally.since = max(lease.begun, self.now)
+        kind = self._kinds.setdefault((lease.tenant, lease.wish.kind), _Kind(Tally(self.now)))
+        kind.leases += 1
+        kind.begun += 1
+        lease.total = kind.tally
+        if lease.ends < _NEVER:
+            if len(self._ends) > 2 * self._count + 64:  # most of them have ended before their time
+                self._ends = [entry for entry in self._ends if self._is_there(entry[2])]
+                heapq.heapify(self._ends)
+            heapq.heappush(self._ends, (lease.ends, lease.number, lease))
+
+    def _keep_hashes(self, lease: Lease, chunks: int, grows: bool) -> None:
+        if not grows and not lease.drops:
+            lease.hashes = b""
+            return
+        self._hashes += chunks
+        if grows:
+            lease.grows_until = self.now + GROW_S
+            self._growing[lease] = None
+            self._await(lease)
+
+    def _await(self, lease: Lease) -> None:
+        """Let it wait for the first chunk that it lacks."""
+        lease.awaits = lease.hashes[lease.chunks * HASH_BYTES : (lease.chunks + 1) * HASH_BYTES]
+        self._awaited.setdefault(lease.awaits, []).append(lease)
+
+    def _hold(self, lease: Lease, tops: list[tuple[Chunk, int]], matched: int) -> None:
+        """Hold these instead of what it holds."""
+        before = lease.tops
+        self._index.lease([chunk for chunk, _ in tops], lease, use=not before)
+        self._index.end_lease([chunk for chunk, _ in before], lease)
+        lease.tops, lease.chunks = tops, matched
+        self._charge(lease, sum(size for _, size in tops) - sum(size for _, size in before))
+
+    def _charge(self, lease: Lease, size: int) -> None:
+        """Count `size` bytes that it holds from now on, or negative, that it no longer holds."""
+        account = self._index.accounts.of(lease.tenant).tenant
+        self._leased[account] = self._leased.get(account, 0) + size
+        self.bytes += size
+        lease.tally.hold(size, self.now)
+        if lease.total is not None:
+            lease.total.hold(size, self.now)
+
+    # -- the budget
+
+    def _fits(self, account: Account, size: int) -> bool:
+        """Whether the leases of an account may hold `size` bytes more."""
+        accounts = self._index.accounts
+        own = self._leased.get(account.tenant, 0) + size
+        if own <= account.floor:
+            return True
+        above = own - account.floor
+        above += sum(self._above(each) for each in accounts.all() if each is not account)
+        return own <= accounts.lease_budget(account) and above <= accounts.above_floors // 2
+
+    def _above(self, account: Account) -> int:
+        """Bytes that the leases of an account hold above its floor."""
+        return max(0, self._leased.get(account.tenant, 0) - account.floor)
+
+    def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
+        """End leases of its tenant until `size` bytes more fit, besides what `old` gives up; if none do, end none."""
+        account = self._index.accounts.of(lease.tenant)
+        free = 0 if old is None else old.held
+        if not size or self._fits(account, size - free):
+            return True
+        ended: list[Lease] = []
+        for each in sorted(self._yielding(lease, old), key=_rank):
+            ended.append(each)
+            free += each.held
+            if self._fits(account, size - free):
+                break
+        else:
+            return False
+        for each in ended:
+            self._end(each, "made room")
+        return True
+
+    def _yielding(self, lease: Lease, old: Lease | None) -> Iterator[Lease]:
+        """Leases of the same tenant that end if this one needs room."""
+        for each in self._by_tenant.get(lease.tenant, {}).values():
+            is_lower = each.ends < _NEVER and each.wish.priority <= lease.wish.priority
+            if is_lower and each.held and each is not old and each is not lease:
+                yield each
+
+    def quota_changed(self, now: float) -> None:
+        """A tenant's account or budget has changed: end leases that no longer fit, those without an end last."""
+        self.now = now
+        self._leased = {}
+        for lease in self._all():
+            account = self._index.accounts.of(lease.tenant).tenant
+            self._leased[account] = self._leased.get(account, 0) + lease.held
+        accounts = self._index.accounts
+        if all(self._fits(each, 0) for each in accounts.all()):
+            return
+        for lease in sorted((each for each in self._all() if each.held), key=_rank):
+            if not self._fits(accounts.of(lease.tenant), 0):
+                self._end(lease, "quota lowered")
+
+    # -- growth
+
+    def stored(self, chunks: Iterable[Chunk], now: float) -> None:
+        """Let leases grow that lack one of these chunks, which were just sealed."""
+        if not self._awaited:
+            return
+        self.now = now
+        for key in {chunk.key: None for chunk in chunks}:
+            for lease in self._awaited.pop(key, ()):
+                lease.awaits = b""
+                self._grow(lease)
+
+    def _grow(self, lease: Lease) -> None:
+        """Hold what memory has of its prompt by now. It then waits for the next chunk, or has all, or no room."""
+        self._stop_awaiting(lease)
+        found = match(self._index, lease.tenant, lease.wish, lease.hashes)
+        lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
+        if found.chunks > lease.chunks:
+            tops = _weigh(found.pins, lease.tops)
+            if not self._make_room(lease, sum(size for _, size in tops) - lease.held):
+                self._counters["lease_growths_refused"] += 1
+                self._stop_growing(lease)
+                return
+            self._hold(lease, tops, found.chunks)
+        if lease.chunks * HASH_BYTES >= len(lease.hashes):
+            self._stop_growing(lease)
+        else:
+            self._await(lease)
+
+    def _stop_awaiting(self, lease: Lease) -> None:
+        waiting = self._awaited.get(lease.awaits)
+        if waiting is not None and lease in waiting:
+            waiting.remove(lease)
+            if not waiting:
+                del self._awaited[lease.awaits]
+        lease.awaits = b""
+
+    def _stop_growing(self, lease: Lease) -> None:
+        self._stop_awaiting(lease)
+        del self._growing[lease]
+        if not lease.drops:
+            self._hashes -= len(lease.hashes) // HASH_BYTES
+            lease.hashes = b""
+
+    # -- savings
+
+    def used(self, namespaces: list[Namespace], pins: list[Pin], tokens: int) -> None:
+        """A request has pinned what it found: note what leases have saved of it. tokens: per chunk."""
+        for namespace, pin in zip(namespaces, pins, strict=True):
+            for lease, chunks in self._index.saved(namespace, pin.chunks).items():
+                assert isinstance(lease, Lease)
+                if namespace is namespaces[0]:
+                    lease.save(chunks * tokens, chunks * tokens * self.token_s)
+
+    # -- end
+
+    def end(self, tenant: str, name: str, now: float) -> Lease | None:
+        """End a lease on request; returns it, or None if there is none."""
+        self.now = now
+        lease = self._find(tenant, name)
+        return None if lease is None else self._end(lease, "released")
+
+    def _end(self, lease: Lease, why: str) -> Lease:
+        """End a lease. Returns it with nothing held, and with the hashes of its prompt if it was released."""
+        self._index.count_spared()
+        names = self._by_tenant[lease.tenant]
+        del names[lease.wish.name]
+        if not names:
+            del self._by_tenant[lease.tenant]
+        self._count -= 1
+        keys = lease.keys() if why == "released" else lease.hashes
+        self._growing.pop(lease, None)
+        self._stop_awaiting(lease)
+        self._hashes -= len(lease.hashes) // HASH_BYTES
+        chunks, size = lease.chunks, lease.held
+        self._hold(lease, [], 0)
+        self._kinds[lease.tenant, lease.wish.kind].leases -= 1
+        lease.hashes = keys
+        ended = self._ended.setdefault(lease.tenant, deque(maxlen=_MOST_ENDED))
+        ended.append(self._receipt(lease, chunks, size, why))
+        return lease
+
+    def tick(self, now: float) -> list[Lease]:
+        """Called once a second: ends leases whose time is over; returns those whose chunks are to be dropped."""
+        self.now = now
+        over: list[Lease] = []
+        while self._ends and self._ends[0][0] <= now:
+            lease = heapq.heappop(self._ends)[2]
+            if self._is_there(lease):
+                drops = lease.drops
+                self._end(lease, "expired")
+                over += [lease] if drops else []
+        left = _MOST_MATCHED
+        for lease in list(self._growing):
+            if lease.grows_until <= now:
+                self._stop_growing(lease)
+                if not lease.chunks and not lease.drops:
+                    self._end(lease, "no chunk of it was stored")
+            elif not lease.is_simple and left:
+                left -= 1
+                self._grow(lease)
+        return over
+
+    def forget(self) -> None:
+        """End leases that hold chunks that are pending removal: a hold would block storing them anew."""
+        for lease in list(self._all()):
+            if any(self._index.is_hidden(chunk) for chunk, _ in lease.tops):
+                self._end(lease, "forgotten")
+
+    # -- the table
+
+    def _find(self, tenant: str, name: str) -> Lease | None:
+        return self._by_tenant.get(tenant, {}).get(name)
+
+    def _is_there(self, lease: Lease) -> bool:
+        return self._find(lease.tenant, lease.wish.name) is lease
+
+    def _all(self, tenant: str = "") -> Iterable[Lease]:
+        """All leases, or a tenant's."""
+        if tenant:
+            return self._by_tenant.get(tenant, {}).values()
+        return itertools.chain.from_iterable(each.values() for each in self._by_tenant.values())
+
+    # -- what people see
+
+    def totals(self, tenant: str) -> tuple[int, int]:
+        """The number of leases and the bytes that they hold. tenant: whose; empty: everybody's."""
+        if not tenant:
+            return self._count, self.bytes
+        kinds = [each for (whose, _), each in self._kinds.items() if whose == tenant]
+        return sum(each.leases for each in kinds), sum(each.tally.bytes for each in kinds)
+
+    def shown(self, tenant: str, now: float) -> list[Receipt]:
+        """The leases that a status lists."""
+        self.now = now
+        return [self._receipt(lease) for lease in itertools.islice(self._all(tenant), _MOST_SHOWN)]
+
+    def receipts(self, tenant: str, now: float) -> list[Receipt]:
+        """Those of leases that there are, those that saved most first, then of those that ended last."""
+        self.now = now
+        self._index.count_spared()
+        best = heapq.nlargest(_MOST_LISTED, self._all(tenant), key=lambda lease: lease.tally.saved_tokens)
+        past = [self._ended.get(tenant, ())] if tenant else self._ended.values()
+        ended = [receipt for each in past for receipt in reversed(each)]
+        return [*map(self._receipt, best), *ended][:_MOST_LISTED]
+
+    def sums(self, tenant: str, now: float) -> list[Sum]:
+        """By tenant and kind, those that hold most first."""
+        mine = [item for item in self._kinds.items() if tenant in ("", item[0][0])]
+        return [
+            Sum(
+                tenant=whose,
+                kind=kind,
+                leases=each.leases,
+                bytes=each.tally.bytes,
+                begun=each.begun,
+                byte_seconds=each.tally.cost(now),
+                spared_bytes=each.tally.spared_bytes,
+                saved_tokens=each.tally.saved_tokens,
+                saved_s=each.tally.saved_s,
+            )
+            for (whose, kind), each in heapq.nlargest(_MOST_LISTED, mine, key=lambda item: item[1].tally.bytes)
+        ]
+
+    def _receipt(self, lease: Lease, chunks: int | None = None, size: int | None = None, why: str = "") -> Receipt:
+        tally = lease.tally
+        return Receipt(
+            name=lease.wish.name[:_MOST_NAME],
+            tenant=lease.tenant,
+            kind=lease.wish.kind,
+            model=lease.wish.model[:_MOST_NAME],
+            priority=lease.wish.priority,
+            chunks=lease.chunks if chunks is None else chunks,
+            bytes=lease.held if size is None else size,
+            age_s=max(0.0, self.now - lease.begun),
+            ends_s=max(0.0, lease.ends - self.now) if lease.ends < _NEVER and not why else None,
+            byte_seconds=tally.cost(self.now),
+            spared_bytes=tally.spared_bytes,
+            saved_tokens=tally.saved_tokens,
+            saved_s=tally.saved_s,
+            ended=why,
+        )
+
+
+def _rank(lease: Lease) -> tuple[bool, int, int]:
+    """Which leases end first where room is short: those with an end, of the lowest priority, the oldest."""
+    return lease.ends == _NEVER, lease.wish.priority, lease.number
+
+
+def _weigh(pins: list[Pin], known: list[tuple[Chunk, int]]) -> list[tuple[Chunk, int]]:
+    """The chunks of pins, each with the bytes that holding it protects; known: some that were weighed before."""
+    weights = {id(chunk): size for chunk, size in known}
+    tops: list[tuple[Chunk, int]] = []
+    for top in (chunk for pin in pins for chunk in pin.chunks):
+        size = 0
+        for chunk in _chain(top):
+            if id(chunk) in weights:
+                size += weights[id(chunk)]
+                break
+            size += chunk.bytes
+        tops.append((top, size))
+    return tops
+
+
+def _chain(top: Chunk) -> Iterator[Chunk]:
+    """A chunk and those before it in its chain, backwards."""
+    chunk: Chunk | None = top
+    while chunk is not None:
+        yield chunk
+        chunk = chunk.parent if chunk.position else None

@@ -1,0 +1,410 @@
+"""Leases: what they hold and for how long, their budget beside quotas, growth, drops, and a machine against a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvdepot.errors import BadRequest, Busy
+from kvdepot.keys import ChunkChain, derive_root
+from kvdepot.memory.allocator import PAGE
+from kvdepot.protocol import wire
+from kvdepot.protocol.leases import KINDS
+from kvdepot.testing.faulty import MemoryTier
+from tests.core.desk import PER_CHUNK, Desk, lookup, prompt, store
+from tests.core.host import look, new_host
+from tests.core.test_quotas import engine, fill, pages
+
+
+def lease(chain: ChunkChain, name: str = "l", kind: str = "retain", **options: Any) -> wire.Lease:
+    return wire.Lease(name, kind, "m", 1, PER_CHUNK, bytes(chain.hashes), **options)
+
+
+def drop(chain: ChunkChain, **options: Any) -> wire.Drop:
+    return wire.Drop("m", 1, PER_CHUNK, bytes(chain.hashes), **options)
+
+
+def branch(name: str, shared: int, own: int) -> ChunkChain:
+    """A prompt that begins like all other branches of `name`, and ends like those with the same number `own`."""
+    chain = ChunkChain(1, derive_root(("salt", name)))
+    chain.extend([*range(shared), *range(1000 * own, 1000 * own + 3)])
+    return chain
+
+
+def has(desk: Desk, client: bytes, chain: ChunkChain) -> int:
+    """How many chunks of a prompt memory has, without a use."""
+    tenant = desk.depot.client(client)
+    assert tenant is not None
+    namespaces = desk.index.namespaces.for_lookup("m", 1, PER_CHUNK, tenant.tenant, 0)
+    return max((desk.index.match(each, bytes(chain.hashes)).matched for each in namespaces), default=0)
+
+
+def ends(desk: Desk, tenant: str = "") -> dict[str, str]:
+    """Of leases that have ended, by name: why."""
+    return {each.name: each.ended for each in desk.depot.leases.receipts(tenant, desk.now) if each.ended}
+
+
+def names(desk: Desk, tenant: str = "") -> set[str]:
+    return {each.name for each in desk.depot.leases.receipts(tenant, desk.now) if not each.ended}
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk(pages=32)
+    desk.tick(0.0, 1000.0)
+    desk.hello(b"admin")
+    return desk
+
+
+# -- holding
+
+
+def test_what_is_leased_survives_a_flood_and_what_is_not_does_not(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    kept, lost = prompt("kept", 4), prompt("lost", 4)
+    for chain in (kept, lost):
+        desk.ask(blue, store(chain))
+    assert desk.ask(blue, lease(kept)) == 4
+    fill(desk, blue, 40)
+    assert (has(desk, blue, kept), has(desk, blue, lost)) == (4, 0)
+    assert desk.ask(blue, wire.EndLease("l")) is True
+    fill(desk, blue, 40, "again")
+    assert has(desk, blue, kept) == 0
+    assert desk.ask(blue, wire.EndLease("l")) is False
+
+
+def test_names_belong_to_tenants_and_a_newer_lease_replaces_the_one_of_its_name(desk: Desk) -> None:
+    blue, red = engine(desk, "blue"), engine(desk, "red")
+    first, second = prompt("a", 2), prompt("b", 3)
+    for client in (blue, red):
+        desk.ask(client, store(first))
+        desk.ask(client, store(second))
+        desk.ask(client, lease(first))
+    assert desk.ask(red, lease(second)) == 3
+    assert desk.ask(red, wire.EndLease("l")) is True
+    assert names(desk, "blue") == {"l"} and not names(desk, "red")
+    assert [each.chunks for each in desk.depot.leases.receipts("red", 0.0)] == [3, 2]
+    assert ends(desk, "blue") == {} and desk.depot.leases.totals("") == (1, 2 * PAGE)
+
+
+def test_a_lease_outlives_its_client_and_ends_with_its_time(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 3)
+    desk.ask(blue, store(chain))
+    desk.ask(blue, lease(chain, ttl_s=10))
+    desk.die(blue)
+    desk.tick(9.0, 1009.0)
+    assert names(desk) == {"l"} and desk.index.held == 1
+    desk.tick(10.0, 1010.0)
+    assert ends(desk) == {"l": "expired"} and desk.index.held == 0
+    desk.assert_empty()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "keep"}, {"priority": 101}, {"priority": -1}, {"ttl_s": -1}, {"kind": "expire"}, {"salt": b"short"},
+        {"name": "n" * 5000},
+    ],
+)  # fmt: skip
+def test_a_lease_that_makes_no_sense_is_refused(desk: Desk, wrong: dict[str, Any]) -> None:
+    blue = engine(desk, "blue")
+    desk.ask(blue, store(prompt("a", 1)))
+    assert isinstance(desk.ask(blue, lease(prompt("a", 1), **wrong)), BadRequest)
+    assert desk.depot.leases.totals("") == (0, 0)
+
+
+def test_leases_beyond_the_most_are_refused_and_counted_but_names_can_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvdepot.core.leases.MOST_LEASES", 20)
+    desk = Desk(pages=64)
+    desk.tick(0.0, 1000.0)
+    blue = engine(desk, "blue")
+    chain = prompt("a", 1)
+    desk.ask(blue, store(chain))
+    answers = [desk.ask(blue, lease(chain, f"{number}")) for number in range(30)]
+    assert answers[:20] == [1] * 20 and all(isinstance(each, Busy) for each in answers[20:])
+    assert desk.depot.counters["leases_refused"] == 10
+    assert desk.ask(blue, lease(chain, "7")) == 1
+
+
+# -- growth
+
+
+def test_a_lease_grows_with_chunks_that_are_stored_after_it_began(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 6)
+    desk.ask(blue, store(chain, end=2))
+    assert desk.ask(blue, lease(chain)) == 2
+    desk.ask(blue, store(chain, first=2, end=6))
+    assert desk.depot.leases.receipts("", 0.0)[0].chunks == 6
+    fill(desk, blue, 40)
+    assert has(desk, blue, chain) == 6
+
+
+def test_a_lease_of_a_prompt_that_nobody_has_stored_yet_waits_for_a_minute(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    first, late = prompt("a", 2), prompt("b", 2)
+    assert desk.ask(blue, lease(first, "first")) == desk.ask(blue, lease(late, "late")) == 0
+    desk.tick(59.0, 1059.0)
+    desk.ask(blue, store(first))
+    desk.tick(61.0, 1061.0)
+    desk.ask(blue, store(late))
+    assert names(desk) == {"first"} and ends(desk) == {"late": "no chunk of it was stored"}
+    assert desk.depot.leases.totals("") == (1, 2 * PAGE)
+
+
+def test_a_lease_that_cannot_grow_within_its_budget_keeps_what_it_has(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 20)
+    desk.ask(blue, store(chain, end=10))
+    assert desk.ask(blue, lease(chain)) == 10
+    desk.ask(blue, store(chain, first=10, end=20))
+    assert desk.depot.leases.totals("") == (1, 10 * PAGE)
+    assert desk.depot.counters["lease_growths_refused"] == 1 and desk.depot.counters["leases_refused"] == 0
+
+
+# -- the budget
+
+
+def test_a_lease_beyond_the_budget_ends_own_leases_that_have_an_end_the_lowest_priority_first(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chains = {name: prompt(name, 4) for name in ("forever", "low", "old", "new")}
+    for name, priority, ttl_s in (("forever", 0, 0), ("low", 10, 60), ("old", 50, 60), ("new", 50, 60)):
+        desk.ask(blue, store(chains[name]))
+        assert desk.ask(blue, lease(chains[name], name, priority=priority, ttl_s=ttl_s)) == 4
+    other = prompt("other", 8)
+    desk.ask(blue, store(other))
+    assert isinstance(desk.ask(blue, lease(other, "weak", priority=9, ttl_s=60)), Busy)
+    assert names(desk) == set(chains), "a refused lease changes nothing"
+    assert desk.ask(blue, lease(other, "strong", priority=50)) == 8
+    assert ends(desk) == {"low": "made room", "old": "made room"}
+    assert isinstance(desk.ask(blue, lease(prompt("low", 4), "more", priority=40)), Busy | int)
+    assert desk.depot.leases.bytes <= 16 * PAGE
+
+
+def test_a_replaced_lease_makes_room_for_its_successor(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    for name in ("a", "b"):
+        desk.ask(blue, store(prompt(name, 14)))
+    assert desk.ask(blue, lease(prompt("a", 14))) == 14
+    assert isinstance(desk.ask(blue, lease(prompt("b", 14), "other")), Busy)
+    assert desk.ask(blue, lease(prompt("b", 14))) == 14
+    assert desk.depot.leases.totals("") == (1, 14 * PAGE)
+
+
+def test_leases_take_no_tenant_below_its_floor(desk: Desk) -> None:
+    blue, red = engine(desk, "blue"), engine(desk, "red")
+    desk.ask(b"admin", wire.SetQuota("red", pages(16)))
+    taken = 0
+    for number in range(32):
+        desk.ask(blue, store(prompt(f"b{number}", 1)))
+        taken += desk.ask(blue, lease(prompt(f"b{number}", 1), f"{number}")) == 1
+    assert taken == 8, "half of what is above red's floor"
+    assert fill(desk, red, 16) == [True] * 16
+    assert desk.index.accounts.of("red").used == 16 * PAGE
+
+
+def test_a_lowered_quota_ends_leases_those_without_end_last(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
+    for name, ttl_s in (("forever", 0), ("timed", 60), ("later", 90)):
+        desk.ask(blue, store(prompt(name, 5)))
+        assert desk.ask(blue, lease(prompt(name, 5), name, ttl_s=ttl_s)) == 5
+    desk.ask(b"admin", wire.SetQuota("blue", pages(0, 26)))
+    assert ends(desk) == {"timed": "quota lowered"} and desk.depot.leases.bytes == 10 * PAGE
+    desk.ask(b"admin", wire.SetQuota("blue", pages(0, 14)))
+    assert names(desk) == {"forever"}
+    desk.ask(b"admin", wire.SetQuota("blue", pages(0, 8)))
+    assert not names(desk) and desk.index.held == 0
+
+
+# -- drops
+
+
+def test_a_drop_removes_a_prompt_from_its_end_up_to_what_another_prompt_shares(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    one, two = branch("agents", 4, 1), branch("agents", 4, 2)
+    for chain in (one, two):
+        desk.ask(blue, store(chain))
+    assert desk.ask(blue, drop(one)) == 3
+    assert (has(desk, blue, one), has(desk, blue, two)) == (4, 7)
+    assert desk.ask(blue, drop(two, keep=2)) == 5
+    assert has(desk, blue, two) == 2 and desk.depot.counters["released_chunks"] == 8
+    desk.assert_empty()
+
+
+def test_a_drop_stops_at_what_somebody_holds(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 6)
+    desk.ask(blue, store(chain))
+    assert desk.ask(blue, lookup(prompt("a", 3))) == 3
+    assert desk.ask(blue, drop(chain)) == 3
+    desk.ask(blue, wire.EndSession("r"))
+    assert desk.ask(blue, drop(chain)) == 3
+    assert desk.index.chunks == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lease_that_drops_removes_its_chunks_when_its_time_is_over(desk: Desk, kind: str) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", 5)
+    desk.ask(blue, store(chain))
+    assert desk.ask(blue, lease(chain, kind=kind, ttl_s=5, drops=True)) == 5
+    assert bool(desk.index.held) == (kind != "expire")
+    desk.tick(5.0, 1005.0)
+    desk.settle()
+    assert desk.index.chunks == 0 and names(desk) == set()
+
+
+def test_a_lease_is_released_with_its_chunks_also_when_it_no_longer_keeps_hashes(desk: Desk) -> None:
+    blue = engine(desk, "blue")
+    one, two = branch("agents", 4, 1), branch("agents", 4, 2)
+    for number, chain in enumerate((one, two)):
+        desk.ask(blue, store(chain))
+        assert desk.ask(blue, lease(chain, f"{number}")) == 7
+    assert desk.ask(blue, wire.EndLease("0", drops=True)) is True
+    assert (has(desk, blue, one), has(desk, blue, two)) == (4, 7)
+    assert desk.ask(blue, wire.EndLease("1", drops=True)) is True
+    assert desk.index.chunks == 0
+
+
+def test_tiers_lose_what_is_dropped_and_a_chunk_being_saved_is_waited_for() -> None:
+    tier = MemoryTier()
+    host = new_host(tier)
+    chain = prompt("a", 4)
+    saving = host.send(b"one", store(chain))
+    while host.copies():
+        host.finish(host.copies()[0])
+    assert host.answers[saving] is True and "Save" in host.kinds()
+    asked = host.send(b"one", drop(chain))
+    assert asked not in host.answers, "a save would write it again"
+    host.work()
+    host.tick(1.0, 1001.0)
+    while asked not in host.answers or host.tier_tasks:
+        host.expire()
+        host.rest()
+    assert host.answers[asked] == 4 and "Erase" in [type(each).__name__ for each in host.done]
+    assert host.find(b"one", look(chain)) == 0
+    host.assert_quiet()
+
+
+def test_a_tier_that_cannot_erase_is_counted() -> None:
+    tier = MemoryTier()
+    host = new_host(tier)
+    host.find(b"one", store(prompt("a", 4)))
+    asked = host.send(b"one", drop(prompt("a", 4)))
+    (erase,) = host.tier_tasks
+    host.tier_tasks.clear()
+    host.finished(erase.token, Busy("no"))
+    assert host.answers[asked] == 4
+    assert host.depot.status().tiers[0].counters["unreleased_chunks"] == 4
+    host.assert_quiet()
+
+
+# -- a machine against a plain model
+
+
+_TENANTS = ("blue", "red", "")
+_ARENA = 24
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Leases, stores and quotas of three tenants; the model knows names, chunks and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk: Desk = Desk(pages=_ARENA)
+        self.desk.tick(0.0, 1000.0)
+        self.desk.hello(b"admin")
+        self.clients = {tenant: engine(self.desk, tenant) for tenant in _TENANTS}
+        self.model: dict[tuple[str, str], tuple[str, int, float, int]] = {}  # prompt, chunks, end, priority
+        self.floors: dict[str, int] = {}
+
+    @rule(tenant=st.sampled_from(_TENANTS), name=st.sampled_from("abcd"), chunks=st.integers(1, 6))
+    def store(self, tenant: str, name: str, chunks: int) -> None:
+        self.desk.ask(self.clients[tenant], store(prompt(name, chunks)))
+
+    @rule(
+        tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), what=st.sampled_from("abcd"),
+        chunks=st.integers(1, 6), ttl_s=st.sampled_from([0, 3, 50]), priority=st.sampled_from([0, 50, 100]),
+    )  # fmt: skip
+    def lease(self, tenant: str, name: str, what: str, chunks: int, ttl_s: int, priority: int) -> None:
+        before = dict(self.model)
+        wish = lease(prompt(what, chunks), name, ttl_s=ttl_s, priority=priority)
+        matched = has(self.desk, self.clients[tenant], prompt(what, chunks))
+        answer = self.desk.ask(self.clients[tenant], wish)
+        there = names(self.desk, tenant) if tenant else self._names("")
+        if isinstance(answer, Busy):
+            assert there == {key[1] for key in before if key[0] == tenant}, "a refused lease changes something"
+            return
+        assert answer == matched
+        end = self.desk.now + ttl_s if ttl_s else float("inf")
+        self.model[tenant, name] = (what, matched, end, priority)
+        for key in [key for key in self.model if key[0] == tenant and key[1] not in there]:
+            gone = self.model.pop(key)
+            assert gone[2] < float("inf") and gone[3] <= priority, "this lease need not make room"
+
+    def _names(self, tenant: str) -> set[str]:
+        return set(self.desk.depot.leases._by_tenant.get(tenant, {}))
+
+    @rule(tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), drops=st.booleans())
+    def end(self, tenant: str, name: str, drops: bool) -> None:
+        was_there = self.model.pop((tenant, name), None) is not None
+        assert self.desk.ask(self.clients[tenant], wire.EndLease(name, drops)) is was_there
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        now = self.desk.now + seconds
+        self.desk.tick(now, 1000.0 + now)
+        self.desk.settle()
+        self.model = {key: each for key, each in self.model.items() if each[2] > now}
+        for tenant in _TENANTS:  # those that nobody stored end after a minute
+            for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
+                assert self.model.pop(key)[1] == 0
+
+    @rule(tenant=st.sampled_from(("blue", "red")), floor=st.sampled_from([0, 4, 8]), cap=st.sampled_from([0, 8, 16]))
+    def quota(self, tenant: str, floor: int, cap: int) -> None:
+        if self.desk.ask(b"admin", wire.SetQuota(tenant, pages(floor, cap))) is None:
+            self.floors[tenant] = floor
+        for key in [key for key in self.model if key[1] not in self._names(key[0])]:
+            del self.model[key]
+
+    @invariant()
+    def agrees(self) -> None:
+        self.desk.index.validate()
+        leases, accounts = self.desk.depot.leases, self.desk.index.accounts
+        held: dict[str, int] = {}
+        for (tenant, name), (what, chunks, _, _) in self.model.items():
+            there = has(self.desk, self.clients[tenant], prompt(what, 6))
+            assert there >= chunks, f"{name} of {tenant!r} leases {chunks} chunks, and {there} are there"
+            account = accounts.of(tenant).tenant
+            held[account] = held.get(account, 0) + leases._by_tenant[tenant][name].held
+            assert leases._by_tenant[tenant][name].held >= chunks * PAGE
+        assert {(t, n) for t, each in leases._by_tenant.items() for n in each} == set(self.model)
+        above_all = 0
+        floors = sum(self.floors.values()) * PAGE
+        half = (_ARENA * PAGE - floors) // 2
+        for account in accounts.all():
+            own = held.get(account.tenant, 0)
+            floor = account.quota.floor_bytes
+            assert own <= min(floor + half, max((account.quota.cap_bytes or _ARENA * PAGE) // 2, floor))
+            above_all += max(0, own - floor)
+            # Whoever wants its floor can have it: what others' leases hold leaves that much.
+        assert above_all <= half
+
+    def teardown(self) -> None:
+        for tenant, client in self.clients.items():
+            for name in list(self._names(tenant)):
+                self.desk.ask(client, wire.EndLease(name))
+        assert self.desk.index.held == 0
+        self.desk.assert_empty()
+
+
+class TestLeaseMachine(LeaseMachine.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
