@@ -49,7 +49,7 @@ class _Core:
     def __init__(self, leases: int, is_leased: bool) -> None:
         pages = 2 * leases + _PROMPTS * _CHUNKS
         index = Index(Allocator(0, pages * PAGE), POLICIES["lru"])
-        config = Config(url="ipc:///nowhere", chunk_size=256, max_rate=0)
+        config = Config(url="ipc:///nowhere", chunk_size=256)
         self.harness = Harness(config, index, HostTensors.open)
         self.harness.tick(0.0, 1000.0)
         self._client = self.harness.hello()

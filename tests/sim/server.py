@@ -375,7 +375,7 @@ class Server(Checks, Harness):
         Harness.deliver(self, identity, frame)
         if isinstance(request, wire.Forget):
             named = self.host.named
-            for name in [name for name in named if ("", name) not in self.depot.sessions._kept]:
+            for name in [name for name in named if self.depot.leases._find("", name) is None]:
                 self.world.counters["pin_forgotten"] += 1
                 del named[name]
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"

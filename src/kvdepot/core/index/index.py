@@ -254,7 +254,8 @@ class Index:
 
         namespace: the model's first group. Those are chunks that would have been evicted without the lease.
         """
-        if not self._spared.held:
+        out = self._spared.out
+        if not any(id(chunk) in out for chunk in chunks):
             return {}
         counted = next((group for group in namespace.groups if not group.reach), namespace)
         return self._spared.hit(chunks, counted)

@@ -53,17 +53,17 @@ class Spared:
     def __init__(self) -> None:
         self.held = 0  # holds of leases; 0: nothing here is needed
         self._holders: dict[int, list[Holder]] = {}  # by id() of a chunk, the first lease first
-        self._out: dict[int, Out] = {}  # by id() of the chunk
+        self.out: dict[int, Out] = {}  # by id() of the chunk; empty: no lookup can hit one
         self._behind: dict[int, dict[int, Out]] = {}  # by id() of a parent: its children that are out
         self._postponed: list[Chunk] = []
 
     def __repr__(self) -> str:
-        return f"<Spared {self.held} holds of leases, {len(self._out)} chunks out>"
+        return f"<Spared {self.held} holds of leases, {len(self.out)} chunks out>"
 
     def could_go(self, chunk: Victim) -> bool:
         """Whether a chunk could be evicted if there were no leases, and has not been taken out."""
         assert isinstance(chunk, Chunk)
-        if chunk.gone or chunk.holds != chunk.leased or id(chunk) in self._out:
+        if chunk.gone or chunk.holds != chunk.leased or id(chunk) in self.out:
             return False
         return chunk.children == (len(self._behind.get(id(chunk), ())) if chunk.children else 0)
 
@@ -89,7 +89,7 @@ class Spared:
         holders = self._holders.get(id(chunk))
         holder = holders[0] if holders else next(iter(behind.values())).holder if behind else None
         assert holder is not None, f"{chunk.key.hex()} is held by nobody"
-        out = self._out[id(chunk)] = Out(chunk, chunk.bytes, holder, account.evicted_bytes + account.out_bytes)
+        out = self.out[id(chunk)] = Out(chunk, chunk.bytes, holder, account.evicted_bytes + account.out_bytes)
         account.out_bytes += out.size
         account.out.append(out)
         before = chunk.parent
@@ -131,7 +131,7 @@ class Spared:
         if not holders:
             del self._holders[id(chunk)]
         each: Chunk | None = chunk
-        while each is not None and (out := self._out.get(id(each))) is not None:
+        while each is not None and (out := self.out.get(id(each))) is not None:
             if out.holder is holder:
                 if holders:
                     out.holder = holders[0]
@@ -147,9 +147,9 @@ class Spared:
         saved: dict[Holder, int] = {}
         for top in chunks:
             each: Chunk | None = top
-            if id(top) in self._out:
+            if id(top) in self.out:
                 self.settle(top.namespace.account)
-            while each is not None and (out := self._out.get(id(each))) is not None:
+            while each is not None and (out := self.out.get(id(each))) is not None:
                 if out.is_spared and each.namespace is counted:
                     saved[out.holder] = saved.get(out.holder, 0) + 1
                 self._put_back(out)
@@ -158,13 +158,13 @@ class Spared:
 
     def gone(self, chunk: Chunk, before: Chunk | None) -> None:
         """A chunk has left the index; `before` was its parent."""
-        out = self._out.get(id(chunk))
+        out = self.out.get(id(chunk))
         if out is not None:
             self._forget(out, before)
 
     def put_all_back(self) -> None:
         """Before chunks change their accounts: no chunk is out any more."""
-        for out in list(self._out.values()):
+        for out in list(self.out.values()):
             self._put_back(out)
 
     def _put_back(self, out: Out) -> None:
@@ -172,7 +172,7 @@ class Spared:
         self.offer(out.chunk)
 
     def _forget(self, out: Out, before: Chunk | None) -> None:
-        del self._out[id(out.chunk)]
+        del self.out[id(out.chunk)]
         out.is_back = True
         out.chunk.namespace.account.out_bytes -= out.size
         behind = self._behind.get(id(before))
