@@ -231,7 +231,7 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         assert two.status()["chunks"] == CHUNKS and two.status()["holds"] == 0
         pinned = command("pin", "system", "--tokens", str(tokens), "--model", "toy", *place)
         assert (pinned.returncode, pinned.stdout) == (0, f"{CHUNKS} of {CHUNKS} chunks are pinned\n"), pinned.stderr
-        assert two.status()["pinned"][0]["name"] == "system"
+        assert two.status()["leases"][0]["name"] == "system"
         assert command("unpin", "system", *place).returncode == 0
         chain = ChunkChain(here.chunk_size)
         chain.extend(there.prompt(1, CHUNKS).tokens)

@@ -16,7 +16,7 @@ import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
-from kvdepot.protocol.leases import NORMAL, Receipt
+from kvdepot.protocol.leases import NORMAL, Receipt, Sum
 from kvdepot.status import Engine, HitRate, NamespaceStatus, Reuse, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.guard import _HEADERS
 from kvdepot.web.turns import StatusNow
@@ -157,6 +157,8 @@ def example_status(wall_s: float = 0.0) -> Status:
             Engine("e2c4418d", 18_199.0, 640.0, ["Qwen/Qwen3-32B"], [0], "cuda:2", "", 0, 0, 0),
         ],
         leases=[a_lease("system-prompt", int(1.2 * GIB), None), a_lease("handbook", int(4.7 * GIB), 5_400.0)],
+        lease_count=2,
+        lease_sums=[Sum("", "retain", 2, int(5.9 * GIB), 31, 5.9 * GIB * 3600, 12 * GIB, 412_000, 51.5)],
         tenants=[
             TenantStatus("", int(225.5 * GIB), 28_854, 0, 0, 1.0, 0, 10_012, 0),
             TenantStatus("research", int(15.8 * GIB), 2_628, 8 * GIB, 16 * GIB, 2.0, 86_400, 3_411, 12),

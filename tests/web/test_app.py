@@ -59,7 +59,7 @@ def test_what_http_says_is_what_the_depot_says(start_web: StartWeb, tmp_path: Pa
         engine.store(list(range(2 * CHUNK)), list(range(2 * PER_CHUNK)))
         said = web.status()
         direct = web.depot.status()
-        for name in ("chunks", "used_bytes", "capacity_bytes", "chunk_size_tokens", "instances", "pinned"):
+        for name in ("chunks", "used_bytes", "capacity_bytes", "chunk_size_tokens", "instances", "leases"):
             assert said[name] == direct[name], name
         for name in ("stored_chunks", "lookups"):
             assert said["counters"].get(name, 0) == direct["counters"].get(name, 0)
@@ -208,12 +208,12 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         assert web.depot.status()["chunks"] == 3
         pinned = web.change("/v1/pin", {"hashes": hashes[:2], "name": "system", "ttl_s": 600})
         assert pinned.value == {"chunks": 2, "of_chunks": 2}
-        assert [pin["name"] for pin in web.depot.status()["pinned"]] == ["system"]
+        assert [lease["name"] for lease in web.depot.status()["leases"]] == ["system"]
         assert web.change("/v1/unpin", {"name": "system"}).value == {"name": "system"}
-        assert web.depot.status()["pinned"] == []
+        assert web.depot.status()["leases"] == []
         again = web.change("/v1/unpin", {"name": "system"})
         assert (again.status, again.value["code"]) == (400, "bad_request")
-        assert "there is no pin 'system'" in again.value["message"]
+        assert "there is no lease 'system'" in again.value["message"]
         other = web.change("/v1/forget", {"model": "some-other-model"})
         assert (other.status, other.value["code"]) == (502, "tier")
         assert f"removed: memory: 0 chunks; disk://{tmp_path}/kv: 0 chunks" in other.value["message"]
@@ -225,6 +225,31 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         assert engine.lookup(tokens) == 0
     finally:
         client.close()
+        engine.close()
+
+
+def test_a_lease_is_begun_listed_and_released_with_its_chunks(start_web: StartWeb) -> None:
+    web = start_web()
+    engine = Engine(web.depot)
+    tokens = list(range(3 * CHUNK))
+    try:
+        engine.store(tokens, list(range(3 * PER_CHUNK)))
+        begun = web.change("/v1/lease", {"tokens": tokens, "name": "agent", "ttl_s": 600, "priority": 70})
+        assert begun.value == {"chunks": 3, "of_chunks": 3}
+        seen = eventually(lambda: (said := web.get("/v1/leases").value)["leases"] and said)
+        (lease,) = seen["leases"]
+        assert (lease["name"], lease["kind"], lease["chunks"], lease["priority"]) == ("agent", "retain", 3, 70)
+        assert [(each["kind"], each["leases"], each["begun"]) for each in seen["sums"]] == [("retain", 1, 1)]
+        assert web.change("/v1/release", {"tokens": tokens}).value == {"name": "", "removed_chunks": 0}
+        assert web.change("/v1/release", {"name": "agent"}).value == {"name": "agent", "removed_chunks": None}
+        eventually(lambda: web.depot.status()["chunks"] == 0)
+        again = web.change("/v1/release", {"name": "agent"})
+        assert (again.status, again.value["code"]) == (400, "bad_request")
+        engine.store(tokens, list(range(3 * PER_CHUNK)))
+        kept = web.change("/v1/release", {"tokens": tokens, "model": engine.model, "keep": 1})
+        assert kept.value == {"name": "", "removed_chunks": 2}
+        assert web.depot.status()["chunks"] == 1
+    finally:
         engine.close()
 
 
@@ -259,6 +284,12 @@ def test_a_quota_of_a_tenant_that_no_key_has_is_refused_with_the_servers_reason(
         ("/v1/pin", {"tokens": [1]}, "name"),
         ("/v1/pin", {"tokens": [1], "name": ""}, "name"),
         ("/v1/unpin", {}, "name"),
+        ("/v1/lease", {"tokens": [1]}, "name"),
+        ("/v1/lease", {"tokens": [1], "name": "a", "kind": "keep"}, "kind"),
+        ("/v1/lease", {"tokens": [1], "name": "a", "kind": "expire"}, "ttl_s"),
+        ("/v1/lease", {"tokens": [1], "name": "a", "priority": 101}, "priority"),
+        ("/v1/release", {}, "either the `name`"),
+        ("/v1/release", {"name": "a", "tokens": [1]}, "either the `name`"),
         ("/v1/unpin", [1], "object"),
     ],
 )
@@ -295,7 +326,8 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     schema = web.get("/schema/openapi.json").value
     assert schema["paths"].keys() == {
         "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-        "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/forget", "/v1/quota",
+        "/v1/leases", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease", "/v1/release", "/v1/forget",
+        "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

@@ -251,14 +251,16 @@ def test_with_keys_the_web_process_shows_all_tenants_and_changes_nothing_of_thei
     engine.store(tokens, list(range(2 * PER_CHUNK)))
     with admin.connect(web.depot.url) as client:
         admin.pin(client, "system", admin.make_prompt(client, tokens, b"", engine.model, ""))
-    seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["pinned"] and said)
+    seen = eventually(lambda: (said := web.get("/v1/status", token=web.token).value)["leases"] and said)
     assert [namespace["tenant"] for namespace in seen["namespaces"]] == ["blue"]
     assert [each["tenant"] for each in seen["engines"]] == ["blue"]
     assert seen["lease_count"] == 1
-    for path in ("/v1/warm", "/v1/pin"):
-        body = {"tokens": tokens, "model": engine.model, **({"name": "system"} if path == "/v1/pin" else {})}
+    for path in ("/v1/warm", "/v1/pin", "/v1/lease"):
+        body = {"tokens": tokens, "model": engine.model, **({"name": "system"} if path != "/v1/warm" else {})}
         assert web.change(path, body).value == {"chunks": 0, "of_chunks": 2}
-    assert web.change("/v1/unpin", {"name": "system"}).status == 400
+    assert web.change("/v1/unpin", {"name": "system"}).value == {"name": "system"}  # its own, of no chunks
+    assert web.change("/v1/release", {"name": "system"}).status == 400
+    assert web.change("/v1/release", {"tokens": tokens, "model": engine.model}).value["removed_chunks"] == 0
     for what in ({"all": True}, {"model": engine.model}):
         assert web.change("/v1/forget", what).value == {"memory": 0}
     assert engine.lookup(tokens) == 2 * CHUNK

@@ -169,6 +169,19 @@ def test_engines_and_namespaces_are_listed_with_their_state_bytes_and_hits(site:
     ]
 
 
+def test_leases_are_listed_with_what_they_hold_and_saved_below_their_sums_by_tenant_and_kind(
+    site: Site, open_page: OpenPage
+) -> None:
+    page = open_page()
+    assert rows(page, "lease-sums") == [["no tenant", "retain", "2 of 31", "5.9 GiB", "412K", "12 GiB"]]
+    assert rows(page, "leases") == [
+        ["system-prompt", "retain", "1.2 GiB", "never", "0"],
+        ["handbook", "retain", "4.7 GiB", "1 h 30 min", "0"],
+    ]
+    site.status = msgspec.structs.replace(site.status, leases=[], lease_sums=[])
+    eventually(lambda: not page.locator("#leases-part").is_visible())
+
+
 def test_tenants_with_quotas_are_listed_with_the_others_in_one_row_and_without_quotas_not_at_all(
     site: Site, open_page: OpenPage
 ) -> None:

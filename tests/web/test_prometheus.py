@@ -7,6 +7,7 @@ import importlib
 from msgspec.structs import replace
 
 from kvdepot.protocol.counters import SERVER, refusal
+from kvdepot.protocol.leases import Sum
 from kvdepot.status import NamespaceStatus, Status, TenantStatus
 from tests.web.conftest import need
 from tests.web.site import empty_status
@@ -57,6 +58,19 @@ def test_a_tenant_with_a_quota_has_metrics_and_the_others_share_theirs() -> None
     assert values(status, "tenant_evicted_chunks_total") == {"": 2, "blue": 4}
     assert values(status, "tenant_capped_chunks_total") == {"": 0, "blue": 6}
     assert values(empty_status(), "tenant_used_bytes") == {}
+
+
+def test_leases_have_metrics_by_tenant_and_kind_and_those_that_held_most_if_there_are_many() -> None:
+    sums = [Sum("blue", "retain", 2, 7, 9, 70.5, 30, 512, 0.25), Sum("red", "expire", 1, 0, 1, 0.0, 0, 0, 0.0)]
+    status = replace(empty_status(), lease_sums=sums)
+    assert values(status, "lease_bytes") == {"blue": 7, "red": 0}
+    assert values(status, "lease_byte_seconds_total") == {"blue": 70.5, "red": 0}
+    assert values(status, "lease_spared_bytes_total") == {"blue": 30, "red": 0}
+    assert values(status, "lease_saved_tokens_total") == {"blue": 512, "red": 0}
+    assert values(status, "lease_saved_prefill_seconds_total") == {"blue": 0.25, "red": 0}
+    many = [Sum(f"tenant-{i}", "retain", 1, 1, 1, float(i), 0, 0, 0.0) for i in range(200)]
+    held = values(replace(empty_status(), lease_sums=many), "lease_bytes")
+    assert len(held) == 192 and "tenant-7" not in held and "tenant-8" in held
 
 
 def test_every_counter_is_there_before_it_counts() -> None:

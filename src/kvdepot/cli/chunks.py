@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvdepot.client.admin import Preview, Prompt
     from kvdepot.client.socket import Client
 
-__all__ = ["check", "forget", "pin", "unpin", "warm"]
+__all__ = ["check", "forget", "open_prompt", "pin", "said", "unpin", "warm"]
 
 
 @contextmanager
-def _prompt(
+def open_prompt(
     url: str | None, key: str | None, tokens: str | None, hashes: str | None, model: str, salt: str
 ) -> Iterator[tuple[Client, Prompt, Progress]]:
     """A connection, the prompt that the options give, and a progress bar."""
@@ -46,9 +46,9 @@ def warm(as_json: bool, **which: Any) -> int:
     """Load a prompt's chunks from the tiers into memory. Exit code 1 unless all of them are then in memory."""
     from kvdepot.client import admin
 
-    with _prompt(**which) as (client, prompt, update):
+    with open_prompt(**which) as (client, prompt, update):
         count = admin.warm(client, prompt, lambda done: update("loading chunks", done, len(prompt)))
-    return _said(count, len(prompt), "in_memory", as_json)
+    return said(count, len(prompt), "in_memory", as_json)
 
 
 @click.command()
@@ -64,12 +64,13 @@ def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
     lease of kind retain. Without quotas, all leases together may use at most half of the memory."""
     from kvdepot.client import admin
 
-    with _prompt(**which) as (client, prompt, update):
+    with open_prompt(**which) as (client, prompt, update):
         count = admin.pin(client, name, prompt, seconds, lambda done: update("loading chunks", done, len(prompt)))
-    return _said(count, len(prompt), "pinned", as_json)
+    return said(count, len(prompt), "pinned", as_json)
 
 
-def _said(count: int, chunks: int, done: str, as_json: bool) -> int:
+def said(count: int, chunks: int, done: str, as_json: bool) -> int:
+    """Print how many of a prompt's chunks are `done`, a word of the output; returns the exit code."""
     if as_json:
         print_json({"chunks": chunks, done: count})
     else:
@@ -82,7 +83,7 @@ def _said(count: int, chunks: int, done: str, as_json: bool) -> int:
 @options.server
 @options.as_json
 def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
-    """End a pin. `kvdepot status` lists the names."""
+    """End a pin, or any other lease, and leave its chunks. `kvdepot leases` lists the names."""
     from kvdepot.client import admin
 
     with connect(url, key) as client:

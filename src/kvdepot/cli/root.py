@@ -29,6 +29,9 @@ _FAMILIES = {
         "warm": "load a prompt's chunks from the tiers into memory",
         "pin": "keep a prompt's chunks in memory under a name",
         "unpin": "end a pin",
+        "lease": "keep a prompt's chunks for a time, or remove them after it",
+        "release": "end a lease and remove its chunks",
+        "leases": "show what leases hold, cost and saved",
         "forget": "remove chunks from memory and from all tiers",
         "quota": "show or set how much memory a tenant may take",
         "check": "verify an arena: its records and checksums",
@@ -80,6 +83,8 @@ def _module(command: str) -> Any:
             return importlib.import_module("kvdepot.cli.doctor")
         case "quota":
             return importlib.import_module("kvdepot.cli.quota")
+        case "lease" | "release" | "leases":
+            return importlib.import_module("kvdepot.cli.leases")
         case "warm" | "pin" | "unpin" | "forget" | "check":
             return importlib.import_module("kvdepot.cli.chunks")
         case "simulate":

@@ -17,10 +17,11 @@ from rich.text import Text
 
 from kvdepot.cli.output import clean, count, duration, share, size
 from kvdepot.protocol.counters import losses
+from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
 from kvdepot.protocol.status import HitRate, Reuse, Status, TenantStatus
 
-__all__ = ["LOST", "Listing", "Speeds", "listings", "summary", "tenants"]
+__all__ = ["LOST", "Listing", "Speeds", "lease_sums", "leases", "listings", "summary", "tenants"]
 
 _Windowed = TypeVar("_Windowed", HitRate, Reuse)
 
@@ -209,7 +210,7 @@ def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
     made = [
         _requests(now), _engines(now), _models(now), tenants(now.tenants), _tiers(now), _losses(now), _devices(now),
-        _leases(now), _events(now),
+        leases(now.leases), _events(now),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -312,12 +313,43 @@ def _devices(now: Status) -> Listing:
     return Listing(("GPUs", ">workers", ">context", ">buffers", ">pinned"), rows)
 
 
-def _leases(now: Status) -> Listing:
+def leases(shown: Sequence[Receipt]) -> Listing:
+    """The table of leases and their receipts."""
     rows: list[tuple[str | Text, ...]] = [
-        (lease.name, lease.kind, size(lease.bytes), duration(lease.ends_s) if lease.ends_s is not None else "never")
-        for lease in now.leases
-    ]
-    return Listing(("leases", "kind", ">bytes", ">ends in"), rows)
+        (
+            lease.name, lease.kind, count(lease.chunks), size(lease.bytes), _ends(lease), count(lease.saved_tokens),
+            duration(lease.saved_s), size(lease.spared_bytes), _byte_hours(lease.byte_seconds), str(lease.priority),
+            lease.tenant or "-",
+        )
+        for lease in shown
+    ]  # fmt: skip
+    heads = ("leases", "kind", ">chunks", ">bytes", "ends", *_RECEIPT_HEADS, ">priority", "tenant")
+    return Listing(heads, rows)
+
+
+def lease_sums(shown: Sequence[Sum]) -> Listing:
+    """The table of sums over leases."""
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            each.tenant or "(no tenant)", each.kind, count(each.leases), size(each.bytes), count(each.begun),
+            count(each.saved_tokens), duration(each.saved_s), size(each.spared_bytes), _byte_hours(each.byte_seconds),
+        )
+        for each in shown
+    ]  # fmt: skip
+    return Listing(("all since the start", "kind", ">now", ">bytes", ">begun", *_RECEIPT_HEADS), rows)
+
+
+_RECEIPT_HEADS = (">saved tokens", ">saved prefill", ">spared", ">cost")
+
+
+def _byte_hours(byte_seconds: float) -> str:
+    return f"{size(byte_seconds / 3600)} h"
+
+
+def _ends(lease: Receipt) -> str:
+    if lease.ended:
+        return lease.ended
+    return f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never"
 
 
 def _events(now: Status) -> Listing:

@@ -197,7 +197,7 @@ def end_lease(client: Client, name: str, drops: bool = False) -> None:
     """End a lease. drops: also remove its chunks, see wire.Drop. Blocks until the server has answered, which does not
     wait for the removal. Raises BadRequest if there is no lease of that name."""
     if not client.ask(wire.EndLease(name, drops)).result(_ANSWER_S):
-        raise BadRequest(f"there is no lease {name!r}; `kvdepot status` lists leases")
+        raise BadRequest(f"there is no lease {name!r}; `kvdepot leases` lists them")
 
 
 def drop(client: Client, prompt: Prompt, keep: int = 0) -> int:

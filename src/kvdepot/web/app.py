@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, get, post
@@ -33,6 +33,7 @@ from kvdepot.client import admin
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
+from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, Receipt, Sum
 from kvdepot.protocol.metrics import Event
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
@@ -113,6 +114,46 @@ class UnpinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name of a pin."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class LeaseRequest(PinRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt, and a lease of its chunks: `ttl_s` 0: no end; `drops`: remove its chunks when it ends.
+
+    `retain` and `prefetch` load the chunks from the tiers and keep them in memory; `expire` keeps nothing, and removes
+    them when it ends. If there are too many leases, those of the lowest priority end first.
+    """
+
+    kind: Literal["retain", "prefetch", "expire"] = "retain"
+    priority: Annotated[int, Meta(ge=0, le=MOST_PRIORITY)] = NORMAL
+    drops: bool = False
+
+
+class ReleaseRequest(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Either the name of a lease, or a prompt, whose first `keep` chunks stay."""
+
+    name: Annotated[str, Meta(max_length=256)] = ""
+    keep: Annotated[int, Meta(ge=0, le=wire.MAX_CHUNKS)] = 0
+
+
+class Leased(msgspec.Struct, frozen=True):
+    """Chunks of the prompt that the lease has so far, and chunks of the prompt."""
+
+    chunks: int
+    of_chunks: int
+
+
+class Released(msgspec.Struct, frozen=True):
+    """The lease that was ended (its chunks are being removed), or how many chunks of the prompt were removed."""
+
+    name: str = ""
+    removed_chunks: int | None = None
+
+
+class LeasesNow(msgspec.Struct, frozen=True):
+    """Leases with their receipts, at most 100, and sums by tenant and kind since the server's start."""
+
+    leases: list[Receipt]
+    sums: list[Sum]
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,6 +260,13 @@ def tiers(state: State) -> list[TierStatus]:
     return _poll(state).latest().status.tiers
 
 
+@get("/v1/leases", responses=_READ, sync_to_thread=False)
+def leases(state: State) -> LeasesNow:
+    """Leases: what they hold, what they cost, and what they saved."""
+    now = _poll(state).latest().status
+    return LeasesNow(now.leases, now.lease_sums)
+
+
 @get("/v1/events", responses=_READ, sync_to_thread=False)
 def events(state: State) -> list[Event]:
     """Recent events, oldest first."""
@@ -276,6 +324,31 @@ def unpin(state: State, data: JSONBody[UnpinRequest]) -> Unpinned:
     with _change(state):
         admin.unpin(_poll(state).client, data.name)
         return Unpinned(data.name)
+
+
+@post("/v1/lease", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def lease(state: State, data: JSONBody[LeaseRequest]) -> Leased:
+    """Begin a lease of a prompt's chunks, in place of one of the same name."""
+    if data.kind == "expire" and not data.ttl_s:
+        raise BadRequest("a lease of kind `expire` needs `ttl_s`, after which its chunks are removed")
+    with _change(state):
+        client = _poll(state).client
+        prompt = _prompt(_poll(state), data)
+        leased = admin.lease(client, data.name, prompt, data.kind, data.ttl_s, data.priority, data.drops)
+        return Leased(leased, len(prompt))
+
+
+@post("/v1/release", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def release(state: State, data: JSONBody[ReleaseRequest]) -> Released:
+    """End a lease and remove its chunks, or remove a prompt's: from its end to the first chunk that others use."""
+    if bool(data.name) == bool(data.tokens or data.hashes):
+        raise BadRequest("give either the `name` of a lease, or a prompt as `tokens` or `hashes`")
+    with _change(state):
+        client = _poll(state).client
+        if data.name:
+            admin.end_lease(client, data.name, drops=True)
+            return Released(data.name)
+        return Released(removed_chunks=admin.drop(client, _prompt(_poll(state), data), data.keep))
 
 
 @post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
@@ -385,8 +458,8 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
     pages = _read_page()
     app = Litestar(
         [
-            healthz, readyz, metrics, status, history, namespaces, engines, tiers, events, config,
-            warm, pin, unpin, forget, quota, front, page,
+            healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, events, config,
+            warm, pin, unpin, lease, release, forget, quota, front, page,
         ],
         exception_handlers={Exception: _answer_error, HTTPException: _answer_error, KVDepotError: _answer_error},
         logging_config=None,

@@ -19,7 +19,9 @@ from prometheus_client.registry import Collector
 
 from kvdepot.errors import Unavailable
 from kvdepot.protocol.counters import SERVER, TIER, refusal
+from kvdepot.protocol.leases import KINDS, Sum
 from kvdepot.protocol.metrics import BOUNDS_S
+from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import Device, NamespaceStatus, Status, TenantStatus, TierStatus
 from kvdepot.web.poll import Poll
 
@@ -27,6 +29,7 @@ __all__ = ["StatusCollector", "families"]
 
 _NO_EVENTS = {counted.name: 0 for counted in TIER}
 """Series exist before the first event, because Prometheus does not see a series that begins above 0 as an increase."""
+_LEASES = MOST_QUOTAS * len(KINDS)
 _NAMESPACES = 50
 """Only the largest namespaces have metrics; the layouts of one model and shape count together."""
 _GAUGES = {
@@ -83,6 +86,7 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _latencies(status)
     yield from _namespaces(status.namespaces)
     yield from _tenants(status.tenants)
+    yield from _leases(status.lease_sums)
     yield from _tiers(status.tiers)
     yield from _devices(status.devices)
 
@@ -207,6 +211,32 @@ def _tenants(tenants: Sequence[TenantStatus]) -> Iterator[Metric]:
         for name, counter in counters.items():
             counter.add_metric([tenant.tenant], getattr(tenant, name))
     yield from gauges.values()
+    yield from counters.values()
+
+
+def _leases(sums: Sequence[Sum]) -> Iterator[Metric]:
+    """By tenant and kind, those that held most bytes for longest."""
+    labels = ["tenant", "kind"]
+    held = GaugeMetricFamily("kvdepot_lease_bytes", "Bytes that leases hold.", labels=labels)
+    counters = {
+        "byte_seconds": CounterMetricFamily(
+            "kvdepot_lease_byte_seconds", "Bytes that leases held, times seconds.", labels=labels
+        ),
+        "spared_bytes": CounterMetricFamily(
+            "kvdepot_lease_spared_bytes", "Bytes of chunks that would have been evicted without leases.", labels=labels
+        ),
+        "saved_tokens": CounterMetricFamily(
+            "kvdepot_lease_saved_tokens", "Tokens that engines loaded of such chunks.", labels=labels
+        ),
+        "saved_s": CounterMetricFamily(
+            "kvdepot_lease_saved_prefill_seconds", "Prefill time of these tokens.", labels=labels
+        ),
+    }
+    for each in sorted(sums, key=lambda each: -each.byte_seconds)[:_LEASES]:
+        held.add_metric([each.tenant, each.kind], each.bytes)
+        for name, counter in counters.items():
+            counter.add_metric([each.tenant, each.kind], getattr(each, name))
+    yield held
     yield from counters.values()
 
 

@@ -19,6 +19,7 @@ from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.integrations.vllm.descriptions import Descriptions
 from kvdepot.integrations.vllm.events import Known
 from kvdepot.integrations.vllm.holds import Holds
+from kvdepot.integrations.vllm.leases import Leases
 from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.minute import Minute
@@ -91,6 +92,7 @@ class SchedulerHalf:
         self._waited_s = 0.0  # for lookups, since the last step was built
         self._holds = Holds(ranks)
         self._waiting = WaitingStores(self._holds)
+        self._leases = Leases(client, self.figures, save_decode and self._may_store)
         self._forget_after = 0  # once this step's output is back, no store from before a reset can still arrive
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
@@ -127,10 +129,11 @@ class SchedulerHalf:
             if parent is None:
                 self._uncached.add(request_id)
                 return
-            tracked = Tracked(request, Prompt(request, self._chunk_tokens, parent, self._named, self._lookahead))
-            self._tracked[request_id] = tracked
+            prompt = Prompt(request, self._chunk_tokens, parent, self._named, self._lookahead)
+            tracked = self._tracked[request_id] = Tracked(request, prompt, self._leases.read(request))
             self._minute.requested()
             self._look_up(tracked)
+            self._leases.arrived(tracked)
         except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
             self._stop_caching(request_id, exc)
 
@@ -241,6 +244,7 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         self._compare_incarnations()
+        self._leases.hear()
         now = time.monotonic()
         self._log_minute(now)
         self._step += 1
@@ -264,7 +268,7 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if self._may_store:
+            if self._may_store and tracked.wishes.stores:
                 assert state is not None
                 try:
                     self._prepare_store(state, tracked, new_tokens)
@@ -283,6 +287,7 @@ class SchedulerHalf:
         pins held while it decodes would leave less space for others' stores."""
         request = tracked.request
         if request.num_computed_tokens >= request.num_prompt_tokens and not self._waiting.waits(request.request_id):
+            self._leases.prompt_stored(tracked)
             self._depot.end_session(request.request_id, tracked.saved_tokens, tracked.saved_s)
             tracked.has_pins, tracked.saved_tokens, tracked.saved_s = False, 0, 0.0
 
@@ -355,7 +360,9 @@ class SchedulerHalf:
         self._minute.moved(report.moved)
         if self._known is not None:
             self._known.stored(report)
-        self._closing.difference_update(connector_output.finished_sending or ())
+        sent = connector_output.finished_sending or ()
+        self._closing.difference_update(sent)
+        self._leases.stores_ended(sent)
         self._holds.ended(report.ended)
         self._step_ended(report.step, failed)
         for tracked in self._tracked.values() if failed else ():
@@ -403,7 +410,9 @@ class SchedulerHalf:
         if tracked is None:
             return False
         self._depot.forget_lookup(request_id)
+        self._leases.finishes(tracked)
         self._depot.end_session(request_id, tracked.saved_tokens, tracked.saved_s)
+        self._leases.finished(tracked)
         self._next.loads.pop(request_id, None)
         if not tracked.stores_open:
             return False

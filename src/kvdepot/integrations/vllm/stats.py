@@ -32,6 +32,8 @@ _COUNTED: Mapping[str, str] = {
     "stored_bytes": "Bytes of the shards that were stored.",
     "store_failed_shards": "Shards of stores that were dropped, in part at least.",
     "uncached_requests": "Requests that were not cached because of an error, which the log has.",
+    "refused_wishes": "Requests whose leases and the like were malformed; the log has the reason.",
+    "lease_errors": "Leases of requests, and ends of leases, that failed or that the server refused.",
 }
 _TIMED: Mapping[str, str] = {
     "lookup_seconds": "Time from a lookup to the scheduler's taking its answer.",
@@ -51,20 +53,17 @@ class KVDepotStats(KVConnectorStats):
         """Add an operation that has ended."""
         lost = operation.chunks - operation.done
         if operation.kind == "lookup":
-            self._add("lookup_chunks", operation.chunks)
-            self._add("hit_chunks", operation.done)
-            self._add("lookup_errors", operation.error is not None)
+            self.add("lookup_chunks", operation.chunks)
+            self.add("hit_chunks", operation.done)
+            self.add("lookup_errors", operation.error is not None)
         else:
-            self._add(f"{operation.kind}d_shards", operation.done)
-            self._add(f"{operation.kind}d_bytes", operation.size_bytes)
-            self._add(f"{operation.kind}_failed_shards", lost)
+            self.add(f"{operation.kind}d_shards", operation.done)
+            self.add(f"{operation.kind}d_bytes", operation.size_bytes)
+            self.add(f"{operation.kind}_failed_shards", lost)
         self.data.setdefault(f"{operation.kind}_seconds", []).append(operation.took_s)
 
-    def count_uncached(self) -> None:
-        """Count a request that is not cached because of an error."""
-        self._add("uncached_requests", 1)
-
-    def _add(self, name: str, count: int) -> None:
+    def add(self, name: str, count: int = 1) -> None:
+        """Add to one of the counts."""
         self.data[name] = self.data.get(name, 0) + count
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -113,7 +112,15 @@ class Figures:
 
     def count_uncached(self) -> None:
         """Count a request that is not cached because of an error."""
-        self._stats.count_uncached()
+        self._stats.add("uncached_requests")
+
+    def count_refused_wishes(self) -> None:
+        """Count a request whose wishes are malformed."""
+        self._stats.add("refused_wishes")
+
+    def count_lease_error(self) -> None:
+        """Count a lease, or an end of one, that failed."""
+        self._stats.add("lease_errors")
 
     def take(self) -> KVDepotStats | None:
         """The stats since the last call; None if they are empty."""

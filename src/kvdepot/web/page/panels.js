@@ -148,11 +148,23 @@ function showStores(status) {
     ["num", (tenant) => count(tenant.evicted_chunks)],
     ["num", (tenant) => count(tenant.capped_chunks)],
   ]);
-  $("kept-part").hidden = !status.leases.length;
-  rows($("kept"), status.leases, (lease) => `${lease.tenant}/${lease.name}`, [
-    ["name", (lease) => lease.name, (lease) => lease.name],
+  const sums = status.lease_sums ?? [];
+  $("leases-part").hidden = !sums.length && !status.leases.length;
+  say($("leases-count"), status.lease_count > 1 ? count(status.lease_count) : "");
+  rows($("lease-sums"), sums, (sum) => `${sum.tenant}/${sum.kind}`, [
+    ["name", (sum) => sum.tenant || "no tenant", (sum) => sum.tenant],
+    ["", (sum) => sum.kind],
+    ["num", (sum) => `${count(sum.leases)} of ${count(sum.begun)}`],
+    ["num", (sum) => bytes(sum.bytes)],
+    ["num", (sum) => count(sum.saved_tokens), (sum) => exact(sum.saved_tokens)],
+    ["num", (sum) => bytes(sum.spared_bytes)],
+  ]);
+  rows($("leases"), status.leases, (lease) => `${lease.tenant}/${lease.name}`, [
+    ["name", (lease) => lease.name, (lease) => (lease.tenant ? `${lease.name} of ${lease.tenant}` : lease.name)],
+    ["", (lease) => lease.kind],
     ["num", (lease) => bytes(lease.bytes)],
     ["num", (lease) => (lease.ends_s == null ? "never" : duration(lease.ends_s))],
+    ["num", (lease) => count(lease.saved_tokens), (lease) => exact(lease.saved_tokens)],
   ]);
 }
 

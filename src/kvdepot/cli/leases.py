@@ -1,0 +1,110 @@
+"""Commands for leases: `lease`, `release` and `leases`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from kvdepot.cli import options
+from kvdepot.cli.chunks import open_prompt, said
+from kvdepot.cli.connect import connect
+from kvdepot.cli.output import console, print_json
+from kvdepot.protocol.leases import KINDS, MOST_PRIORITY, NORMAL
+
+__all__ = ["lease", "leases", "release"]
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@options.prompt
+@click.option("--kind", type=click.Choice(KINDS), default="retain", help="what the lease does (default: retain)")
+@click.option(
+    "--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long it lasts (default: until released)"
+)
+@click.option(
+    "--priority", type=click.IntRange(0, MOST_PRIORITY), default=NORMAL, metavar="N",
+    help=f"which lease ends first if there are too many: the lowest (0 to {MOST_PRIORITY}, default: {NORMAL})",
+)  # fmt: skip
+@click.option("--drop", is_flag=True, help="remove its chunks when it ends")
+@options.server
+@options.as_json
+def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json: bool, **which: Any) -> int:
+    """Begin a lease of a prompt's chunks, in place of one of the same NAME.
+
+    retain and prefetch load the chunks from the tiers and keep them in memory; expire keeps nothing, and removes them
+    when it ends. Exit code 1 unless the lease has all chunks; it grows while others are being stored. It fails if the
+    leases of this tenant would use too much memory.
+    """
+    from kvdepot.client import admin
+
+    if kind == "expire" and not seconds:
+        raise click.UsageError("--kind expire: give --seconds, after which the chunks are removed")
+    with open_prompt(**which) as (client, prompt, update):
+        count = admin.lease(
+            client, name, prompt, kind, seconds, priority, drop,
+            lambda done: update("loading chunks", done, len(prompt)),
+        )  # fmt: skip
+    return said(count, len(prompt), "leased", as_json)
+
+
+@click.command()
+@click.argument("name", metavar="[NAME]", required=False, default="")
+@options.prompt
+@click.option("--keep", type=click.IntRange(0), default=0, metavar="N", help="leave the first N chunks of the prompt")
+@options.server
+@options.as_json
+def release(
+    name: str, tokens: str | None, hashes: str | None, model: str, salt: str, keep: int, url: str | None,
+    key: str | None, as_json: bool,
+) -> int:  # fmt: skip
+    """End the lease NAME and remove its chunks from memory and tiers; or remove those of the prompt that is given.
+
+    Removed are chunks from the end of the prompt to the first that others use, so a shared beginning stays. To end a
+    lease and leave its chunks, use `kvdepot unpin`.
+    """
+    from kvdepot.client import admin
+
+    if bool(name) == bool(tokens or hashes):
+        raise click.UsageError("give either the NAME of a lease, or --tokens or --hashes")
+    if name:
+        if model or salt or keep:
+            raise click.UsageError("--model, --salt and --keep are for a prompt: give --tokens or --hashes with them")
+        with connect(url, key) as client:
+            admin.end_lease(client, name, drops=True)
+        if as_json:
+            print_json({"released": name})
+        return 0
+    with open_prompt(url, key, tokens, hashes, model, salt) as (client, prompt, _):
+        removed = admin.drop(client, prompt, keep)
+    if as_json:
+        print_json({"chunks": len(prompt), "removed": removed})
+    else:
+        print(f"{removed} of {len(prompt)} chunks were removed from memory", flush=True)
+    return 0
+
+
+@click.command()
+@options.server
+@options.as_json
+def leases(url: str | None, key: str | None, as_json: bool) -> int:
+    """Show leases: what they hold, what they cost, and what they saved; those that saved most come first, then those
+    that ended last. A second table has sums by tenant and kind since the server's start."""
+    from kvdepot.client import admin
+
+    with connect(url, key) as client:
+        receipts, sums = admin.leases(client)
+    if as_json:
+        print_json({"leases": msgspec.to_builtins(receipts), "sums": msgspec.to_builtins(sums)})
+        return 0
+    if not sums:
+        print("there are no leases", flush=True)
+        return 0
+    from kvdepot.cli import view
+
+    out = console()
+    out.print(view.leases(receipts).table(out.width))
+    out.print()
+    out.print(view.lease_sums(sums).table(out.width))
+    return 0

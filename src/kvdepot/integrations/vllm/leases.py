@@ -1,0 +1,143 @@
+"""Carries out what requests ask for their chunks (wishes.py): leases and their ends, as messages to the server.
+
+Used by scheduler.py, on the engine's thread. The server lets a lease grow while its chunks are being stored, so leases
+wait for nothing; removals wait for the request's stores. Invariant: no wish, and no answer to one, fails a request or
+waits for the server.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.client.socket import MessagingFuture
+from kvdepot.errors import KVDepotError
+from kvdepot.integrations.vllm.requests import Tracked
+from kvdepot.integrations.vllm.stats import Figures
+from kvdepot.integrations.vllm.wishes import Wishes, read_wishes
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["Leases"]
+
+log = init_logger(__name__)
+
+_MOST_LOGGED = 16
+"""Different reasons that are logged: callers write them in part."""
+
+
+class Leases:
+    """The leases of one engine's requests."""
+
+    def __init__(self, depot: SchedulerClient, figures: Figures, saves_decode: bool) -> None:
+        """saves_decode: whether the engine stores decoded tokens."""
+        self._depot = depot
+        self._figures = figures
+        self._saves_decode = saves_decode
+        self._removals: dict[str, list[wire.Request]] = {}  # by finished request whose stores have not ended
+        self._asked: deque[MessagingFuture[object]] = deque()  # in the order of their requests
+        self._logged: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Leases {len(self._asked)} unanswered, {len(self._removals)} releases waiting>"
+
+    def read(self, request: Request) -> Wishes:
+        """The request's wishes. Refused ones are logged and counted."""
+        wishes, reason = read_wishes(request)
+        if reason:
+            self._figures.count_refused_wishes()
+            self._warn(reason, f"what request {request.request_id[:64]!r} asks for its chunks is refused: {reason}")
+        return wishes
+
+    def arrived(self, tracked: Tracked) -> None:
+        """A request has been looked up: load what tiers have of its prompt, and keep it."""
+        self._lease(tracked, ("prefetch",), self._prompt(tracked))
+
+    def prompt_stored(self, tracked: Tracked) -> None:
+        """A request's prompt is stored, and its pins are about to end: without a lease, the prompt could be evicted
+        while the request decodes."""
+        self._lease(tracked, ("retain",), self._prompt(tracked))
+
+    def finishes(self, tracked: Tracked) -> None:
+        """A request has finished, and its pins are about to end."""
+        self._lease(tracked, ("retain", "expire"), self._whole(tracked))
+
+    def finished(self, tracked: Tracked) -> None:
+        """A request's pins have ended. Its removals wait for its stores, or those would bring chunks back."""
+        releases, request_id = tracked.wishes.releases, tracked.request.request_id
+        if not releases:
+            return
+        # The request's chunks first: they are behind those that the session's lease holds.
+        removals: list[wire.Request] = []
+        if hashes := self._whole(tracked):
+            removals.append(self._depot.spec.drop(hashes, tracked.salt))
+        self._removals[request_id] = [*removals, *(wire.EndLease(name, drops=True) for name in releases)]
+        if not tracked.stores_open:
+            self.stores_ended([request_id])
+
+    def stores_ended(self, request_ids: Iterable[str]) -> None:
+        """Workers have ended all stores of these finished requests."""
+        for request_id in request_ids if self._removals else ():
+            for removal in self._removals.pop(request_id, ()):
+                self._ask(removal)
+
+    def hear(self) -> None:
+        """Log and count what the server has refused. Called in every step."""
+        while self._asked and self._asked[0].query():
+            try:
+                self._asked.popleft().result()
+            except KVDepotError as exc:
+                self._failed(exc)
+
+    # -- inside
+
+    def _prompt(self, tracked: Tracked) -> bytes:
+        """The hashes of the request's prompt."""
+        return self._hashes(tracked, tracked.request.num_prompt_tokens)
+
+    def _whole(self, tracked: Tracked) -> bytes:
+        """The hashes of all that the request may have stored: its prompt and, if the engine stores those, its decoded
+        tokens, of which the last one was never computed."""
+        request = tracked.request
+        has_output = self._saves_decode and tracked.wishes.stores
+        return self._hashes(tracked, max(request.num_prompt_tokens, request.num_tokens - 1 if has_output else 0))
+
+    def _hashes(self, tracked: Tracked, tokens: int) -> bytes:
+        """The hashes of the chunks in the request's first `tokens` tokens; empty if it has wishes for none."""
+        wishes = tracked.wishes
+        if not tracked.is_cached or not (wishes.leases or wishes.releases):
+            return b""
+        try:
+            chain = tracked.prompt.hash()
+        except Exception as exc:  # noqa: BLE001 - tokens and items come from a caller: costs its wishes, never the engine
+            self._failed(exc)
+            return b""
+        return bytes(chain.hashes[: tokens // chain.chunk_size * HASH_BYTES])
+
+    def _lease(self, tracked: Tracked, kinds: tuple[str, ...], hashes: bytes) -> None:
+        for wish in tracked.wishes.leases if hashes else ():
+            if wish.kind in kinds:
+                spec, (kind, name, ttl_s, priority) = self._depot.spec, wish
+                self._ask(spec.lease(name, hashes, tracked.salt, kind, ttl_s, priority))
+
+    def _ask(self, message: wire.Request) -> None:
+        try:
+            self._asked.append(self._depot.client.ask(message))
+        except (KVDepotError, ValueError) as exc:  # ValueError: a name that is not valid text
+            self._failed(exc)
+
+    def _failed(self, exc: Exception) -> None:
+        self._figures.count_lease_error()
+        self._warn(type(exc).__name__, f"a request's lease failed, and perhaps others since: {exc}")
+
+    def _warn(self, reason: str, text: str) -> None:
+        if reason not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(reason)
+            log.warning("%s", text)

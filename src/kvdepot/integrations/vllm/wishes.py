@@ -1,0 +1,171 @@
+"""What a request asks for its own chunks: to keep them, to let them expire, to remove them, or not to store them.
+
+Callers say it in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module parses
+both; leases.py carries it out. Keys and actions of other names belong to others and are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvdepot.errors import BadRequest
+from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_hints import KvHintAction
+    from vllm.v1.request import Request
+
+__all__ = ["NO_WISHES", "Wish", "Wishes", "read_wishes"]
+
+_KEY = "kvdepot"
+_VERSION = "1"
+"""`action_version` of the actions that we know."""
+_MOST_NAME = 200
+
+_Seconds = Annotated[int, Meta(ge=1, le=1 << 31)]
+_Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]
+_Session = Annotated[str, Meta(min_length=1, max_length=_MOST_NAME)]
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+class _Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params["kvdepot"]`."""
+
+    retain_s: _Seconds | None = None
+    expire_s: _Seconds | None = None
+    priority: _Priority = NORMAL
+    session: _Session | None = None
+    release: bool = False
+    store: bool = True
+
+
+class _Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Payload of the actions `retain` and `prefetch`."""
+
+    retain_s: _Seconds
+    priority: _Priority = NORMAL
+    session: _Session | None = None
+
+
+class _Endless(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Payload of the action `pin`."""
+
+    priority: _Priority = NORMAL
+    session: _Session | None = None
+
+
+class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Payload of the action `release`."""
+
+    session: _Session | None = None
+
+
+_ACTIONS: Mapping[str, type[_Timed | _Endless | _Named]] = {
+    "retain": _Timed,
+    "prefetch": _Timed,
+    "pin": _Endless,
+    "release": _Named,
+}
+
+
+class Wish(NamedTuple):
+    """A lease of the request's chunks. kind: see protocol/leases.py. ttl_s: seconds; 0: no end."""
+
+    kind: str
+    name: str
+    ttl_s: int
+    priority: int
+
+
+class Wishes(NamedTuple):
+    """All that a request asks for.
+
+    leases: of its chunks, when it has finished; those of the kind `prefetch`, when it arrives. releases: names of
+    leases that end when it has finished, with the removal of their chunks and of the request's own. stores: whether it
+    is stored.
+    """
+
+    leases: tuple[Wish, ...] = ()
+    releases: tuple[str, ...] = ()
+    stores: bool = True
+
+
+NO_WISHES = Wishes()
+
+
+def read_wishes(request: Request) -> tuple[Wishes, str]:
+    """A request's wishes, and why they are refused; empty if they are not. Raises nothing.
+
+    Of refused wishes, one remains: if `store` is there and is not true, the request is not stored.
+    """
+    params = request.kv_transfer_params
+    given = params.get(_KEY) if isinstance(params, dict) else None
+    hints = getattr(request, "kv_hints", None)  # since vLLM 0.31
+    if given is None and hints is None:
+        return NO_WISHES, ""
+    wishes = Wishes()
+    try:
+        if given is not None:
+            wishes = _of_params(_convert(given, _Params, f"kv_transfer_params.{_KEY}"), request.request_id)
+        if hints is not None:
+            wishes = _with_actions(wishes, hints.actions, request.request_id)
+    except BadRequest as exc:
+        is_private = isinstance(given, dict) and given.get("store", True) is not True
+        return Wishes(stores=not is_private), str(exc)
+    return wishes, ""
+
+
+def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        raise BadRequest(f"{what}: {exc}") from exc
+
+
+def _of_params(params: _Params, request_id: str) -> Wishes:
+    name = _name(params.session, request_id)
+    leases = []
+    if params.retain_s is not None:
+        leases.append(Wish("retain", name, params.retain_s, params.priority))
+    if params.expire_s is not None:
+        leases.append(Wish("expire", _expiring(name), params.expire_s, params.priority))
+    if params.release and leases:
+        raise BadRequest(f"kv_transfer_params.{_KEY}: give either `release`, or `retain_s` and `expire_s`")
+    return Wishes(tuple(leases), (name, _expiring(name)) if params.release else (), params.store)
+
+
+def _with_actions(wishes: Wishes, actions: Iterable[KvHintAction], request_id: str) -> Wishes:
+    """`wishes`, and those of the actions that we know."""
+    leases, releases = list(wishes.leases), list(wishes.releases)
+    for action in actions:
+        kind, what = action.action_type, f"kv_hints, action {action.action_type}"
+        if kind not in _ACTIONS:
+            continue
+        if action.action_version != _VERSION:
+            raise BadRequest(f"{what}: version {action.action_version!r:.40} is not {_VERSION!r}")
+        match _convert(action.payload, _ACTIONS[kind], what):
+            case _Timed() as timed:
+                leases.append(Wish(kind, _name(timed.session, request_id), timed.retain_s, timed.priority))
+            case _Endless() as endless:
+                leases.append(Wish("retain", _name(endless.session, request_id), 0, endless.priority))
+            case _Named() as named:
+                name = _name(named.session, request_id)
+                releases += [name, _expiring(name)]
+    names = [lease.name for lease in leases] + releases
+    if len(set(names)) < len(names):
+        raise BadRequest("kv_hints: two wishes for one session; give each its own `session`")
+    return Wishes(tuple(leases), tuple(releases), wishes.stores)
+
+
+def _name(session: str | None, request_id: str) -> str:
+    """The name of the lease: one lease per session, which its next request replaces."""
+    return request_id[:_MOST_NAME] if session is None else session
+
+
+def _expiring(name: str) -> str:
+    """The name of the lease of the kind `expire`: it exists beside the one that retains."""
+    return f"{name}/expire"

@@ -1,0 +1,88 @@
+"""The commands for leases: lease, release, leases."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run
+from tests.client.engine import CHUNK, Engine
+from tests.conftest import Depot, eventually
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The token ids of the prompt that `engine` has stored."""
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps([1] * CHUNK))
+    return path
+
+
+@pytest.fixture
+def engine(depot: Depot) -> Iterator[Engine]:
+    """An engine that has stored one chunk, and pins nothing."""
+    engine = Engine(depot)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    yield engine
+    engine.close()
+
+
+def chunks_of(depot: Depot, engine: Engine) -> int:
+    return sum(each["chunks"] for each in depot.status()["namespaces"] if each["model"] == engine.model)
+
+
+@pytest.mark.faults
+def test_a_lease_is_begun_shown_with_its_receipt_and_released_with_its_chunks(
+    depot: Depot, engine: Engine, file: Path
+) -> None:
+    which = ("--tokens", file, "--model", engine.model, "--url", depot.url, "--json")
+    name = f"agent-{uuid.uuid4().hex[:6]}"
+    done = run("lease", name, *which, "--seconds", "600", "--priority", "70")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "leased": 1}), done.stderr
+    shown = json.loads(run("leases", "--url", depot.url, "--json").stdout)
+    (lease,) = [each for each in shown["leases"] if each["name"] == name]
+    assert (lease["kind"], lease["chunks"], lease["priority"], lease["ended"]) == ("retain", 1, 70, "")
+    assert 0 < lease["ends_s"] <= 600 and lease["bytes"] > 0
+    assert [each["kind"] for each in shown["sums"]] == ["retain"]
+    table = run("leases", "--url", depot.url).stdout
+    assert name in table and "saved tokens" in table and "(no tenant)" in table
+    done = run("release", *which)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"chunks": 1, "removed": 0}), "it is leased"
+    done = run("release", name, "--url", depot.url, "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"released": name}), done.stderr
+    eventually(lambda: chunks_of(depot, engine) == 0)
+    done = run("release", name, "--url", depot.url)
+    assert done.returncode == 1 and name in done.stderr
+
+
+@pytest.mark.faults
+def test_a_prompts_chunks_are_released_but_for_those_that_are_to_stay(depot: Depot, engine: Engine, file: Path) -> None:
+    which = ("--tokens", file, "--model", engine.model, "--url", depot.url)
+    done = run("release", *which, "--keep", "1")
+    assert (done.returncode, done.stdout) == (0, "0 of 1 chunks were removed from memory\n"), done.stderr
+    done = run("release", *which)
+    assert (done.returncode, done.stdout) == (0, "1 of 1 chunks were removed from memory\n"), done.stderr
+    assert chunks_of(depot, engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["release"], "give either the NAME of a lease"),
+        (["release", "a", "--tokens", "p.json"], "give either the NAME of a lease"),
+        (["release", "a", "--keep", "1"], "are for a prompt"),
+        (["lease", "a", "--tokens", "p.json", "--kind", "expire"], "--seconds"),
+        (["lease", "a", "--tokens", "p.json", "--kind", "forever"], "--kind"),
+        (["lease", "a", "--tokens", "p.json", "--priority", "101"], "--priority"),
+        (["lease", "a"], "--tokens and --hashes"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_is_refused_with_the_reason(words: list[str], said: str, tmp_path: Path) -> None:
+    done = run(*words, "--url", f"ipc://{tmp_path}/none.sock")
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())

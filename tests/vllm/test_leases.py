@@ -1,0 +1,224 @@
+"""What becomes of requests' wishes: the messages that they cause, and what a real engine and a server do then."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvdepot.client.scheduler import SchedulerClient
+from kvdepot.client.transfer import ShardSpec
+from kvdepot.errors import Busy
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES, ROOT
+from tests.client.answers import Answering
+from tests.conftest import Depot, StartDepot, eventually
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engines import prompt
+from tests.vllm.test_requests import Steps
+from tests.vllm.test_wishes import request
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
+
+CHUNK = 128
+"""The request's prompt has 600 tokens: four chunks, and the beginning of a fifth."""
+
+
+class Desk:
+    """The leases of an engine, and the client that records what they send."""
+
+    def __init__(self, saves_decode: bool = False) -> None:
+        from kvdepot.integrations.vllm.leases import Leases
+        from kvdepot.integrations.vllm.stats import Figures
+
+        self.peer: Any = Answering()
+        config: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=""))
+        self.figures = Figures(config, lambda request_id: None)
+        self.leases = Leases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.figures, saves_decode)
+
+    def arrive(self, *arguments: Any) -> Any:
+        """A request with these wishes, which has decoded 50 tokens."""
+        from kvdepot.integrations.vllm.requests import Prompt, Tracked
+
+        of = request(*arguments)
+        tracked = Tracked(of, Prompt(of, CHUNK, ROOT, True), self.leases.read(of))
+        self.leases.arrived(tracked)
+        of.append_output_token_ids(list(range(50)))
+        return tracked
+
+    def finish(self, tracked: Any, stores_open: bool = False) -> None:
+        tracked.stores_open = stores_open
+        self.leases.finishes(tracked)
+        self.leases.finished(tracked)
+
+    def sent(self) -> list[Any]:
+        """The messages since the last call: of leases name, kind, chunks, seconds and priority; of ends the name; of
+        removals how many chunks."""
+        asked, self.peer.asked = self.peer.asked, []
+        return [self._short(message) for message in asked]
+
+    def _short(self, message: Any) -> Any:
+        match message:
+            case wire.Lease():
+                assert (message.model, message.world_size, message.chunk_tokens) == ("m", 2, CHUNK)
+                assert not message.drops
+                chunks = len(message.hashes) // HASH_BYTES
+                return (message.name, message.kind, chunks, message.ttl_s, message.priority)
+            case wire.EndLease():
+                assert message.drops
+                return message.name
+            case wire.Drop():
+                return len(message.hashes) // HASH_BYTES
+        raise AssertionError(message)
+
+    def counted(self) -> dict[str, int]:
+        stats = self.figures.take()
+        return stats.data if stats is not None else {}
+
+
+def test_a_prompt_is_leased_when_its_pins_end_and_again_when_the_request_has_finished() -> None:
+    desk = Desk()
+    tracked = desk.arrive({"retain_s": 60, "session": "a", "priority": 7})
+    assert desk.sent() == []
+    desk.leases.prompt_stored(tracked)
+    assert desk.sent() == [("a", "retain", 4, 60, 7)]
+    desk.finish(tracked)
+    assert desk.sent() == [("a", "retain", 4, 60, 7)]
+
+
+def test_the_output_is_leased_too_where_it_is_stored() -> None:
+    desk = Desk(saves_decode=True)
+    for wishes, chunks in (({"retain_s": 60}, 5), ({"retain_s": 60, "store": False}, 4)):
+        tracked = desk.arrive(wishes)
+        desk.leases.prompt_stored(tracked)
+        desk.finish(tracked)
+        assert [each[2] for each in desk.sent()] == [4, chunks]
+
+
+def test_what_expires_is_leased_at_the_end_and_what_is_prefetched_at_the_beginning() -> None:
+    desk = Desk()
+    tracked = desk.arrive({"expire_s": 9}, [("prefetch", {"retain_s": 5, "session": "p"}), ("pin", {"session": "q"})])
+    assert desk.sent() == [("p", "prefetch", 4, 5, 50)]
+    desk.leases.prompt_stored(tracked)
+    assert desk.sent() == [("q", "retain", 4, 0, 50)]
+    desk.finish(tracked)
+    assert desk.sent() == [("r/expire", "expire", 4, 9, 50), ("q", "retain", 4, 0, 50)]
+
+
+def test_a_release_removes_the_requests_chunks_and_then_the_sessions_once_its_stores_have_ended() -> None:
+    desk = Desk(saves_decode=True)
+    tracked = desk.arrive({"release": True, "session": "a"})
+    desk.leases.prompt_stored(tracked)
+    desk.finish(tracked, stores_open=True)
+    desk.leases.stores_ended(["another"])
+    assert desk.sent() == []
+    desk.leases.stores_ended(["r"])
+    assert desk.sent() == [5, "a", "a/expire"]
+    desk.leases.stores_ended(["r"])
+    assert desk.sent() == []
+    desk.finish(desk.arrive({"release": True}))
+    assert desk.sent() == [5, "r", "r/expire"]
+
+
+def test_a_request_without_wishes_sends_nothing_and_one_that_is_not_cached_only_ends_leases() -> None:
+    desk = Desk()
+    tracked = desk.arrive()
+    desk.leases.prompt_stored(tracked)
+    desk.finish(tracked)
+    uncached = desk.arrive({"retain_s": 1}), desk.arrive({"release": True, "session": "a"})
+    for tracked in uncached:
+        tracked.is_cached = False
+        desk.finish(tracked)
+    assert desk.sent() == ["a", "a/expire"]
+
+
+def test_refused_wishes_and_refused_leases_are_counted_and_each_reason_is_logged_once(
+    caplog_vllm: pytest.LogCaptureFixture,
+) -> None:
+    desk = Desk()
+    for _ in range(2):
+        desk.finish(desk.arrive({"retain_s": 1.5}))
+    assert desk.sent() == [] and desk.counted() == {"refused_wishes": 2}
+    tracked = desk.arrive({"retain_s": 5})
+    for _ in range(3):
+        desk.leases.prompt_stored(tracked)
+    desk.peer.answer(4)
+    desk.leases.hear()
+    assert desk.counted() == {}
+    desk.peer.answer(Busy("the leases of this tenant hold too much"))
+    desk.peer.answer(Busy("the leases of this tenant hold too much"))
+    desk.leases.hear()
+    assert desk.counted() == {"lease_errors": 2}
+    logged = [record.getMessage() for record in caplog_vllm.records]
+    assert len(logged) == 2 and "retain_s" in logged[0] and "hold too much" in logged[1]
+
+
+def test_tokens_that_cannot_be_hashed_cost_the_lease_alone() -> None:
+    desk = Desk()
+    tracked = desk.arrive({"retain_s": 5})
+    tracked.prompt.hash()
+    tracked.request.append_output_token_ids([-1] * 200)
+    desk.finish(tracked)
+    assert desk.sent() == [] and desk.counted() == {"lease_errors": 1}
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """caplog, with the connector's warnings, which vLLM's logger keeps from the root's handlers."""
+    import kvdepot.integrations.vllm.leases as module
+
+    monkeypatch.setattr(module.log, "propagate", True)
+    caplog.set_level(logging.WARNING, module.log.name)
+    return caplog
+
+
+def test_a_request_that_is_not_to_be_stored_has_no_stores_and_its_leases_reach_the_server(
+    vllm_depot: Depot, models: dict[str, Path]
+) -> None:
+    steps = Steps(vllm_depot.url, models["gqa"])
+    connector = steps.connector
+    try:
+        for wishes, stores in (({"store": False, "retain_s": 60}, 0), ({"retain_s": 60}, 1)):
+            one = request(wishes)
+            connector.on_new_request(one)
+            steps.back(steps.build(600))
+            one.num_computed_tokens = 600
+            assert len(steps.build().stores) == stores
+            connector.request_finished(one, [1, 2, 3, 4])
+            eventually(lambda: [each["name"] for each in vllm_depot.status()["leases"]] == ["r"])
+    finally:
+        connector.shutdown()
+
+
+def test_a_retained_prompt_survives_a_flood_that_is_not_and_a_release_removes_the_session(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    depot = start_depot(arena_mib=8)  # 32 chunks; leases may hold half
+    engine = start_engine(models["gqa"], depot.url).wait_started()
+    kept, plain, private = (prompt(seed, 4 * 256 + 17) for seed in (1, 2, 3))
+
+    def run(tokens: list[int], **wishes: Any) -> int:
+        return int(engine.run_fresh(tokens, **({"transfer": {"kvdepot": wishes}} if wishes else {}))["cached"])
+
+    assert run(kept, retain_s=3600, session="agent") == 0
+    assert run(plain) == 0
+    before = depot.status()["chunks"]
+    assert before == 8
+    assert run(private, store=False) == 0
+    for seed in range(10, 20):
+        run(prompt(seed, 4 * 256 + 17))
+    assert run(private) == run(plain) == 0
+    assert run(kept) == 1024
+    (lease,) = depot.status()["leases"]
+    assert (lease["name"], lease["kind"], lease["chunks"]) == ("agent", "retain", 4)
+    longer = [*kept[:1024], *prompt(4, 256 + 17)]
+    assert run(longer, release=True, session="agent") == 1024
+    eventually(lambda: not depot.status()["leases"])
+    assert run(longer, store=False) == run(kept, store=False) == 0
+    refused = run(prompt(5, 300), retain_s="long")
+    assert refused == 0 and "retain_s" in engine.logged()
+    engine.stop()
+    eventually(lambda: depot.status()["holds"] == 0)
