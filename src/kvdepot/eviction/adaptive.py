@@ -5,15 +5,16 @@ there are: LRU, S3-FIFO, and one that learns how soon chunks come back. So their
 and this policy follows a **leader**: it evicts what the leader does not contain, in the order in which the leader
 evicted it. After a change of leader, the chunks become those of the new one as new chunks need space.
 
-The leader is the shadow with the fewest misses in the last few turnovers of the cache; at first it is the one that
-learns. But once this policy itself has had more misses than the better of LRU and S3-FIFO, by 0.2 % and by a hundredth
-of the chunks, it follows that one until half of this is made up for, or another shadow has a clear lead.
+The leader is the shadow with the fewest misses in the last few turnovers of the cache. At first it is the one that
+learns, or LRU if there is room for few prompts. But once this policy itself has had more misses than the better of LRU
+and S3-FIFO, by 0.2 % and by a hundredth of the chunks, it follows that one until half of this is made up for, or
+another shadow has a clear lead. In small caches, a lead counts from the misses of a few requests.
 
 Nothing depends on the time or on Python's hashes: the same calls give the same evictions.
 
 **Known weaknesses.** What a plain policy gains before it is followed is lost, and a change of leader costs up to as
-many misses as there are chunks. So in the first few turnovers, or in a cache for a few dozen prompts, the hit rate can
-be up to 0.9 points below that of the better plain policy. If chunks differ in size, or many are pinned, the shadows are
+many misses as there are chunks. So in traces of a few turnovers, the hit rate can be a point below that of the better
+plain policy, mostly in a cache for a few dozen prompts. If chunks differ in size, or many are pinned, the shadows are
 inexact, because they count chunks and know no pins.
 """
 
