@@ -26,6 +26,8 @@ __all__ = ["LearnedShadow"]
 
 _SHORTEST = 64
 """Minimum number of requests and misses in an epoch, to spread the cost of starting one."""
+_LEARN = 256
+"""Minimum number of requests and misses between two computations of the ranks."""
 _NEW, _BRANCH, _CONTINUED, _PART = range(4)
 """What a run was stored behind; `_PART`: it is the part of a chunk in a bounded KV cache group."""
 _RUN = 3
@@ -61,13 +63,14 @@ class LearnedShadow(Shadow):
         self._slots = slots
         self.epoch = 1
         self._left = _SHORTEST  # requests and misses until the next epoch
+        self._until_learning = 0
         self._date = slots.column("I")  # epoch of the last use
         self._class = slots.column("B")  # of its cohort, plus 1; 0: not at risk
         self._run = slots.column("B")  # what it was stored behind, flags, and uses
         self._length = slots.column("B")  # chunks of its run up to this one
-        self._born = 0  # the last new slot of the current request
         self._cohorts: dict[int, _Cohort] = {}  # by epoch * _CLASSES + class
         self._order: list[tuple[float, int, int, _Cohort]] = []  # heap of cohorts that may have members
+        self._loose_in: _Cohort | None = None  # the cohort of the loose slot
         self._hazards = Hazards(_CLASSES)
 
     def __repr__(self) -> str:
@@ -76,40 +79,40 @@ class LearnedShadow(Shadow):
     def note_new(self, slot: int, is_part: bool) -> None:
         """`slot` was not known before. Call it before `insert`."""
         before = self._parent[slot]
-        run, length = self._run, self._length
-        if before and before == self._born and not is_part:
-            run[slot] = run[before] & _RUN
-            length[slot] = min(length[before] + 1, _LONGEST)
-        else:
-            what = _PART if is_part else _NEW if not before else _BRANCH if run[before] & _FOLLOWED else _CONTINUED
-            run[slot] = what | _FIRST
-            length[slot] = 1
-            if before and before == self._tip != self._hit:
-                self._add_uses(before, 1)  # it was a miss here, so `_used` does not count it
+        run = self._run
+        what = _PART if is_part else _NEW if not before else _BRANCH if run[before] & _FOLLOWED else _CONTINUED
+        run[slot] = what | _FIRST
+        self._length[slot] = 1
+        if before and before == self._tip != self._hit:
+            self._add_uses(before, 1)  # it was a miss here, so `_used` does not count it
         if before and not is_part:
             run[before] |= _FOLLOWED
-        self._born = slot
+
+    def extend(self, slot: int, before: int) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self._next_epoch()
+        run, length = self._run, self._length
+        run[slot] = run[before] & _RUN
+        run[before] |= _FOLLOWED
+        longer = length[before]
+        length[slot] = longer + 1 if longer < _LONGEST else longer
+        self._date[slot] = self.epoch
+        super().extend(slot, before)
 
     def forget(self, slot: int) -> None:
-        """`slot` is forgotten."""
         if self._class[slot]:
             self._cohort(slot).at_risk -= 1
             self._class[slot] = 0
 
     def use(self, slot: int) -> None:
-        self._born = 0
         self._tick()
         super().use(slot)
-
-    def _move(self, slot: int) -> None:
-        tip, self._tip = self._tip, slot
-        if tip and tip != slot and self._flags[tip] & self.bit and not self.kids[tip] and not self._class[tip]:
-            self._join(tip, is_last=True)
 
     def _enter(self, slot: int) -> None:
         self._tick()
         before = self._parent[slot]
-        if before and self._class[before]:
+        if before:
             self.forget(before)
         if self._class[slot]:
             self._came_back(slot)
@@ -123,22 +126,30 @@ class LearnedShadow(Shadow):
         self._add_uses(slot, 1)
         self._date[slot] = self.epoch
         if slot != self._tip and not self.kids[slot]:
-            self._join(slot, is_last=True)
+            self._append(slot)
 
-    def _leave(self, slot: int) -> None:
+    def _dropped(self, slot: int) -> None:
         self.forget(slot)
-        super()._leave(slot)
-
-    def _evict(self, slot: int) -> None:
-        super()._leave(slot)
 
     def _ends(self, slot: int, after: int) -> None:
-        self._add_uses(slot, self._run[after] // _USE)
-        self._date[slot] = max(self._date[slot], self._date[after])
-        if not self._run[after] & _FIRST:
-            self._length[slot] = self._length[after]
-        if slot != self._tip:
-            self._join(slot, is_last=False)
+        runs, dates, length = self._run, self._date, self._length
+        run, last = runs[slot], runs[after]
+        if dates[after] > dates[slot]:
+            dates[slot] = dates[after]
+        if not last & _FIRST:
+            length[slot] = length[after]
+        if last >= _USE:
+            self._add_uses(slot, last // _USE)
+        if slot == self._tip:
+            return
+        kind = self._class[after]
+        if kind and run < _USE and not last & _FIRST and last < _USE and dates[slot] == dates[after]:
+            self._class[slot] = kind  # the same run, and as its other slots not used since
+            cohort = self._cohort(slot)
+        else:
+            cohort = self._join(slot)
+        cohort.at_risk += 1
+        self._loose, self._loose_in = slot, cohort
 
     def _add_uses(self, slot: int, uses: int) -> None:
         run = self._run[slot]
@@ -146,6 +157,11 @@ class LearnedShadow(Shadow):
 
     def _victim(self) -> int:
         order = self._order
+        slot = self._loose
+        if slot:
+            if order and order[0][3] is self._loose_in:
+                return slot
+            self._tie()
         while order:
             cohort = order[0][3]
             slot = self.links.first(cohort.head)
@@ -160,8 +176,8 @@ class LearnedShadow(Shadow):
     def _cohort(self, slot: int) -> _Cohort:
         return self._cohorts[self._date[slot] * _CLASSES + self._class[slot] - 1]
 
-    def _join(self, slot: int, is_last: bool) -> None:
-        """is_last: it is the most recently used of its cohort; otherwise the least."""
+    def _join(self, slot: int) -> _Cohort:
+        """The cohort that an end of a chain belongs to; notes its class."""
         run = self._run[slot]
         uses = run // _USE
         if uses:
@@ -174,8 +190,21 @@ class LearnedShadow(Shadow):
         if cohort is None:
             head = self.links.make(self._slots.new_head())
             cohort = self._cohorts[epoch * _CLASSES + kind] = _Cohort(epoch, kind, head)
-        (self.links.append if is_last else self.links.prepend)(cohort.head, slot)
+        return cohort
+
+    def _append(self, slot: int) -> None:
+        cohort = self._join(slot)
         cohort.at_risk += 1
+        self.links.append(cohort.head, slot)
+        self._list(cohort)
+
+    def _prepend(self, slot: int) -> None:
+        cohort = self._loose_in
+        assert cohort is not None
+        self.links.prepend(cohort.head, slot)
+        self._list(cohort)
+
+    def _list(self, cohort: _Cohort) -> None:
         if not cohort.listed:
             heapq.heappush(self._order, self._entry(cohort))
 
@@ -192,7 +221,9 @@ class LearnedShadow(Shadow):
 
     def _next_epoch(self) -> None:
         """Count the chunks at risk in the epoch that ends, learn, and reorder the cohorts. O(cohorts)."""
+        self._tie()
         self._left = max(_SHORTEST, self.count // EPOCHS)
+        self._until_learning -= self._left
         now, hazards = self.epoch, self._hazards
         for place, cohort in list(self._cohorts.items()):
             if cohort.at_risk:
@@ -201,7 +232,9 @@ class LearnedShadow(Shadow):
                 del self._cohorts[place]
                 self._slots.free_head(cohort.head)
         self.epoch += 1
-        hazards.learn()
+        if self._until_learning <= 0:
+            self._until_learning = _LEARN
+            hazards.learn()
         self._order = []
         for cohort in self._cohorts.values():
             cohort.listed = bool(self.links.first(cohort.head))

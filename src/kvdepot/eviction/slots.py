@@ -53,17 +53,27 @@ class Slots:
         return slot
 
     def enter(self, key: bytes, is_part: bool, parent: int) -> int:
-        """A new slot for a key; chunks of several namespaces may have the same one."""
-        slot = self._new()
+        """A new slot for a key, 0 in all other columns; chunks of several namespaces may have the same one."""
+        slot = self._free
+        if slot:
+            self._free = self._next[slot]
+        else:
+            slot = self._new()
         self.used += 1
         self._hash[slot] = wanted = crc32(key, is_part)
         self.parent[slot] = parent
-        self._push(slot, self._bucket(wanted))
-        self._split()
+        buckets, level = self._buckets, self._level
+        at = wanted & (2 * level - 1)
+        if at >= len(buckets):
+            at -= level
+        self._next[slot] = buckets[at]
+        buckets[at] = slot
+        if len(buckets) < self.used:
+            self._split()
         return slot
 
     def free(self, slot: int) -> None:
-        """Forget a slot that is the parent of none."""
+        """Forget a slot that is the parent of none. The caller has set all columns that it uses to 0."""
         at = self._bucket(self._hash[slot])
         following = self._next
         if self._buckets[at] == slot:
@@ -74,27 +84,28 @@ class Slots:
                 before = following[before]
             following[before] = following[slot]
         self.used -= 1
-        self.free_head(slot)
+        following[slot] = self._free
+        self._free = slot
 
     def new_head(self) -> int:
         """A slot that stands for no key: the head of a list."""
-        return self._new()
+        slot = self._free
+        if not slot:
+            return self._new()
+        self._free = self._next[slot]
+        return slot
 
     def free_head(self, slot: int) -> None:
         """Undo `new_head`."""
+        for column in self._columns:
+            column[slot] = 0
         self._next[slot] = self._free
         self._free = slot
 
     def _new(self) -> int:
-        slot = self._free
-        if not slot:
-            for column in self._columns:
-                column.append(0)
-            return len(self.flags) - 1
-        self._free = self._next[slot]
         for column in self._columns:
-            column[slot] = 0
-        return slot
+            column.append(0)
+        return len(self.flags) - 1
 
     def _bucket(self, value: int) -> int:
         at = value & (2 * self._level - 1)
@@ -105,9 +116,7 @@ class Slots:
         self._buckets[bucket] = slot
 
     def _split(self) -> None:
-        """Add a bucket if there are fewer than slots, and move to it what belongs there."""
-        if len(self._buckets) >= self.used:
-            return
+        """Add a bucket, and move to it what belongs there."""
         at = len(self._buckets) - self._level
         slot, self._buckets[at] = self._buckets[at], 0
         self._buckets.append(0)
