@@ -769,6 +769,7 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
             ("green", ["--floor", "1MiB"], "'green'"),
             ("blue", ["--floor", "17MiB"], "below the floor"),
             ("red", ["--floor", "1GiB"], "more than the arena"),
+            ("blue", ["--disk-cap", "1GiB"], "needs a tier disk://"),
         ):
             refused = run("quota", tenant, *options, *where)
             assert refused.returncode == 1 and said in refused.stderr

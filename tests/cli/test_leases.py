@@ -11,7 +11,8 @@ import pytest
 
 from tests.cli.command import run
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import Depot, eventually
+from tests.conftest import Depot, StartDepot, eventually
+from tests.server.process import kill
 
 
 @pytest.fixture
@@ -86,3 +87,24 @@ def test_wrong_usage_is_refused_with_the_reason(words: list[str], said: str, tmp
     done = run(*words, "--url", f"ipc://{tmp_path}/none.sock")
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.faults
+def test_leases_end_with_their_server_and_their_chunks_stay(start_depot: StartDepot, file: Path) -> None:
+    """Also those of clients that are gone by then."""
+    depot = start_depot(name=f"leases-{uuid.uuid4().hex[:8]}")
+    engine = Engine(depot)
+    engine.store([1] * CHUNK, [0, 1, 2, 3])
+    engine.close()
+    which = ("--tokens", file, "--model", engine.model)
+    assert run("lease", "agent", *which, "--url", depot.url).returncode == 0
+    before = json.loads(run("leases", "--url", depot.url, "--json").stdout)
+    assert [each["chunks"] for each in before["leases"]] == [1]
+    kill(depot)
+    depot = start_depot(name=depot.name)
+    assert json.loads(run("leases", "--url", depot.url, "--json").stdout) == {"leases": [], "sums": []}
+    assert chunks_of(depot, engine) == 1
+    assert run("lease", "agent", *which, "--url", depot.url).returncode == 0
+    done = run("release", "agent", "--url", depot.url)
+    assert done.returncode == 0, done.stderr
+    eventually(lambda: chunks_of(depot, engine) == 0)

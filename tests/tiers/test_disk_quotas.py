@@ -217,6 +217,15 @@ def test_what_is_above_the_floors_is_divided_by_weight(start: Callable[..., Disk
     assert there(tier, "blue", range(60))[-1] == 59, "each loses what it has not used for longest"
 
 
+def test_no_other_tenants_object_takes_one_below_its_floor(start: Callable[..., Disk]) -> None:
+    tier = start({"blue": on_disk(floor=22)})
+    assert all(write(tier, "blue", number, blocks=4) for number in range(6))
+    assert not write(tier, "red", 0, blocks=3)  # two blocks are above blue's floor, and its objects have four
+    assert there(tier, "blue", range(6)) == list(range(6))
+    assert write(tier, "blue", 6, blocks=4)  # its own objects may
+    assert len(there(tier, "blue", range(7))) == 6
+
+
 def test_an_object_beyond_a_cap_is_refused_and_evicts_nothing(start: Callable[..., Disk]) -> None:
     tier = start({"blue": on_disk(cap=3)})
     assert write(tier, "blue", 1) and write(tier, "blue", 2)

@@ -18,6 +18,8 @@ __all__ = ["quota"]
 @click.argument("tenant", metavar="[TENANT]", required=False, default="")
 @click.option("--floor", metavar="SIZE", help="what other tenants cannot take from it, e.g. 4GiB")
 @click.option("--cap", metavar="SIZE", help="the most that it can have; 0: no cap")
+@click.option("--disk-floor", metavar="SIZE", help="the same as --floor, in each tier disk://")
+@click.option("--disk-cap", metavar="SIZE", help="the same as --cap, in each tier disk://")
 @click.option("--weight", type=float, metavar="N", help="its part of what is left above all floors (default: 1)")
 @click.option("--ttl-s", type=click.IntRange(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
 @click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
@@ -27,6 +29,8 @@ def quota(
     tenant: str,
     floor: str | None,
     cap: str | None,
+    disk_floor: str | None,
+    disk_cap: str | None,
     weight: float | None,
     ttl_s: int | None,
     remove: bool,
@@ -45,6 +49,8 @@ def quota(
     given = {
         "floor_bytes": None if floor is None else _bytes("--floor", floor),
         "cap_bytes": None if cap is None else _bytes("--cap", cap),
+        "disk_floor_bytes": None if disk_floor is None else _bytes("--disk-floor", disk_floor),
+        "disk_cap_bytes": None if disk_cap is None else _bytes("--disk-cap", disk_cap),
         "weight": weight,
         "ttl_s": ttl_s,
     }

@@ -157,12 +157,14 @@ class LeasesNow(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A quota; `cap_bytes` and `ttl_s`: 0 means none."""
+    """A quota; caps and `ttl_s`: 0 means none."""
 
     floor_bytes: Annotated[int, Meta(ge=0)] = 0
     cap_bytes: Annotated[int, Meta(ge=0)] = 0
     weight: float = 1.0
     ttl_s: Annotated[int, Meta(ge=0)] = 0
+    disk_floor_bytes: Annotated[int, Meta(ge=0)] = 0
+    disk_cap_bytes: Annotated[int, Meta(ge=0)] = 0
 
 
 class QuotaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -371,7 +373,7 @@ def quota(state: State, data: JSONBody[QuotaRequest]) -> QuotaRequest:
     """Give a tenant a quota until the server ends, or none; returns it."""
     share = data.quota
     with _change(state):
-        asked = None if share is None else Quota(share.floor_bytes, share.cap_bytes, share.weight, share.ttl_s)
+        asked = None if share is None else Quota(**msgspec.structs.asdict(share))
         admin.set_quota(_poll(state).client, data.tenant, asked)
         return data
 
