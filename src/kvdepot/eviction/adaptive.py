@@ -61,7 +61,7 @@ class Adaptive:
         self._epoch = self._learned.epoch
         self._misses = 0.0  # its own, as `Shadow.misses`
         self._entered = 0
-        self._runs = 0.0  # of chunks that it missed
+        self._runs = 0.0  # of chunks that it missed; one whose key was known counts as a run
         self._is_behind = False  # it has spent its budget, and follows a plain policy
         self._is_first = True  # no leader has been chosen yet
         self._is_new = True  # nor in the current request
