@@ -33,6 +33,7 @@ def _is_there(store: str) -> bool:
 
 
 BENCH = Path(__file__).parent.parent / "bench" / "bench.py"
+SHARE_CLOSED = "adaptive, of the distance from LRU to the bound"
 FIELDS = {"figure", "unit", "median", "floor", "ratio", "bar", "holds"}
 EXPECTED = (
     [
@@ -174,8 +175,10 @@ def check(printed: str, out: Path, expected: list[str]) -> None:
     assert [row["figure"] for row in rows] == expected
     for row in rows:
         assert set(row) == FIELDS, row
-        assert row["unit"] in {"GB/s", "us", "ms", "1/s", "MB", "x", "%", "s"}, row
-        assert row["median"] > 0 and row["floor"] > 0, row
+        assert row["unit"] in {"GB/s", "us", "ms", "1/s", "MB", "B", "x", "%", "s"}, row
+        assert row["floor"] > 0, row
+        if row["figure"] != SHARE_CLOSED:  # which tiny traces leave to chance
+            assert row["median"] > 0, row
         assert row["ratio"] == pytest.approx(row["median"] / row["floor"]), row
         assert re.match(r"(>=|<=) \d", row["bar"]) and isinstance(row["holds"], bool), row
         assert row["figure"] in printed

@@ -353,7 +353,7 @@ def keeps_what_tier_lookups_held(patch: Patch) -> None:
     patch.setattr(Lookups, "release", lambda self, tier_lookup: tier_lookup.held.clear())
 
 
-@breaks(10)
+@breaks(118)
 def gives_room_back_at_the_deadline(patch: Patch) -> None:
     overdue = Tiering._overdue
 
