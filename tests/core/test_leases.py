@@ -15,7 +15,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.leases import KINDS
 from kvdepot.testing.faulty import MemoryTier
-from tests.core.desk import PER_CHUNK, Desk, lookup, prompt, store
+from tests.core.desk import PER_CHUNK, Desk, group_stores, lookup, prompt, store
 from tests.core.host import look, new_host
 from tests.core.test_quotas import engine, fill, pages
 
@@ -224,6 +224,50 @@ def test_a_lowered_quota_ends_leases_those_without_end_last(desk: Desk) -> None:
     assert not names(desk) and desk.index.held == 0
 
 
+@pytest.mark.parametrize("stored", [16, 20])
+def test_of_leases_that_grow_at_once_one_may_end_another(desk: Desk, stored: int) -> None:
+    blue = engine(desk, "blue")
+    chain = prompt("a", stored)
+    desk.ask(blue, store(prompt("a", 1)))
+    for name in "xyz":
+        assert desk.ask(blue, lease(chain, name, ttl_s=100)) == 1
+    desk.ask(blue, store(chain))
+    desk.tick(1.0, 1001.0)
+    desk.index.validate()
+    for name in names(desk, "blue"):
+        assert desk.ask(blue, wire.EndLease(name))
+    desk.assert_empty()
+    assert desk.depot.leases.bytes == 0
+
+
+def test_leases_beyond_those_that_one_store_looks_up_grow_later(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.core.leases._MOST_MATCHED", 1)
+    blue = engine(desk, "blue")
+    chain = prompt("a", 3)
+    for name in "xyz":
+        assert desk.ask(blue, lease(chain, name, ttl_s=100)) == 0
+    desk.ask(blue, store(chain))
+    sizes = [each.chunks for each in desk.depot.leases.receipts("blue", desk.now)]
+    assert sorted(sizes) == [0, 0, 3]
+    for second in (1, 2):
+        desk.tick(float(second), 1000.0 + second)
+    assert [each.chunks for each in desk.depot.leases.receipts("blue", desk.now)] == [3, 3, 3]
+
+
+def test_a_refused_lease_loses_no_reply_to_one_of_its_name_that_waits(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdepot.core.leases.MOST_HASHES", 4)
+    blue = engine(desk, "blue")
+    chain = prompt("a", 5)
+    desk.send(blue, store(chain))
+    waiting = desk.send(blue, lease(chain, "n"))
+    assert waiting not in desk.answers
+    refused = desk.send(blue, lease(chain, "n", kind="expire", ttl_s=10))
+    assert isinstance(desk.answers[refused], Busy) and desk.answers[waiting] == 0
+    desk.settle()
+
+
 # -- drops
 
 
@@ -236,6 +280,40 @@ def test_a_drop_removes_a_prompt_from_its_end_up_to_what_another_prompt_shares(d
     assert (has(desk, blue, one), has(desk, blue, two)) == (4, 7)
     assert desk.ask(blue, drop(two, keep=2)) == 5
     assert has(desk, blue, two) == 2 and desk.depot.counters["released_chunks"] == 8
+    desk.assert_empty()
+
+
+def test_a_drop_of_a_prompt_with_windows_whose_trunk_has_expired_removes_both() -> None:
+    desk = Desk(settings={"ttl_s": 100})
+    desk.hello()
+    desk.tick(0.0, 1000.0)
+    desk.register_groups((0, 2))
+    chain = prompt("a", 3)
+    stores = list(group_stores((0, 2), chain))
+    of_trunk, of_windows = stores[:-2], stores[-2:]
+    for each in of_trunk:
+        desk.ask(b"one", each)
+    desk.tick(10.0, 1010.0)
+    for each in of_windows:
+        desk.ask(b"one", each)
+    desk.tick(101.0, 1101.0)
+    assert desk.ask(b"one", drop(chain)) > 0
+    desk.assert_empty()
+
+
+def test_while_too_much_is_being_dropped_more_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.core.dropping._MOST_HASHES", 2)
+    blue = engine(desk, "blue")
+    chain = prompt("a", 3)
+    desk.ask(blue, store(chain))
+    assert desk.ask(blue, lease(chain, "held")) == 3
+    assert desk.ask(blue, lease(chain, "l", kind="expire", ttl_s=9)) == 3
+    assert desk.send(blue, wire.EndLease("l", drops=True)) in desk.answers
+    for wish in (drop(chain), wire.EndLease("held", drops=True), lease(chain, "m", kind="expire", ttl_s=9)):
+        assert isinstance(desk.answers[desk.send(blue, wish)], Busy)
+    desk.settle()
+    assert desk.ask(blue, wire.EndLease("held", drops=True)) is True
+    desk.settle()
     desk.assert_empty()
 
 

@@ -242,7 +242,7 @@ def test_warm_pin_and_forget_do_what_they_say(start_depot: StartDepot, tmp_path:
         hashes.write_text("abc")
         assert command("warm", "--hashes", str(hashes), *place).returncode == 2
         again = command("unpin", "system", *place)
-        assert again.returncode == 1 and "there is no pin 'system'" in again.stderr
+        assert again.returncode == 1 and "there is no lease 'system'" in again.stderr
         wrong = command("warm", "--tokens", str(tokens), "--model", "other", *place)
         assert wrong.returncode == 2 and "toy" in wrong.stderr
         nothing = command("forget", *place)

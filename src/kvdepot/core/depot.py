@@ -170,8 +170,12 @@ class Depot:
             case wire.Clear():
                 return self.forgetting.clear(client, number, request)
             case wire.Lease():
+                if request.drops or request.kind == "expire":
+                    self.drops.refuse_many()
                 return self.sessions.lease(client, number, request, self.now)
             case wire.EndLease():
+                if request.drops:
+                    self.drops.refuse_many()
                 return [*self.sessions.give_up_lease(client, request.name), self._end_lease(client, number, request)]
             case wire.Drop():
                 return self.drops.ask(client, number, request, self.now)

@@ -29,7 +29,7 @@ from kvdepot.protocol.keys import HASH_BYTES
 __all__ = ["Drops"]
 
 _MOST_HASHES = 1 << 20
-"""Hashes of all drops in progress that clients asked for."""
+"""Hashes of all drops in progress; with more, clients can ask for none, and begin no lease that ends with one."""
 _WAIT_S = 30.0
 """How long a drop waits for the saves of one chunk; then it ends there."""
 
@@ -60,7 +60,7 @@ class Drops:
         self._step_chunks = step_chunks
         self._ready: deque[_Drop] = deque()
         self._waiting: deque[_Drop] = deque()  # for saves
-        self._asked = 0  # hashes of drops that clients asked for
+        self._hashes = 0  # of all drops
 
     def __repr__(self) -> str:
         return f"<Drops {len(self._ready)}, {len(self._waiting)} wait for tiers>"
@@ -77,16 +77,21 @@ class Drops:
         check_chunk_tokens(request.chunk_tokens)
         if request.keep < 0:
             raise BadRequest(f"keep is {request.keep}")
+        self.refuse_many()
         chunks = len(request.hashes) // HASH_BYTES
-        if self._asked + chunks > _MOST_HASHES:
-            raise Busy(f"prompts of {self._asked} chunks are being dropped; the limit is {_MOST_HASHES}")
-        self._asked += chunks
+        self._hashes += chunks
         self._ready.append(_Drop(client.tenant, request, request.hashes, chunks, request.keep, client, number))
         return self.step(now)
+
+    def refuse_many(self) -> None:
+        """Raise Busy if so much is being dropped that nothing may be added."""
+        if self._hashes > _MOST_HASHES:
+            raise Busy(f"prompts of {self._hashes} chunks are being dropped; the limit is {_MOST_HASHES}")
 
     def begin(self, tenant: str, wish: wire.Lease, hashes: bytes) -> None:
         """Drop the chunks of a lease that has ended."""
         if hashes:
+            self._hashes += len(hashes) // HASH_BYTES
             self._ready.append(_Drop(tenant, wish, hashes, len(hashes) // HASH_BYTES, 0))
 
     def retry(self) -> None:
@@ -130,9 +135,9 @@ class Drops:
 
     def _end(self, drop: _Drop) -> list[Action]:
         self._counters["released_chunks"] += drop.removed
+        self._hashes -= len(drop.hashes) // HASH_BYTES
         if drop.asker is None:
             return []
-        self._asked -= len(drop.hashes) // HASH_BYTES
         return [] if drop.asker.dead else [Reply(drop.asker.identity, drop.number, drop.removed)]
 
     def _drop_last(self, drop: _Drop) -> bool | None:
@@ -156,6 +161,8 @@ class Drops:
         unsaved = [Unsaved(group, key, _salt_of(group, key, salt)) for group in groups]
         self._tiering.erase(unsaved)
         for part in sorted(parts, key=lambda part: part.children):  # those of bounded groups first
+            if part.gone:  # it was pending removal until the part behind it went
+                continue
             if not index.remove_forgotten(part):
                 index.remove(part, Reason.DROPPED)
         drop.removed += bool(parts)

@@ -46,8 +46,8 @@ _MOST_ENDED = 100
 """Ended leases of one tenant whose receipts are kept."""
 _MOST_SHOWN = 100
 """Leases in a status."""
-_MOST_MATCHED = 256
-"""Leases that one tick looks up again."""
+_MOST_MATCHED = 64
+"""Leases that one tick, or one store, looks up again; those beyond that follow with the next tick."""
 _MOST_NAME = 256
 """Characters of a name that a receipt shows."""
 _NEVER = float("inf")
@@ -278,14 +278,15 @@ class Leases:
         free = 0 if old is None else old.held
         if not size or self._fits(account, size - free):
             return True
+        yielding = list(self._yielding(lease, old))
+        if not self._fits(account, size - free - sum(each.held for each in yielding)):
+            return False  # without sorting thousands of leases, as those that grow come here often
         ended: list[Lease] = []
-        for each in sorted(self._yielding(lease, old), key=_rank):
+        for each in sorted(yielding, key=_rank):
             ended.append(each)
             free += each.held
             if self._fits(account, size - free):
                 break
-        else:
-            return False
         for each in ended:
             self._end(each, "made room")
         return True
@@ -318,10 +319,13 @@ class Leases:
         if not self._awaited:
             return
         self.now = now
+        left = _MOST_MATCHED
         for key in {chunk.key: None for chunk in chunks}:
             for lease in self._awaited.pop(key, ()):
                 lease.awaits = b""
-                self._grow(lease)
+                if left and lease in self._growing:  # the growth of one before it may have ended it
+                    left -= 1
+                    self._grow(lease)
 
     def _grow(self, lease: Lease) -> None:
         """Hold what memory has of its prompt by now. It then waits for the next chunk, or has all, or no room."""
@@ -405,11 +409,13 @@ class Leases:
                 over += [lease] if drops else []
         left = _MOST_MATCHED
         for lease in list(self._growing):
+            if lease not in self._growing:  # the growth of one before it has ended it
+                continue
             if lease.grows_until <= now:
                 self._stop_growing(lease)
                 if not lease.chunks and not lease.drops:
                     self._end(lease, "no chunk of it was stored")
-            elif not lease.is_simple and left:
+            elif left and not (lease.is_simple and lease.awaits):
                 left -= 1
                 self._grow(lease)
         return over

@@ -306,7 +306,13 @@ class Sessions:
         if not lease.holds:  # so it needs nothing from tiers
             gone = self.give_up_lease(client, wish.name)
             found = match(self._index, client.tenant, wish, wish.hashes)
-            return [*gone, Reply(client.identity, number, self._leases.begin(lease, *found))]
+            value: int | KVDepotError
+            try:
+                value = self._leases.begin(lease, *found)
+            except KVDepotError as exc:  # not raised, or the reply to the lookup that was given up would be lost
+                self._counters["errors"] += 1
+                value = exc
+            return [*gone, Reply(client.identity, number, value)]
         keeper = self._keepers.setdefault(client.tenant, Client(b"", NoLease(), client.tenant))
         lookup = wire.Lookup(
             wish.model, wish.world_size, wish.blocks_in_chunk, wish.name, 1, wish.hashes, True, wish.salt,
