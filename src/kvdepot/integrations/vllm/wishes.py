@@ -7,7 +7,7 @@ both; leases.py carries it out. Keys and actions of other names belong to others
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,6 @@ from kvdepot.errors import BadRequest
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_hints import KvHintAction
     from vllm.v1.request import Request
 
 __all__ = ["NO_WISHES", "Wish", "Wishes", "read_wishes"]
@@ -138,8 +137,8 @@ def _of_params(params: _Params, request_id: str) -> Wishes:
     return Wishes(tuple(leases), (name, _expiring(name)) if params.release else (), params.store)
 
 
-def _with_actions(wishes: Wishes, actions: Iterable[KvHintAction], request_id: str) -> Wishes:
-    """`wishes`, and those of the actions that we know."""
+def _with_actions(wishes: Wishes, actions: Iterable[Any], request_id: str) -> Wishes:
+    """`wishes`, and those of the actions that we know. actions: KvHintAction of vLLM 0.31 and later."""
     leases, releases = list(wishes.leases), list(wishes.releases)
     for action in actions:
         kind, what = action.action_type, f"kv_hints, action {action.action_type}"
