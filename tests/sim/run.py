@@ -467,7 +467,7 @@ EXPECTED = frozenset(
     groups_load_done groups_load_failed groups_miss_by_a_bounded_part groups_passed_while_storing
     groups_stored_without_state
     engine_connected_late server_idle_exit
-    clear_while_removing forget_while_removing lookup_while_removing pin_while_removing retrieve_while_removing
+    clear_while_removing forget_while_removing lookup_while_removing lease_while_removing retrieve_while_removing
     server_died_while_removing store_while_removing
     asker_died_while_waiting awaited_chunks awaited_store_failed late_lookups lookup_awaited_store
     storer_died_while_awaited
