@@ -268,6 +268,23 @@ def test_a_refused_lease_loses_no_reply_to_one_of_its_name_that_waits(
     desk.settle()
 
 
+def test_another_tenants_forget_ends_no_lease_of_chunks_that_have_expired() -> None:
+    desk = Desk(pages=64, settings={"ttl_s": 100})
+    desk.tick(0.0, 1000.0)
+    blue, red = engine(desk, "blue"), engine(desk, "red")
+    chain = prompt("a", 3)
+    desk.ask(blue, store(chain))
+    assert desk.ask(blue, lease(chain)) == 3
+    desk.tick(101.0, 1101.0)
+    desk.ask(red, wire.Forget("nothing"))
+    assert names(desk, "blue") == {"l"}
+    desk.ask(blue, store(chain))
+    assert has(desk, blue, chain) == 3
+    desk.ask(blue, wire.Forget())
+    assert ends(desk, "blue") == {"l": "forgotten"}
+    desk.assert_empty()
+
+
 # -- drops
 
 
@@ -309,8 +326,8 @@ def test_while_too_much_is_being_dropped_more_is_refused(desk: Desk, monkeypatch
     assert desk.ask(blue, lease(chain, "held")) == 3
     assert desk.ask(blue, lease(chain, "l", kind="expire", ttl_s=9)) == 3
     assert desk.send(blue, wire.EndLease("l", drops=True)) in desk.answers
-    for wish in (drop(chain), wire.EndLease("held", drops=True), lease(chain, "m", kind="expire", ttl_s=9)):
-        assert isinstance(desk.answers[desk.send(blue, wish)], Busy)
+    for request in (drop(chain), wire.EndLease("held", drops=True), lease(chain, "m", kind="expire", ttl_s=9)):
+        assert isinstance(desk.answers[desk.send(blue, request)], Busy)
     desk.settle()
     assert desk.ask(blue, wire.EndLease("held", drops=True)) is True
     desk.settle()
@@ -372,6 +389,26 @@ def test_tiers_lose_what_is_dropped_and_a_chunk_being_saved_is_waited_for() -> N
     host.assert_quiet()
 
 
+def test_a_chunk_that_is_being_demoted_is_waited_for_and_its_tier_loses_it() -> None:
+    tier = MemoryTier()
+    host = new_host(("disk:///d?write=on_evict", tier), pages=16)
+    chains = [prompt(f"p{i}", 1) for i in range(15)]
+    for chain in chains[:14]:
+        host.find(b"one", store(chain))
+    host.send(b"one", store(chains[14]))
+    host.settle()
+    assert host.kinds() == ["Save"]
+    asked = host.send(b"one", drop(chains[0]))
+    assert asked not in host.answers, "the demotion would leave it in the tier"
+    host.work()
+    host.tick(1.0, 1001.0)
+    while asked not in host.answers or host.tier_tasks:
+        host.expire()
+        host.rest()
+    assert not tier.objects and host.find(b"one", look(chains[0])) == 0
+    host.assert_quiet()
+
+
 def test_a_tier_that_cannot_erase_is_counted() -> None:
     tier = MemoryTier()
     host = new_host(tier)
@@ -407,6 +444,11 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(_TENANTS), name=st.sampled_from("abcd"), chunks=st.integers(1, 6))
     def store(self, tenant: str, name: str, chunks: int) -> None:
         self.desk.ask(self.clients[tenant], store(prompt(name, chunks)))
+        growing = [(key, each) for key, each in self.model.items() if key[0] == tenant and each[0] == name]
+        for key in [key for key in self.model if key[0] == tenant and key[1] not in self._names(tenant)]:
+            gone = self.model.pop(key)
+            grown = [each for other, each in growing if other != key and gone[3] <= each[3]]
+            assert gone[2] < float("inf") and grown, "no lease that grew needed its room"
 
     @rule(
         tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), what=st.sampled_from("abcd"),
@@ -414,9 +456,9 @@ class LeaseMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def lease(self, tenant: str, name: str, what: str, chunks: int, ttl_s: int, priority: int) -> None:
         before = dict(self.model)
-        wish = lease(prompt(what, chunks), name, ttl_s=ttl_s, priority=priority)
+        request = lease(prompt(what, chunks), name, ttl_s=ttl_s, priority=priority)
         matched = has(self.desk, self.clients[tenant], prompt(what, chunks))
-        answer = self.desk.ask(self.clients[tenant], wish)
+        answer = self.desk.ask(self.clients[tenant], request)
         there = names(self.desk, tenant) if tenant else self._names("")
         if isinstance(answer, Busy):
             assert there == {key[1] for key in before if key[0] == tenant}, "a refused lease changes something"

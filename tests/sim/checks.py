@@ -327,7 +327,7 @@ class Checks:
         """All clients are gone: nothing is held for anybody."""
         self.host.check_pins(self)
         for lease in list(self.depot.leases._all()):
-            assert self.depot.leases.end(lease.tenant, lease.wish.name, self.depot.now) is lease
+            assert self.depot.leases.end(lease.tenant, lease.request.name, self.depot.now) is lease
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert getattr(status, what) == 0, f"all clients left, and there are {getattr(status, what)} {what}"

@@ -156,11 +156,11 @@ class Neighbours:
                 counters["lease_ended"] += 1
             return
         ttl_s = draw.choice([0, 1, 20])
-        wish = wire.Lease(
+        request = wire.Lease(
             name, "retain", f"model of {neighbour.tenant}", 1, 1, key, ttl_s=ttl_s, priority=draw.choice([20, 50])
         )
         try:
-            actions = server.depot.sessions.lease(Client(b"", NoLease(), neighbour.tenant), b"", wish, server.now)
+            actions = server.depot.sessions.lease(Client(b"", NoLease(), neighbour.tenant), b"", request, server.now)
         except Busy:
             counters["lease_refused"] += 1
             return

@@ -473,7 +473,7 @@ def ends_leases_with_their_client(patch: Patch) -> None:
 
     def thorough(self: Any, client: Any) -> Any:
         for lease in list(self._leases._all()):
-            self._leases.end(lease.tenant, lease.wish.name, self._leases.now)
+            self._leases.end(lease.tenant, lease.request.name, self._leases.now)
         return leave(self, client)
 
     patch.setattr(Sessions, "leave", thorough)

@@ -243,7 +243,7 @@ class Depot:
         """Called once a second. wall: seconds since 1970."""
         self.now, self.wall = now, int(wall)
         for lease in self.leases.tick(now):
-            self.drops.begin(lease.tenant, lease.wish, lease.hashes)
+            self.drops.begin(lease.tenant, lease.request, lease.hashes)
         self.drops.retry()
         self.ceiling.tick(now, self.counters["hit_chunks"])
         self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
@@ -277,7 +277,7 @@ class Depot:
     def _end_lease(self, client: Client, number: bytes, request: wire.EndLease) -> Reply:
         ended = self.leases.end(client.tenant, request.name, self.now)
         if ended is not None and request.drops:
-            self.drops.begin(ended.tenant, ended.wish, ended.hashes)
+            self.drops.begin(ended.tenant, ended.request, ended.hashes)
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:

@@ -88,11 +88,11 @@ class Drops:
         if self._hashes > _MOST_HASHES:
             raise Busy(f"prompts of {self._hashes} chunks are being dropped; the limit is {_MOST_HASHES}")
 
-    def begin(self, tenant: str, wish: wire.Lease, hashes: bytes) -> None:
+    def begin(self, tenant: str, request: wire.Lease, hashes: bytes) -> None:
         """Drop the chunks of a lease that has ended."""
         if hashes:
             self._hashes += len(hashes) // HASH_BYTES
-            self._ready.append(_Drop(tenant, wish, hashes, len(hashes) // HASH_BYTES, 0))
+            self._ready.append(_Drop(tenant, request, hashes, len(hashes) // HASH_BYTES, 0))
 
     def retry(self) -> None:
         """Called once a second: look again whether saves have ended."""

@@ -55,11 +55,11 @@ _NEVER = float("inf")
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease. wish: the request, without its hashes. tops: the chunks that it holds, each with the bytes of its
+    """One lease. request: the request, without its hashes. tops: the chunks that it holds, each with the bytes of its
     chain, which it protects. hashes: of its prompt, while it grows, and to its end if its chunks are to be dropped."""
 
     tenant: str
-    wish: wire.Lease
+    request: wire.Lease
     begun: float
     ends: float
     number: int
@@ -78,12 +78,12 @@ class Lease:
     @property
     def holds(self) -> bool:
         """Whether its kind holds chunks."""
-        return self.wish.kind != "expire"
+        return self.request.kind != "expire"
 
     @property
     def drops(self) -> bool:
         """Whether its chunks are dropped when its time is over."""
-        return self.wish.drops or not self.holds
+        return self.request.drops or not self.holds
 
     def spare(self, size: int) -> None:
         """Note that a chunk would have been evicted without it."""
@@ -152,31 +152,31 @@ class Leases:
 
     # -- begin
 
-    def admit(self, tenant: str, wish: wire.Lease, now: float) -> Lease:
+    def admit(self, tenant: str, request: wire.Lease, now: float) -> Lease:
         """A new lease, before its lookup: it holds nothing, and `begin` puts it into the table.
 
         Raises BadRequest or Busy.
         """
         self.now = now
-        check_hashes(wish.hashes)
-        check_names(wish.name, wish.model)
-        check_salt(wish.salt)
-        check_chunk_tokens(wish.chunk_tokens)
-        if wish.kind not in KINDS:
-            raise BadRequest(f"a lease of kind {wish.kind[:80]!r}; kinds are {', '.join(KINDS)}")
-        if not 0 <= wish.priority <= MOST_PRIORITY:
-            raise BadRequest(f"priority {wish.priority} is not between 0 and {MOST_PRIORITY}")
-        if not 0 <= wish.ttl_s <= _MOST_TTL_S:
-            raise BadRequest(f"a lease of {wish.ttl_s} s; the limit is {_MOST_TTL_S}")
-        if wish.kind == "expire" and not wish.ttl_s:
+        check_hashes(request.hashes)
+        check_names(request.name, request.model)
+        check_salt(request.salt)
+        check_chunk_tokens(request.chunk_tokens)
+        if request.kind not in KINDS:
+            raise BadRequest(f"a lease of kind {request.kind[:80]!r}; kinds are {', '.join(KINDS)}")
+        if not 0 <= request.priority <= MOST_PRIORITY:
+            raise BadRequest(f"priority {request.priority} is not between 0 and {MOST_PRIORITY}")
+        if not 0 <= request.ttl_s <= _MOST_TTL_S:
+            raise BadRequest(f"a lease of {request.ttl_s} s; the limit is {_MOST_TTL_S}")
+        if request.kind == "expire" and not request.ttl_s:
             raise BadRequest("a lease of kind expire needs ttl_s")
-        self._refuse_many(tenant, wish)
-        ends = now + wish.ttl_s if wish.ttl_s else _NEVER
-        bare = msgspec.structs.replace(wish, hashes=b"")
-        return Lease(tenant, bare, now, ends, next(self._numbers), Tally(now), wish.hashes)
+        self._refuse_many(tenant, request)
+        ends = now + request.ttl_s if request.ttl_s else _NEVER
+        bare = msgspec.structs.replace(request, hashes=b"")
+        return Lease(tenant, bare, now, ends, next(self._numbers), Tally(now), request.hashes)
 
-    def _refuse_many(self, tenant: str, wish: wire.Lease) -> None:
-        if self._count >= MOST_LEASES and self._find(tenant, wish.name) is None:
+    def _refuse_many(self, tenant: str, request: wire.Lease) -> None:
+        if self._count >= MOST_LEASES and self._find(tenant, request.name) is None:
             self._counters["leases_refused"] += 1
             raise Busy(f"there are {self._count} leases, the limit of one server")
 
@@ -185,8 +185,8 @@ class Leases:
 
         Raises Busy, counted, if it does not fit, and then changes nothing.
         """
-        old = self._find(lease.tenant, lease.wish.name)
-        self._refuse_many(lease.tenant, lease.wish)
+        old = self._find(lease.tenant, lease.request.name)
+        self._refuse_many(lease.tenant, lease.request)
         chunks = len(lease.hashes) // HASH_BYTES
         spare = MOST_HASHES - self._hashes + (0 if old is None else len(old.hashes) // HASH_BYTES)
         grows = matched < chunks and lease.holds
@@ -206,7 +206,7 @@ class Leases:
         self._hold(lease, tops, matched)  # first, so that chunks of both stay held
         if old is not None:
             self._end(old, "replaced")
-        self._by_tenant.setdefault(lease.tenant, {})[lease.wish.name] = lease
+        self._by_tenant.setdefault(lease.tenant, {})[lease.request.name] = lease
         self._count += 1
         self._keep_hashes(lease, chunks, grows)
         return matched
@@ -214,7 +214,7 @@ class Leases:
     def _enter(self, lease: Lease) -> None:
         """Count a lease in the sum of its tenant and kind."""
         lease.tally.since = max(lease.begun, self.now)
-        kind = self._kinds.setdefault((lease.tenant, lease.wish.kind), _Kind(Tally(self.now)))
+        kind = self._kinds.setdefault((lease.tenant, lease.request.kind), _Kind(Tally(self.now)))
         kind.leases += 1
         kind.begun += 1
         lease.total = kind.tally
@@ -294,7 +294,7 @@ class Leases:
     def _yielding(self, lease: Lease, old: Lease | None) -> Iterator[Lease]:
         """Leases of the same tenant that end if this one needs room."""
         for each in self._by_tenant.get(lease.tenant, {}).values():
-            is_lower = each.ends < _NEVER and each.wish.priority <= lease.wish.priority
+            is_lower = each.ends < _NEVER and each.request.priority <= lease.request.priority
             if is_lower and each.held and each is not old and each is not lease:
                 yield each
 
@@ -330,7 +330,7 @@ class Leases:
     def _grow(self, lease: Lease) -> None:
         """Hold what memory has of its prompt by now. It then waits for the next chunk, or has all, or no room."""
         self._stop_awaiting(lease)
-        found = match(self._index, lease.tenant, lease.wish, lease.hashes)
+        found = match(self._index, lease.tenant, lease.request, lease.hashes)
         lease.is_simple = bool(found.namespaces) and all(each.is_simple for each in found.namespaces)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
@@ -381,7 +381,7 @@ class Leases:
         """End a lease. Returns it with nothing held, and with the hashes of its prompt if it was released."""
         self._index.count_spared()
         names = self._by_tenant[lease.tenant]
-        del names[lease.wish.name]
+        del names[lease.request.name]
         if not names:
             del self._by_tenant[lease.tenant]
         self._count -= 1
@@ -391,7 +391,7 @@ class Leases:
         self._hashes -= len(lease.hashes) // HASH_BYTES
         chunks, size = lease.chunks, lease.held
         self._hold(lease, [], 0)
-        self._kinds[lease.tenant, lease.wish.kind].leases -= 1
+        self._kinds[lease.tenant, lease.request.kind].leases -= 1
         lease.hashes = keys
         ended = self._ended.setdefault(lease.tenant, deque(maxlen=_MOST_ENDED))
         ended.append(self._receipt(lease, chunks, size, why))
@@ -421,9 +421,9 @@ class Leases:
         return over
 
     def forget(self) -> None:
-        """End leases that hold chunks that are pending removal: a hold would block storing them anew."""
+        """End leases that hold chunks that a removal in progress covers: a hold would block storing them anew."""
         for lease in list(self._all()):
-            if any(self._index.is_hidden(chunk) for chunk, _ in lease.tops):
+            if any(self._index.is_forgotten(chunk) for chunk, _ in lease.tops):
                 self._end(lease, "forgotten")
 
     # -- the table
@@ -432,7 +432,7 @@ class Leases:
         return self._by_tenant.get(tenant, {}).get(name)
 
     def _is_there(self, lease: Lease) -> bool:
-        return self._find(lease.tenant, lease.wish.name) is lease
+        return self._find(lease.tenant, lease.request.name) is lease
 
     def _all(self, tenant: str = "") -> Iterable[Lease]:
         """All leases, or a tenant's."""
@@ -484,11 +484,11 @@ class Leases:
     def _receipt(self, lease: Lease, chunks: int | None = None, size: int | None = None, why: str = "") -> Receipt:
         tally = lease.tally
         return Receipt(
-            name=lease.wish.name[:_MOST_NAME],
+            name=lease.request.name[:_MOST_NAME],
             tenant=lease.tenant,
-            kind=lease.wish.kind,
-            model=lease.wish.model[:_MOST_NAME],
-            priority=lease.wish.priority,
+            kind=lease.request.kind,
+            model=lease.request.model[:_MOST_NAME],
+            priority=lease.request.priority,
             chunks=lease.chunks if chunks is None else chunks,
             bytes=lease.held if size is None else size,
             age_s=max(0.0, self.now - lease.begun),
@@ -503,7 +503,7 @@ class Leases:
 
 def _rank(lease: Lease) -> tuple[bool, int, int]:
     """Which leases end first where room is short: those with an end, of the lowest priority, the oldest."""
-    return lease.ends == _NEVER, lease.wish.priority, lease.number
+    return lease.ends == _NEVER, lease.request.priority, lease.number
 
 
 def _weigh(pins: list[Pin], known: list[tuple[Chunk, int]]) -> list[tuple[Chunk, int]]:

@@ -300,12 +300,12 @@ class Sessions:
 
     # -- leases
 
-    def lease(self, client: Client, number: bytes, wish: wire.Lease, now: float) -> list[Action]:
+    def lease(self, client: Client, number: bytes, request: wire.Lease, now: float) -> list[Action]:
         """Begin a lease with what a lookup of the depot's internal client finds. Raises BadRequest or Busy."""
-        lease = self._leases.admit(client.tenant, wish, now)
+        lease = self._leases.admit(client.tenant, request, now)
         if not lease.holds:  # so it needs nothing from tiers
-            gone = self.give_up_lease(client, wish.name)
-            found = match(self._index, client.tenant, wish, wish.hashes)
+            gone = self.give_up_lease(client, request.name)
+            found = match(self._index, client.tenant, request, request.hashes)
             value: int | KVDepotError
             try:
                 value = self._leases.begin(lease, *found)
@@ -315,8 +315,8 @@ class Sessions:
             return [*gone, Reply(client.identity, number, value)]
         keeper = self._keepers.setdefault(client.tenant, Client(b"", NoLease(), client.tenant))
         lookup = wire.Lookup(
-            wish.model, wish.world_size, wish.blocks_in_chunk, wish.name, 1, wish.hashes, True, wish.salt,
-            wish.chunk_tokens,
+            request.model, request.world_size, request.blocks_in_chunk, request.name, 1, request.hashes, True,
+            request.salt, request.chunk_tokens,
         )  # fmt: skip
         return self.lookup(PendingLookup(client, number, keeper, lookup, 0, lease), now)
 

@@ -1,4 +1,4 @@
-"""Leases: what somebody wishes for chunks, for how long; and receipts, which say what a lease cost and saved.
+"""Leases: which chunks to keep, or to drop, and until when; and receipts, which say what a lease cost and saved.
 
 Plain data, used in messages, status and the core.
 """

@@ -22,6 +22,7 @@ import msgspec
 
 from kvdepot import errors
 from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.leases import NORMAL
 from kvdepot.protocol.quotas import Quota
 
 __all__ = [
@@ -236,7 +237,7 @@ class Clear(_Message, frozen=True):
 
 
 class Lease(_Message, frozen=True):
-    """Wish something for the longest prefix of `hashes` that is cached or being stored. Answer: chunks in it so far.
+    """Keep, or later drop, the longest prefix of `hashes` that is cached or being stored. Answer: chunks in it so far.
 
     Leases belong to a tenant, not to a client, and last until they end or the server does. A lease with the same name
     is replaced. It grows while more of its chunks are stored.
@@ -254,7 +255,7 @@ class Lease(_Message, frozen=True):
     salt: bytes = b""
     chunk_tokens: int = 0
     ttl_s: int = 0
-    priority: int = 50
+    priority: int = NORMAL
     drops: bool = False
 
 

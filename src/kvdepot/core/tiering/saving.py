@@ -39,7 +39,7 @@ class Saves:
         self._index = index
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
         self._numbers = itertools.count()
-        self._held: Counter[int] = Counter()  # holds of saves in progress, by id() of the chunk
+        self._held: Counter[int] = Counter()  # holds of saves and demotions in progress, by id() of the chunk
 
     def __repr__(self) -> str:
         queued = sum(len(tier.queue) for tier in self._tiers)
@@ -83,8 +83,7 @@ class Saves:
         while tier.queue and len(tier.saving) < tier.config.options.threads:
             batch, parts = self._next_batch(tier)
             if parts:
-                self._index.hold([queued.chunk for queued in batch], use=False)
-                self._held.update(id(queued.chunk) for queued in batch)
+                self._hold([queued.chunk for queued in batch])
                 number = next(self._numbers)
                 tier.saving.add(number)
                 saves.append(Save(SaveToken(tier, number, batch), tier.number, parts))
@@ -121,14 +120,21 @@ class Saves:
             if kept:
                 chunk.shards[rank].tiers |= tier.bit
             tier.counters["saved_chunks" if kept else unsaved] += 1
-            self._held[id(chunk)] -= 1
-            if not self._held[id(chunk)]:
-                del self._held[id(chunk)]
-            self._index.release([chunk])
+            self._release(chunk)
             self._part_demoted(demotion)
 
+    def _hold(self, chunks: list[Chunk]) -> None:
+        self._index.hold(chunks, use=False)
+        self._held.update(map(id, chunks))
+
+    def _release(self, chunk: Chunk) -> None:
+        self._held[id(chunk)] -= 1
+        if not self._held[id(chunk)]:
+            del self._held[id(chunk)]
+        self._index.release([chunk])
+
     def holds_of(self, chunk: Chunk) -> int:
-        """How many saves in progress hold a chunk."""
+        """How many saves and demotions in progress hold a chunk; all of them end by themselves."""
         return self._held.get(id(chunk), 0)
 
     def drop_queue(self, tier: TierState) -> None:
@@ -154,7 +160,7 @@ class Saves:
                 self._index.remove(chunk, Reason.EVICTED)
                 continue
             demotion = Demotion(chunk, chunk.bytes, chunk.used, chunk.namespace.account, by)
-            self._index.hold([chunk], use=False)
+            self._hold([chunk])
             demotion.account.lets_go(demotion.bytes)
             for tier in missing:
                 for rank, shard in chunk.shards.items():
@@ -173,7 +179,7 @@ class Saves:
         if not demotion.saves:
             chunk = demotion.chunk
             demotion.account.lets_go(-demotion.bytes)
-            self._index.release([chunk])
+            self._release(chunk)
             if self._is_needed(demotion) and chunk.used == demotion.used and is_evictable(chunk):
                 self._index.remove(chunk, Reason.EVICTED)
 

@@ -206,7 +206,7 @@ class Tiering:
     # -- dropping
 
     def saves_of(self, chunk: Chunk) -> int:
-        """How many saves in progress hold a chunk."""
+        """How many saves and demotions in progress hold a chunk."""
         return self._saves.holds_of(chunk)
 
     def erase(self, parts: Iterable[Unsaved]) -> None:
