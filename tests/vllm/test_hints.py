@@ -24,15 +24,15 @@ def request(params: object = None, actions: list[tuple[str, dict[str, Any]]] | N
 
 
 def read(*arguments: Any, **options: Any) -> Any:
-    from kvdepot.integrations.vllm.wishes import read_wishes
+    from kvdepot.integrations.vllm.hints import read_hints
 
-    return read_wishes(request(*arguments, **options))
+    return read_hints(request(*arguments, **options))
 
 
 def accepted(*arguments: Any) -> Any:
-    wishes, reason = read(*arguments)
+    hints, reason = read(*arguments)
     assert reason == ""
-    return wishes
+    return hints
 
 
 def test_what_a_request_asks_for_is_named_after_its_session_or_itself() -> None:
@@ -53,8 +53,8 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
         ("retain", "a", 5, 0),
     )
     assert accepted(None, [("pin", {}), ("promote", {"bytes": 1})]).leases == (("retain", "r", 0, 50),)
-    wishes = accepted({"store": False}, [("prefetch", {"retain_s": 5}), ("release", {"session": "old"})])
-    assert wishes == ((("prefetch", "r", 5, 50),), ("old", "old/expire"), False)
+    hints = accepted({"store": False}, [("prefetch", {"retain_s": 5}), ("release", {"session": "old"})])
+    assert hints == ((("prefetch", "r", 5, 50),), ("old", "old/expire"), False)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,14 @@ def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone(
         ({"priority": 101, "retain_s": 1}, "priority"),
         ({"session": ""}, "session"),
         ({"session": "s" * 201}, "session"),
+        ({"retain_s": 1, "session": "a/expire"}, "ends with /expire"),
         ({"retain": 600}, "retain"),
         ({"release": True, "retain_s": 600}, "either `release`"),
     ],
 )
 def test_wrong_values_and_unknown_keys_are_refused_with_the_reason(params: object, said: str) -> None:
-    wishes, reason = read(params)
-    assert wishes == ((), (), True)
+    hints, reason = read(params)
+    assert hints == ((), (), True)
     assert said in reason and "kv_transfer_params.kvdepot" in reason
 
 
@@ -88,8 +89,8 @@ def test_wrong_values_and_unknown_keys_are_refused_with_the_reason(params: objec
     ],
 )
 def test_a_wrong_action_is_refused_with_the_reason(action: Any, version: str, said: str) -> None:
-    wishes, reason = read(None, [action], version=version)
-    assert wishes == ((), (), True)
+    hints, reason = read(None, [action], version=version)
+    assert hints == ((), (), True)
     assert said in reason and "kv_hints" in reason
 
 
@@ -104,5 +105,5 @@ def test_two_leases_of_one_session_are_refused() -> None:
 
 @pytest.mark.parametrize("store", [False, "false", 0, None])
 def test_a_request_that_may_not_want_to_be_stored_is_not_even_if_the_rest_is_refused(store: object) -> None:
-    wishes, reason = read({"store": store, "unknown": 1})
-    assert reason and wishes == ((), (), False)
+    hints, reason = read({"store": store, "unknown": 1})
+    assert reason and hints == ((), (), False)

@@ -1,4 +1,4 @@
-"""What becomes of requests' wishes: the messages that they cause, and what a real engine and a server do then."""
+"""What becomes of requests' hints: the messages that they cause, and what a real engine and a server do then."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.client.answers import Answering
 from tests.conftest import Depot, StartDepot, eventually
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import prompt
+from tests.vllm.test_hints import request
 from tests.vllm.test_requests import Steps
-from tests.vllm.test_wishes import request
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports, in this process
 
@@ -40,7 +40,7 @@ class Desk:
         self.leases = Leases(SchedulerClient(self.peer, ShardSpec("m", 2, 0, CHUNK, 8)), self.figures, saves_decode)
 
     def arrive(self, *arguments: Any) -> Any:
-        """A request with these wishes, which has decoded 50 tokens."""
+        """A request with these hints, which has decoded 50 tokens."""
         from kvdepot.integrations.vllm.requests import Prompt, Tracked
 
         of = request(*arguments)
@@ -91,8 +91,8 @@ def test_a_prompt_is_leased_when_its_pins_end_and_again_when_the_request_has_fin
 
 def test_the_output_is_leased_too_where_it_is_stored() -> None:
     desk = Desk(saves_decode=True)
-    for wishes, chunks in (({"retain_s": 60}, 5), ({"retain_s": 60, "store": False}, 4)):
-        tracked = desk.arrive(wishes)
+    for hints, chunks in (({"retain_s": 60}, 5), ({"retain_s": 60, "store": False}, 4)):
+        tracked = desk.arrive(hints)
         desk.leases.prompt_stored(tracked)
         desk.finish(tracked)
         assert [each[2] for each in desk.sent()] == [4, chunks]
@@ -123,7 +123,7 @@ def test_a_release_removes_the_requests_chunks_and_then_the_sessions_once_its_st
     assert desk.sent() == [5, "r", "r/expire"]
 
 
-def test_a_request_without_wishes_sends_nothing_and_one_that_is_not_cached_only_ends_leases() -> None:
+def test_a_request_without_hints_sends_nothing_and_one_that_is_not_cached_only_ends_leases() -> None:
     desk = Desk()
     tracked = desk.arrive()
     desk.leases.prompt_stored(tracked)
@@ -135,13 +135,13 @@ def test_a_request_without_wishes_sends_nothing_and_one_that_is_not_cached_only_
     assert desk.sent() == ["a", "a/expire"]
 
 
-def test_refused_wishes_and_refused_leases_are_counted_and_each_reason_is_logged_once(
+def test_refused_hints_and_refused_leases_are_counted_and_each_reason_is_logged_once(
     caplog_vllm: pytest.LogCaptureFixture,
 ) -> None:
     desk = Desk()
     for _ in range(2):
         desk.finish(desk.arrive({"retain_s": 1.5}))
-    assert desk.sent() == [] and desk.counted() == {"refused_wishes": 2}
+    assert desk.sent() == [] and desk.counted() == {"refused_hints": 2}
     tracked = desk.arrive({"retain_s": 5})
     for _ in range(3):
         desk.leases.prompt_stored(tracked)
@@ -181,8 +181,8 @@ def test_a_request_that_is_not_to_be_stored_has_no_stores_and_its_leases_reach_t
     steps = Steps(vllm_depot.url, models["gqa"])
     connector = steps.connector
     try:
-        for wishes, stores in (({"store": False, "retain_s": 60}, 0), ({"retain_s": 60}, 1)):
-            one = request(wishes)
+        for hints, stores in (({"store": False, "retain_s": 60}, 0), ({"retain_s": 60}, 1)):
+            one = request(hints)
             connector.on_new_request(one)
             steps.back(steps.build(600))
             one.num_computed_tokens = 600
@@ -200,8 +200,8 @@ def test_a_retained_prompt_survives_a_flood_that_is_not_and_a_release_removes_th
     engine = start_engine(models["gqa"], depot.url).wait_started()
     kept, plain, private = (prompt(seed, 4 * 256 + 17) for seed in (1, 2, 3))
 
-    def run(tokens: list[int], **wishes: Any) -> int:
-        return int(engine.run_fresh(tokens, **({"transfer": {"kvdepot": wishes}} if wishes else {}))["cached"])
+    def run(tokens: list[int], **hints: Any) -> int:
+        return int(engine.run_fresh(tokens, **({"transfer": {"kvdepot": hints}} if hints else {}))["cached"])
 
     assert run(kept, retain_s=3600, session="agent") == 0
     assert run(plain) == 0

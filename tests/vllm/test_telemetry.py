@@ -148,7 +148,7 @@ def test_metrics_events_and_traces_of_an_engine_say_what_it_did(
         "stored_shards": 2, "stored_bytes": status["stored_bytes"], "store_failed_shards": 0,
         "store_seconds": metrics["vllm:kvdepot_store_seconds"],
         "retrieved_shards": 2, "retrieved_bytes": status["retrieved_bytes"], "retrieve_failed_shards": 0,
-        "retrieve_seconds": 1, "uncached_requests": 0, "refused_wishes": 0, "lease_errors": 0,
+        "retrieve_seconds": 1, "uncached_requests": 0, "refused_hints": 0, "lease_errors": 0,
     }.items()}  # fmt: skip
     assert status["stored_bytes"] == status["retrieved_bytes"] > 0
     assert 1 <= metrics["vllm:kvdepot_store_seconds"] <= 2

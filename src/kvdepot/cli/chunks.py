@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvdepot.client.admin import Preview, Prompt
     from kvdepot.client.socket import Client
 
-__all__ = ["check", "forget", "open_prompt", "pin", "said", "unpin", "warm"]
+__all__ = ["check", "forget", "open_prompt", "pin", "print_count", "unpin", "warm"]
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def warm(as_json: bool, **which: Any) -> int:
 
     with open_prompt(**which) as (client, prompt, update):
         count = admin.warm(client, prompt, lambda done: update("loading chunks", done, len(prompt)))
-    return said(count, len(prompt), "in_memory", as_json)
+    return print_count(count, len(prompt), "in_memory", as_json)
 
 
 @click.command()
@@ -66,10 +66,10 @@ def pin(name: str, seconds: int, as_json: bool, **which: Any) -> int:
 
     with open_prompt(**which) as (client, prompt, update):
         count = admin.pin(client, name, prompt, seconds, lambda done: update("loading chunks", done, len(prompt)))
-    return said(count, len(prompt), "pinned", as_json)
+    return print_count(count, len(prompt), "pinned", as_json)
 
 
-def said(count: int, chunks: int, done: str, as_json: bool) -> int:
+def print_count(count: int, chunks: int, done: str, as_json: bool) -> int:
     """Print how many of a prompt's chunks are `done`, a word of the output; returns the exit code."""
     if as_json:
         print_json({"chunks": chunks, done: count})

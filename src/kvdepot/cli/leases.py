@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from kvdepot.cli import options
-from kvdepot.cli.chunks import open_prompt, said
+from kvdepot.cli.chunks import open_prompt, print_count
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import console, print_json
 from kvdepot.protocol.leases import KINDS, MOST_PRIORITY, NORMAL
@@ -25,7 +25,7 @@ __all__ = ["lease", "leases", "release"]
 )
 @click.option(
     "--priority", type=click.IntRange(0, MOST_PRIORITY), default=NORMAL, metavar="N",
-    help=f"which lease ends first if there are too many: the lowest (0 to {MOST_PRIORITY}, default: {NORMAL})",
+    help=f"if leases exceed the budget, the lowest ends first (0 to {MOST_PRIORITY}, default: {NORMAL})",
 )  # fmt: skip
 @click.option("--drop", is_flag=True, help="remove its chunks when it ends")
 @options.server
@@ -46,7 +46,7 @@ def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json
             client, name, prompt, kind, seconds, priority, drop,
             lambda done: update("loading chunks", done, len(prompt)),
         )  # fmt: skip
-    return said(count, len(prompt), "leased", as_json)
+    return print_count(count, len(prompt), "leased", as_json)
 
 
 @click.command()

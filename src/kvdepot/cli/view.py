@@ -313,6 +313,9 @@ def _devices(now: Status) -> Listing:
     return Listing(("GPUs", ">workers", ">context", ">buffers", ">pinned"), rows)
 
 
+_RECEIPT_HEADS = (">saved tokens", ">saved prefill", ">spared", ">cost")
+
+
 def leases(shown: Sequence[Receipt]) -> Listing:
     """The table of leases and their receipts."""
     rows: list[tuple[str | Text, ...]] = [
@@ -336,10 +339,7 @@ def lease_sums(shown: Sequence[Sum]) -> Listing:
         )
         for each in shown
     ]  # fmt: skip
-    return Listing(("all since the start", "kind", ">now", ">bytes", ">begun", *_RECEIPT_HEADS), rows)
-
-
-_RECEIPT_HEADS = (">saved tokens", ">saved prefill", ">spared", ">cost")
+    return Listing(("leases since start", "kind", ">now", ">bytes", ">begun", *_RECEIPT_HEADS), rows)
 
 
 def _byte_hours(byte_seconds: float) -> str:

@@ -34,15 +34,15 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
 
     Raises ConfigError for invalid arguments. progress: shows the progress until the answers are printed.
     """
-    wishes = _wishes(args)
+    settings = _settings(args)
     if args.plot is not None:
         check_plot(args.plot)
     plans = []
     with progress() as update:
         for path in dict.fromkeys(args.traces):
             update(f"reading {path}", 0, 0)
-            plans.append(wishes.plan(load(path)))
-        _replay_all(plans, wishes.processes, update)
+            plans.append(settings.plan(load(path)))
+        _replay_all(plans, settings.processes, update)
     for plan in plans:
         if not len(plan.traffic):
             print(f"kvdepot: {plan.traffic.trace.name}: contains no requests", file=sys.stderr)
@@ -54,7 +54,7 @@ def run(args: Asked, progress: Callable[[], AbstractContextManager[Progress]]) -
 
 
 @dataclass(frozen=True)
-class _Wishes:
+class _Settings:
     """The arguments, read; what depends on a trace is not decided yet."""
 
     hosts: list[int]
@@ -86,7 +86,7 @@ class _Wishes:
         return Plan(Traffic(trace, self.scale), block_bytes, self.rates, list(fleets))
 
 
-def _wishes(args: Asked) -> _Wishes:
+def _settings(args: Asked) -> _Settings:
     if args.policy is not None and split(args.policy) != ["lru"]:
         raise ConfigError(f"with --hosts, the only policy is lru, not {args.policy!r}")
     assert args.hosts is not None
@@ -100,7 +100,7 @@ def _wishes(args: Asked) -> _Wishes:
             raise ConfigError("--tier-size needs --kv-bytes-per-token: the KV size of a token")
         if rates.prefill_tokens_per_s and (args.tier_latency is None or args.tier_bandwidth is None):
             raise ConfigError("--prefill-tokens-per-s with a tier needs --tier-latency and --tier-bandwidth")
-    return _Wishes(
+    return _Settings(
         hosts=[count(text, "--hosts") for text in split(args.hosts)],
         routings=names(args.routing, ROUTINGS, "routing") if args.routing is not None else [*ROUTINGS],
         scale=1 if args.scale is None else count(args.scale, "--scale"),

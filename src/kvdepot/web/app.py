@@ -120,7 +120,7 @@ class LeaseRequest(PinRequest, frozen=True, forbid_unknown_fields=True, kw_only=
     """A prompt, and a lease of its chunks: `ttl_s` 0: no end; `drops`: remove its chunks when it ends.
 
     `retain` and `prefetch` load the chunks from the tiers and keep them in memory; `expire` keeps nothing, and removes
-    them when it ends. If there are too many leases, those of the lowest priority end first.
+    them when it ends. If leases exceed the tenant's budget, those of the lowest priority end first.
     """
 
     kind: Literal["retain", "prefetch", "expire"] = "retain"

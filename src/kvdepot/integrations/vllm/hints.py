@@ -18,12 +18,13 @@ from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["NO_WISHES", "Wish", "Wishes", "read_wishes"]
+__all__ = ["NO_HINTS", "Hint", "Hints", "read_hints"]
 
 _KEY = "kvdepot"
 _VERSION = "1"
 """`action_version` of the actions that we know."""
 _MOST_NAME = 200
+_EXPIRING = "/expire"
 
 _Seconds = Annotated[int, Meta(ge=1, le=1 << 31)]
 _Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]
@@ -71,7 +72,7 @@ _ACTIONS: Mapping[str, type[_Timed | _Endless | _Named]] = {
 }
 
 
-class Wish(NamedTuple):
+class Hint(NamedTuple):
     """A lease of the request's chunks. kind: see protocol/leases.py. ttl_s: seconds; 0: no end."""
 
     kind: str
@@ -80,7 +81,7 @@ class Wish(NamedTuple):
     priority: int
 
 
-class Wishes(NamedTuple):
+class Hints(NamedTuple):
     """All that a request asks for.
 
     leases: of its chunks, when it has finished; those of the kind `prefetch`, when it arrives. releases: names of
@@ -88,34 +89,34 @@ class Wishes(NamedTuple):
     is stored.
     """
 
-    leases: tuple[Wish, ...] = ()
+    leases: tuple[Hint, ...] = ()
     releases: tuple[str, ...] = ()
     stores: bool = True
 
 
-NO_WISHES = Wishes()
+NO_HINTS = Hints()
 
 
-def read_wishes(request: Request) -> tuple[Wishes, str]:
-    """A request's wishes, and why they are refused; empty if they are not. Raises nothing.
+def read_hints(request: Request) -> tuple[Hints, str]:
+    """A request's hints, and why they are refused; empty if they are not. Raises nothing.
 
-    Of refused wishes, one remains: if `store` is there and is not true, the request is not stored.
+    Of refused hints, one remains: if `store` is there and is not true, the request is not stored.
     """
     params = request.kv_transfer_params
     given = params.get(_KEY) if isinstance(params, dict) else None
-    hints = getattr(request, "kv_hints", None)  # since vLLM 0.31
-    if given is None and hints is None:
-        return NO_WISHES, ""
-    wishes = Wishes()
+    envelope = getattr(request, "kv_hints", None)  # since vLLM 0.31
+    if given is None and envelope is None:
+        return NO_HINTS, ""
+    hints = Hints()
     try:
         if given is not None:
-            wishes = _of_params(_convert(given, _Params, f"kv_transfer_params.{_KEY}"), request.request_id)
-        if hints is not None:
-            wishes = _with_actions(wishes, hints.actions, request.request_id)
+            hints = _of_params(_convert(given, _Params, f"kv_transfer_params.{_KEY}"), request.request_id)
+        if envelope is not None:
+            hints = _with_actions(hints, envelope.actions, request.request_id)
     except BadRequest as exc:
         is_private = isinstance(given, dict) and given.get("store", True) is not True
-        return Wishes(stores=not is_private), str(exc)
-    return wishes, ""
+        return Hints(stores=not is_private), str(exc)
+    return hints, ""
 
 
 def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
@@ -125,21 +126,21 @@ def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
         raise BadRequest(f"{what}: {exc}") from exc
 
 
-def _of_params(params: _Params, request_id: str) -> Wishes:
-    name = _name(params.session, request_id)
+def _of_params(params: _Params, request_id: str) -> Hints:
+    name = _name(params.session, request_id, f"kv_transfer_params.{_KEY}")
     leases = []
     if params.retain_s is not None:
-        leases.append(Wish("retain", name, params.retain_s, params.priority))
+        leases.append(Hint("retain", name, params.retain_s, params.priority))
     if params.expire_s is not None:
-        leases.append(Wish("expire", _expiring(name), params.expire_s, params.priority))
+        leases.append(Hint("expire", _expiring(name), params.expire_s, params.priority))
     if params.release and leases:
         raise BadRequest(f"kv_transfer_params.{_KEY}: give either `release`, or `retain_s` and `expire_s`")
-    return Wishes(tuple(leases), (name, _expiring(name)) if params.release else (), params.store)
+    return Hints(tuple(leases), (name, _expiring(name)) if params.release else (), params.store)
 
 
-def _with_actions(wishes: Wishes, actions: Iterable[Any], request_id: str) -> Wishes:
-    """`wishes`, and those of the actions that we know. actions: KvHintAction of vLLM 0.31 and later."""
-    leases, releases = list(wishes.leases), list(wishes.releases)
+def _with_actions(hints: Hints, actions: Iterable[Any], request_id: str) -> Hints:
+    """`hints`, and those of the actions that we know. actions: KvHintAction of vLLM 0.31 and later."""
+    leases, releases = list(hints.leases), list(hints.releases)
     for action in actions:
         kind, what = action.action_type, f"kv_hints, action {action.action_type}"
         if kind not in _ACTIONS:
@@ -148,23 +149,28 @@ def _with_actions(wishes: Wishes, actions: Iterable[Any], request_id: str) -> Wi
             raise BadRequest(f"{what}: version {action.action_version!r:.40} is not {_VERSION!r}")
         match _convert(action.payload, _ACTIONS[kind], what):
             case _Timed() as timed:
-                leases.append(Wish(kind, _name(timed.session, request_id), timed.retain_s, timed.priority))
+                leases.append(Hint(kind, _name(timed.session, request_id, what), timed.retain_s, timed.priority))
             case _Endless() as endless:
-                leases.append(Wish("retain", _name(endless.session, request_id), 0, endless.priority))
+                leases.append(Hint("retain", _name(endless.session, request_id, what), 0, endless.priority))
             case _Named() as named:
-                name = _name(named.session, request_id)
+                name = _name(named.session, request_id, what)
                 releases += [name, _expiring(name)]
     names = [lease.name for lease in leases] + releases
     if len(set(names)) < len(names):
-        raise BadRequest("kv_hints: two wishes for one session; give each its own `session`")
-    return Wishes(tuple(leases), tuple(releases), wishes.stores)
+        raise BadRequest("kv_hints: two hints for one session; give each its own `session`")
+    return Hints(tuple(leases), tuple(releases), hints.stores)
 
 
-def _name(session: str | None, request_id: str) -> str:
-    """The name of the lease: one lease per session, which its next request replaces."""
-    return request_id[:_MOST_NAME] if session is None else session
+def _name(session: str | None, request_id: str, what: str) -> str:
+    """The name of the lease: one lease per session, which its next request replaces. Raises BadRequest."""
+    name = request_id[:_MOST_NAME] if session is None else session
+    if name.endswith(_EXPIRING):
+        raise BadRequest(
+            f"{what}: session {name!r} ends with {_EXPIRING}, as the names of leases of the kind expire do"
+        )
+    return name
 
 
 def _expiring(name: str) -> str:
     """The name of the lease of the kind `expire`: it exists beside the one that retains."""
-    return f"{name}/expire"
+    return name + _EXPIRING

@@ -1,7 +1,7 @@
-"""Carries out what requests ask for their chunks (wishes.py): leases and their ends, as messages to the server.
+"""Carries out what requests ask for their chunks (hints.py): leases and their ends, as messages to the server.
 
 Used by scheduler.py, on the engine's thread. The server lets a lease grow while its chunks are being stored, so leases
-wait for nothing; removals wait for the request's stores. Invariant: no wish, and no answer to one, fails a request or
+wait for nothing; removals wait for the request's stores. Invariant: no hint, and no answer to one, fails a request or
 waits for the server.
 """
 
@@ -16,9 +16,9 @@ from vllm.logger import init_logger
 from kvdepot.client.scheduler import SchedulerClient
 from kvdepot.client.socket import MessagingFuture
 from kvdepot.errors import KVDepotError
+from kvdepot.integrations.vllm.hints import Hints, read_hints
 from kvdepot.integrations.vllm.requests import Tracked
 from kvdepot.integrations.vllm.stats import Figures
-from kvdepot.integrations.vllm.wishes import Wishes, read_wishes
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -48,13 +48,13 @@ class Leases:
     def __repr__(self) -> str:
         return f"<Leases {len(self._asked)} unanswered, {len(self._removals)} releases waiting>"
 
-    def read(self, request: Request) -> Wishes:
-        """The request's wishes. Refused ones are logged and counted."""
-        wishes, reason = read_wishes(request)
+    def read(self, request: Request) -> Hints:
+        """The request's hints. Refused ones are logged and counted."""
+        hints, reason = read_hints(request)
         if reason:
-            self._figures.count_refused_wishes()
+            self._figures.count_refused_hints()
             self._warn(reason, f"what request {request.request_id[:64]!r} asks for its chunks is refused: {reason}")
-        return wishes
+        return hints
 
     def arrived(self, tracked: Tracked) -> None:
         """A request has been looked up: load what tiers have of its prompt, and keep it."""
@@ -71,7 +71,7 @@ class Leases:
 
     def finished(self, tracked: Tracked) -> None:
         """A request's pins have ended. Its removals wait for its stores, or those would bring chunks back."""
-        releases, request_id = tracked.wishes.releases, tracked.request.request_id
+        releases, request_id = tracked.hints.releases, tracked.request.request_id
         if not releases:
             return
         # The request's chunks first: they are behind those that the session's lease holds.
@@ -106,25 +106,25 @@ class Leases:
         """The hashes of all that the request may have stored: its prompt and, if the engine stores those, its decoded
         tokens, of which the last one was never computed."""
         request = tracked.request
-        has_output = self._saves_decode and tracked.wishes.stores
+        has_output = self._saves_decode and tracked.hints.stores
         return self._hashes(tracked, max(request.num_prompt_tokens, request.num_tokens - 1 if has_output else 0))
 
     def _hashes(self, tracked: Tracked, tokens: int) -> bytes:
-        """The hashes of the chunks in the request's first `tokens` tokens; empty if it has wishes for none."""
-        wishes = tracked.wishes
-        if not tracked.is_cached or not (wishes.leases or wishes.releases):
+        """The hashes of the chunks in the request's first `tokens` tokens; empty if it has hints for none."""
+        hints = tracked.hints
+        if not tracked.is_cached or not (hints.leases or hints.releases):
             return b""
         try:
             chain = tracked.prompt.hash()
-        except Exception as exc:  # noqa: BLE001 - tokens and items come from a caller: costs its wishes, never the engine
+        except Exception as exc:  # noqa: BLE001 - tokens and items come from a caller: costs its hints, never the engine
             self._failed(exc)
             return b""
         return bytes(chain.hashes[: tokens // chain.chunk_size * HASH_BYTES])
 
     def _lease(self, tracked: Tracked, kinds: tuple[str, ...], hashes: bytes) -> None:
-        for wish in tracked.wishes.leases if hashes else ():
-            if wish.kind in kinds:
-                spec, (kind, name, ttl_s, priority) = self._depot.spec, wish
+        for hint in tracked.hints.leases if hashes else ():
+            if hint.kind in kinds:
+                spec, (kind, name, ttl_s, priority) = self._depot.spec, hint
                 self._ask(spec.lease(name, hashes, tracked.salt, kind, ttl_s, priority))
 
     def _ask(self, message: wire.Request) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
+from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.lora import Adapters
 from kvdepot.integrations.vllm.plan import Piece
-from kvdepot.integrations.vllm.wishes import NO_WISHES, Wishes
 from kvdepot.protocol.keys import ChunkChain, derive_root, salt_tag
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Tracked:
 
     request: Request
     prompt: Prompt
-    wishes: Wishes = NO_WISHES
+    hints: Hints = NO_HINTS
     is_cached: bool = True
     """If not, it is neither looked up nor stored any more."""
     preemptions: int = 0

@@ -268,7 +268,7 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if self._may_store and tracked.wishes.stores:
+            if self._may_store and tracked.hints.stores:
                 assert state is not None
                 try:
                     self._prepare_store(state, tracked, new_tokens)

@@ -32,7 +32,7 @@ _COUNTED: Mapping[str, str] = {
     "stored_bytes": "Bytes of the shards that were stored.",
     "store_failed_shards": "Shards of stores that were dropped, in part at least.",
     "uncached_requests": "Requests that were not cached because of an error, which the log has.",
-    "refused_wishes": "Requests whose leases and the like were malformed; the log has the reason.",
+    "refused_hints": "Requests whose leases and the like were malformed; the log has the reason.",
     "lease_errors": "Leases of requests, and ends of leases, that failed or that the server refused.",
 }
 _TIMED: Mapping[str, str] = {
@@ -114,9 +114,9 @@ class Figures:
         """Count a request that is not cached because of an error."""
         self._stats.add("uncached_requests")
 
-    def count_refused_wishes(self) -> None:
-        """Count a request whose wishes are malformed."""
-        self._stats.add("refused_wishes")
+    def count_refused_hints(self) -> None:
+        """Count a request whose hints are malformed."""
+        self._stats.add("refused_hints")
 
     def count_lease_error(self) -> None:
         """Count a lease, or an end of one, that failed."""
