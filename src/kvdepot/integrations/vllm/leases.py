@@ -53,7 +53,8 @@ class Leases:
         hints, reason = read_hints(request)
         if reason:
             self._figures.count_refused_hints()
-            self._warn(reason, f"what request {request.request_id[:64]!r} asks for its chunks is refused: {reason}")
+            rest = "" if hints.stores else ", but it is not stored"
+            self._warn(reason, f"request {request.request_id[:64]!r}: its hints are ignored{rest}: {reason}")
         return hints
 
     def arrived(self, tracked: Tracked) -> None:
@@ -135,7 +136,7 @@ class Leases:
 
     def _failed(self, exc: Exception) -> None:
         self._figures.count_lease_error()
-        self._warn(type(exc).__name__, f"a request's lease failed, and perhaps others since: {exc}")
+        self._warn(type(exc).__name__, f"a lease failed; more such failures are counted, not logged: {exc}")
 
     def _warn(self, reason: str, text: str) -> None:
         if reason not in self._logged and len(self._logged) < _MOST_LOGGED:
