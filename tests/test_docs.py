@@ -48,7 +48,7 @@ INTERNALS = DOCS / "internals"
 DECISIONS = DOCS / "decisions"
 GLOSSARY = DOCS / "glossary.md"
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
-OPERATING = DOCS / "operating.md"
+OPERATORS_PAGES = [DOCS / "operating.md", DOCS / "metrics.md", DOCS / "log.md"]
 TIMEOUT_S = 300.0
 VLLM_TIMEOUT_S = 1800.0
 WITH_VLLM = "run with vLLM"
@@ -441,7 +441,7 @@ def test_the_glossary_has_each_term_once_in_order() -> None:
     assert terms == sorted(set(terms))
 
 
-# -- what stands in operating.md
+# -- what stands in the operators' pages
 
 
 def _modules() -> Iterator[tuple[Path, ast.Module]]:
@@ -495,15 +495,19 @@ def log_lines() -> set[tuple[str, str]]:
     return {(line, level) for line, level in found if re.search(r"\w", line.replace("...", ""))}
 
 
+def _operators_pages() -> str:
+    return "".join(page.read_text() for page in OPERATORS_PAGES)
+
+
 def _section(title: str) -> str:
-    """The part of the operating guide under a heading, as far as the next one of its rank."""
-    found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,2}} |\Z)", OPERATING.read_text(), re.M | re.S)
+    """The part of the operators' pages under a heading, as far as the next one of its rank."""
+    found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,2}} |\Z)", _operators_pages(), re.M | re.S)
     assert found, title
     return found[2]
 
 
 def _missing(names: set[str]) -> list[str]:
-    text = OPERATING.read_text()
+    text = _operators_pages()
     return sorted(name for name in names if f"`{name}`" not in text)
 
 
@@ -521,14 +525,14 @@ def test_the_table_of_counters_has_all_that_the_source_counts_and_no_more() -> N
     assert _missing(adapters_own) == []
 
 
-def test_every_error_code_stands_in_the_operating_guide() -> None:
+def test_every_error_code_stands_in_the_operators_pages() -> None:
     codes = set(re.findall(r'^    code = "(\w+)"', (SOURCE / "errors.py").read_text(), re.M))
     assert len(codes) > 10
     assert _missing(codes) == []
 
 
 @pytest.mark.faults
-def test_the_operating_guide_has_the_warnings_and_errors_of_the_log_with_their_levels_and_no_others() -> None:
+def test_the_operators_pages_have_the_warnings_and_errors_of_the_log_with_their_levels_and_no_others() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (WARNING|ERROR) \|", _section("The log"), re.M)
     told = {(line, level) for lines, level in rows for line in re.findall(r"`([^`]+)`", lines)}
     assert len(told) > 20
@@ -536,7 +540,7 @@ def test_the_operating_guide_has_the_warnings_and_errors_of_the_log_with_their_l
 
 
 @pytest.mark.faults
-def test_every_metric_and_alert_stands_in_the_operating_guide() -> None:
+def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
     names = {
         alert
         for path in [*ROOT.glob("deploy/**/*.y*ml"), *SOURCE.glob("**/*.y*ml")]

@@ -130,8 +130,8 @@ def test_what_only_some_depots_have_asks_nothing_until_it_is_opened() -> None:
         assert not family.name.startswith("kvdepot_device_") or family.name in asked
 
 
-def test_the_operating_guide_has_a_line_for_every_alert_in_their_order() -> None:
-    told = re.findall(r"^\| `(KVDepot\w+)` \|", (DEPLOY.parent / "docs" / "operating.md").read_text(), re.M)
+def test_the_page_of_metrics_has_a_line_for_every_alert_in_their_order() -> None:
+    told = re.findall(r"^\| `(KVDepot\w+)` \|", (DEPLOY.parent / "docs" / "metrics.md").read_text(), re.M)
     assert told == [alert.name for alert in alerts.ALERTS]
 
 
