@@ -627,7 +627,7 @@ while not worker.get_finished({"r"})[0]:
     pass
 scheduler.maybe_submit_lookup_request("r", token_ids=list(range(256)))
 assert scheduler.wait_lookup_result("r", 10.0) == 256
-print(scheduler.mq_client.lease.name, worker.mq_client.lease.name, flush=True)
+print(scheduler.mq_client.liveness.name, worker.mq_client.liveness.name, flush=True)
 sys.stdin.read()
 """
 
@@ -639,9 +639,9 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
     )
     with child:
         assert child.stdout is not None
-        leases = child.stdout.readline().split()
-        assert len(leases) == 2
-        assert all((SHM / lease).exists() for lease in leases)
+        liveness_files = child.stdout.readline().split()
+        assert len(liveness_files) == 2
+        assert all((SHM / liveness).exists() for liveness in liveness_files)
         status = server.status()
         assert (status["sessions"], status["instances"]) == (1, 1)
         assert status["holds"] > 0
@@ -651,7 +651,7 @@ def test_a_client_that_is_killed_has_all_it_held_released_within_5_s(start_depot
     def released() -> bool:
         status = server.status()
         counts = status["sessions"], status["instances"], status["holds"]
-        return counts == (0, 0, 0) and not any((SHM / lease).exists() for lease in leases)
+        return counts == (0, 0, 0) and not any((SHM / liveness).exists() for liveness in liveness_files)
 
     eventually(released)
     assert server.status()["counters"]["clients_died"] >= 2
