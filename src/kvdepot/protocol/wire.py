@@ -43,6 +43,7 @@ __all__ = [
     "Leases",
     "Lookup",
     "Noop",
+    "Prefixes",
     "Proof",
     "Prove",
     "Register",
@@ -309,6 +310,18 @@ class Count(_Message, frozen=True):
     salt: bytes = b""
 
 
+class Prefixes(_Message, frozen=True):
+    """Ask which prompts are in memory, as families of those that begin with the same chunk.
+
+    Answer: a list of prefixes.Prefix: at most `most` families of models whose name has this prefix (empty: all), those
+    with the most of `sort` (one of prefixes.SORTS) first; of the client's tenant only, if it has one.
+    """
+
+    model: str = ""
+    sort: str = "hits"
+    most: int = 20
+
+
 class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
@@ -358,6 +371,7 @@ Request: TypeAlias = (
     | Leases
     | Forget
     | Count
+    | Prefixes
     | Describe
     | SetQuota
     | Status
