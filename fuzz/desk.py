@@ -558,6 +558,7 @@ def depot_seeds() -> list[bytes]:
         wire.Clear("m"),
         wire.Count("m"),
         wire.Prefixes("m", "bytes", 3),
+        wire.Inspect("m", bytes(32)),
         wire.Describe(bytes(32), bytes(32), bytes(4 * 16), 16),
         wire.SetQuota("t", Quota(4096, 8192, 2.0, 60)),
         wire.Status(),

@@ -16,7 +16,8 @@ from kvdepot.core.clients import Client, NoLease
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
-from kvdepot.core.prefixes import PrefixRequests
+from kvdepot.core.lists import Lists
+from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.eviction.adaptive import Adaptive
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -326,11 +327,11 @@ class IndexMachine(RuleBasedStateMachine):
 
 def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
     """The answer of a core with this index, two families or chunks a step."""
-    requests = PrefixRequests(index, step=2)
-    actions = requests.ask(Client(b"one", NoLease()), b"1", request, wall=0)
-    while requests:
+    lists = Lists(index, Tiering((), index, 0.0), step=2)
+    actions = lists.prefixes(Client(b"one", NoLease()), b"1", request, wall=0)
+    while lists:
         assert not actions
-        actions = requests.step()
+        actions = lists.step()
     (reply,) = actions
     assert isinstance(reply, Reply) and isinstance(reply.value, list)
     return reply.value

@@ -3,6 +3,7 @@ test_index.py."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kvdepot.errors import BadRequest, Busy
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
-from kvdepot.protocol.prefixes import Prefix
+from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from tests.core.desk import Desk, group_stores, lookup, prompt, store
 from tests.core.groups import BLOCKS, Reaches
 
@@ -196,3 +197,93 @@ def test_a_list_of_many_prefixes_counts_as_many_requests() -> None:
     desk.tick(101.0, 1001.0)
     answers = [desk.ask(b"one", wire.Prefixes()) for _ in range(20)]
     assert isinstance(answers[0], list) and isinstance(answers[-1], Busy)
+
+
+# -- single chunks
+
+
+def inspect(desk: Desk, client: bytes = b"one", **options: Any) -> list[ChunkStatus]:
+    found = desk.ask(client, wire.Inspect(**options))
+    assert isinstance(found, list), found
+    return found
+
+
+def test_the_chunks_of_a_prompt_are_told_with_what_holds_them(desk: Desk) -> None:
+    stored = chain("a", 1, 2, 3)
+    desk.ask(b"one", store(stored))
+    desk.ask(b"one", lookup(chain("a", 1, 2)))
+    desk.ask(b"one", wire.Lease("keep", "retain", "m", 1, BLOCKS, bytes(stored.hashes)))
+    desk.tick(130.0, 1030.0)
+    asked = chain("a", 1, 2, 3, 4)
+    found = inspect(desk, hashes=bytes(asked.hashes))
+    assert [(each.hash, each.position, each.state, each.held, each.leased) for each in found] == [
+        (asked.hashes[32 * at : 32 * at + 32].hex(), at + 1, "ready", int(at == 1), int(at == 2)) for at in range(3)
+    ]
+    assert {(each.bytes, each.age_s, each.group, each.chunk_tokens, each.model) for each in found} == {
+        (PAGE, 30.0, 0, 1, "m")
+    }
+
+
+def test_a_chunk_is_found_by_the_beginning_of_its_hash_with_all_before_it(desk: Desk) -> None:
+    stored = chain("a", 1, 2, 3)
+    desk.ask(b"one", store(stored))
+    desk.ask(b"one", store(chain("b", 1)))
+    found = inspect(desk, end=bytes(stored.hashes[32:40]))
+    assert [each.position for each in found] == [1, 2]
+    assert found == inspect(desk, hashes=bytes(stored.hashes[:64]))
+    assert inspect(desk, end=b"\0" * 8) == []
+
+
+def test_the_beginning_of_several_hashes_is_refused(desk: Desk) -> None:
+    ends: dict[bytes, bytes] = {}
+    for number in itertools.count():  # two prompts whose hashes begin with the same three bytes
+        key = bytes(chain("a", number).hashes)
+        if ends.setdefault(key[:3], key) != key:
+            break
+    for each in (number, next(i for i in range(number) if bytes(chain("a", i).hashes)[:3] == key[:3])):
+        desk.ask(b"one", store(chain("a", each)))
+    assert isinstance(desk.ask(b"one", wire.Inspect(end=key[:3])), BadRequest)
+    assert [each.hash for each in inspect(desk, end=key)] == [key.hex()]
+
+
+def test_parts_of_all_groups_are_told_and_chunks_that_are_being_stored(desk: Desk) -> None:
+    desk = Desk(pages=64)
+    desk.hello(b"one")
+    desk.register_groups((0, 2))
+    stored = chain("a", 1, 2, 3)
+    for request in group_stores((0, 2), stored):
+        desk.ask(b"one", request)
+    found = inspect(desk, end=bytes(stored.hashes[-32:]))
+    assert [(each.group, each.reach, each.position) for each in found] == [
+        (0, 0, 1), (0, 0, 2), (0, 0, 3), (1, 2, 0), (1, 2, 0),
+    ]  # fmt: skip
+    desk.send(b"one", group_stores((0, 2), chain("b", 1))[0])
+    (under_way,) = inspect_while_storing(desk, chain("b", 1))
+    assert (under_way.state, under_way.age_s, under_way.held) == ("storing", None, 1)
+
+
+def inspect_while_storing(desk: Desk, stored: ChunkChain) -> list[ChunkStatus]:
+    asked = desk.send(b"one", wire.Inspect(hashes=bytes(stored.hashes)))
+    while asked not in desk.answers:
+        desk.expire()
+    found: list[ChunkStatus] = desk.answers[asked]  # type: ignore[assignment]
+    return found
+
+
+def test_a_tenant_inspects_its_own_chunks_alone() -> None:
+    desk = Desk(settings={"keys": "/nowhere"})
+    for client in (b"red", b"blue"):
+        desk.hello(client, user=client.decode())
+    desk.register(b"red")
+    desk.ask(b"red", store(chain("a", 1)))
+    key = bytes(chain("a", 1).hashes)
+    assert len(inspect(desk, b"red", hashes=key)) == len(inspect(desk, b"red", end=key)) == 1
+    assert inspect(desk, b"blue", hashes=key) == inspect(desk, b"blue", end=key[:4]) == []
+
+
+def test_an_inspection_that_says_not_what_is_refused(desk: Desk) -> None:
+    for request in (
+        wire.Inspect(), wire.Inspect(hashes=bytes(31)), wire.Inspect(end=b"12"), wire.Inspect(end=bytes(33)),
+        wire.Inspect(hashes=bytes(32), end=bytes(32)),
+    ):  # fmt: skip
+        assert isinstance(desk.ask(b"one", request), BadRequest)

@@ -26,6 +26,8 @@ _FAMILIES = {
         "config": "show every setting and where its value comes from",
     },
     "Chunks": {
+        "ls": "list the prompts in memory, by their first chunk",
+        "inspect": "show where the chunks of one prompt are",
         "warm": "load a prompt's chunks from the tiers into memory",
         "pin": "keep a prompt's chunks in memory under a name",
         "unpin": "end a pin",
@@ -87,6 +89,8 @@ def _module(command: str) -> Any:
             return importlib.import_module("kvdepot.cli.leases")
         case "warm" | "pin" | "unpin" | "forget" | "check":
             return importlib.import_module("kvdepot.cli.chunks")
+        case "ls" | "inspect":
+            return importlib.import_module("kvdepot.cli.prefixes")
         case "simulate":
             return importlib.import_module("kvdepot.cli.simulate")
         case "bench" | "demo":

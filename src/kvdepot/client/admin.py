@@ -24,7 +24,7 @@ from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
-from kvdepot.protocol.prefixes import Prefix
+from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, TenantStatus, read
 
@@ -35,6 +35,7 @@ __all__ = [
     "drop",
     "end_lease",
     "forget",
+    "inspect",
     "lease",
     "leases",
     "make_prompt",
@@ -233,6 +234,19 @@ def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20
         return msgspec.convert(answer, list[Prefix])
     except msgspec.ValidationError as exc:
         raise ProtocolError(f"not prefixes of this version: {exc}") from exc
+
+
+def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
+    """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
+
+    Raises BadRequest unless exactly one of `hashes` and `end` is given, or if several chunks' hashes begin with `end`;
+    Busy if too many ask at once; ProtocolError if the answer is not of this version.
+    """
+    answer = client.ask(wire.Inspect(model, hashes, end)).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, list[ChunkStatus])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not chunks of this version: {exc}") from exc
 
 
 def pin(

@@ -39,6 +39,7 @@ __all__ = [
     "Forget",
     "Group",
     "Hello",
+    "Inspect",
     "Lease",
     "Leases",
     "Lookup",
@@ -322,6 +323,18 @@ class Prefixes(_Message, frozen=True):
     most: int = 20
 
 
+class Inspect(_Message, frozen=True):
+    """Ask where chunks are: those with these hashes, or the one whose hash begins with `end` and all before it.
+
+    Answer: a list of prefixes.ChunkStatus, of models whose name has this prefix, and of the client's tenant only, if it
+    has one: what memory has (not what only tiers have), namespace by namespace, each in the order of the prompt.
+    """
+
+    model: str = ""
+    hashes: bytes = b""
+    end: bytes = b""
+
+
 class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
@@ -372,6 +385,7 @@ Request: TypeAlias = (
     | Forget
     | Count
     | Prefixes
+    | Inspect
     | Describe
     | SetQuota
     | Status
