@@ -10,9 +10,10 @@ import msgspec
 from click.shell_completion import CompletionItem
 
 from kvdepot.config import ONLY_IN_FILE, Config, words_of
-from kvdepot.values import is_size
+from kvdepot.errors import ConfigError
+from kvdepot.values import is_size, parse_size
 
-__all__ = ["Settings", "as_json", "flags_of", "long", "prompt", "server", "settings", "web"]
+__all__ = ["Settings", "as_json", "flags_of", "long", "prompt", "server", "settings", "size_of", "web"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -116,6 +117,21 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
         else:
             has_value = True
         yield word
+
+
+def size_of(option: str, text: str, unit: int) -> int:
+    """Bytes of a size such as 64GiB; a plain number counts units. Raises ConfigError, which names the option."""
+    try:
+        try:
+            count = float(text) * unit
+        except ValueError:
+            count = parse_size(text)
+        if not 1 <= count < 1 << 60:
+            raise ValueError(f"{text!r} is out of range")
+        return int(count)
+    except ValueError as exc:
+        plain = {1: "bytes", 1 << 20: "MiB", 1 << 30: "GiB"}[unit]
+        raise ConfigError(f"{option}: {exc}: write 64GiB or 512MiB, say, or a plain number of {plain}") from exc
 
 
 def flags_of(given: dict[str, object]) -> dict[str, object]:

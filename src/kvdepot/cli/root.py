@@ -39,6 +39,7 @@ _FAMILIES = {
         "check": "verify an arena: its records and checksums",
     },
     "Size and measure": {
+        "size": "show how many tokens, prompts and chats of a model fit into memory",
         "simulate": "replay request traces: hit rates by cache size, policy and fleet",
         "bench": "run the benchmark (in a checkout)",
         "demo": "show a vLLM engine reusing stored KV (in a checkout)",
@@ -91,6 +92,8 @@ def _module(command: str) -> Any:
             return importlib.import_module("kvdepot.cli.chunks")
         case "ls" | "inspect":
             return importlib.import_module("kvdepot.cli.prefixes")
+        case "size":
+            return importlib.import_module("kvdepot.cli.size")
         case "simulate":
             return importlib.import_module("kvdepot.cli.simulate")
         case "bench" | "demo":
