@@ -10,19 +10,15 @@ import msgspec
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import clean, console, count, duration, print_json, ranges, shorten, size
+from kvdepot.cli.output import clean, console, count, duration, print_json, ranges, size
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.prefixes import LEAST_HASH, MOST_PREFIXES, SORTS
 
 if TYPE_CHECKING:
     from kvdepot.cli.view import Listing
-    from kvdepot.protocol.prefixes import ChunkStatus, Prefix
+    from kvdepot.protocol.prefixes import ChunkStatus
 
 __all__ = ["inspect", "ls"]
-
-_HASH_DIGITS = 12
-"""Digits of a hash in tables: enough to name a chunk among billions."""
-_MODEL_CELLS = 32
 
 
 @click.command()
@@ -55,31 +51,11 @@ def ls(model: str, sort: str, most: int, is_long: bool, url: str | None, key: st
     if not found:
         print(f"no prompts{f' of models named {clean(model)}...' if model else ''} are in memory", flush=True)
         return 0
+    from kvdepot.cli import view
+
     out = console()
-    out.print(_prefixes(found, is_long).table(out.width))
+    out.print(view.prefixes(found, is_long).table(out.width))
     return 0
-
-
-def _prefixes(found: list[Prefix], is_long: bool) -> Listing:
-    from kvdepot.cli.view import Listing
-
-    rows = [
-        (
-            each.hash if is_long else each.hash[:_HASH_DIGITS], count(each.shared_tokens), count(each.prompts),
-            count(each.tokens), size(each.bytes), count(each.hits), count(each.hit_tokens), duration(each.idle_s),
-            duration(each.age_s), _named(each.tenant, each.model, is_long),
-        )
-        for each in found
-    ]  # fmt: skip
-    heads = (
-        "prefix", ">shared tokens", ">prompts", ">tokens", ">bytes", ">hits", ">found tokens", ">idle", ">age", "model",
-    )  # fmt: skip
-    return Listing(heads, [*rows])
-
-
-def _named(tenant: str, model: str, is_long: bool) -> str:
-    name = f"{tenant}: {model}" if tenant else model
-    return name if is_long else shorten(name, _MODEL_CELLS)
 
 
 @click.command()
@@ -140,6 +116,8 @@ def _digits(prefix: str) -> bytes:
 
 def _show(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> None:
     """Print a summary and a table for each model. numbers: of the prompt's chunks, from 1, by hash."""
+    from kvdepot.cli.view import named
+
     out = console()
     models: dict[tuple[str, str, int], list[ChunkStatus]] = {}
     for each in found:
@@ -149,7 +127,7 @@ def _show(found: list[ChunkStatus], numbers: dict[str, int], is_long: bool) -> N
         total = max(len(numbers), len(there))
         tokens = parts[0].chunk_tokens
         lines = [
-            f"{clean(_named(tenant, model, True))}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
+            f"{clean(named(tenant, model, True))}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
             f"{count(len(there))} of {count(total)} chunks in memory, {count(len(there) * tokens)} of "
             f"{count(total * tokens)} tokens, {size(sum(each.bytes for each in parts))}",
         ]
