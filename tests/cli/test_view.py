@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import re
 import signal
+import struct
 import sys
 import termios
 from pathlib import Path
@@ -15,10 +17,12 @@ import pytest
 from msgspec.structs import replace
 
 import kvdepot
+from kvdepot import cli
 from kvdepot.cli import output, view
-from kvdepot.cli.screen import Screen
+from kvdepot.cli.screen import TABS, Screen
 from kvdepot.metrics import BOUNDS_S, Event, Latency
-from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Reuse, Status, TierStatus, Usage
+from kvdepot.protocol.prefixes import Prefix
+from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Reuse, Saved, Status, TierStatus, Usage
 from kvdepot.status import Engine as EngineStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.client.engine import CHUNK, Engine
@@ -252,7 +256,7 @@ def test_a_screen_that_is_too_small_for_all_says_of_each_table_how_much_is_left_
         more = re.search(rf"^{name}s .*?(?:\n{name}-.*)*\n\.\.\. (\d+) more", "\n".join(lines), re.MULTILINE)
         assert here + (int(more[1]) if more else 0) == total, "\n".join(lines)
     empty = sum(not line.strip() for line in lines)
-    whole = 6 + 31 + 4 + 1  # the summary, both tables, the keys
+    whole = 1 + 6 + 1 + 31 + 4 + 1  # the tabs, the summary, its charts, both tables, the keys
     assert empty == max(0, height - whole), "room is left empty only where there is nothing more to show"
 
 
@@ -300,3 +304,137 @@ def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anyth
         assert not re.search(r"url\(https?:|href", drawn)
         for word in (f"kvdepot&#160;{kvdepot.__version__}", "toy-llama", *words):
             assert word in drawn and word in shown, f"{name}: {word}; draw it again"
+
+
+# -- the keys of top
+
+
+def keyed(screen: Screen, *keys: str, width: int = 100, height: int = 20, **options: Any) -> list[str]:
+    """The lines of the screen after these keys."""
+    from rich.console import Console
+
+    for key in keys:
+        assert not screen.press(key)
+    console = Console(width=width, height=height, color_system=None, force_terminal=True, **options)
+    with console.capture() as captured:
+        console.print(screen.draw(console), end="")
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    assert len(lines) == height and max(map(len, lines)) <= width
+    return lines
+
+
+@pytest.fixture
+def screen() -> Screen:
+    made = Screen("ipc:///x")
+    namespaces = [
+        NamespaceStatus("", f"model-{number:02}", 1, 4, 100 - number, number << 20, 1) for number in range(30)
+    ]
+    tiers = [TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {})]
+    made.show(a_status(namespaces=namespaces, tiers=tiers, events=[Event(1, "start", "begun")]), 1.0)
+    return made
+
+
+def test_each_tab_is_chosen_by_its_number_and_in_order(screen: Screen) -> None:
+    for number, tab in enumerate(TABS[1:], 2):
+        lines = keyed(screen, str(number))
+        assert screen.tab == tab and f" {number} {tab}" in lines[0]
+        assert lines[3].startswith(tab[:4]) or lines[3].startswith((f"no {tab}", "waiting for the server's list"))
+    keyed(screen, "right")
+    assert screen.tab == TABS[0]
+    keyed(screen, "left", "back tab")
+    assert screen.tab == TABS[-2]
+    keyed(screen, "tab", "9", "0", "x")
+    assert screen.tab == TABS[-1]
+
+
+def test_rows_are_sorted_scrolled_and_filtered(screen: Screen) -> None:
+    lines = keyed(screen, "2")
+    assert lines[4].startswith("model-29") and lines[-2].startswith("... ") and "s sort: bytes" in lines[-1]
+    assert keyed(screen, "s")[4].startswith("model-00")
+    assert keyed(screen, "s", "s")[4].startswith("model-00")
+    assert "sort: name" in keyed(screen)[-1]
+    assert keyed(screen, "down", "down")[4].startswith("model-02")
+    assert keyed(screen, "up")[4].startswith("model-01")
+    lines = keyed(screen, *["page down"] * 9)
+    assert lines[-2].startswith("model-29"), "no further than the end"
+    lines = keyed(screen, "/", *"L-1")
+    assert lines[-1].startswith("filter: L-1_") and lines[4].startswith("model-10") and lines[13].startswith("model-19")
+    assert lines[14] == ""
+    assert "/ filter: L-" in keyed(screen, "backspace", "enter")[-1]
+    assert "no models that contain 'q'" in keyed(screen, "/", "q")[3], "q is a letter here"
+    assert keyed(screen, "escape")[4].startswith("model-00")
+
+
+def test_a_paused_screen_asks_for_nothing_and_says_so(screen: Screen) -> None:
+    keyed(screen, "3")
+    assert screen.wanted_prefixes() == "hits"
+    assert "sort: bytes" in keyed(screen, "s")[-1] and screen.wanted_prefixes() == "bytes"
+    assert "paused" in keyed(screen, "p")[-1]
+    assert screen.is_paused and screen.wanted_prefixes() is None
+    assert "paused" not in keyed(screen, " ")[-1] and screen.wanted_prefixes() == "bytes"
+    assert Screen("ipc:///x").wanted_prefixes() is None
+
+
+def test_prefixes_of_the_server_are_shown(screen: Screen) -> None:
+    screen.show_prefixes([Prefix("", "m", "ab" * 32, 256, 512, 2, 1 << 20, 3, 700, 60.0, 5.0)])
+    cells = re.split(r"  +", keyed(screen, "3", width=140)[4])
+    assert cells == ["ab" * 6, "256", "2", "512", "1 MiB", "3", "700", "5 s", "1 min 0 s", "m"]
+
+
+def test_charts_show_how_reuse_and_throughput_were(screen: Screen) -> None:
+    for number in range(1, 5):
+        saved = Saved(50 * number, 0.0)
+        screen.show(a_status(asked_tokens=100 * number, saved=saved, stored_bytes=number**2 << 20), 1.0 + number)
+    (line,) = [line for line in keyed(screen) if line.startswith("reused ") and "stores" in line]
+    assert re.fullmatch(r"reused [▁-█]{4} +stores [▁-█]{3}█ +retrieves ▁{4}", line)
+    screen.show(a_status(boot="another", asked_tokens=1), 9.0)
+    assert [line.split() for line in keyed(screen) if line.startswith("reused ") and "stores" in line] == [
+        ["reused", "stores", "retrieves"]
+    ], "another server's figures are another chart"
+
+
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (40, 12), (80, 24), (200, 60)])
+def test_every_tab_fits_into_any_terminal(screen: Screen, width: int, height: int) -> None:
+    for number in range(1, len(TABS) + 1):
+        keyed(screen, str(number), width=width, height=height)
+
+
+@pytest.mark.faults
+def test_keys_and_a_new_size_are_noticed_on_a_terminal(depot: Depot, used: Engine) -> None:
+    with terminal("top", "--url", depot.url, "--interval", "0.1", lines=30) as top:
+        eventually(lambda: "q quits" in top.text)
+        top.press("3")
+        eventually(lambda: "shared tokens" in top.text)
+        top.press("\x1b[C")
+        eventually(lambda: "sort: name" in top.text)
+        top.press("/zzz\r")
+        eventually(lambda: "no engines that contain 'zzz'" in top.text)
+        top.press("\x1b")
+        seen = len(top.raw)
+        fcntl.ioctl(top.inner, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 40, 0, 0))
+        eventually(lambda: re.search(r"1 ove +2 mod", CONTROL.sub("", top.raw[seen:])))
+        top.press("p")
+        eventually(lambda: "paused" in top.text)
+        top.press("q")
+        assert top.end() == 0 and "Traceback" not in top.text
+
+
+# -- status --watch
+
+
+@pytest.mark.faults
+def test_a_watched_status_is_printed_until_it_is_interrupted(depot: Depot) -> None:
+    with terminal("status", "--url", depot.url, "--watch", "0.1", "--json") as shown:
+        eventually(lambda: shown.text.count('{"version"') >= 3)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.end() == 130
+    with terminal("status", "-u", depot.url, "-w") as shown:
+        eventually(lambda: shown.raw.count("\x1b[2J") >= 1 and "memory" in shown.text)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.end() == 130 and "Traceback" not in shown.text
+
+
+@pytest.mark.parametrize("interval", ["0", "often", "nan", "1e9"])
+def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--watch", interval]) == 2
+    assert "not a number of seconds between 0.1 and 3600" in capsys.readouterr().err

@@ -14,13 +14,29 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvdepot.cli.output import clean, count, duration, share, size
+from kvdepot.cli.output import clean, count, duration, share, shorten, size
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.leases import Receipt, Sum
-from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
-from kvdepot.protocol.status import OTHERS, NamespaceStatus, Reuse, Status, TenantStatus, TierStatus, Usage
+from kvdepot.protocol.metrics import BOUNDS_S, Event, Latency, percentile
+from kvdepot.protocol.prefixes import Prefix
+from kvdepot.protocol.status import OTHERS, Engine, NamespaceStatus, Reuse, Status, TenantStatus, TierStatus, Usage
 
-__all__ = ["LOST", "Listing", "Speeds", "lease_sums", "leases", "listings", "summary", "tenants"]
+__all__ = [
+    "LOST",
+    "Listing",
+    "Speeds",
+    "engines",
+    "events",
+    "lease_sums",
+    "leases",
+    "listings",
+    "models",
+    "named",
+    "prefixes",
+    "summary",
+    "tenants",
+    "tiers",
+]
 
 _BAR_CELLS = 20
 _NAME_CELLS = 20
@@ -219,8 +235,9 @@ def _faults(now: Status) -> list[str]:
 def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
     made = [
-        _requests(now), _engines(now), _models(now), _usage(now), tenants(now.tenants), _tiers(now), _losses(now),
-        _devices(now), leases(now.leases), _events(now),
+        _requests(now), engines(sorted(now.engines, key=_in_stable_order)),
+        models(now.namespaces, now.other_namespaces), _usage(now), tenants(now.tenants), tiers(now.tiers),
+        _losses(now), _devices(now), leases(now.leases), events(now.events),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -248,7 +265,12 @@ def _time(latency: Latency, part: float) -> str:
     return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
 
 
-def _engines(now: Status) -> Listing:
+def _in_stable_order(engine: Engine) -> tuple[list[str], list[int], str]:
+    return engine.models, engine.ranks, engine.id
+
+
+def engines(shown: Sequence[Engine]) -> Listing:
+    """The table of engines."""
     rows: list[tuple[str | Text, ...]] = [
         (
             ", ".join(engine.models) or "-",
@@ -256,13 +278,13 @@ def _engines(now: Status) -> Listing:
             engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
             count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now",
         )
-        # In a stable order, for `kvdepot top`.
-        for engine in sorted(now.engines, key=lambda engine: (engine.models, engine.ranks, engine.id))
+        for engine in shown
     ]  # fmt: skip
     return Listing(("engines", "who", "device", ">requests", ">pinned", ">copies", ">last seen"), rows)
 
 
-def _models(now: Status) -> Listing:
+def models(shown: Sequence[NamespaceStatus], others: NamespaceStatus | None = None) -> Listing:
+    """The table of models, shapes and layouts. others: all that are not shown, together."""
     rows: list[tuple[str | Text, ...]] = [
         (
             f"{namespace.tenant}: {namespace.model}" if namespace.tenant else namespace.model,
@@ -272,9 +294,9 @@ def _models(now: Status) -> Listing:
             *_tokens(namespace),
             str(namespace.engines),
         )
-        for namespace in now.namespaces
+        for namespace in shown
     ]
-    if (others := now.other_namespaces) is not None:
+    if others is not None:
         rows.append((OTHERS, "-", "-", size(others.bytes), *_tokens(others), str(others.engines)))
     return Listing(("models", ">ranks", ">tokens", ">bytes", *_TOKEN_HEADS, ">engines"), rows)
 
@@ -313,9 +335,10 @@ def tenants(shown: Sequence[TenantStatus]) -> Listing:
     return Listing(heads, rows)
 
 
-def _tiers(now: Status) -> Listing:
+def tiers(shown: Sequence[TierStatus]) -> Listing:
+    """The table of tiers."""
     rows: list[tuple[str | Text, ...]] = []
-    for tier in now.tiers:
+    for tier in shown:
         held = size(tier.bytes) if tier.bytes is not None else "-"
         if tier.bytes is not None and tier.capacity_bytes:
             held += f" of {size(tier.capacity_bytes)}"
@@ -391,12 +414,37 @@ def _ends(lease: Receipt) -> str:
     return f"in {duration(lease.ends_s)}" if lease.ends_s is not None else "never"
 
 
-def _events(now: Status) -> Listing:
-    latest = now.events[: -_EVENTS - 1 : -1]
+_HASH_DIGITS = 12
+"""Digits of a hash in tables: enough to name a chunk among billions."""
+_MODEL_CELLS = 32
+
+
+def prefixes(shown: Sequence[Prefix], is_long: bool = False) -> Listing:
+    """The table of prefix families. is_long: hashes and names in full."""
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            each.hash if is_long else each.hash[:_HASH_DIGITS], count(each.shared_tokens), count(each.prompts),
+            count(each.tokens), size(each.bytes), count(each.hits), count(each.hit_tokens), duration(each.idle_s),
+            duration(each.age_s), named(each.tenant, each.model, is_long),
+        )
+        for each in shown
+    ]  # fmt: skip
+    heads = (
+        "prefix", ">shared tokens", ">prompts", ">tokens", ">bytes", ">hits", ">found tokens", ">idle", ">age", "model",
+    )  # fmt: skip
+    return Listing(heads, rows)
+
+
+def named(tenant: str, model: str, is_long: bool) -> str:
+    """A model's name with its tenant."""
+    name = f"{tenant}: {model}" if tenant else model
+    return name if is_long else shorten(name, _MODEL_CELLS)
+
+
+def events(shown: Sequence[Event], most: int = 8) -> Listing:
+    """The table of events, of which the latest come first. most: how many."""
+    latest = shown[: -most - 1 : -1]
     rows: list[tuple[str | Text, ...]] = [
         (f"{time.strftime('%m-%d %H:%M:%S', time.localtime(event.wall_s))}  {event.text}",) for event in latest
     ]
     return Listing(("events, latest first",), rows)
-
-
-_EVENTS = 8

@@ -24,8 +24,9 @@ from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
+from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
-from kvdepot.protocol.status import MOST_NAME, TenantStatus, read
+from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
 
 __all__ = [
     "Preview",
@@ -34,14 +35,17 @@ __all__ = [
     "drop",
     "end_lease",
     "forget",
+    "inspect",
     "lease",
     "leases",
     "make_prompt",
     "not_forgotten",
     "pin",
+    "prefixes",
     "preview",
     "reset",
     "set_quota",
+    "status",
     "tenants",
     "unpin",
     "warm",
@@ -220,6 +224,32 @@ def leases(client: Client) -> tuple[list[Receipt], list[Sum]]:
         raise ProtocolError(f"not leases of this version: {exc}") from exc
 
 
+def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
+    """What prompts are in memory, as prefix families; see wire.Prefixes. Blocks until the server has answered.
+
+    Raises BadRequest for an unknown `sort`, or if `most` is out of range; Busy if too many ask at once; ProtocolError
+    if the answer is not of this version.
+    """
+    answer = client.ask(wire.Prefixes(model, sort, most)).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, list[Prefix])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not prefixes of this version: {exc}") from exc
+
+
+def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
+    """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
+
+    Raises BadRequest unless exactly one of `hashes` and `end` is given, or if several chunks' hashes begin with `end`;
+    Busy if too many ask at once; ProtocolError if the answer is not of this version.
+    """
+    answer = client.ask(wire.Inspect(model, hashes, end)).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, list[ChunkStatus])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not chunks of this version: {exc}") from exc
+
+
 def pin(
     client: Client,
     name: str,
@@ -257,10 +287,9 @@ class TierPreview(msgspec.Struct, frozen=True):
 def preview(client: Client, model: str, salt: str) -> Preview:
     """What `forget` would remove now. Raises ProtocolError if the server is too old to count."""
     chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
-    status = read(client.ask(wire.Status()).result(_ANSWER_S))
     return Preview(
         MemoryPreview(chunks, size),
-        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status.tiers},
+        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers},
     )
 
 
@@ -278,9 +307,14 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 
 
+def status(client: Client) -> Status:
+    """The server's status. Blocks until the server has answered."""
+    return read(client.ask(wire.Status()).result(_ANSWER_S))
+
+
 def tenants(client: Client) -> list[TenantStatus]:
     """The quotas that this client may see; none while no tenant has one. Blocks until the server has answered."""
-    return read(client.ask(wire.Status()).result(_ANSWER_S)).tenants
+    return status(client).tenants
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None) -> None:
