@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.actions import Reply
-from kvdepot.core.clients import Client, NoLease
+from kvdepot.core.clients import AlwaysAlive, Client
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.outcomes import Reason
@@ -328,7 +328,7 @@ class IndexMachine(RuleBasedStateMachine):
 def ask_prefixes(index: Index, request: wire.Prefixes) -> list[Prefix]:
     """The answer of a core with this index, two families or chunks a step."""
     lists = Lists(index, Tiering((), index, 0.0), step=2)
-    actions = lists.prefixes(Client(b"one", NoLease()), b"1", request, wall=0)
+    actions = lists.prefixes(Client(b"one", AlwaysAlive()), b"1", request, wall=0)
     while lists:
         assert not actions
         actions = lists.step()

@@ -81,13 +81,13 @@ def _run_for_json(script: Path, arguments: Sequence[str], flag: str, out: str | 
 @click.option("-u", "--url", metavar="[URL]", is_flag=False, flag_value="", help="measure the running server at URL "
     "(without a value: the one of KVDEPOT_URL, or this user's)")  # fmt: skip
 @click.option("-k", "--key", metavar="FILE", type=click.Path(), help="with --url: this client's key file")
-@click.option("-c", "--clients", type=click.IntRange(1, 256), default=4, metavar="N", help="with --url: clients, each "
+@click.option("-c", "--clients", type=options.Whole(1, 256), default=4, metavar="N", help="with --url: clients, each "
     "a process with one request at a time (default: 4)")  # fmt: skip
-@click.option("-n", "--requests", type=click.IntRange(1, 10_000_000), default=2000, metavar="N", help="with --url: "
+@click.option("-n", "--requests", type=options.Whole(1, 10_000_000), default=2000, metavar="N", help="with --url: "
     "lookups, and retrieves, of all clients (default: 2000)")  # fmt: skip
-@click.option("--prompts", type=click.IntRange(1, 1_000_000), default=64, metavar="N", help="with --url: prompts to "
+@click.option("--prompts", type=options.Whole(1, 1_000_000), default=64, metavar="N", help="with --url: prompts to "
     "store, each with one request (default: 64)")  # fmt: skip
-@click.option("--chunks", type=click.IntRange(1, 4096), default=8, metavar="N", help="with --url: chunks of a prompt "
+@click.option("--chunks", type=options.Whole(1, 4096), default=8, metavar="N", help="with --url: chunks of a prompt "
     "(default: 8)")  # fmt: skip
 @click.option("--chunk-bytes", default="256KiB", metavar="SIZE", help="with --url: KV bytes of a chunk, at least "
     "4KiB (default: 256KiB)")  # fmt: skip

@@ -54,7 +54,7 @@ def warm(as_json: bool, **which: Any) -> int:
 @click.argument("name", metavar="NAME")
 @options.prompt
 @click.option(
-    "--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long to keep it (default: until unpinned)"
+    "--seconds", type=options.Whole(0), default=0, metavar="N", help="how long to keep it (default: until unpinned)"
 )
 @options.server
 @options.as_json

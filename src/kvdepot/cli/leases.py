@@ -11,6 +11,7 @@ from kvdepot.cli import options
 from kvdepot.cli.chunks import is_local, open_prompt, print_count
 from kvdepot.cli.connect import connect
 from kvdepot.cli.output import agreed, clean, console, count, print_json, size
+from kvdepot.errors import BadRequest
 from kvdepot.protocol.leases import KINDS, MOST_PRIORITY, NORMAL
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ __all__ = ["lease", "leases", "release"]
 @options.prompt
 @click.option("--kind", type=click.Choice(KINDS), default="retain", help="what the lease does (default: retain)")
 @click.option(
-    "--seconds", type=click.IntRange(0), default=0, metavar="N", help="how long it lasts (default: until released)"
+    "--seconds", type=options.Whole(0), default=0, metavar="N", help="how long it lasts (default: until released)"
 )
 @click.option(
-    "--priority", type=click.IntRange(0, MOST_PRIORITY), default=NORMAL, metavar="N",
+    "--priority", type=options.Whole(0, MOST_PRIORITY), default=NORMAL, metavar="N",
     help=f"if leases exceed the budget, the lowest ends first (0 to {MOST_PRIORITY}, default: {NORMAL})",
 )  # fmt: skip
 @click.option("--drop", is_flag=True, help="remove its chunks when it ends")
@@ -55,7 +56,7 @@ def lease(name: str, kind: str, seconds: int, priority: int, drop: bool, as_json
 @click.command()
 @click.argument("name", metavar="[NAME]", required=False, default="")
 @options.prompt
-@click.option("--keep", type=click.IntRange(0), default=0, metavar="N", help="leave the first N chunks of the prompt")
+@click.option("--keep", type=options.Whole(0), default=0, metavar="N", help="leave the first N chunks of the prompt")
 @options.destructive
 @options.server
 @options.as_json
@@ -76,7 +77,10 @@ def release(
         if model or salt or keep:
             raise click.UsageError("--model, --salt and --keep are for a prompt: give --tokens or --hashes with them")
         with connect(url, key) as client:
-            known = next((each for each in admin.leases(client)[0] if each.name == name and not each.ended), None)
+            listed = [each for each in admin.leases(client)[0] if not each.ended]
+            known = next((each for each in listed if each.name == name), None)
+            if known is None and len(listed) < _MOST_LISTED:
+                raise BadRequest(f"there is no lease {name!r}; `kvdepot leases` lists them")
             held = f"lease {clean(name)}: {count(known.chunks)} chunks, {size(known.bytes)}" if known else ""
             lines = [held or f"lease {clean(name)}", *_tier_lines(client)]
             if dry_run:
@@ -103,6 +107,8 @@ def release(
     return 0
 
 
+_MOST_LISTED = 1000
+"""Leases that a server lists."""
 _REMOVES = "this removes chunks from memory and from all tiers, shared ones too"
 
 

@@ -15,7 +15,9 @@ from kvdepot.values import is_size, parse_size
 
 __all__ = [
     "TOPICS",
+    "Number",
     "Settings",
+    "Whole",
     "as_json",
     "destructive",
     "flags_of",
@@ -34,6 +36,18 @@ as_json = click.option("-j", "--json", "as_json", is_flag=True, help="print JSON
 long = click.option("-l", "--long", "is_long", is_flag=True, help="show hashes and names in full")
 
 _FILE = click.Path()
+
+
+class Whole(click.IntRange):
+    """A whole number within bounds."""
+
+    name = "whole number"
+
+
+class Number(click.FloatRange):
+    """A number within bounds."""
+
+    name = "number"
 
 
 def destructive(command: Decorated) -> Decorated:
@@ -170,12 +184,12 @@ def size_of(option: str, text: str, unit: int) -> int:
             count = float(text) * unit
         except ValueError:
             count = parse_size(text)
-        if not 1 <= count < 1 << 60:
-            raise ValueError(f"{text!r} is out of range")
-        return int(count)
     except ValueError as exc:
         plain = {1: "bytes", 1 << 20: "MiB", 1 << 30: "GiB"}[unit]
         raise ConfigError(f"{option}: {exc}: write 64GiB or 512MiB, say, or a plain number of {plain}") from exc
+    if not 1 <= count < 1 << 60:
+        raise ConfigError(f"{option}: {text!r} is out of range, it must be more than 0 and less than 1 EiB")
+    return int(count)
 
 
 def seconds_of(option: str, text: str) -> float:

@@ -28,8 +28,8 @@ __all__ = ["inspect", "ls"]
     help="what to sort by, the highest first; idle: time since a lookup found some of it (default: hits)",
 )  # fmt: skip
 @click.option(
-    "-n", "--most", type=click.IntRange(1, MOST_PREFIXES), default=20, metavar="N",
-    help=f"how many to show (1 to {MOST_PREFIXES}, default: 20)",
+    "-n", "--most", type=options.Whole(1, MOST_PREFIXES), default=20, metavar="N",
+    help="how many to show (default: 20)",
 )  # fmt: skip
 @options.long
 @options.server

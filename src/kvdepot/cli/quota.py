@@ -27,7 +27,7 @@ __all__ = ["quota"]
 @click.option("--disk-floor", metavar="SIZE", help="the same as --floor, in each tier disk://")
 @click.option("--disk-cap", metavar="SIZE", help="the same as --cap, in each tier disk://")
 @click.option("--weight", type=float, metavar="N", help="its part of what is left above all floors (default: 1)")
-@click.option("--ttl-s", type=click.IntRange(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
+@click.option("--ttl-s", type=options.Whole(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
 @click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
 @options.destructive
 @options.server

@@ -21,7 +21,7 @@ __all__ = ["size"]
 
 _DEFAULT_SIZES = ("16GiB", "64GiB", "256GiB")
 _MOST_CONFIG = 64 << 20
-_COUNT = click.IntRange(1, 1 << 30)
+_COUNT = options.Whole(1, 1 << 30)
 
 
 @click.command()
@@ -111,11 +111,13 @@ def _lines(model: KvSize) -> list[str]:
 
 def _read(place: str) -> dict[str, Any]:
     """The configuration in a file or folder; `-`: standard input. Raises ConfigError."""
-    path = Path(place)
+    path = Path("standard input" if place == "-" else place)
     try:
         if place != "-" and path.is_dir():
-            path = path / "config.json"
+            path /= "config.json"
         text = sys.stdin.read(_MOST_CONFIG) if place == "-" else path.read_bytes()[:_MOST_CONFIG].decode()
+        if not text.strip():
+            raise ConfigError(f"{clean(str(path))}: it is empty; the config.json of a model is expected")
         found = json.loads(text)
     except FileNotFoundError as exc:
         hint = ": give the config.json of a model that you have; nothing is downloaded"

@@ -45,7 +45,7 @@ _NAMES = {
 @click.option(
     "-i",
     "--interval",
-    type=click.FloatRange(0.1, 3600),
+    type=options.Number(0.1, 3600),
     default=1.0,
     metavar="SECONDS",
     help="time between updates (default: 1)",

@@ -93,7 +93,7 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
     try:
         words = re.findall(r"[^\s,\[\]\"]+", sys.stdin.read() if file == "-" else Path(file).read_text())
         chunks = b"" if tokens else b"".join(map(_hash, words))
-        ids = [int(word) for word in words] if tokens else []
+        ids = list(map(_token, words)) if tokens else []
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     except ValueError as exc:
@@ -133,12 +133,17 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
         (each["model"], each["world_size"], each["blocks_in_chunk"], each["chunk_tokens"] or client.chunk_size)
         for each in known
     }
+    if not namespaces and not unlisted:
+        raise ConfigError("no engine has registered a model with this server yet")
     if len(shapes) != 1:
         names = (
             ", ".join(sorted({namespace["model"] for namespace in namespaces})) or "none: no engine has registered yet"
         )
         more = f", and {unlisted} smaller ones that it does not list" if unlisted > 0 else ""
-        raise ConfigError(f"model {model!r} names {len(shapes)} of the server's models ({names}{more})")
+        what = f"model {model!r} names {len(shapes)} of the server's models"
+        if not model:
+            what = f"the server has {len(shapes)} models"
+        raise ConfigError(f"{what} ({names}{more}): give the full name of one")
     (shape,) = shapes
     if len(shape[0]) >= MOST_NAME:
         raise ConfigError(
@@ -151,6 +156,12 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
             f"smallest models and shapes; give the full name"
         )
     return shape
+
+
+def _token(word: str) -> int:
+    if not (word.isascii() and word.isdigit()):
+        raise ValueError(f"{word[:80]!r} is not a number")
+    return int(word)
 
 
 def _hash(word: str) -> bytes:
