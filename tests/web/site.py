@@ -16,6 +16,7 @@ import msgspec
 
 from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
+from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
 from kvdepot.status import Engine, HitRate, NamespaceStatus, Reuse, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.guard import _HEADERS
@@ -39,6 +40,7 @@ class Site:
         self.token = ""  # asked for when set
         self.trouble = ""  # why there is no status
         self.lag = ""  # what is wrong although there is one
+        self.dropped = 0.0  # shards that found no room lately
         self.gibberish = False  # whether a proxy answers with a page of its own
         self.missing = ""  # a folder that is not there
         self.asked: list[str] = []
@@ -72,7 +74,8 @@ class Site:
         since = time.time() - self._began if self.ticks else 0.0
         said = msgspec.structs.asdict(self.status)
         said |= {"wall_s": self.status.wall_s + since, "uptime_s": self.status.uptime_s + since}
-        return StatusNow(**said, turn=self.turn(), trouble=self.lag, losses=losses(self.status))
+        health = judge(self.status, self.lag, self.dropped)
+        return StatusNow(**said, turn=self.turn(), trouble=self.lag, health=health, losses=losses(self.status))
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path, _, after = request.path.partition("?after=")

@@ -214,6 +214,11 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         again = web.change("/v1/unpin", {"name": "system"})
         assert (again.status, again.value["code"]) == (400, "bad_request")
         assert "there is no lease 'system'" in again.value["message"]
+        tier = f"disk://{tmp_path}/kv"
+        seen = web.change("/v1/forget/preview", {"model": engine.model}).value
+        assert seen["memory"]["chunks"] == 3 and seen["memory"]["bytes"] > 0
+        assert seen["tiers"].keys() == {tier}
+        assert web.depot.status()["chunks"] == 3
         other = web.change("/v1/forget", {"model": "some-other-model"})
         assert (other.status, other.value["code"]) == (502, "tier")
         assert f"removed: memory: 0 chunks; disk://{tmp_path}/kv: 0 chunks" in other.value["message"]
@@ -268,6 +273,7 @@ def test_a_quota_of_a_tenant_that_no_key_has_is_refused_with_the_servers_reason(
         ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),
+        ("/v1/forget/preview", {}, "nothing to forget"),
         ("/v1/forget", {"all": "yes"}, "all"),
         ("/v1/forget", {"all": True, "model": "x"}, "either `all`"),
         ("/v1/forget", b"{", "truncated"),

@@ -69,7 +69,9 @@ def settings(command: Decorated) -> Decorated:
             continue
         kind, meta = get_args(hints[field.name])
         many = field.name in _MANY
-        default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, _default(field.default))
+        default = {"url": "a unix socket of this user", "tiers": "none", "fleet": "none"}.get(
+            field.name, _default(field.default)
+        )
         command = click.option(
             _flag(field.name),
             field.name,
@@ -81,7 +83,7 @@ def settings(command: Decorated) -> Decorated:
     return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
 
 
-_MANY = ("tiers",)
+_MANY = ("tiers", "fleet")
 
 
 def _default(value: object) -> str:
