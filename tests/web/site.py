@@ -214,8 +214,8 @@ def example_status(wall_s: float = 0.0) -> Status:
                       4.1e9),
             Histogram("eviction_idle_seconds", "seconds", [60.0, 300.0, 1800.0, 3600.0, 86_400.0],
                       [100, 2_944, 60_000, 67_000, 52_900, 0], 6.2e8),
-            Histogram("reuse_after_seconds", "seconds", [1.0, 60.0, 600.0, 3600.0], [9_000, 300_000, 200_000, 9_000, 90],
-                      9.1e7),
+            Histogram("reuse_after_seconds", "seconds", [1.0, 60.0, 600.0, 3600.0],
+                      [9_000, 300_000, 200_000, 9_000, 90], 9.1e7),
             Histogram("saved_seconds", "seconds", [0.1, 0.5, 1.0, 5.0], [3_000, 40_000, 19_000, 2_200, 10], 41_220.0),
         ],
         hit_rates=[

@@ -59,9 +59,7 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
             yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {tier.error or 'it fails'}.", advice)
     for device in status.devices:
         if device.failure:
-            advice = (
-                "Engines recompute what cannot be copied. See `dmesg` and the server's log; restart the engine."
-            )
+            advice = "Engines recompute what cannot be copied. See `dmesg` and the server's log; restart the engine."
             yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure}.", advice)
     if corrupt := status.counters.get("corrupt_chunks", 0):
         yield Concern(

@@ -4,8 +4,8 @@ import { make, say, set } from "./dom.js";
 import * as format from "./format.js";
 import { alone, slope } from "./series.js";
 
-/** As in style.css, also for little room. */
-const HEIGHT = () => (matchMedia("(max-width: 40rem)").matches ? 112 : 150);
+/** The height that style.css gives a plot. */
+const heightOf = (area) => Number.parseFloat(getComputedStyle(area).minHeight);
 const TABLE_ROWS = 12;
 const FONT = "12px system-ui, sans-serif";
 /** The shortest time axis, for a server that has just started. */
@@ -34,7 +34,7 @@ export const GAINS = [
     ],
   },
   {
-    title: "Share of tokens reused, over a minute",
+    title: "Share of tokens reused",
     format: format.share,
     ticks: (value) => `${Number((100 * value).toFixed(1))}%`,
     most: 1,
@@ -46,7 +46,7 @@ export const GAINS = [
     ],
   },
   {
-    title: "TTFT saved a request that reused tokens",
+    title: "TTFT saved a request",
     format: format.duration,
     steps: TIME_STEPS,
     lines: [{ name: "saved_prefill_s", by: "saved_requests", label: "Saved", colour: "--teal", filled: true }],
@@ -75,7 +75,7 @@ const USES = [
     ],
   },
   {
-    title: "Chunks evicted or not stored, by reason",
+    title: "Chunks evicted or not stored",
     format: format.rate,
     lines: [
       { name: "evicted_chunks_s", label: "Evicted", colour: "--blue" },
@@ -236,7 +236,7 @@ export class Chart {
     const axis = { stroke: ink, font: FONT, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const options = {
       width: this.area.clientWidth,
-      height: HEIGHT(),
+      height: heightOf(this.area),
       padding: [8, 24, 0, 0], // half the width of a time label
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "kvdepot" }, points: { size: 6 } },
@@ -275,7 +275,7 @@ export class Chart {
   }
 
   #resize() {
-    if (this.#plot && this.area.clientWidth) this.#plot.setSize({ width: this.area.clientWidth, height: HEIGHT() });
+    if (this.#plot && this.area.clientWidth) this.#plot.setSize({ width: this.area.clientWidth, height: heightOf(this.area) });
   }
 
   /** Values at a point under the cursor, or the latest. */

@@ -14,6 +14,13 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Like `say`, with what is between backticks as code. */
+export function sayProse(element, text) {
+  const plain = text.replaceAll("`", "");
+  if (element.textContent === plain) return;
+  element.replaceChildren(...text.split("`").map((part, i) => (i % 2 ? make("code", {}, part) : part)));
+}
+
 export function set(element, name, value) {
   const text = String(value);
   if (element.getAttribute(name) !== text) element.setAttribute(name, text);

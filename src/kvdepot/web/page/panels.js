@@ -1,6 +1,6 @@
 // The first sections of the page: state, savings, memory and tiers. Each is filled from one status.
 
-import { $, bar, fillFacts, list, make, say, set } from "./dom.js";
+import { $, bar, fillFacts, list, make, say, sayProse, set } from "./dom.js";
 import { bytes, byteRate, count, duration, exact, latency, none, place, rough, share } from "./format.js";
 import { below, histogram, percentile } from "./series.js";
 
@@ -22,7 +22,7 @@ export function showVerdict({ level, headline, concerns }, since) {
     () => make("li", {}, make("span"), " ", make("span", { class: "soft" })),
     (item, concern) => {
       say(item.firstElementChild, concern.what);
-      say(item.lastElementChild, concern.advice);
+      sayProse(item.lastElementChild, concern.advice);
     },
   );
 }
@@ -91,9 +91,7 @@ export function showStores(status) {
     state: "",
     bytes: status.used_bytes,
     capacity: status.capacity_bytes,
-    text: idle
-      ? `Holds about ${rough(percentile(idle.counts, 0.5, idle.bounds))} of traffic: half of the evicted chunks were unused for longer.`
-      : "Nothing has been evicted: it holds all traffic so far.",
+    text: lifetimeText(status, idle),
     facts: [
       ["Chunks", count(status.chunks), exact(status.chunks)],
       ["Held", count(status.holds), "Pinned by requests or leases, or being copied"],
@@ -119,6 +117,11 @@ export function showStores(status) {
     ],
   }));
   list($("stores"), [memory, ...tiers], (store) => store.title, makeStore, fillStore);
+}
+
+function lifetimeText(status, idle) {
+  if (idle) return `Holds about ${rough(percentile(idle.counts, 0.5, idle.bounds))} of traffic: half of the evicted chunks were unused for longer.`;
+  return status.evicted_chunks ? "" : "Nothing has been evicted: it holds all traffic so far.";
 }
 
 function both(tier, name) {

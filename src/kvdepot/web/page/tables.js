@@ -175,7 +175,7 @@ export function showEvents(status) {
   );
 }
 
-const UNITS = { bytes, seconds: duration, s: duration, tokens: (value) => count(Math.round(value)), "bytes/s": format.byteRate };
+const UNITS = { bytes, seconds: rough, tokens: (value) => count(Math.round(value)), "bytes/s": format.byteRate };
 
 /** Names of histograms, for people. */
 const NAMES = {
@@ -220,7 +220,6 @@ export function showDetails(status) {
   rows($("histograms"), seen, (each) => each.name, [
     ["name", (each) => NAMES[each.name] ?? each.name.replaceAll("_", " "), (each) => each.name],
     ["num", (each) => count(total(each)), (each) => exact(total(each))],
-    ["num", at(0.1)],
     ["num", at(0.5)],
     ["num", at(0.9)],
     ["num", (each) => text(each, each.sum / total(each))],

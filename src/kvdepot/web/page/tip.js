@@ -12,10 +12,15 @@ function show(event) {
   of.setAttribute("aria-describedby", "tip");
   say(tip, of.dataset.full);
   tip.hidden = false;
-  const place = of.getBoundingClientRect();
+  place();
+}
+
+function place() {
+  if (!shown) return;
+  const at = shown.getBoundingClientRect();
   const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
-  tip.style.left = `${Math.max(8, Math.min(place.left, room))}px`;
-  tip.style.top = `${place.bottom + 4}px`;
+  tip.style.left = `${Math.max(8, Math.min(at.left, room))}px`;
+  tip.style.top = `${at.bottom + 4}px`;
 }
 
 function hide() {
@@ -26,5 +31,5 @@ function hide() {
 
 for (const kind of ["focusin", "mouseover"]) document.addEventListener(kind, show);
 for (const kind of ["focusout", "mouseout"]) document.addEventListener(kind, hide);
-addEventListener("scroll", hide, true);
+addEventListener("scroll", place, true); // also because the focus moved there
 addEventListener("keydown", (event) => event.key === "Escape" && hide());
