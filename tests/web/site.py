@@ -210,13 +210,13 @@ def example_status(wall_s: float = 0.0) -> Status:
         histograms=[
             Histogram("hit_tokens", "tokens", [256.0, 1024.0, 4096.0, 16384.0], [4_000, 21_000, 31_000, 9_000, 200],
                       251_990_463.0),
-            Histogram("eviction_age_seconds", "seconds", [60.0, 600.0, 3600.0, 86_400.0], [0, 2_944, 90_000, 90_000, 0],
+            Histogram("eviction_age_seconds", "s", [60.0, 600.0, 3600.0, 86_400.0], [0, 2_944, 90_000, 90_000, 0],
                       4.1e9),
-            Histogram("eviction_idle_seconds", "seconds", [60.0, 300.0, 1800.0, 3600.0, 86_400.0],
+            Histogram("eviction_idle_seconds", "s", [60.0, 300.0, 1800.0, 3600.0, 86_400.0],
                       [100, 2_944, 60_000, 67_000, 52_900, 0], 6.2e8),
-            Histogram("reuse_after_seconds", "seconds", [1.0, 60.0, 600.0, 3600.0],
+            Histogram("reuse_after_seconds", "s", [1.0, 60.0, 600.0, 3600.0],
                       [9_000, 300_000, 200_000, 9_000, 90], 9.1e7),
-            Histogram("saved_seconds", "seconds", [0.1, 0.5, 1.0, 5.0], [3_000, 40_000, 19_000, 2_200, 10], 41_220.0),
+            Histogram("saved_seconds", "s", [0.1, 0.5, 1.0, 5.0], [3_000, 40_000, 19_000, 2_200, 10], 41_220.0),
         ],
         hit_rates=[
             HitRate(60.0, 1_204, 0.781, 0.842), HitRate(600.0, 12_880, 0.752, 0.829),
@@ -251,8 +251,8 @@ def example_status(wall_s: float = 0.0) -> Status:
         tiers=[
             TierStatus("disk", "through", "up", 201_882, int(1.43 * 1024 * GIB), 2048 * GIB, 3 * 2**20, 2,
                        {"saved_chunks": 214_001, "loaded_chunks": 9_120, "dropped_chunks": 311, "late": 4}, "", None, 3,
-                       [Histogram("load_seconds", "seconds", [0.001, 0.01, 0.1], [20, 9_000, 100, 0], 41.0),
-                        Histogram("save_seconds", "seconds", [0.001, 0.01, 0.1], [0, 200_000, 14_001, 0], 1_200.0),
+                       [Histogram("load_seconds", "s", [0.001, 0.01, 0.1], [20, 9_000, 100, 0], 41.0),
+                        Histogram("save_seconds", "s", [0.001, 0.01, 0.1], [0, 200_000, 14_001, 0], 1_200.0),
                         Histogram("load_bytes_per_second", "bytes/s", [1e8, 1e9, 1e10], [10, 1_000, 8_110, 0], 1e13)]),
             TierStatus("s3", "on_evict", "up", 640_113, int(4.8 * 1024 * GIB), None, 0, 0,
                        {"saved_chunks": 181_000, "loaded_chunks": 2_311, "failures": 12, "left_alone": 1},

@@ -94,6 +94,13 @@ def shows(page: Page, selector: str, wanted: str) -> None:
     page.locator(selector, has_text=wanted).first.wait_for()
 
 
+def each_second(page: Page) -> None:
+    """Let charts show a time so short that each point is a second."""
+    page.eval_on_selector(
+        "#range input:checked", "e => { e.value = 120; e.dispatchEvent(new Event('change', { bubbles: true })); }"
+    )
+
+
 def open_part(page: Page, name: str) -> None:
     """Open a part of the page that is closed."""
     if page.get_attribute(f"#{name}", "open") is None:
@@ -517,9 +524,7 @@ def test_what_happens_between_two_ticks_of_the_servers_clock_is_drawn(site: Site
     ends = before.wall_s + 1  # the web process's clock is the exact one
     site.history = {"times_s": [ends - 1, ends], "series": {"stored_bytes_s": [0.0, 0.0]}}
     page = open_page()
-    page.eval_on_selector(  # so short that a point is a second
-        "#range input:checked", "e => { e.value = 60; e.dispatchEvent(new Event('change', { bubbles: true })); }"
-    )
+    each_second(page)
     stored = page.locator("#charts figure", has_text="Loaded and stored").locator(".legend")
     for ticked_s, gone_s, moved, shown in ((0, 1, 3, "3 GB/s"), (2, 2, 7, "4 GB/s"), (2, 4, 19, "6 GB/s")):
         site.status = msgspec.structs.replace(
@@ -550,6 +555,7 @@ def test_what_was_before_a_restart_stays_in_the_charts(site: Site, open_page: Op
     now = site.status.wall_s
     site.history = {"times_s": [now - 60, now - 59], "series": {"used_bytes": [3 * 2**30, 3 * 2**30]}}
     page = open_page()
+    each_second(page)
     site.history = {"times_s": [now], "series": {"used_bytes": [2**30]}}
     site.status = msgspec.structs.replace(site.status, boot="b2")
     eventually(lambda: site.asked.count("/v1/history") == 2)

@@ -109,10 +109,10 @@ export function showStores(status) {
     error: tier.error ? `Last error, ${duration(Math.round(tier.error_s))} ago: ${tier.error}` : "",
     facts: [
       ["Objects", count(tier.objects), exact(tier.objects)],
-      ["Load p50, p99", both(tier, "load_seconds"), "Time to load a shard, since the start"],
-      ["Save p50, p99", both(tier, "save_seconds"), "Time to save a shard, since the start"],
-      ["Load speed", speed(tier, "load_bytes_per_second"), "Median of a shard"],
-      ["In flight", `${count(tier.loads ?? 0)} in, ${count(tier.saves)} out`, "Shards being loaded and saved"],
+      ["Load p50, p99", both(tier, "load_seconds"), "Time of a call that loads up to 16 shards, since the start"],
+      ["Save p50, p99", both(tier, "save_seconds"), "Time of a call that saves up to 16 shards, since the start"],
+      ["Load speed", speed(tier, "load_bytes_per_second"), "Median of such a call"],
+      ["In flight", `${count(tier.loads ?? 0)} in, ${count(tier.saves)} out`, "Calls that load and save"],
       ["Queued", tier.queued_bytes ? bytes(tier.queued_bytes) : none, `Writes: ${tier.write.replaceAll("_", " ")}`],
     ],
   }));
@@ -120,7 +120,8 @@ export function showStores(status) {
 }
 
 function lifetimeText(status, idle) {
-  if (idle) return `Holds about ${rough(percentile(idle.counts, 0.5, idle.bounds))} of traffic: half of the evicted chunks were unused for longer.`;
+  const holds_s = status.holds_s ?? (idle && percentile(idle.counts, 0.5, idle.bounds));
+  if (holds_s) return `Holds about ${rough(holds_s)} of traffic: half of the evicted chunks were unused for longer.`;
   return status.evicted_chunks ? "" : "Nothing has been evicted: it holds all traffic so far.";
 }
 

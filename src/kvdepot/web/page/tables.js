@@ -175,7 +175,7 @@ export function showEvents(status) {
   );
 }
 
-const UNITS = { bytes, seconds: rough, tokens: (value) => count(Math.round(value)), "bytes/s": format.byteRate };
+const UNITS = { bytes, s: rough, tokens: (value) => count(Math.round(value)), "bytes/s": format.byteRate };
 
 /** Names of histograms, for people. */
 const NAMES = {
