@@ -206,7 +206,7 @@ def example_status(wall_s: float = 0.0) -> Status:
         ],
         tokens=TokenCounts(361_017_856, 251_990_463, 198_734_336, 301_088_891),
         usage=[Usage("", 349_000_000, 246_000_000, 195_000_000), Usage("research", 12_017_856, 5_990_463, 3_734_336)],
-        host="gpu-node-7", http="127.0.0.1:7077", cached_tokens=8_059_392, leased_bytes=int(5.9 * GIB),
+        host="gpu-node-7", http="127.0.0.1:7077", cached_tokens=8_059_392, holds_s=2_562.0, leased_bytes=int(5.9 * GIB),
         histograms=[
             Histogram("hit_tokens", "tokens", [256.0, 1024.0, 4096.0, 16384.0], [4_000, 21_000, 31_000, 9_000, 200],
                       251_990_463.0),

@@ -91,7 +91,7 @@ export function showStores(status) {
     state: "",
     bytes: status.used_bytes,
     capacity: status.capacity_bytes,
-    text: lifetimeText(status, idle),
+    text: lifetimeText(status),
     facts: [
       ["Chunks", count(status.chunks), exact(status.chunks)],
       ["Held", count(status.holds), "Pinned by requests or leases, or being copied"],
@@ -119,9 +119,8 @@ export function showStores(status) {
   list($("stores"), [memory, ...tiers], (store) => store.title, makeStore, fillStore);
 }
 
-function lifetimeText(status, idle) {
-  const holds_s = status.holds_s ?? (idle && percentile(idle.counts, 0.5, idle.bounds));
-  if (holds_s) return `Holds about ${rough(holds_s)} of traffic: half of the evicted chunks were unused for longer.`;
+function lifetimeText(status) {
+  if (status.holds_s) return `Holds about ${rough(status.holds_s)} of traffic: half of the evicted chunks were unused for longer.`;
   return status.evicted_chunks ? "" : "Nothing has been evicted: it holds all traffic so far.";
 }
 

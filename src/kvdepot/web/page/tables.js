@@ -7,9 +7,6 @@ import { percentile } from "./series.js";
 
 const { bytes, count, duration, exact, held, limit, none, rough, share, short } = format;
 
-/** Requests that no engine waits for: those of connections and of status. */
-const INTERNAL = new Set(["ChunkSize", "Hello", "Noop", "Prove", "Status"]);
-
 /** A cell with a short id, whose whole is shown on focus and hover (see tip.js). */
 const idCell = (id) => (cell, item) => {
   const shown = child(cell, () => make("span", { class: "mono", tabindex: 0 }));
@@ -196,7 +193,7 @@ export function showDetails(status) {
   ]);
   rows(
     $("latencies"),
-    status.latencies.filter((latency) => latency.count && !INTERNAL.has(latency.request)),
+    status.latencies.filter((latency) => latency.count),
     (latency) => latency.request,
     [
       ["", (latency) => latency.request],
