@@ -240,6 +240,11 @@ def test_warm_pin_unpin_and_forget_do_what_they_say(start_web: StartWeb, tmp_pat
         again = web.change("/v1/unpin", {"name": "system"})
         assert (again.status, again.value["code"]) == (400, "bad_request")
         assert "there is no lease 'system'" in again.value["message"]
+        tier = f"disk://{tmp_path}/kv"
+        seen = web.change("/v1/forget/preview", {"model": engine.model}).value
+        assert seen["memory"]["chunks"] == 3 and seen["memory"]["bytes"] > 0
+        assert seen["tiers"].keys() == {tier}
+        assert web.depot.status()["chunks"] == 3
         other = web.change("/v1/forget", {"model": "some-other-model"})
         assert (other.status, other.value["code"]) == (502, "tier")
         assert f"removed: memory: 0 chunks; disk://{tmp_path}/kv: 0 chunks" in other.value["message"]
@@ -294,6 +299,7 @@ def test_a_quota_of_a_tenant_that_no_key_has_is_refused_with_the_servers_reason(
         ("/v1/quota", {"tenant": "blue", "quota": {"floor_bytes": -1}}, "floor_bytes"),
         ("/v1/forget", {}, "nothing to forget"),
         ("/v1/forget", {"modle": "x", "all": True}, "modle"),
+        ("/v1/forget/preview", {}, "nothing to forget"),
         ("/v1/forget", {"all": "yes"}, "all"),
         ("/v1/forget", {"all": True, "model": "x"}, "either `all`"),
         ("/v1/forget", b"{", "truncated"),
@@ -352,8 +358,8 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     schema = web.get("/schema/openapi.json").value
     assert schema["paths"].keys() == {
         "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-        "/v1/leases", "/v1/prefixes", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease", "/v1/release",
-        "/v1/forget", "/v1/quota",
+        "/v1/leases", "/v1/prefixes", "/v1/fleet", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease",
+        "/v1/release", "/v1/forget", "/v1/forget/preview", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

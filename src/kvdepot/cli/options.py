@@ -105,7 +105,7 @@ def settings(command: Decorated) -> Decorated:
             continue
         kind, meta = get_args(hints[field.name])
         many = field.name in _MANY
-        default = {"url": "a unix socket of this user", "tiers": "none"}.get(field.name, _default(field.default))
+        default = "a unix socket of this user" if field.name == "url" else "none" if many else _default(field.default)
         command = click.option(
             *(["-u"] if field.name == "url" else []),
             _flag(field.name),
@@ -118,7 +118,7 @@ def settings(command: Decorated) -> Decorated:
     return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
 
 
-_MANY = ("tiers",)
+_MANY = ("tiers", "fleet")
 
 TOPICS = {
     "Memory": ("arena_gib", "arena_name", "on_stop", "chunk_size", "policy", "ttl_s", "verify"),

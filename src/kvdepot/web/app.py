@@ -39,6 +39,7 @@ from kvdepot.protocol.metrics import Event
 from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
+from kvdepot.web.fleet import Fleet, FleetNow
 from kvdepot.web.guard import App, Guard, Problem
 from kvdepot.web.history import Figures
 from kvdepot.web.poll import Poll
@@ -295,6 +296,13 @@ def events(state: State) -> list[Event]:
     return _poll(state).latest().status.events
 
 
+@get("/v1/fleet", responses=_READ, sync_to_thread=True)
+def fleet(state: State) -> FleetNow:
+    """This depot and those of the setting `fleet`: state, load and sums, some seconds old at most."""
+    everyone: Fleet = state.fleet
+    return everyone.now(state.turns.judged)
+
+
 @get("/v1/config", responses=_says(401), sync_to_thread=False)
 def config(state: State) -> dict[str, Any]:
     """The server's settings; secrets are masked."""
@@ -373,13 +381,26 @@ def release(state: State, data: JSONBody[ReleaseRequest]) -> Released:
         return Released(removed_chunks=admin.drop(client, _prompt(_poll(state), data), data.keep))
 
 
-@post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
-def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
-    """Remove chunks from memory and all tiers; returns how many from each. An error if something may be left."""
+def _refuse_odd(data: ForgetRequest) -> None:
+    """Raises BadRequest."""
     if data.all and (data.model or data.salt):
         raise BadRequest("give either `all`, or `model` and `salt`")
     if not (data.model or data.salt or data.all):
         raise BadRequest("nothing to forget: give `model`, `salt` or `all`")
+
+
+@post("/v1/forget/preview", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def preview(state: State, data: JSONBody[ForgetRequest]) -> admin.Preview:
+    """What `/v1/forget` would remove: chunks and bytes in memory, and the most that it could from each tier."""
+    _refuse_odd(data)
+    with _change(state):
+        return admin.preview(_poll(state).client, data.model, data.salt)
+
+
+@post("/v1/forget", status_code=200, responses=_CHANGE, security=_SECURED, sync_to_thread=True)
+def forget(state: State, data: JSONBody[ForgetRequest]) -> dict[str, int]:
+    """Remove chunks from memory and all tiers; returns how many from each. An error if something may be left."""
+    _refuse_odd(data)
     with _change(state):
         said = admin.forget(_poll(state).client, data.model, data.salt)
         if left := admin.not_forgotten(said):
@@ -480,8 +501,8 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
     pages = _read_page()
     app = Litestar(
         [
-            healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, prefixes, events, config,
-            warm, pin, unpin, lease, release, forget, quota, front, page,
+            healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, prefixes, events, fleet,
+            config, warm, pin, unpin, lease, release, preview, forget, quota, front, page,
         ],
         exception_handlers={Exception: _answer_error, HTTPException: _answer_error, KVDepotError: _answer_error},
         logging_config=None,
@@ -500,6 +521,8 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
             {
                 "poll": poll,
                 "turns": turns,
+                # The token that the server made for itself is for nobody else.
+                "fleet": Fleet(settings["fleet"], token if settings["http_token_file"] else ""),
                 "prefixes": Prefixes(poll.client),
                 "settings": settings,
                 "registry": registry,
