@@ -24,7 +24,7 @@ pytestmark = pytest.mark.faults  # a server and a web process each
 
 READ = (
     "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-    "/v1/config", "/metrics", "/schema/openapi.json",
+    "/v1/prefixes", "/v1/config", "/metrics", "/schema/openapi.json",
 )  # fmt: skip
 
 
@@ -69,6 +69,22 @@ def test_what_http_says_is_what_the_depot_says(start_web: StartWeb, tmp_path: Pa
         assert [tier["name"] for tier in web.get("/v1/tiers").value] == [f"disk://{tmp_path}/kv"]
         assert isinstance(web.get("/v1/engines").value, list)
         assert isinstance(web.get("/v1/events").value, list)
+    finally:
+        engine.close()
+
+
+def test_prefixes_are_those_in_memory(start_web: StartWeb) -> None:
+    web = start_web()
+    engine = Engine(web.depot)
+    try:
+        engine.store(list(range(3 * CHUNK)), list(range(3 * PER_CHUNK)))
+        engine.store([*range(2 * CHUNK), *range(CHUNK)], list(range(3 * PER_CHUNK)))
+        assert engine.lookup(list(range(3 * CHUNK))) == 3 * CHUNK
+        (found,) = web.get("/v1/prefixes?most=5&sort=bytes").value
+        assert (found["model"], found["prompts"], found["hits"]) == (engine.model, 2, 1)
+        assert (found["shared_tokens"], found["tokens"], found["hit_tokens"]) == (2 * CHUNK, 4 * CHUNK, 3 * CHUNK)
+        assert web.get("/v1/prefixes?model=another").value == []
+        assert web.get("/v1/prefixes?sort=age").status == web.get("/v1/prefixes?most=0").status == 400
     finally:
         engine.close()
 
@@ -326,8 +342,8 @@ def test_openapi_describes_every_path_and_what_it_may_answer(web: Web) -> None:
     schema = web.get("/schema/openapi.json").value
     assert schema["paths"].keys() == {
         "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/namespaces", "/v1/engines", "/v1/tiers", "/v1/events",
-        "/v1/leases", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease", "/v1/release", "/v1/forget",
-        "/v1/quota",
+        "/v1/leases", "/v1/prefixes", "/v1/config", "/v1/warm", "/v1/pin", "/v1/unpin", "/v1/lease", "/v1/release",
+        "/v1/forget", "/v1/quota",
     }  # fmt: skip
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

@@ -95,7 +95,11 @@ def unpin(name: str, url: str | None, key: str | None, as_json: bool) -> int:
 
 @click.command()
 @click.option(
-    "--model", default="", metavar="NAME", help="chunks of this model, and of all models whose name begins with NAME"
+    "-m",
+    "--model",
+    default="",
+    metavar="NAME",
+    help="chunks of this model, and of all models whose name begins with NAME",
 )
 @click.option("--salt", default="", metavar="TEXT", help="chunks of requests with this cache_salt")
 @click.option("--all", "everything", is_flag=True, help="all chunks; asks for confirmation on a terminal")
@@ -161,7 +165,7 @@ def _preview_lines(found: Preview) -> list[str]:
 
 
 @click.command()
-@click.option("--url", metavar="URL", help="the arena of the server at this endpoint")
+@click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
 @click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
 @click.option("--fix", is_flag=True, help="drop damaged records; only while no server uses the arena")
 @options.as_json

@@ -10,30 +10,32 @@ import msgspec
 from click.shell_completion import CompletionItem
 
 from kvdepot.config import ONLY_IN_FILE, Config, words_of
-from kvdepot.values import is_size
+from kvdepot.errors import ConfigError
+from kvdepot.values import is_size, parse_size
 
-__all__ = ["Settings", "as_json", "flags_of", "prompt", "server", "settings", "web"]
+__all__ = ["Settings", "as_json", "flags_of", "long", "prompt", "server", "settings", "size_of", "web"]
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-as_json = click.option("--json", "as_json", is_flag=True, help="print JSON")
+as_json = click.option("-j", "--json", "as_json", is_flag=True, help="print JSON")
+long = click.option("-l", "--long", "is_long", is_flag=True, help="show hashes and names in full")
 
 _FILE = click.Path()
 
 
 def server(command: Decorated) -> Decorated:
     """--url and --key: which server, and as whom."""
-    command = click.option("--key", metavar="FILE", type=_FILE, help="this client's key file (default: KVDEPOT_KEY)")(
-        command
-    )
-    return click.option("--url", metavar="URL", help="the server's endpoint")(command)
+    command = click.option(
+        "-k", "--key", metavar="FILE", type=_FILE, help="this client's key file (default: KVDEPOT_KEY)"
+    )(command)
+    return click.option("-u", "--url", metavar="URL", help="the server's endpoint")(command)
 
 
 def web(command: Decorated) -> Decorated:
     """--config, --url and --http-token-file: which server's page."""
     for option in (
         click.option("--http-token-file", metavar="FILE", type=_FILE, help="the server's token file, if it has one"),
-        click.option("--url", metavar="URL", help="the server's endpoint"),
+        click.option("-u", "--url", metavar="URL", help="the server's endpoint"),
         click.option("--config", "file", metavar="FILE", type=_FILE, help="the server's settings file (TOML)"),
     ):
         command = option(command)
@@ -52,7 +54,8 @@ def prompt(command: Decorated) -> Decorated:
                 help="chunk hashes of the prompt in hex, from its first chunk; - for stdin",
             ),
             click.option(
-                "--model", default="", metavar="NAME", help="a name that `kvdepot status` lists, or a unique prefix"
+                "-m", "--model", default="", metavar="NAME",
+                help="a name that `kvdepot status` lists, or a unique prefix",
             ),
             click.option("--salt", default="", metavar="TEXT", help="the cache_salt of the requests"),
         ]
@@ -114,6 +117,21 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
         else:
             has_value = True
         yield word
+
+
+def size_of(option: str, text: str, unit: int) -> int:
+    """Bytes of a size such as 64GiB; a plain number counts units. Raises ConfigError, which names the option."""
+    try:
+        try:
+            count = float(text) * unit
+        except ValueError:
+            count = parse_size(text)
+        if not 1 <= count < 1 << 60:
+            raise ValueError(f"{text!r} is out of range")
+        return int(count)
+    except ValueError as exc:
+        plain = {1: "bytes", 1 << 20: "MiB", 1 << 30: "GiB"}[unit]
+        raise ConfigError(f"{option}: {exc}: write 64GiB or 512MiB, say, or a plain number of {plain}") from exc
 
 
 def flags_of(given: dict[str, object]) -> dict[str, object]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,12 +26,17 @@ __all__ = [
     "duration",
     "print_json",
     "progress",
+    "ranges",
     "share",
+    "shorten",
     "size",
 ]
 
 _PIPE_COLUMNS = 200
 """Width of tables in a pipe, where the default of 80 columns would cut them."""
+
+_RUNS = 6
+"""Runs of numbers that `ranges` shows."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -106,6 +111,24 @@ def count(number: float) -> str:
     if number < 1e6:
         return f"{number:,.0f}"
     return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:,.1f} G"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Format ascending numbers: 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number <= runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_RUNS]]
+    return ", ".join([*shown, "..."] if len(runs) > _RUNS else shown)
+
+
+def shorten(text: str, most: int) -> str:
+    """A text of at most `most` characters: the beginning and the end of a longer one."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[: most - 1 - half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}"
 
 
 def share(part: float) -> str:

@@ -24,6 +24,7 @@ from kvdepot.errors import BadRequest, ConfigError, KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
+from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import MOST_NAME, TenantStatus, read
 
@@ -34,11 +35,13 @@ __all__ = [
     "drop",
     "end_lease",
     "forget",
+    "inspect",
     "lease",
     "leases",
     "make_prompt",
     "not_forgotten",
     "pin",
+    "prefixes",
     "preview",
     "reset",
     "set_quota",
@@ -218,6 +221,32 @@ def leases(client: Client) -> tuple[list[Receipt], list[Sum]]:
         return msgspec.convert(answer, tuple[list[Receipt], list[Sum]])
     except msgspec.ValidationError as exc:
         raise ProtocolError(f"not leases of this version: {exc}") from exc
+
+
+def prefixes(client: Client, model: str = "", sort: str = "hits", most: int = 20) -> list[Prefix]:
+    """What prompts are in memory, as prefix families; see wire.Prefixes. Blocks until the server has answered.
+
+    Raises BadRequest for an unknown `sort`, or if `most` is out of range; Busy if too many ask at once; ProtocolError
+    if the answer is not of this version.
+    """
+    answer = client.ask(wire.Prefixes(model, sort, most)).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, list[Prefix])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not prefixes of this version: {exc}") from exc
+
+
+def inspect(client: Client, model: str = "", hashes: bytes = b"", end: bytes = b"") -> list[ChunkStatus]:
+    """Where chunks are, in memory; see wire.Inspect. Blocks until the server has answered.
+
+    Raises BadRequest unless exactly one of `hashes` and `end` is given, or if several chunks' hashes begin with `end`;
+    Busy if too many ask at once; ProtocolError if the answer is not of this version.
+    """
+    answer = client.ask(wire.Inspect(model, hashes, end)).result(_ANSWER_S)
+    try:
+        return msgspec.convert(answer, list[ChunkStatus])
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"not chunks of this version: {exc}") from exc
 
 
 def pin(

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _STATUS_COST = 4
 """A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
+_MOST_COST = 4
+"""A list counts as more requests the more is to be looked at, but as a fourth of `max_rate` at most."""
 _MOST_CHALLENGES = 1024
 """Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
 
@@ -98,6 +100,9 @@ class Connections:
                 raise request
             if isinstance(request, wire.Status | wire.Leases):
                 self._refuse_unless(self._rates.charge(identity, _STATUS_COST - 1))
+            elif isinstance(request, wire.Prefixes | wire.Inspect):
+                cost = min(self._depot.lists.cost(request), self._config.max_rate // _MOST_COST)
+                self._refuse_unless(self._rates.charge(identity, cost))
             self._depot.report.latencies.begin(identity, number, type(request).__name__, now)
             if client is not None and user != client.user:
                 # With ROUTER_HANDOVER, needed for reconnects, a new connection can claim any identity.

@@ -22,6 +22,7 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
 from kvdepot.core.infinite_cache import InfiniteCache
 from kvdepot.core.leases import Leases
+from kvdepot.core.lists import Lists
 from kvdepot.core.registrations import Registrations, Remapping
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.reuse import Windows
@@ -73,6 +74,7 @@ class Depot:
         self.ceiling = InfiniteCache(0.0)
         self.reuse = Windows(0.0)
         self.leases = Leases(index, self.counters)
+        self.lists = Lists(index, self.tiering)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
         self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.leases)
         self.registrations = Registrations(config, index, self.counters, map_layout)
@@ -185,6 +187,10 @@ class Depot:
                 return self.forgetting.forget(client, number, request, self.now)
             case wire.Count():
                 return self.forgetting.count(client, number, request)
+            case wire.Prefixes():
+                return self.lists.prefixes(client, number, request, self.wall)
+            case wire.Inspect():
+                return self.lists.inspect(client, number, request, self.wall)
             case wire.Describe():
                 return [self._described(request), Reply(client.identity, number, None)]
             case wire.SetQuota():
@@ -209,16 +215,16 @@ class Depot:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
-        if self.removals or self.drops or self._is_behind:
+        if self.removals or self.drops or self.lists or self._is_behind:
             return 0.0
         return min(self.tiering.next_deadline(), self.sessions.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
-        """Continue removals, and requests whose wait for stores or tiers has reached its deadline."""
+        """Continue removals and lists, and requests whose wait for stores or tiers has reached its deadline."""
         self.now = now
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.forgetting.step(), *self.drops.step(now), *self.sessions.expire(now)]
+        actions = [*self.forgetting.step(), *self.drops.step(now), *self.lists.step(), *self.sessions.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return actions
@@ -281,11 +287,11 @@ class Depot:
         return Reply(client.identity, number, ended is not None)
 
     def stop_waiting(self) -> list[Action]:
-        """Before shutdown: finish removals, and answer every request that waits for stores or tiers."""
+        """Before shutdown: finish removals and lists, and answer every request that waits for stores or tiers."""
         actions: list[Action] = []
         while self.removals:
             actions += self.forgetting.step()
-        actions += self.drops.stop()
+        actions += [*self.drops.stop(), *self.lists.stop()]
         actions += self.sessions.stop(list(self._clients.values()))
         for forgetting in self.tiering.stop():
             actions += self.forgetting.answer(forgetting)

@@ -196,8 +196,9 @@ class Sessions:
             value = self._answer(pending, namespaces, pins, matched)
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
-                for namespace in namespaces:
+                for namespace, pin in zip(namespaces, pins, strict=True):
                     namespace.hit_chunks += matched
+                    self._index.count_hit(pin)
         except KVDepotError as exc:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(pending))

@@ -39,10 +39,12 @@ __all__ = [
     "Forget",
     "Group",
     "Hello",
+    "Inspect",
     "Lease",
     "Leases",
     "Lookup",
     "Noop",
+    "Prefixes",
     "Proof",
     "Prove",
     "Register",
@@ -310,6 +312,30 @@ class Count(_Message, frozen=True):
     salt: bytes = b""
 
 
+class Prefixes(_Message, frozen=True):
+    """Ask which prompts are in memory, as families of those that begin with the same chunk.
+
+    Answer: a list of prefixes.Prefix: at most `most` families of models whose name has this prefix (empty: all), those
+    with the most of `sort` (one of prefixes.SORTS) first; of the client's tenant only, if it has one.
+    """
+
+    model: str = ""
+    sort: str = "hits"
+    most: int = 20
+
+
+class Inspect(_Message, frozen=True):
+    """Ask where chunks are: those with these hashes, or the one whose hash begins with `end` and all before it.
+
+    Answer: a list of prefixes.ChunkStatus, of models whose name has this prefix, and of the client's tenant only, if it
+    has one: what memory has (not what only tiers have), namespace by namespace, each in the order of the prompt.
+    """
+
+    model: str = ""
+    hashes: bytes = b""
+    end: bytes = b""
+
+
 class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
@@ -359,6 +385,8 @@ Request: TypeAlias = (
     | Leases
     | Forget
     | Count
+    | Prefixes
+    | Inspect
     | Describe
     | SetQuota
     | Status

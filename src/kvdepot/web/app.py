@@ -1,8 +1,9 @@
 """The HTTP endpoints. OpenAPI is generated from the types in this module.
 
 __main__.py creates the application; uvicorn runs it on the web process's event loop. Requests that read are answered
-from poll.py's last result; requests that change something ask the server, on threads, a few at a time. Every error has
-the form `{"code", "message"}`, with a code of errors.py; one table has the HTTP status of each code.
+from poll.py's last result, except those for prefixes (prefixes.py); requests that change something ask the server, on
+threads, a few at a time. Every error has the form `{"code", "message"}`, with a code of errors.py; one table has the
+HTTP status of each code.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.curve import is_loopback
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, Receipt, Sum
 from kvdepot.protocol.metrics import Event
+from kvdepot.protocol.prefixes import MOST_PREFIXES, Prefix
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import Engine, NamespaceStatus, TierStatus
 from kvdepot.web.guard import App, Guard, Problem
 from kvdepot.web.history import Figures
 from kvdepot.web.poll import Poll
+from kvdepot.web.prefixes import Prefixes
 from kvdepot.web.prometheus import StatusCollector
 from kvdepot.web.turns import Short, StatusNow, Turns
 
@@ -269,6 +272,23 @@ def leases(state: State) -> LeasesNow:
     return LeasesNow(now.leases, now.lease_sums)
 
 
+_Most = Annotated[int, Parameter(ge=1, le=MOST_PREFIXES, description="How many to list.")]
+_Model = Annotated[
+    str, Parameter(max_length=wire.MAX_REQUEST_ID, description="Only models whose name begins with this.")
+]
+_Sort = Annotated[
+    Literal["hits", "bytes", "tokens", "idle"],
+    Parameter(description="What to sort by, the highest first; `idle`: seconds since a lookup found some of it."),
+]
+
+
+@get("/v1/prefixes", responses=_says(400, 401, 429, 500, 503, 504), sync_to_thread=True)
+def prefixes(state: State, most: _Most = 20, model: _Model = "", sort: _Sort = "hits") -> list[Prefix]:
+    """Prompts in memory, as families of those that begin with the same chunk; at most two seconds old."""
+    known: Prefixes = state.prefixes
+    return known.get(model, sort, most)
+
+
 @get("/v1/events", responses=_READ, sync_to_thread=False)
 def events(state: State) -> list[Event]:
     """Recent events, oldest first."""
@@ -460,7 +480,7 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
     pages = _read_page()
     app = Litestar(
         [
-            healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, events, config,
+            healthz, readyz, metrics, status, history, namespaces, engines, tiers, leases, prefixes, events, config,
             warm, pin, unpin, lease, release, forget, quota, front, page,
         ],
         exception_handlers={Exception: _answer_error, HTTPException: _answer_error, KVDepotError: _answer_error},
@@ -480,6 +500,7 @@ def make_app(poll: Poll, turns: Turns, settings: dict[str, Any], address: str, t
             {
                 "poll": poll,
                 "turns": turns,
+                "prefixes": Prefixes(poll.client),
                 "settings": settings,
                 "registry": registry,
                 "page": pages,

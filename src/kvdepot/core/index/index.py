@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from kvdepot.core.index import families
 from kvdepot.core.index.accounts import Account, Accounts
 from kvdepot.core.index.ages import Ages
 from kvdepot.core.index.boundary import deepest_boundary, needed_parts
@@ -249,6 +250,15 @@ class Index:
             self._spared.leave(chunk, holder)
         self.release(chunks)
 
+    def count_hit(self, pin: Pin) -> None:
+        """A lookup of an engine has found this prefix: count it for its family."""
+        for chunk in pin.chunks:
+            if (family := chunk.family) is not None:
+                family.hits += 1
+                family.hit_chunks += pin.matched
+                family.used = self._wall
+                return
+
     def saved(self, namespace: Namespace, chunks: list[Chunk]) -> dict[Holder, int]:
         """A request uses the chunks of a `Pin` for the first time: how many chunks of its prompt each lease has saved.
 
@@ -360,9 +370,12 @@ class Index:
                 before.children += 1
             account.chunks += 1
             account.policy.insert(chunk)
+            families.join(chunk, self._wall)
         chunk.shards[rank] = Shard(extents, size, _LOADING if is_load else _RESERVED)
         taken = self.allocator.rounded(size)
         chunk.bytes += taken
+        if chunk.family is not None:
+            chunk.family.bytes += taken
         namespace.bytes += taken
         account.used += taken  # as `Account.charge`, without the cost of a call
         account.spare += taken
@@ -596,6 +609,8 @@ class Index:
             last.namespace.bytes -= last.bytes
             account.used -= last.bytes
             account.spare -= last.bytes
+            if last.family is not None:
+                last.family.bytes -= last.bytes
             last.bytes = 0
             last = self._unlink(last, is_evicted)
             is_evicted = False  # its ancestors were pending removal, and nothing is behind them any more
@@ -607,6 +622,8 @@ class Index:
         del chunk.shards[rank]
         taken = self.allocator.rounded(shard.size)
         chunk.bytes -= taken
+        if chunk.family is not None:
+            chunk.family.bytes -= taken
         chunk.namespace.bytes -= taken
         chunk.namespace.account.charge(-taken)
         self.reserved -= 1
@@ -655,6 +672,7 @@ class Index:
             elif self._spared.held:
                 self._spared.offer(before)
         self._chains.leave(chunk, before)
+        families.leave(chunk, before)
         self.namespaces.forget(namespace)
         return pending
 
@@ -774,6 +792,7 @@ class Index:
         """
         self.namespaces.adopt(namespaces)
         self._serial = self._uses = serial
+        families.adopt(namespaces)
         found = [chunk for namespace in namespaces for chunk in namespace.chunks.values()]
         self.chunks = len(found)
         for namespace in namespaces:
@@ -788,6 +807,7 @@ class Index:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         totals = Totals(self.chunks, self.reserved, self.held, self._chains.broken)
         check(self.namespaces.all(), self.allocator, self.accounts, totals)
+        families.check(self.namespaces.all())
 
 
 def _all_chunks(namespaces: Iterable[Namespace]) -> list[Chunk]:
