@@ -32,6 +32,7 @@ from kvdepot.core.tiering.lookup import Arrived, TierLookup
 from kvdepot.core.tiering.tier import Token
 from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.core.transfers import CopyToken, Transfers
+from kvdepot.core.usage import Usages
 from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient
 from kvdepot.memory.copier import Mapped
@@ -39,7 +40,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import Layout
-from kvdepot.protocol.status import Device, Status
+from kvdepot.protocol.status import Device, Status, TokenCounts
 from kvdepot.tiers import TierConfig
 
 __all__ = ["Depot"]
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 _MOST_TOPICS = 256
 """Topics of KV events; each takes a copy of every message about its models."""
 _MOST_SAVED = 1 << 32
-"""The most tokens, or seconds, that one request may report as saved."""
+"""The most tokens, or seconds, that one request may report."""
 
 
 class Depot:
@@ -72,11 +73,12 @@ class Depot:
         self.counters = Counters()
         self.tiering = Tiering(tiers, index, config.lookup_s)
         self.ceiling = InfiniteCache(0.0)
+        self.usages = Usages()
         self.reuse = Windows(0.0)
         self.leases = Leases(index, self.counters)
         self.lists = Lists(index, self.tiering)
         self.drops = Drops(index, self.tiering, self.counters, step_chunks)
-        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.leases)
+        self.sessions = Sessions(config, index, self.tiering, self.counters, self.ceiling, self.usages, self.leases)
         self.registrations = Registrations(config, index, self.counters, map_layout)
         self.transfers = Transfers(config, index, self.registrations, self.sessions, self.tiering, self.counters)
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
@@ -98,14 +100,10 @@ class Depot:
         return f"<Depot {len(self._clients)} clients, {self.operations} operations, {self.index}>"
 
     @property
-    def asked_tokens(self) -> int:
-        """Tokens in the whole chunks of prompts that engines looked up."""
-        return self.sessions.asked_tokens
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens that engines loaded instead of computing: as they reported, or as their sessions retrieved."""
-        return self.saved_tokens + self.sessions.retrieved_tokens
+    def tokens(self) -> TokenCounts:
+        """Prompt tokens since the start: see core/usage.py."""
+        total = self.usages.total
+        return TokenCounts(total.asked, total.found, total.reused, self.ceiling.bound(total.found))
 
     # -- events
 
@@ -157,7 +155,7 @@ class Depot:
             case wire.EndSession():
                 actions = self.sessions.give_up(client, request.request)
                 self.sessions.end(client, request.request)  # even if the reported savings are invalid
-                return [*actions, Reply(client.identity, number, self._count_saved(request))]
+                return [*actions, Reply(client.identity, number, self._count_saved(client, request))]
             case wire.Register():
                 self.report.note(
                     "engine", f"client {client.called} registers KV tensors of {request.model[:SHOWN] or 'a model'}"
@@ -251,8 +249,8 @@ class Depot:
         for lease in self.leases.tick(now):
             self.drops.begin(lease.tenant, lease.request, lease.hashes)
         self.drops.retry()
-        self.ceiling.tick(now, self.counters["hit_chunks"])
-        self.reuse.tick(now, self.asked_tokens, self.reused_tokens)
+        self.ceiling.tick(now)
+        self.reuse.tick(now, self.tokens, self.counters["lookup_chunks"])
         self._drop_excess()
         self.report.tick(now)
         is_over = self._idleness.is_over(self._clients.values(), now)
@@ -321,10 +319,19 @@ class Depot:
         check_description(request)
         return Described(request)
 
-    def _count_saved(self, request: wire.EndSession) -> BadRequest | None:
+    def _count_saved(self, client: Client, request: wire.EndSession) -> BadRequest | None:
+        asked, fault = request.asked, ""
         if not (0 <= request.saved_tokens <= _MOST_SAVED and 0.0 <= request.saved_s <= _MOST_SAVED):
+            fault = f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range"
+        elif not (0 <= asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
+            fault = f"{asked} is out of range"
+        if fault:
             self.counters["errors"] += 1
-            return BadRequest(f"saved_tokens {request.saved_tokens} or saved_s {request.saved_s} is out of range")
+            return BadRequest(fault)
+        self.ceiling.subtract(asked.own)
+        if asked.tokens or request.saved_tokens:
+            model = request.model or client.model
+            self.usages.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
         self.leases.token_s = self.saved_s / self.saved_tokens if self.saved_tokens else 0.0

@@ -26,8 +26,10 @@ from kvdepot.protocol.leases import NORMAL
 from kvdepot.protocol.quotas import Quota
 
 __all__ = [
+    "NOTHING_ASKED",
     "VERSION",
     "Answer",
+    "Asked",
     "ChunkSize",
     "Clear",
     "Count",
@@ -159,6 +161,7 @@ class Lookup(_Message, frozen=True):
     blocks_in_chunk: of the first group; 0 if the caller does not know it. chunk_tokens: 0 stands for the server's.
     chained: the hashes are a chain from the prompt's start. salt: as in Shards. The answer may take half a second while
     chunks of the prompt are being stored, and with tiers up to `Welcome.lookup_s` in addition.
+    reports: `EndSession.asked` will say which tokens this was for, so they are not counted as asked and found here.
     """
 
     model: str
@@ -170,6 +173,7 @@ class Lookup(_Message, frozen=True):
     chained: bool = False
     salt: bytes = b""
     chunk_tokens: int = 0
+    reports: bool = False
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -213,16 +217,34 @@ class Retrieve(_Message, frozen=True):
     unpins: bool = True
 
 
+class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Prompt tokens that an engine needed when it scheduled requests, for lookups with `reports`.
+
+    tokens: those that it did not have in its own cache. found: of these, in the depot. own: those in its own cache,
+    within the chunks that were looked up.
+    """
+
+    tokens: int = 0
+    found: int = 0
+    own: int = 0
+
+
+NOTHING_ASKED = Asked()
+
+
 class EndSession(_Message, frozen=True):
     """Release what `request` still pins. Answer: None.
 
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
     does not know, or the server takes them from its retrieves.
+    model: whose tokens they are; empty: the model of the client's last lookup. asked: since the last EndSession.
     """
 
     request: str
     saved_tokens: int = 0
     saved_s: float = 0.0
+    model: str = ""
+    asked: Asked = NOTHING_ASKED
 
 
 class ChunkSize(_Message, frozen=True):
