@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import kvdepot
+from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import Screen
 from kvdepot.metrics import Event, Latency
@@ -265,3 +266,24 @@ def test_the_pictures_of_the_documentation_can_be_drawn_and_ask_nobody_for_anyth
         assert not re.search(r"url\(https?:|href", drawn)
         for word in (f"kvdepot&#160;{kvdepot.__version__}", "toy-llama", *words):
             assert word in drawn and word in shown, f"{name}: {word}; draw it again"
+
+
+# -- status --watch
+
+
+@pytest.mark.faults
+def test_a_watched_status_is_printed_until_it_is_interrupted(depot: Depot) -> None:
+    with terminal("status", "--url", depot.url, "--watch", "0.1", "--json") as shown:
+        eventually(lambda: shown.text.count('{"version"') >= 3)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.end() == 130
+    with terminal("status", "-u", depot.url, "-w") as shown:
+        eventually(lambda: shown.raw.count("\x1b[2J") >= 1 and "memory" in shown.text)
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.end() == 130 and "Traceback" not in shown.text
+
+
+@pytest.mark.parametrize("interval", ["0", "often", "nan", "1e9"])
+def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--watch", interval]) == 2
+    assert "not a number of seconds between 0.1 and 3600" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from kvdepot.protocol.keys import HASH_BYTES, ChunkChain, derive_root, salt_tag
 from kvdepot.protocol.leases import NORMAL, Receipt, Sum
 from kvdepot.protocol.prefixes import ChunkStatus, Prefix
 from kvdepot.protocol.quotas import Quota
-from kvdepot.protocol.status import MOST_NAME, TenantStatus, read
+from kvdepot.protocol.status import MOST_NAME, Status, TenantStatus, read
 
 __all__ = [
     "Preview",
@@ -45,6 +45,7 @@ __all__ = [
     "preview",
     "reset",
     "set_quota",
+    "status",
     "tenants",
     "unpin",
     "warm",
@@ -286,10 +287,9 @@ class TierPreview(msgspec.Struct, frozen=True):
 def preview(client: Client, model: str, salt: str) -> Preview:
     """What `forget` would remove now. Raises ProtocolError if the server is too old to count."""
     chunks, size = client.ask(wire.Count(model, salt_tag(salt))).result(_ANSWER_S)
-    status = read(client.ask(wire.Status()).result(_ANSWER_S))
     return Preview(
         MemoryPreview(chunks, size),
-        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status.tiers},
+        {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers},
     )
 
 
@@ -307,9 +307,14 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
     return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
 
 
+def status(client: Client) -> Status:
+    """The server's status. Blocks until the server has answered."""
+    return read(client.ask(wire.Status()).result(_ANSWER_S))
+
+
 def tenants(client: Client) -> list[TenantStatus]:
     """The quotas that this client may see; none while no tenant has one. Blocks until the server has answered."""
-    return read(client.ask(wire.Status()).result(_ANSWER_S)).tenants
+    return status(client).tenants
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None) -> None:
