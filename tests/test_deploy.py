@@ -283,6 +283,7 @@ EVERYTHING = {
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
     "dashboard": {"enabled": True},
+    "docs": "https://wiki.example/kvdepot/metrics/",
     "nodeSelector": {"gpu": "yes"},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     "affinity": {"nodeAffinity": {}},
@@ -409,8 +410,10 @@ def test_all_values_of_the_chart_arrive(tmp_path: Path) -> None:
     assert {"name": "AWS_REGION", "value": "eu-central-1"} in server["env"]
     assert {"/dev/shm", "/var/cache/kvdepot", "/keys"} <= {mount["mountPath"] for mount in server["volumeMounts"]}
     assert made["ServiceAccount"]["metadata"]["annotations"] == {"role": "kv"}
-    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render())
-    assert json.loads(made["ConfigMap"]["data"]["kvdepot.json"]) == dashboard.dashboard()
+    at = str(EVERYTHING["docs"])
+    assert made["PrometheusRule"]["spec"] == module("yaml").safe_load(alerts.render().replace(alerts.RUNBOOKS, at))
+    assert made["PrometheusRule"]["spec"]["groups"][0]["rules"][0]["annotations"]["runbook_url"].startswith(f"{at}#")
+    assert made["ConfigMap"]["data"]["kvdepot.json"] == dashboard.render().replace(alerts.RUNBOOKS, at)
     monitor = made["PodMonitor"]["spec"]
     labels = made["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()

@@ -39,7 +39,7 @@ import pytest
 
 from kvdepot.config import Config
 from kvdepot.protocol.counters import SERVER, TIER
-from kvdepot.status import HitRate, Reuse, Status
+from tests.observability.samples import full_status
 from tests.ports import free_port
 from tests.test_structure import LAYERS
 from tests.tiers.servers import RedisServer, need
@@ -611,10 +611,7 @@ def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
     if _is_package("web"):
         need(modules=["prometheus_client"])
         families = importlib.import_module("kvdepot.web.prometheus").families
-        sizes = dict.fromkeys((field.name for field in msgspec.structs.fields(Status) if field.required), 0)
-        for family in families(
-            Status(**sizes, hit_rates=[HitRate(60.0, 1, 0.0, 0.0)], reuse=[Reuse(60.0, 256, 0, 0.0)])
-        ):
+        for family in families(full_status()):
             names.add(family.name + {"counter": "_total", "info": "_info"}.get(family.type, ""))
         assert len(names) > 30
     shown = SOURCE / "integrations" / "vllm" / "stats.py"
@@ -622,14 +619,17 @@ def test_every_metric_and_alert_stands_in_the_operators_pages() -> None:
         found = re.search(rf"^{counted}.*?= (\{{.*?^\}})", shown.read_text(), re.M | re.S)
         assert found, counted
         names |= {f"vllm:kvdepot_{name}{ending}" for name in ast.literal_eval(found[1])}
-    assert _missing(names - {f"kvdepot_{counted.name}_total" for counted in SERVER}) == []
+    of_counters = {f"kvdepot_{counted.series}_total" for counted in SERVER}
+    of_counters |= {f"kvdepot_tier_{counted.series}_total" for counted in TIER}
+    assert _missing(names - of_counters) == []
     told = set(re.findall(r"`((?:kvdepot|vllm:kvdepot)_\w+)`", _section("Metrics"))) - _COLLECTORS_OWN
     assert told <= names, "of no metric"
 
 
 def test_the_metrics_that_other_pages_name_stand_on_the_page_of_metrics() -> None:
     known = set(re.findall(r"`((?:vllm:)?kvdepot_\w+)`", (DOCS / "metrics.md").read_text()))
-    known |= {f"kvdepot_{counted.name}_total" for counted in SERVER}
+    known |= {f"kvdepot_{counted.series}_total" for counted in SERVER}
+    known |= {f"kvdepot_tier_{counted.series}_total" for counted in TIER}
     for page in set(DOCS.glob("*.md")) - {DOCS / "metrics.md"}:
         told = set(re.findall(r"`((?:vllm:)?kvdepot_\w+)`", page.read_text()))
         assert told - known == set(), page.name

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import kvdepot
 from kvdepot import cli
 from kvdepot.cli import output, view
 from kvdepot.cli.screen import Screen
-from kvdepot.metrics import Event, Latency
+from kvdepot.metrics import BOUNDS_S, Event, Latency
+from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Reuse, Status, TierStatus, Usage
 from kvdepot.status import Engine as EngineStatus
-from kvdepot.status import HitRate, NamespaceStatus, Reuse, Status, TierStatus
 from tests.cli.command import CONTROL, run, terminal
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
@@ -37,9 +38,10 @@ def test_status_shows_on_a_terminal_what_it_prints_as_json(depot: Depot, used: E
     assert any("working" in line for line in lines)
     assert said["cached_tokens"] == said["chunks"] * CHUNK > 0
     assert any(f" tokens in {said['chunks']} chunks" in line for line in lines)
-    row = next(line for line in lines if line.startswith(used.model) and " 2 " in line).split()
     namespace = next(namespace for namespace in said["namespaces"] if namespace["model"] == used.model)
-    assert row[1:3] == [str(namespace["world_size"]), str(namespace["chunks"])]
+    tokens = f"{namespace['chunks'] * CHUNK:,}"
+    row = next(line for line in lines if line.startswith(used.model) and f" {tokens} " in line).split()
+    assert row[1:3] == [str(namespace["world_size"]), tokens]
     assert any(re.match(r"Lookup +\d", line) for line in lines)
     assert any(line.startswith(used.model) and "scheduler" in line for line in lines)
 
@@ -95,7 +97,10 @@ def test_on_a_narrow_terminal_columns_are_left_out_and_no_number_is_cut(width: i
     name = "meta-llama/Llama-3.1-8B-Instruct"
     latencies = [Latency("Lookup", 1_234_567, 0, 1.0), Latency("Retrieve", 999_999, 0, 1.0)]
     text = shown(
-        a_status(latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1)]), width
+        a_status(
+            latencies=latencies, namespaces=[NamespaceStatus("", name, 1, 4, 654_321, 1 << 30, 1, chunk_tokens=1)]
+        ),
+        width,
     )
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
@@ -121,12 +126,42 @@ def test_engines_stay_in_their_lines_whoever_was_heard_of_last() -> None:
 
 
 def test_windows_longer_than_the_servers_life_are_left_out() -> None:
-    rates = [HitRate(window, 1000, 0.5, 0.75) for window in (60.0, 600.0, 3600.0)]
-    reuse = [Reuse(window, 256_000, 64_000, 0.25) for window in (60.0, 600.0, 3600.0)]
-    text = shown(a_status(hit_rates=rates, reuse=reuse, uptime_s=90.0))
+    reuse = [Reuse(window, 256_000, 64_000, 0.25, 128_000, 192_000) for window in (60.0, 600.0, 3600.0)]
+    text = shown(a_status(reuse=reuse, uptime_s=90.0))
     assert "in 1 min" in text and "in 10 min" in text and "in 1 h" not in text
-    assert "25.0 % in 1 min" in text and "50.0 %" in text and "upper bound (infinite cache) 75.0 %" in text
-    assert "in 1 h" in shown(a_status(hit_rates=rates, uptime_s=700.0))
+    assert "25.0 % in 1 min  of 256,000 prompt tokens that engines did not have themselves" in text
+    assert "50.0 % in 1 min  of the same tokens; upper bound (infinite cache) 75.0 %" in text
+    assert "in 1 h" in shown(a_status(reuse=reuse, uptime_s=700.0))
+    unbounded = [replace(reuse[0], bound_tokens=None)]
+    assert "upper bound" not in shown(a_status(reuse=unbounded, uptime_s=90.0))
+
+
+def test_how_long_memory_lasts_is_said_once_something_was_evicted() -> None:
+    for seconds, told in ((12.0, "12 s"), (2580.0, "43 min"), (8000.0, "2 h"), (200_000.0, "2 d")):
+        assert f"holds about {told} of traffic" in shown(a_status(holds_s=seconds))
+    assert "of traffic" not in shown(a_status())
+
+
+def test_tokens_are_told_by_model_and_where_there_are_tenants_by_tenant() -> None:
+    model = NamespaceStatus(
+        "", "m", 2, 4, 10, 1 << 20, 1, chunk_tokens=256, asked_tokens=1000, found_tokens=500, reused_tokens=250
+    )
+    others = NamespaceStatus(OTHERS, OTHERS, 0, 0, 7, 1 << 20, 0, asked_tokens=10)
+    usage = [Usage("", 10), Usage("blue", 1000, 500, 250)]
+    lines = shown(a_status(namespaces=[model], other_namespaces=others, usage=usage)).splitlines()
+    rows = [re.split(r"  +", line.strip()) for line in lines]
+    assert ["models", "ranks", "tokens", "bytes", "asked", "found", "reused", "engines"] in rows
+    assert ["m", "2", "2,560", "1 MiB", "1,000", "50.0 %", "25.0 %", "1"] in rows
+    assert ["others", "-", "-", "1 MiB", "10", "0.0 %", "0.0 %", "0"] in rows
+    assert ["blue", "1,000", "50.0 %", "25.0 %", "250"] in rows
+    assert "tokens by tenant" not in shown(a_status(usage=[Usage("", 10)]))
+
+
+def test_how_long_a_tier_takes_is_told_once_it_has_loaded() -> None:
+    calls = Histogram("load_seconds", "s", list(BOUNDS_S), [0] * 6 + [100] + [0] * 10, 1.0)
+    tier = TierStatus("disk:///kv", "through", "up", 1, 1, None, 0, 0, {})
+    assert "9.95 ms" in shown(a_status(tiers=[replace(tier, histograms=[calls])]))
+    assert "ms" not in shown(a_status(tiers=[tier]))
 
 
 def test_what_somebody_should_look_at_is_said() -> None:

@@ -25,7 +25,7 @@ _ANSWER_S = 5.0
 @options.server
 @options.as_json
 def status(watch: str | None, url: str | None, key: str | None, as_json: bool) -> int:
-    """Show the state of a running server: memory, hit rates with their upper bound (infinite cache), saved prefill,
+    """Show the state of a running server: memory, tokens reused and their upper bound (infinite cache), saved prefill,
     latencies, engines, models, tiers, evictions and failures, and GPUs."""
     from kvdepot.protocol import wire
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rich.cells import cell_len
 from rich.console import Group
@@ -19,11 +18,9 @@ from kvdepot.cli.output import clean, count, duration, share, size
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.leases import Receipt, Sum
 from kvdepot.protocol.metrics import BOUNDS_S, Latency, percentile
-from kvdepot.protocol.status import HitRate, Reuse, Status, TenantStatus
+from kvdepot.protocol.status import OTHERS, NamespaceStatus, Reuse, Status, TenantStatus, TierStatus, Usage
 
 __all__ = ["LOST", "Listing", "Speeds", "lease_sums", "leases", "listings", "summary", "tenants"]
-
-_Windowed = TypeVar("_Windowed", HitRate, Reuse)
 
 _BAR_CELLS = 20
 _NAME_CELLS = 20
@@ -97,6 +94,10 @@ def summary(now: Status, url: str, speeds: Speeds | None = None) -> Group:
 
 def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     lines = [("state", _state(now)), ("memory", _memory(now))]
+    if now.holds_s is not None:
+        lines.append(
+            ("", Text(f"holds about {_about(now.holds_s)} of traffic: what is not used for so long is evicted"))
+        )
     lines += _reused(now) + _found(now)
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
@@ -113,14 +114,21 @@ def _lines(now: Status, speeds: Speeds | None) -> list[tuple[str, Text]]:
     return lines
 
 
+def _about(seconds: float) -> str:
+    """A time in the largest unit of which there are at least two."""
+    units = (86400, "d"), (3600, "h"), (60, "min"), (1, "s")
+    unit_s, unit = next((each for each in units if seconds >= 2 * each[0]), units[-1])
+    return f"{seconds / unit_s:.0f} {unit}"
+
+
 def _reused(now: Status) -> list[tuple[str, Text]]:
     """The share of prompt tokens that engines loaded."""
-    counted = [each for each in _lived(now, now.reuse) if each.asked_tokens]
+    counted = _windows(now)
     if not counted:
-        asked = now.asked_tokens
+        asked = now.tokens.asked
         if not asked:
             return [("reused", Text("no lookup yet"))]
-        rate = min(now.saved.tokens / asked, 1.0)
+        rate = min(now.tokens.reused / asked, 1.0)
         return [("reused", Text(f"{share(rate)} of {count(asked)} prompt tokens since the start"))]
     longest = max(len(_window(each.window_s)) for each in counted)
     return [
@@ -129,7 +137,7 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
             Text.assemble(
                 (f"{share(each.rate):>7} ", "bold"),
                 f"in {_window(each.window_s):<{longest}} of {count(each.asked_tokens)} prompt tokens",
-                "" if number else ", beyond the engines' own caches",
+                "" if number else " that engines did not have themselves",
             ),
         )
         for number, each in enumerate(counted)
@@ -137,25 +145,27 @@ def _reused(now: Status) -> list[tuple[str, Text]]:
 
 
 def _found(now: Status) -> list[tuple[str, Text]]:
-    """The share of chunks found in the depot, and its upper bound, an infinite cache."""
-    counted = [rate for rate in _lived(now, now.hit_rates) if rate.chunks]
-    longest = max((len(_window(rate.window_s)) for rate in counted), default=0)
+    """The share of the same tokens that was in the depot, and its upper bound, an infinite cache."""
+    counted = _windows(now)
+    longest = max((len(_window(each.window_s)) for each in counted), default=0)
+    lines = []
+    for number, each in enumerate(counted):
+        found = min(each.found_tokens / each.asked_tokens, 1.0)
+        text = f"{share(found):>7} in {_window(each.window_s):<{longest}}"
+        if each.bound_tokens is not None:
+            bound = min(max(each.bound_tokens / each.asked_tokens, found), 1.0)
+            text += f" of the same tokens; upper bound (infinite cache) {share(bound)}"
+        lines.append(("" if number else "in depot", Text(text)))
+    return lines
+
+
+def _windows(now: Status) -> list[Reuse]:
+    """Windows in which something was asked for, without redundant ones: longer than the first that covers the server's
+    whole life."""
+    shorter = [0.0, *(each.window_s for each in now.reuse)]
     return [
-        (
-            "" if number else "in depot",
-            Text(
-                f"{share(rate.hit_rate):>7} in {_window(rate.window_s):<{longest}} of {count(rate.chunks)} chunks; "
-                f"upper bound (infinite cache) {share(rate.ceiling)}"
-            ),
-        )
-        for number, rate in enumerate(counted)
+        each for each, before in zip(now.reuse, shorter, strict=False) if each.asked_tokens and before < now.uptime_s
     ]
-
-
-def _lived(now: Status, windows: Sequence[_Windowed]) -> list[_Windowed]:
-    """The windows without redundant ones: longer than the first that covers the server's whole life."""
-    shorter = [0.0, *(window.window_s for window in windows)]
-    return [window for window, before in zip(windows, shorter, strict=False) if before < now.uptime_s]
 
 
 def _state(now: Status) -> Text:
@@ -209,8 +219,8 @@ def _faults(now: Status) -> list[str]:
 def listings(now: Status) -> list[Listing]:
     """All tables that are not empty, the most important first."""
     made = [
-        _requests(now), _engines(now), _models(now), tenants(now.tenants), _tiers(now), _losses(now), _devices(now),
-        leases(now.leases), _events(now),
+        _requests(now), _engines(now), _models(now), _usage(now), tenants(now.tenants), _tiers(now), _losses(now),
+        _devices(now), leases(now.leases), _events(now),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
 
@@ -257,14 +267,36 @@ def _models(now: Status) -> Listing:
         (
             f"{namespace.tenant}: {namespace.model}" if namespace.tenant else namespace.model,
             str(namespace.world_size),
-            count(namespace.chunks),
+            count(namespace.chunks * namespace.chunk_tokens) if namespace.chunk_tokens else "-",
             size(namespace.bytes),
-            share(namespace.hit_chunks / namespace.lookup_chunks) if namespace.lookup_chunks else "-",
+            *_tokens(namespace),
             str(namespace.engines),
         )
         for namespace in now.namespaces
     ]
-    return Listing(("models", ">ranks", ">chunks", ">bytes", ">found", ">engines"), rows)
+    if (others := now.other_namespaces) is not None:
+        rows.append((OTHERS, "-", "-", size(others.bytes), *_tokens(others), str(others.engines)))
+    return Listing(("models", ">ranks", ">tokens", ">bytes", *_TOKEN_HEADS, ">engines"), rows)
+
+
+_TOKEN_HEADS = (">asked", ">found", ">reused")
+
+
+def _tokens(of: NamespaceStatus | Usage) -> tuple[str, str, str]:
+    """Tokens asked for, and the shares found and reused."""
+    asked = of.asked_tokens
+    if not asked:
+        return "-", "-", "-"
+    return count(asked), share(min(of.found_tokens / asked, 1.0)), share(min(of.reused_tokens / asked, 1.0))
+
+
+def _usage(now: Status) -> Listing:
+    """Tokens by tenant, if there are tenants."""
+    shown = now.usage if any(each.tenant for each in now.usage) else []
+    rows: list[tuple[str | Text, ...]] = [
+        (each.tenant or "(no tenant)", *_tokens(each), count(each.reused_tokens)) for each in shown
+    ]
+    return Listing(("tokens by tenant", *_TOKEN_HEADS, ">saved tokens"), rows)
 
 
 def tenants(shown: Sequence[TenantStatus]) -> Listing:
@@ -290,8 +322,15 @@ def _tiers(now: Status) -> Listing:
         state = Text(clean(tier.state), "green" if tier.state == "up" else "yellow")
         objects = count(tier.objects) if tier.objects is not None else "-"
         error = f"{duration(tier.error_s)} ago: {tier.error}" if tier.error_s is not None else "-"
-        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), error))
-    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", "last error"), rows)
+        load = _load_time(tier)
+        rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), load, error))
+    return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", ">p99 load", "last error"), rows)
+
+
+def _load_time(tier: TierStatus) -> str:
+    """How long 99 of 100 calls that load from a tier take."""
+    counts = next((each.counts for each in tier.histograms if each.name == "load_seconds"), [])
+    return duration(percentile(counts, 0.99)) if sum(counts) else "-"
 
 
 def _losses(now: Status) -> Listing:

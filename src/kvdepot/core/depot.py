@@ -334,6 +334,8 @@ class Depot:
             self.usages.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
         self.saved_tokens += request.saved_tokens
         self.saved_s += request.saved_s
+        if request.saved_s:
+            self.usages.saved_s.count(request.saved_s)
         self.leases.token_s = self.saved_s / self.saved_tokens if self.saved_tokens else 0.0
         return None
 

@@ -160,6 +160,8 @@ class Report:
             latencies=self.latencies.figures(),
             namespaces=listed,
             other_namespaces=others,
+            histograms=[each.figure() for each in (depot.usages.hit_tokens, *index.lifetimes, depot.usages.saved_s)],
+            holds_s=index.lifetimes.holds_s(),
             host=socket.gethostname(),
             engines=_engines(engines, now),
             leases=depot.leases.shown(tenant, now),

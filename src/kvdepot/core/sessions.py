@@ -215,6 +215,8 @@ class Sessions:
         tokens = self._tokens(lookup)
         self._ceiling.count(lookup.hashes, tokens)
         asked, found = len(lookup.hashes) // HASH_BYTES * tokens, found * tokens
+        if found:
+            self._usages.hit_tokens.count(found)
         if lookup.reports:
             asked = found = 0  # counted at the end of the session
         self._usages.count(tenant, lookup.model, asked, found)

@@ -11,6 +11,7 @@ lookups of clients that report nothing count in full.
 
 from __future__ import annotations
 
+from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
 from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import MOST_NAME, OTHERS, Usage
 
@@ -40,6 +41,8 @@ class Usages:
     def __init__(self, models: int = _MODELS, tenants: int = MOST_QUOTAS) -> None:
         """models, tenants: most entries of their own."""
         self.total = _Sum()
+        self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
+        self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
         self._most_models, self._most_tenants = models, tenants
         self._by_tenant: dict[str, _Sum] = {}
         self._by_model: dict[tuple[str, str], _Sum] = {}

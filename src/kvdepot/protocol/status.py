@@ -196,11 +196,13 @@ class TenantStatus(msgspec.Struct, frozen=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them.
+    """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them. free_bytes: of its
+    file system; None if it has none or has not reported it.
 
     error: the last error, empty if there was none; error_s: seconds since then.
-    saves, loads: shards being saved, and being loaded or looked up.
-    histograms: `load_seconds` and `save_seconds` a shard, `load_bytes_per_second` and `save_bytes_per_second`.
+    saves, loads: calls in progress, each of which moves up to 16 shards.
+    histograms: of such calls `load_seconds`, `save_seconds`, `load_bytes_per_second` and `save_bytes_per_second`, with
+    compression and checksums, without the wait for a thread.
     """
 
     name: str
@@ -216,6 +218,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     error_s: float | None = None
     loads: int = 0
     histograms: list[Histogram] = []
+    free_bytes: int | None = None
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -261,6 +264,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     histograms: `hit_tokens` (tokens that a lookup found, if any), `eviction_age_seconds` and `eviction_idle_seconds`
     (of evicted chunks, since they were computed and since they were last used), `reuse_after_seconds` (since a chunk's
     last use, when it is used again), `saved_seconds` (prefill time that a request saved, if any).
+    Of evictions, one in sixteen is counted. holds_s: how long chunks that nobody used stayed in memory, the median of
+    the last 4,096 evictions; None if nothing was evicted since the start.
     host: name of the server's host.
     wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.
     """
@@ -313,6 +318,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     model_usage: list[Usage] = []
     other_namespaces: NamespaceStatus | None = None
     histograms: list[Histogram] = []
+    holds_s: float | None = None
 
 
 def read(value: object) -> Status:

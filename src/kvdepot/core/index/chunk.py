@@ -197,6 +197,8 @@ class Chunk(Victim, gc=False, kw_only=True):
     """When it was computed, seconds since 1970."""
     used: int = 0
     """Running number of its last use; after a restart, of its store."""
+    used_s: int = 0
+    """When that was, seconds since 1970, counting its store as a use; 0: not known. See lifetimes.py."""
     generation: int = 0
     """Number of removals that had begun when it was stored."""
     state: State = _FILLING

@@ -33,6 +33,7 @@ from kvdepot.core.index.boundary import deepest_boundary, needed_parts
 from kvdepot.core.index.chains import Chains
 from kvdepot.core.index.check import Totals, check
 from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Pin, Shard, State, is_evictable
+from kvdepot.core.index.lifetimes import SAMPLED, Lifetimes
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.index.outcomes import Absent, Found, NoRoom, Present, Reason, Replaced, Reservation, Reserved
 from kvdepot.core.index.scope import Scope
@@ -94,7 +95,8 @@ class Index:
         self._serial = 0  # shards sealed so far
         self._uses = 0  # of chunks
         self._chains = Chains()
-        self._wall = 0  # of the last `expire`
+        self.lifetimes = Lifetimes()
+        self._wall = 0  # of the last `expire`, once a second
 
     def __repr__(self) -> str:
         return f"<Index {self.chunks} chunks, {self.reserved} shards reserved, {self.held} holds, {self.allocator}>"
@@ -219,9 +221,12 @@ class Index:
             chunk.holds += 1
         self.held += len(chunks)
         if use:
+            if chunks:
+                self.lifetimes.reused(chunks[-1], self._wall)
             for chunk in reversed(chunks):
                 self._uses += 1
                 chunk.used = self._uses
+                chunk.used_s = self._wall
                 chunk.namespace.account.policy.use(chunk)
 
     def release(self, chunks: list[Chunk]) -> None:
@@ -340,6 +345,7 @@ class Index:
             parent=before if is_known else None,
             position=position if is_known else 0,
             generation=self.generation,
+            used_s=self._wall,
         )
 
     def _reserve(self, chunk: Chunk, rank: int, size: int, is_load: bool) -> Reservation:
@@ -594,6 +600,8 @@ class Index:
             if self.hiding and self.remove_forgotten(chunk):
                 return
             self.evicted += 1
+            if self.evicted % SAMPLED == 0:
+                self.lifetimes.evicted(chunk, self._wall)
             account.evicted += 1
             account.evicted_bytes += chunk.bytes
             tiers = -1
@@ -664,6 +672,8 @@ class Index:
             self._spared.gone(chunk, before)
         if before is not None:
             before.children -= 1
+            if before.used_s < chunk.used_s:
+                before.used_s = chunk.used_s
             if is_evictable(before):
                 if before.state is _PENDING_REMOVAL:
                     pending = before
