@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from deploy.observability import alerts, dashboard
 
+import kvdepot
 from kvdepot.config import Config, load
 from tests.programs import module, run, tool
 
@@ -82,6 +84,61 @@ def test_an_unpacked_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     again = build(unpacked, tmp_path / "again", "wheel")
     assert contents(again) == contents(build(ROOT, tmp_path / "wheel", "wheel"))
+
+
+_MEBIBYTES = {"wheel": 1, "sdist": 4}
+
+
+@pytest.mark.parametrize("kind", sorted(_MEBIBYTES))
+def test_an_index_would_take_the_package(kind: str, tmp_path: Path) -> None:
+    made = build(ROOT, tmp_path, kind)
+    said = run(tool("twine"), "--no-color", "check", "--strict", made)
+    assert said.count("PASSED") == 1
+    assert made.stat().st_size < _MEBIBYTES[kind] << 20
+
+
+def test_an_index_shows_the_readme_without_what_needs_the_repository(tmp_path: Path) -> None:
+    text = metadata_of(build(ROOT, tmp_path, "wheel"))
+    head, _, readme = text.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    assert "## With your vLLM" in readme and "](https://" in readme
+    assert not re.findall(r"\]\((?!https:)|<[a-z!]+[ >-]", readme.replace("<http", ""))
+
+
+def metadata_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return archive.read(name).decode()
+
+
+def test_an_sdist_installs_into_an_empty_environment(tmp_path: Path) -> None:
+    """The packages that kvdepot needs are this environment's; kvdepot itself is not, nor is anything fetched."""
+    sdist = build(ROOT, tmp_path / "sdist", "sdist")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    wheels = tmp_path / "wheels"
+    run(*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, sdist)
+    (wheel,) = wheels.iterdir()
+    empty = tmp_path / "empty"
+    run(sys.executable, "-m", "venv", "--without-pip", empty)
+    run(*pip, "--python", empty / "bin" / "python", "install", "--no-index", "--no-deps", "--ignore-installed", wheel)
+    (place,) = empty.glob("lib/python*/site-packages")
+    (place / "needs.pth").write_text(sysconfig.get_path("purelib"))  # after `place`, and without its own .pth files
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.run(
+        [empty / "bin" / "kvdepot", "--version"], env=clean, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == f"kvdepot {kvdepot.__version__}\n"
+    found = subprocess.run(
+        [empty / "bin" / "python", "-c", "import kvdepot.web.app; print(kvdepot.__file__)"],
+        env=clean, cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert Path(found.stdout).is_relative_to(place)
+
+
+def test_the_default_install_has_the_page_and_the_upper_bound_and_no_cuda() -> None:
+    names = {re.split(r"[^\w-]", need)[0] for need in PROJECT["dependencies"]}
+    assert {"litestar", "uvicorn", "prometheus-client", "datasketches"} <= names
+    assert not [name for name in names if re.search("cuda|nvidia|torch|vllm", name)]
 
 
 def test_every_extra_can_be_asked_for_by_name() -> None:
