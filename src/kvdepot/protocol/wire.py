@@ -84,17 +84,19 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 class Hello(_Message, frozen=True):
     """First message. `lease` is the client's liveness file (see memory/shm.py), `nonce` fresh random bytes.
 
-    sealed: whether messages after `Welcome` are sealed. Answer: `Proof` fields as a list. The version stays the
-    first field in every version of the protocol.
+    sealed: whether messages after `Welcome` are sealed. engine: names the engine, equally in all its clients; for log
+    and journal only. Answer: `Proof` fields as a list. The version stays the first field in every version of the
+    protocol.
     """
 
     version: int
     lease: str
     nonce: bytes = b""
     sealed: bool = False
+    engine: str = ""
 
     def __repr__(self) -> str:
-        return f"Hello(version={self.version}, lease={self.lease!r}, sealed={self.sealed})"
+        return f"Hello(version={self.version}, lease={self.lease!r}, sealed={self.sealed}, engine={self.engine!r})"
 
 
 class Prove(_Message, frozen=True):
