@@ -23,7 +23,7 @@ def look_up(server: Harness, identity: bytes) -> None:
 
 def leave(server: Harness, identity: bytes) -> None:
     """A client closes its connection."""
-    server.leases[identity].left = True
+    server.liveness_files[identity].left = True
     server.die(identity)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, chunks_named
-from kvdepot.core.clients import Client, Idleness, Lease, PendingLookup
+from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
 from kvdepot.core.dropping import Drops
 from kvdepot.core.engines import Engines
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
@@ -112,7 +112,7 @@ class Depot:
     def welcome(
         self,
         identity: bytes,
-        lease: Lease,
+        liveness: Liveness,
         user: str = "",
         tenant: str = "",
         seal: Seal | None = None,
@@ -126,7 +126,7 @@ class Depot:
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the limit set by max_clients or open files")
-        self._clients[identity] = Client(identity, lease, tenant, user, seal, self.now, self.now, engine)
+        self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now, engine)
 
     def client(self, identity: bytes) -> Client | None:
         """The live client with this identity, if there is one."""
