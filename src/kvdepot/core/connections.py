@@ -183,7 +183,7 @@ class Connections:
             if not liveness.is_alive():
                 raise BadRequest(f"the lock of liveness file {challenge.liveness[:64]!r} is not held")
             seal = challenge.check(prove, liveness.secret)
-            self._depot.welcome(identity, liveness, user, self._tenant(user), seal)
+            self._depot.welcome(identity, liveness, user, self._tenant(user), seal, challenge.engine)
         except KVDepotError:
             self._depot.counters["hellos_refused"] += 1
             liveness.close(remove=False)
@@ -200,8 +200,7 @@ class Connections:
         """Remove clients whose liveness file is no longer held, and release what they hold."""
         actions: list[Action] = []
         for client in [client for client in self._depot.clients if not client.liveness.is_alive()]:
-            level = logging.INFO if client.is_engine else logging.DEBUG  # probes connect every few seconds
-            log.log(level, "client %s is gone", client.called, extra={"client": client.called})
+            log.debug("client %s is gone", client.called, extra={"client": client.called})
             actions += self._depot.died(client.identity, client.liveness.has_left())
             self._depot.report.latencies.gone(client.identity)
             self._challenges.pop(client.identity, None)

@@ -17,6 +17,7 @@ from kvdepot.core.actions import Action, Described, Reply, Stop
 from kvdepot.core.admission import check_description, chunks_named
 from kvdepot.core.clients import Client, Idleness, Liveness, PendingLookup
 from kvdepot.core.dropping import Drops
+from kvdepot.core.engines import Engines
 from kvdepot.core.forgetting import STEP_CHUNKS, RemovalRequests, Removals
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.core.index.index import Index
@@ -92,6 +93,7 @@ class Depot:
         self.now = 0.0
         self.wall = 0  # seconds since 1970, as of the last tick
         self.report = Report(self, device_status, boot)
+        self.engines = Engines(self.report.note)
         self.forgetting = RemovalRequests(
             config, index, self.removals, self.tiering, self.sessions, self.leases, self.counters, self.report
         )
@@ -108,17 +110,23 @@ class Depot:
     # -- events
 
     def welcome(
-        self, identity: bytes, liveness: Liveness, user: str = "", tenant: str = "", seal: Seal | None = None
+        self,
+        identity: bytes,
+        liveness: Liveness,
+        user: str = "",
+        tenant: str = "",
+        seal: Seal | None = None,
+        engine: str = "",
     ) -> None:
         """Add a client that has passed the handshake; it can access only this tenant's chunks.
 
-        Raises Busy if there are too many clients.
+        engine: as in wire.Hello. Raises Busy if there are too many clients.
         """
         assert identity not in self._clients
         if len(self._clients) >= self.max_clients:
             self.counters["clients_refused"] += 1
             raise Busy(f"{len(self._clients)} clients are connected, the limit set by max_clients or open files")
-        self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now)
+        self._clients[identity] = Client(identity, liveness, tenant, user, seal, self.now, self.now, engine)
 
     def client(self, identity: bytes) -> Client | None:
         """The live client with this identity, if there is one."""
@@ -136,7 +144,10 @@ class Depot:
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
-            return self._decide(client, number, request)
+            actions = self._decide(client, number, request)
+            if client.is_engine:
+                self.engines.see(client)
+            return actions
         except KVDepotError as exc:
             self.counters["errors"] += 1
             asked = {"client": identity.hex()[:8], "request": getattr(request, "request", "")}
@@ -157,9 +168,6 @@ class Depot:
                 self.sessions.end(client, request.request)  # even if the reported savings are invalid
                 return [*actions, Reply(client.identity, number, self._count_saved(client, request))]
             case wire.Register():
-                self.report.note(
-                    "engine", f"client {client.called} registers KV tensors of {request.model[:SHOWN] or 'a model'}"
-                )
                 return self.registrations.register(client, number, request)
             case wire.Unregister():
                 return self.registrations.unregister(client, request.instance, [number])
@@ -305,8 +313,7 @@ class Depot:
             return []
         if not has_left:
             self.counters["clients_died"] += 1
-        if client.is_engine:
-            self.report.note("engine", f"client {client.called} {'is gone' if has_left else 'died'}")
+        self.engines.left(client, has_left)
         client.dead = True
         actions = self.sessions.leave(client)
         for number in list(client.instances):

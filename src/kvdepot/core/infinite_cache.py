@@ -13,8 +13,8 @@ A sketch becomes less accurate with the number of chunks seen, and chunks of las
 rotate: a new one begins each day and is used from its second day on; at least one day is remembered. With ten million
 chunks seen, the share among 200,000 chunks is off by about one percentage point.
 
-Sketches come from `datasketches` (Apache), the extra `ceiling`; without it there is no upper bound, and nothing else
-changes. Rejected: `datasketch` and `hyperloglog`, pure Python, more than a microsecond per chunk.
+Sketches come from `datasketches` (Apache), which the default install has; without it there is no upper bound, and
+nothing else changes. Rejected: `datasketch` and `hyperloglog`, pure Python, more than a microsecond per chunk.
 """
 
 from __future__ import annotations

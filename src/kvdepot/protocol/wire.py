@@ -88,17 +88,21 @@ class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False)
 class Hello(_Message, frozen=True):
     """First message. liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes.
 
-    sealed: whether messages after `Welcome` are sealed. Answer: `Proof` fields as a list. The version stays the
-    first field in every version of the protocol.
+    sealed: whether messages after `Welcome` are sealed. engine: names the engine, equally in all its clients; for log
+    and journal only. Answer: `Proof` fields as a list. The version stays the first field in every version of the
+    protocol.
     """
 
     version: int
     liveness: str
     nonce: bytes = b""
     sealed: bool = False
+    engine: str = ""
 
     def __repr__(self) -> str:
-        return f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed})"
+        return (
+            f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed}, engine={self.engine!r})"
+        )
 
 
 class Prove(_Message, frozen=True):
