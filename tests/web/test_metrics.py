@@ -223,7 +223,7 @@ def test_what_the_server_has_of_a_gpu_is_told(start_web: StartWeb, monkeypatch: 
         engines[0].store(list(range(8, 16)), tokens_of(9, 2))
         web.status()
         assert sorted(labelled(web, "device_up").values()) == [0, 1]
-        assert fresh(web)["failed_chunks_total"] == 2
+        assert fresh(web)["failed_shards_total"] == 2
         engines[0].process.kill()
         eventually(lambda: len(labelled(web, "device_up")) == 1)
     finally:

@@ -7,6 +7,10 @@ once there are as many as are listed, all further ones share the entry `OTHERS`.
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and its lookups are not counted here. The
 lookups of clients that report nothing count in full.
+
+Rejected: counting whole prompts, which no engine's own figures can be compared with, and which makes the share small
+where engines have large caches; subtracting what an engine had after its lookup was counted, because counters must not
+fall; a series for whichever models are the largest now, because a model that comes back would start anew.
 """
 
 from __future__ import annotations

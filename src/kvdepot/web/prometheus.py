@@ -198,17 +198,17 @@ def _namespaces(status: Status) -> Iterator[Metric]:
             sums[names][name] += values(name)
 
     for namespace in status.namespaces:
-        names = namespace.tenant, namespace.model, str(namespace.world_size), str(namespace.blocks_in_chunk)
-        add(names, partial(getattr, namespace))
+        shape = namespace.tenant, namespace.model, str(namespace.world_size), str(namespace.blocks_in_chunk)
+        add(shape, partial(getattr, namespace))
     ranked = sorted(sums, key=lambda names: -sums[names]["bytes"])
     others = OTHERS, OTHERS, "", ""
-    for names in ranked[_NAMESPACES:]:
-        add(others, sums.pop(names).__getitem__)
+    for smaller in ranked[_NAMESPACES:]:
+        add(others, sums.pop(smaller).__getitem__)
     if status.other_namespaces is not None:
         add(others, partial(getattr, status.other_namespaces))
-    for names, values in sums.items():
+    for series, values in sums.items():
         for name, gauge in gauges.items():
-            gauge.add_metric(list(names), values[name])
+            gauge.add_metric(list(series), values[name])
     yield from gauges.values()
 
 
