@@ -30,6 +30,7 @@ from deploy.observability import alerts
 from kvdepot.protocol.status import Status
 from kvdepot.web.prometheus import families
 from prometheus_client.openmetrics.exposition import generate_latest
+from kvdepot.web.history import History
 from kvdepot.web.turns import Turns
 
 counted = counters.Counters()
@@ -46,6 +47,7 @@ class Answered:
 class Asked:
     turn = Answered()
     on_turn = None
+    history = History()
     def latest(self):
         return self
     def trouble(self):
