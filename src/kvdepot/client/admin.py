@@ -134,7 +134,7 @@ def _shape_named(client: Client, model: str) -> tuple[str, int, int, int]:
         for each in known
     }
     if not namespaces and not unlisted:
-        raise ConfigError("no engine has registered a model with this server yet")
+        raise ConfigError("no engine has registered yet, so the server knows no model")
     if len(shapes) != 1:
         names = (
             ", ".join(sorted({namespace["model"] for namespace in namespaces})) or "none: no engine has registered yet"
