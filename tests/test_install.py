@@ -54,8 +54,8 @@ ORIGINS: dict[str, tuple[dict[str, Any] | None, list[str]]] = {
     ),
     "a checkout": ({"url": "file:///home/me/kvdepot", "dir_info": {}}, [*PIP, "/home/me/kvdepot[new]"]),
     "a wheel": (
-        {"url": "file:///tmp/kvdepot-9-py3-none-any.whl", "archive_info": {}},
-        [*PIP, "/tmp/kvdepot-9-py3-none-any.whl[new]"],
+        {"url": "file:///home/me/kvdepot-9-py3-none-any.whl", "archive_info": {}},
+        [*PIP, "/home/me/kvdepot-9-py3-none-any.whl[new]"],
     ),
     "a wheel of a web server": (
         {"url": "https://host/kvdepot-9-py3-none-any.whl", "archive_info": {}},
