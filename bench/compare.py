@@ -13,6 +13,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     systems = installed({BASELINE: SYSTEMS[BASELINE], **chosen})  # the others' answers are compared with its own
     scale = TINY if args.tiny else FULL
     workloads = Workloads(scale.chats.requests(), scale.documents.requests())
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers and engines end with it
     begun = time.monotonic()
     machine = [f"date       {datetime.date.today().isoformat()}", *describe_machine(), _versions(systems)]
     print("\n".join(machine), flush=True)

@@ -20,8 +20,8 @@ from comparison.engine import Engine, write_model
 from comparison.results import answers, percentile, turns
 from comparison.workloads import Chats, Workload
 
-CHATS = Chats(clients=3, chats=6, turns=(12, 14), first_tokens=(200, 400), message_tokens=(40, 100))
-BLOCKS = 44
+CHATS = Chats(turns=(12, 12))
+BLOCKS = 68
 """Of the engine's own cache, of 128 tokens each: half of what the chats have in the end."""
 WITHOUT, WITH = "none", "kvdepot"
 NAMES = {WITHOUT: "without a depot", WITH: "with kvdepot"}

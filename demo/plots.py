@@ -97,7 +97,7 @@ def draw_chats(measured: dict[str, Any], folder: Path) -> None:
     rounds = {key: [{"chats": run}] for key, run in measured["chats"].items() if key in multi_turn.NAMES}
     about = (
         f"vLLM on {measured['cores']} cores of {measured['processor']}; more chats than the engine's own cache holds; "
-        "median of a turn, and above it the slowest tenth"
+        "medians, shaded up to the 90th percentile"
     )
     for look in pictures.LOOKS:
         path = folder / f"turns{look.suffix}.png"

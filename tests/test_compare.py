@@ -147,6 +147,14 @@ def test_each_turn_has_its_median_and_its_slow_ones(results: ModuleType) -> None
     assert results.turns(runs) == [(0, 2, 10), (1, 4, 20), (2, 6, 30)]
 
 
+def test_turns_that_few_chats_have_are_left_out(results: ModuleType) -> None:
+    runs = [one_round(1)["chats"] for _ in range(4)]
+    for run in runs[:2]:  # two of the four chats end before the third turn, and one of them before the second
+        del run["requests"][2]
+    del runs[0]["requests"][1]
+    assert [turn for turn, *_ in results.turns(runs)] == [0, 1]
+
+
 def test_the_tables_have_a_row_for_each_system_in_their_order(results: ModuleType) -> None:
     figures = results.summary({"kvdepot": [one_round(1)], "none": [without_cache()]}, "none")
     tables = results.tables(figures, {"none": "no cache", "other": "absent", "kvdepot": "kvdepot"})
@@ -156,9 +164,11 @@ def test_the_tables_have_a_row_for_each_system_in_their_order(results: ModuleTyp
         assert {len(row) for row in rows} == {len(rows[0])}
     assert tables["Start and memory"][1][1:] == ("-", "-", "8.0 s")
     assert tables["One prompt of 1,024 tokens"][1][2:6] == ("-", "-", "-", "-")
-    assert tables["Multi-turn chats"][2][1:] == ("2,000 ms", "3,000 ms", "1.00", "250 of 300", "3 of 3")
+    assert tables["Multi-turn chats"][2][1:] == (
+        "2,000 ms", "3,000 ms", "1,000 ms", "2,500 ms", "1.00", "250 of 300", "3 of 3",
+    )  # fmt: skip
     lines = results.markdown(tables["Multi-turn chats"]).splitlines()
-    assert lines[1] == "|---|---:|---:|---:|---:|---:|"
+    assert lines[1] == "|---|---:|---:|---:|---:|---:|---:|---:|"
     assert lines[3].startswith("| kvdepot | 2,000 ms |")
 
 

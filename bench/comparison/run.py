@@ -25,10 +25,10 @@ class Scale:
     gib: of the system's memory, which is enough for everything.
     """
 
-    blocks: int = 80
+    blocks: int = 68
     gib: int = 4
     lengths: tuple[int, ...] = (1024, 4096, 8192)
-    loads: int = 10
+    loads: int = 5
     """Of each of them."""
     chats: Chats = Chats()  # noqa: RUF009 - frozen
     documents: Documents = Documents()  # noqa: RUF009 - frozen

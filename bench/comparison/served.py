@@ -32,7 +32,7 @@ class _Served:
             dtype="float32",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            max_model_len=8448,
+            max_model_len=8320,
             max_num_seqs=4,
             max_num_batched_tokens=2048,
             num_gpu_blocks_override=blocks,

@@ -148,7 +148,7 @@ def _lmcache(mode: str, shared: bool) -> Callable[[int], contextlib.AbstractCont
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-                (SHM / name).unlink(missing_ok=True)
+                (SHM / f"lmcache_l1_pool_{name}").unlink(missing_ok=True)
 
     return start
 

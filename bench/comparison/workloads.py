@@ -38,11 +38,11 @@ class Chats:
     that between two turns of a chat the engine answers all others. Ranges include both ends.
     """
 
-    clients: int = 4
-    chats: int = 8
+    clients: int = 3
+    chats: int = 9
     system_tokens: int = 512
     turns: tuple[int, int] = (12, 18)
-    first_tokens: tuple[int, int] = (200, 500)
+    first_tokens: tuple[int, int] = (500, 1000)
     """Of a chat's first message, which brings its material."""
     message_tokens: tuple[int, int] = (40, 120)
     answer_tokens: tuple[int, int] = (8, 24)
