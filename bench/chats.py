@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import zmq
-from common import Scale, Serve, say
-from engine import EngineProcess
+from common import EngineProcess, Scale, Serve, say
+from comparison.engine import write_model
 from report import Figure, at_most
 
-__all__ = ["ChatEngine", "Outcome", "converse", "depot", "run", "write_model"]
+__all__ = ["KV_BYTES", "MODEL", "ChatEngine", "Outcome", "converse", "depot", "run"]
 
 KV_BYTES = 6 * 2 * 4 * 64 * 4
 """Bytes of KV per token: keys and values of 6 layers, 4 heads of 64 numbers in float32."""
@@ -39,7 +39,7 @@ _ANSWER_TOKENS = 32
 _ARENA_GIB = 1.0
 """Enough for everything: ten chats of four turns have 0.4 GiB of KV."""
 _KILL_EVERY_S = 5.0
-_CONFIG: dict[str, Any] = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 512,
@@ -62,7 +62,7 @@ _CONFIG: dict[str, Any] = {
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """Figures for a server that is killed and restarted under the engine, beside one that is not."""
     with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as name:
-        folder = write_model(Path(name))
+        folder = write_model(Path(name), MODEL)
         say("chats: a server that is not killed")
         with _Restarting() as server, ChatEngine(folder, depot(server.url)) as engine:
             undisturbed = converse(engine, scale.chats, scale.turns)
@@ -169,7 +169,7 @@ def converse(engine: ChatEngine, chats: int, turns: int, before_turn: Callable[[
     rng = np.random.default_rng(1)
 
     def text(tokens: int) -> list[int]:
-        return [int(token) for token in rng.integers(3, _CONFIG["vocab_size"], tokens)]
+        return [int(token) for token in rng.integers(3, MODEL["vocab_size"], tokens)]
 
     system = text(_SYSTEM_TOKENS)
     prompts = [list(system) for _ in range(chats)]
@@ -189,37 +189,6 @@ def converse(engine: ChatEngine, chats: int, turns: int, before_turn: Callable[[
             prompt += answer
     outcome.computed = sum(outcome.by_turn)
     return outcome
-
-
-def write_model(folder: Path) -> Path:
-    """Write the model's files: random weights, large enough to make every token depend on the whole prompt."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(0)
-    hidden, inner, vocab = _CONFIG["hidden_size"], _CONFIG["intermediate_size"], _CONFIG["vocab_size"]
-    queries = _CONFIG["num_attention_heads"] * _CONFIG["head_dim"]
-    keys = _CONFIG["num_key_value_heads"] * _CONFIG["head_dim"]
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
-    norms = ["model.norm"]
-    for layer in range(_CONFIG["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
-        norms += [f"{name}.input_layernorm", f"{name}.post_attention_layernorm"]
-        shapes |= {
-            f"{name}.mlp.gate_proj": (inner, hidden),
-            f"{name}.mlp.up_proj": (inner, hidden),
-            f"{name}.mlp.down_proj": (hidden, inner),
-            f"{name}.self_attn.q_proj": (queries, hidden),
-            f"{name}.self_attn.k_proj": (keys, hidden),
-            f"{name}.self_attn.v_proj": (keys, hidden),
-            f"{name}.self_attn.o_proj": (hidden, queries),
-        }
-    weights = {f"{name}.weight": torch.ones(hidden) for name in norms}
-    for name, shape in shapes.items():
-        weights[f"{name}.weight"] = torch.randn(*shape, generator=generator) * 0.1
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 class ChatEngine(EngineProcess):

